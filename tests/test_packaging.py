@@ -1,0 +1,87 @@
+"""Installing brings ``lit_fsdp.tasks`` and ``lit_fsdp.callbacks``, and no package ``tasks`` of its own."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("lit_fsdp", "tasks", "callbacks")
+BUILD = ("-m", "build", "--no-isolation", "--outdir")
+INSTALL = ("-m", "pip", "install", "--no-deps", "--no-index")
+# Prints where the packages come from; fails if a top-level `tasks` or `callbacks` is importable beside them.
+LOOK = """
+import importlib, importlib.util
+for name in ("tasks", "callbacks"):
+    assert importlib.util.find_spec(name) is None, f"a top-level package {name} is importable"
+for name in ("lit_fsdp", "lit_fsdp.tasks", "lit_fsdp.callbacks"):
+    print(importlib.import_module(name).__file__)
+"""
+
+
+def run(*command: object, cwd: Path) -> str:
+    done = subprocess.run([str(c) for c in command], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what a build reads, links kept as links: no build output lands in the working tree."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in FOLDERS:
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, *BUILD, out, "--wheel", cwd=clone)
+    return next(out.glob("*.whl"))
+
+
+def read_files(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if "dist-info" not in name}
+
+
+def test_the_wheel_holds_every_source_file_once(clone: Path, wheel: Path) -> None:
+    sources = {str(p.relative_to(clone)) for f in FOLDERS for p in (clone / f).rglob("*.py")}
+    expected = {name if name.startswith("lit_fsdp/") else f"lit_fsdp/{name}" for name in sources}
+    assert set(read_files(wheel)) == expected | {"lit_fsdp/py.typed"}
+
+
+def test_the_sdist_builds_the_same_wheel(clone: Path, wheel: Path, tmp_path: Path) -> None:
+    run(sys.executable, *BUILD, tmp_path, cwd=clone)  # without --wheel: the sdist, then the wheel from it
+    assert read_files(next(tmp_path.glob("*.whl"))) == read_files(wheel)
+
+
+def test_the_installed_wheel_is_imported_from_where_it_lies(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    run(sys.executable, *INSTALL, "--target", target, wheel, cwd=tmp_path)
+    assert sorted(p.name for p in target.iterdir() if "-info" not in p.name) == ["bin", "lit_fsdp"]
+    look = f"import sys; sys.path.insert(0, {str(target)!r}){LOOK}"
+    found = run(sys.executable, "-I", "-c", look, cwd=tmp_path).split()
+    assert found == [str(target / "lit_fsdp" / inner / "__init__.py") for inner in ("", "tasks", "callbacks")]
+
+
+def test_an_editable_install_is_imported_from_the_working_tree(clone: Path, tmp_path: Path) -> None:
+    env = tmp_path / "env"
+    venv.create(env, symlinks=True)
+    python = env / "bin" / "python"
+    # Everything but lit_fsdp, pip included, comes from the environment that the tests run in.
+    site_packages = next(env.glob("lib/python*/site-packages"))
+    (site_packages / "outer.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    run(python, *INSTALL, "--no-build-isolation", "--ignore-installed", "-e", clone, cwd=tmp_path)
+    found = run(python, "-I", "-c", LOOK, cwd=tmp_path).split()
+    assert [Path(file).resolve() for file in found] == [clone / f / "__init__.py" for f in FOLDERS]
+    assert (env / "bin" / "lit_fsdp").is_file()

@@ -1,0 +1,57 @@
+"""The tests of every other file lean on ``run_ranks``: a failure on a rank must never pass for a success."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import RankError, run_ranks
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_rank_runs_the_body_in_one_group(tmp_path: Path, world_size: int) -> None:
+    def body() -> None:
+        total = torch.tensor([dist.get_rank() + 1])
+        dist.all_reduce(total)
+        (tmp_path / os.environ["RANK"]).write_text(str(total.item()))
+
+    run_ranks(body, world_size=world_size)
+    sums = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert sums == {str(rank): str(sum(range(world_size + 1))) for rank in range(world_size)}
+
+
+def test_the_rank_that_failed_first_is_the_one_shown() -> None:
+    def body() -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("shard 1 is wrong")
+        dist.barrier()  # the other rank then fails too, through the lost connection
+
+    with pytest.raises(RankError, match=r"rank 1 of 2 raised(.|\n)*shard 1 is wrong"):
+        run_ranks(body)
+
+
+def test_a_rank_that_dies_without_a_traceback_fails_the_test() -> None:
+    with pytest.raises(RankError, match="exit code 7"):
+        run_ranks(os._exit, 7)
+
+
+def test_a_hang_is_killed_in_time() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match="of 2 ranks some still ran after 1 s"):
+        run_ranks(time.sleep, 60, timeout_s=1)
+    assert time.monotonic() - start < 10
+
+
+def test_ranks_can_run_backward_after_the_parent_did() -> None:
+    # Forking after the autograd engine ran is a known trap: it must hold for parity tests.
+    def body() -> None:
+        weight = torch.ones(4, requires_grad=True)
+        (weight * 2).sum().backward()
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [2.0] * 4
+
+    body()
+    run_ranks(body)
