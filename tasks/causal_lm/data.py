@@ -1,0 +1,339 @@
+"""Text for causal language models: documents, prompts with completions, chats."""
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import DataLoader
+
+from lit_fsdp.tasks.causal_lm.cache import build_once, find_cache_dir, make_key
+from lit_fsdp.tasks.causal_lm.collate import EvalRows, PadRows, PromptRows, stack_rows
+from lit_fsdp.tasks.causal_lm.examples import Format, LossOn, RowError, RowFormat, list_texts, parse_row
+from lit_fsdp.tasks.causal_lm.packing import DocumentRows, Ints, PackedRows
+from lit_fsdp.tasks.causal_lm.rows import Row
+from lit_fsdp.tasks.causal_lm.sources import Part, Source, TxtDocuments, find_parts
+from lit_fsdp.tasks.causal_lm.tokenizer import (
+    TrainTokenizer,
+    find_pad_id,
+    identify_tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
+from lit_fsdp.tasks.causal_lm.tokens import TokenStore, write_tokens
+from lit_fsdp.tasks.loading import ResumableLoader, build_eval_loader, build_train_loader
+
+Split = Literal["train", "validation", "test", "predict"]
+
+CACHE_VERSION = 1  # raise it when the same settings give other tokens than before
+HELD_OUT_SEED = 0  # not the seed setting: runs with other seeds are compared on the same held-out documents
+SPLITS_OF_STAGE: dict[str | None, tuple[Split, ...]] = {
+    "fit": ("train", "validation"),
+    "validate": ("validation",),
+    "test": ("test",),
+    "predict": ("predict",),
+    None: ("train", "validation", "test", "predict"),
+}
+
+
+class TextData(LightningDataModule):
+    """Text from files, data sets or the Hugging Face Hub, as tokens for a causal language model.
+
+    A source is a ``.txt``, ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, a folder or pattern of such
+    files, a folder written by ``datasets.save_to_disk``, a data set on the Hub as ``org/name`` or
+    ``org/name:config``, a list of these, or ``pydoc``: the language reference inside Python itself, 0.5 MB of
+    English without a download.
+
+    Rows are plain text (``text``), prompts with completions (``prompt``, ``completion``) or chats
+    (``messages``, each with ``role`` and ``content``). They are tokenized once, in the first process that
+    comes, and kept on disk until a source, the tokenizer or a setting that matters changes.
+
+    Args:
+        train: Source to train on.
+        validation: Source to validate on.
+        test: Source to test on.
+        predict: Source of prompts to continue: rows with ``prompt``, plain text or ``messages``.
+        validation_fraction: Without ``validation``, hold out this share of the training documents, always the
+            same.
+        train_split: Which split of a data set to train on, such as ``train`` or ``train[:1%]``.
+        validation_split: The same for ``validation``.
+        test_split: The same for ``test``.
+        predict_split: The same for ``predict``.
+        format: ``text``, ``prompt_completion`` or ``chat``; ``auto`` decides row by row, by the fields that
+            are there.
+        text_field: Field that holds plain text.
+        txt_documents: What is one document in a ``.txt`` file: the ``file``, each ``line``, or each
+            ``paragraph`` between blank lines.
+        loss_on: ``all`` tokens, or only those of the ``completion`` or the assistant's messages.
+        bad_rows: ``error`` stops at the first bad row; ``skip`` leaves bad rows out and warns with their
+            number.
+        tokenizer: Model name on the Hub or folder to load it from, or ``TrainTokenizer`` to train one on
+            ``train``.
+        seq_length: Tokens in a packed row; longest row otherwise.
+        packing: Join documents into rows of exactly ``seq_length``, so that no compute goes into padding.
+            Attention stays inside each document, but one that crosses the end of a row is split there. If
+            false, each document is a row, cut at ``seq_length`` and padded to the longest of its batch.
+        pad_to_multiple_of: Without packing, round the length of a batch up to a multiple of this.
+        batch_size: Rows in a micro-batch of one rank.
+        eval_batch_size: The same for validation, test and prediction; ``batch_size`` if not given.
+        num_workers: Processes per rank that read ahead; 0 reads in the main process.
+        shuffle: Train in a new order each epoch, the same for any number of ranks.
+        seed: Of that order.
+        cache_dir: Where tokens are kept; else ``LIT_FSDP_CACHE`` or ``~/.cache/lit_fsdp``.
+    """
+
+    def __init__(
+        self,
+        *,
+        train: Source | None = None,
+        validation: Source | None = None,
+        test: Source | None = None,
+        predict: Source | None = None,
+        validation_fraction: float = 0.0,
+        train_split: str = "train",
+        validation_split: str = "validation",
+        test_split: str = "test",
+        predict_split: str = "test",
+        format: Format = "auto",  # noqa: A002
+        text_field: str = "text",
+        txt_documents: TxtDocuments = "file",
+        loss_on: LossOn = "all",
+        bad_rows: Literal["error", "skip"] = "error",
+        tokenizer: str | TrainTokenizer,
+        seq_length: int = 1024,
+        packing: bool = True,
+        pad_to_multiple_of: int = 1,
+        batch_size: int = 1,
+        eval_batch_size: int | None = None,
+        num_workers: int = 2,
+        shuffle: bool = True,
+        seed: int = 0,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__()
+        _check(seq_length=seq_length, batch_size=batch_size, eval_batch_size=eval_batch_size or batch_size)
+        _check(pad_to_multiple_of=pad_to_multiple_of)
+        if not 0 <= validation_fraction < 1:
+            raise ValueError(
+                f"validation_fraction {validation_fraction} must be at least 0 and below 1, such as 0.05"
+            )
+        self.sources: dict[Split, tuple[Source | None, str]] = {
+            "train": (train, train_split),
+            "validation": (validation, validation_split),
+            "test": (test, test_split),
+            "predict": (predict, predict_split),
+        }
+        self.validation_fraction = validation_fraction
+        self.row_format = RowFormat(format=format, text_field=text_field, loss_on=loss_on)
+        self.txt_documents: TxtDocuments = txt_documents
+        self.skips_bad_rows = bad_rows == "skip"
+        self.tokenizer_setting = tokenizer
+        self.seq_length = seq_length
+        self.packing = packing
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size or batch_size
+        self.num_workers = num_workers
+        self.shuffle = shuffle
+        self.seed = seed
+        self.cache_dir = find_cache_dir(cache_dir)
+        self._tokenizer: Any = None
+        self._tokenizer_id = ""
+        self._stores: dict[Split, TokenStore] = {}
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer; there is one once ``setup`` has run."""
+        if self._tokenizer is None:
+            raise RuntimeError("the tokenizer is loaded or trained in setup(); call that first")
+        return self._tokenizer
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load or train the tokenizer and make the tokens that a stage needs, unless the cache has them."""
+        splits = SPLITS_OF_STAGE[stage]
+        if stage == "fit" and self.sources["train"][0] is None:
+            raise ValueError("train is not set; name a file, a folder, a data set, or pydoc")
+        if self._tokenizer is None:
+            self._tokenizer = self._get_tokenizer()
+            self._tokenizer_id = identify_tokenizer(self._tokenizer)
+        for split in splits:
+            needed: Split = "train" if split == "validation" and self._holds_out else split
+            if needed not in self._stores and self.sources[needed][0] is not None:
+                self._stores[needed] = self._get_tokens(needed)
+        # Its threads were used, so that each fork of a loader's worker would warn, and could hang if it
+        # tokenized.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Return this rank's training batches; the loader's place is part of every checkpoint."""
+        rows = self._get_rows("train")
+        store = self._stores["train"]
+        kind = f"rows of {self.seq_length} tokens" if self.packing else "rows"
+        return build_train_loader(
+            rows,
+            batch_size=self.batch_size,
+            collate=self._collate,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            num_workers=self.num_workers,
+            trainer=self.trainer,
+            what=f"train ({len(store)} documents, {int(store.ends[-1])} tokens, as {kind})",
+        )
+
+    def val_dataloader(self) -> Any:
+        """Return this rank's validation batches, or none if nothing is set to validate on."""
+        if self._holds_out or "validation" in self._stores:
+            return self._build_eval_loader("validation")
+        # Lightning 2.6 warns of "zero length" also where an empty list says: nothing to validate on.
+        warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+        return []
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Return this rank's test batches."""
+        return self._build_eval_loader("test")
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return this rank's prompts, with ``index`` to put what the model makes of them in order."""
+        collate = PromptRows(pad_id=find_pad_id(self.tokenizer), multiple_of=self.pad_to_multiple_of)
+        return self._build_eval_loader("predict", collate)
+
+    @property
+    def _holds_out(self) -> bool:
+        return self.sources["validation"][0] is None and self.validation_fraction > 0
+
+    @property
+    def _collate(self) -> Callable[[Any], Any]:
+        if self.packing:
+            return stack_rows
+        return PadRows(pad_id=find_pad_id(self.tokenizer), multiple_of=self.pad_to_multiple_of)
+
+    def _build_eval_loader(
+        self, split: Split, collate: Callable[[Any], Any] | None = None
+    ) -> DataLoader[Any]:
+        return build_eval_loader(
+            self._get_rows(split),
+            batch_size=self.eval_batch_size,
+            collate=collate or EvalRows(collate=self._collate, is_packed=self.packing),
+            num_workers=self.num_workers,
+            trainer=self.trainer,
+        )
+
+    def _get_rows(self, split: Split) -> PackedRows | DocumentRows:
+        store_name: Split = "train" if split == "validation" and self._holds_out else split
+        if store_name not in self._stores:
+            raise ValueError(f"{split} is not set; name a file, a folder, a data set, or pydoc")
+        store = self._stores[store_name]
+        documents = np.arange(len(store))
+        if store_name == "train" and self._holds_out:
+            documents = _split_documents(
+                len(store), self.validation_fraction, is_held_out=split == "validation"
+            )
+        if self.packing and split != "predict":
+            pad_id = find_pad_id(self.tokenizer)
+            return PackedRows(store, documents, seq_length=self.seq_length, pad_id=pad_id)
+        rows = DocumentRows(store, documents, seq_length=self.seq_length, keep_end=split == "predict")
+        if cuts := rows.describe_cuts():
+            rank_zero_warn(f"{split}: {cuts}")
+        return rows
+
+    def _find_parts(self, split: Split) -> list[Part]:
+        source, name = self.sources[split]
+        if source is None:
+            raise ValueError(f"{split} is not set; name a file, a folder, a data set, or pydoc")
+        return find_parts(source, split=name, txt_documents=self.txt_documents)
+
+    def _get_tokenizer(self) -> Any:
+        setting = self.tokenizer_setting
+        if isinstance(setting, str):
+            return load_tokenizer(setting)
+        parts = self._find_parts("train")
+        key = self._make_key(parts, vocab_size=setting.vocab_size)
+
+        def build(folder: Path) -> None:
+            texts = self._read_texts(_show_progress(_read(parts), "reading train for a tokenizer"))
+            train_tokenizer(texts, setting).save_pretrained(str(folder))
+
+        return load_tokenizer(str(build_once(self.cache_dir / "tokenizers" / key, build)))
+
+    def _get_tokens(self, split: Split) -> TokenStore:
+        parts = self._find_parts(split)
+        row_format = self._get_row_format(split)
+        key = self._make_key(parts, tokenizer=self._tokenizer_id, row_format=vars(row_format))
+
+        def build(folder: Path) -> None:
+            write_tokens(
+                folder,
+                _show_progress(_read(parts), f"tokenizing {split}"),
+                tokenizer=self.tokenizer,
+                row_format=row_format,
+                skip_bad_rows=self.skips_bad_rows,
+            )
+
+        store = TokenStore(build_once(self.cache_dir / "tokens" / key, build))
+        if num_bad := store.summary["num_bad"]:
+            named = "\n  ".join(store.summary["bad"])
+            rank_zero_warn(
+                f"{split}: {num_bad} bad rows are skipped, {len(store)} are good. The first:\n  {named}"
+            )
+        return store
+
+    def _get_row_format(self, split: Split) -> RowFormat:
+        # What is no document to learn must not fail for want of a completion.
+        given = self.row_format
+        if split != "predict":
+            return given
+        return RowFormat(format=given.format, text_field=given.text_field, is_prompt=True)
+
+    def _make_key(self, parts: list[Part], **facts: Any) -> str:
+        return make_key(
+            cache_version=CACHE_VERSION,
+            versions=[version(name) for name in ("tokenizers", "transformers")],
+            sources=[part.identify() for part in parts],
+            format=vars(self.row_format),
+            skips_bad_rows=self.skips_bad_rows,
+            **facts,
+        )
+
+    def _read_texts(self, rows: Iterable[Row]) -> Iterator[str]:
+        for row in rows:
+            try:
+                if row.problem is not None:
+                    raise RowError(row.problem)
+                yield from list_texts(parse_row(row.fields, self.row_format))
+            except RowError as error:
+                if not self.skips_bad_rows:
+                    raise ValueError(f"{row.where}: {error}") from error
+
+
+def _check(**settings: int) -> None:
+    for name, value in settings.items():
+        if value < 1:
+            raise ValueError(f"{name} {value} must be at least 1")
+
+
+def _read(parts: Iterable[Part]) -> Iterator[Row]:
+    for part in parts:
+        yield from part.read()
+
+
+def _show_progress(rows: Iterable[Row], what: str) -> Iterable[Row]:
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    return tqdm(rows, desc=what, unit=" rows", mininterval=1.0, delay=2.0)
+
+
+def _split_documents(num_documents: int, fraction: float, *, is_held_out: bool) -> Ints:
+    """Return the numbers of the documents on one side of the split, in order."""
+    num_held_out = max(1, round(num_documents * fraction))
+    if num_held_out >= num_documents:
+        raise ValueError(
+            f"validation_fraction {fraction} of {num_documents} documents leaves none to train on; "
+            "lower it or set validation"
+        )
+    order = np.random.default_rng(HELD_OUT_SEED).permutation(num_documents)
+    return np.sort(order[:num_held_out] if is_held_out else order[num_held_out:])

@@ -1,0 +1,101 @@
+"""Rows of tokens for the model, made from documents when they are asked for."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lit_fsdp.tasks.causal_lm.tokens import TokenStore
+
+IGNORED = -100  # the label that Transformers and PyTorch take no loss on
+
+Ints = NDArray[np.int64]
+
+
+class PackedRows:
+    """Documents one after the other, cut into rows of exactly ``seq_length`` tokens.
+
+    A document that does not fit goes on in the next row as a new piece. Each piece has positions from 0, by
+    which Transformers keeps attention inside it, and no label at its first token, which nothing predicts. The
+    end of the last row is filled up with a piece without labels.
+
+    Args:
+        store: Where the documents are.
+        documents: Which of them, in order.
+        seq_length: Tokens in a row.
+        pad_id: Fills the last row up.
+    """
+
+    def __init__(self, store: TokenStore, documents: Ints, *, seq_length: int, pad_id: int) -> None:
+        self.store = store
+        self.documents = documents
+        self.seq_length = seq_length
+        self.pad_id = pad_id
+        self._ends = np.cumsum(store.lengths[documents])
+
+    def __len__(self) -> int:
+        num_tokens = int(self._ends[-1]) if len(self._ends) else 0
+        return math.ceil(num_tokens / self.seq_length)
+
+    def __getitem__(self, row: int) -> dict[str, Ints]:
+        """Return ``input_ids``, ``labels`` (not shifted) and ``position_ids``, each [seq_length]."""
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        input_ids = np.full(self.seq_length, self.pad_id, dtype=np.int64)
+        labels = np.full(self.seq_length, IGNORED, dtype=np.int64)
+        position_ids = np.zeros(self.seq_length, dtype=np.int64)
+        begin = row * self.seq_length
+        filled = 0
+        place = int(np.searchsorted(self._ends, begin, side="right"))
+        while filled < self.seq_length and place < len(self.documents):
+            ids, learn = self.store[self.documents[place]]
+            offset = begin + filled - (int(self._ends[place]) - len(ids))
+            cut = slice(offset, offset + self.seq_length - filled)
+            ids, learn = ids[cut], learn[cut]
+            piece = slice(filled, filled + len(ids))
+            input_ids[piece] = ids
+            labels[piece] = np.where(learn, ids, IGNORED)
+            labels[filled] = IGNORED
+            position_ids[piece] = np.arange(len(ids))
+            filled += len(ids)
+            place += 1
+        position_ids[filled:] = np.arange(self.seq_length - filled)
+        return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+
+
+class DocumentRows:
+    """One document a row, cut to at most ``seq_length`` tokens.
+
+    Args:
+        store: Where the documents are.
+        documents: Which of them, in order.
+        seq_length: What is longer is cut.
+        keep_end: Cut at the front instead of the end, for prompts.
+    """
+
+    def __init__(
+        self, store: TokenStore, documents: Ints, *, seq_length: int, keep_end: bool = False
+    ) -> None:
+        self.store = store
+        self.documents = documents
+        self.seq_length = seq_length
+        self.keep_end = keep_end
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, row: int) -> dict[str, Ints]:
+        """Return ``input_ids`` and ``labels`` (not shifted), each [length]."""
+        ids, learn = self.store[self.documents[row]]
+        kept = slice(-self.seq_length, None) if self.keep_end else slice(self.seq_length)
+        labels = np.where(learn, ids, IGNORED)[kept]
+        return {"input_ids": ids[kept].astype(np.int64), "labels": labels.astype(np.int64)}
+
+    def describe_cuts(self) -> str | None:
+        """Say how many documents are cut, and how many have nothing left to learn; None if none is."""
+        cut = self.documents[self.store.lengths[self.documents] > self.seq_length]
+        if not len(cut):
+            return None
+        what = f"{len(cut)} of {len(self)} rows are longer than seq_length {self.seq_length} and are cut"
+        num_empty = 0 if self.keep_end else sum(not self.store[d][1][: self.seq_length].any() for d in cut)
+        return f"{what}; {num_empty} of them keep no token to learn" if num_empty else what

@@ -1,0 +1,158 @@
+"""Where rows come from: files, folders, patterns, saved data sets, the Hub, or Python's own manual."""
+
+import glob
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from lit_fsdp.tasks.causal_lm.rows import READERS, Row, read_file
+
+TxtDocuments = Literal["file", "line", "paragraph"]
+Source = str | list[str]
+
+SAVED_MARKERS = ("dataset_dict.json", "state.json")  # what datasets' save_to_disk leaves
+
+
+class Part(Protocol):
+    """One place to read rows from."""
+
+    def identify(self) -> Any:
+        """Return what changes if and only if the rows may have changed, as JSON."""
+
+    def read(self) -> Iterator[Row]:
+        """Yield all rows, in a fixed order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePart:
+    """A local file, known by its path, size and time of change."""
+
+    path: Path
+    txt_documents: TxtDocuments
+
+    def identify(self) -> Any:
+        """Return path, size and time of change."""
+        state = self.path.stat()
+        return [str(self.path.resolve()), state.st_size, state.st_mtime_ns, self.txt_documents]
+
+    def read(self) -> Iterator[Row]:
+        """Yield the rows of the file."""
+        return read_file(self.path, txt_documents=self.txt_documents)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetPart:
+    """A split of a data set of the ``datasets`` library, known by its Arrow files."""
+
+    name: str
+    dataset: Any
+
+    def identify(self) -> Any:
+        """Return name, number of rows, and the files with size and time of change."""
+        files = [Path(file["filename"]) for file in self.dataset.cache_files]
+        return [
+            self.name,
+            len(self.dataset),
+            *([str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files),
+        ]
+
+    def read(self) -> Iterator[Row]:
+        """Yield the rows of the split."""
+        for number, fields in enumerate(self.dataset, start=1):
+            yield Row(where=f"{self.name} row {number}", fields=fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PydocPart:
+    """The language reference that CPython ships for ``help("topic")``: 0.5 MB of English on any machine."""
+
+    def identify(self) -> Any:
+        """Return Python's version and a hash of the texts."""
+        return [sys.version, hashlib.sha256(json.dumps(self._topics()).encode()).hexdigest()]
+
+    def read(self) -> Iterator[Row]:
+        """Yield one row a topic, sorted by name."""
+        for name, text in sorted(self._topics().items()):
+            yield Row(where=f'pydoc topic "{name}"', fields={"text": text})
+
+    def _topics(self) -> dict[str, str]:
+        from pydoc_data.topics import topics
+
+        return dict(topics)
+
+
+def find_parts(source: Source, *, split: str, txt_documents: TxtDocuments) -> list[Part]:
+    """Return what a source setting names, files sorted by path; raise if it names nothing.
+
+    Args:
+        source: One or several of: a file, a folder, a pattern, the name of a data set, ``pydoc``.
+        split: Of saved and Hub data sets with several.
+        txt_documents: What is one document in a ``.txt`` file.
+    """
+    if isinstance(source, list):
+        if not source:
+            raise ValueError("the list of sources is empty; name at least one file or data set")
+        return [part for one in source for part in find_parts(one, split=split, txt_documents=txt_documents)]
+    if source == "pydoc":
+        return [PydocPart()]
+    path = Path(source).expanduser()
+    if path.is_dir() and any((path / marker).exists() for marker in SAVED_MARKERS):
+        return [_open_saved(path, split)]
+    paths = _find_files(source, path)
+    if paths is None:
+        return [_open_hub(source, split)]
+    return [FilePart(path=path, txt_documents=txt_documents) for path in paths]
+
+
+def _find_files(source: str, path: Path) -> list[Path] | None:
+    """Return the files a path or pattern names, or None if it must be the name of a data set."""
+    kinds = ", ".join(READERS)
+    if path.is_file():
+        if path.suffix not in READERS:
+            raise ValueError(
+                f"{source}: cannot read {path.suffix or 'a file without a suffix'}; known are {kinds}"
+            )
+        return [path]
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix in READERS)
+        if not found:
+            raise ValueError(f"{source}: no file in this folder ends in {kinds}")
+        return found
+    if glob.has_magic(source):
+        found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207  # may be absolute
+        if not found:
+            raise ValueError(f"no file matches {source}; the pattern is taken from {Path.cwd()}")
+        return [p for one in found for p in _find_files(str(one), one) or []]
+    if path.suffix in READERS or path.is_absolute() or source.startswith(("~", ".")) or source.count("/") > 1:
+        raise ValueError(f"{source}: no such file or folder, seen from {Path.cwd()}")
+    return None
+
+
+def _open_saved(path: Path, split: str) -> DatasetPart:
+    from datasets import DatasetDict, load_from_disk
+
+    saved = load_from_disk(str(path))
+    if not isinstance(saved, DatasetDict):
+        return DatasetPart(name=str(path), dataset=saved)
+    if split not in saved:
+        raise ValueError(f"{path}: has no split {split!r}; it has {', '.join(saved)}")
+    return DatasetPart(name=f"{path} [{split}]", dataset=saved[split])
+
+
+def _open_hub(source: str, split: str) -> DatasetPart:
+    from datasets import load_dataset
+
+    name, _, config = source.partition(":")
+    try:
+        dataset = load_dataset(name, config or None, split=split)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{source!r} is neither a file or folder here (seen from {Path.cwd()}) nor a data set that could "
+            f"be loaded from the Hugging Face Hub, split {split!r}: {reason}"
+        ) from error
+    return DatasetPart(name=f"{source} [{split}]", dataset=dataset)

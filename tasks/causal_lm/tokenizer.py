@@ -1,0 +1,83 @@
+"""The tokenizer: loaded, or trained on the run's own documents."""
+
+import hashlib
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+END = "<|endoftext|>"
+PAD = "<|pad|>"
+MIN_VOCAB_SIZE = 256 + 2  # every byte, and the two above
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTokenizer:
+    """Train a byte-level BPE tokenizer on the training source, held-out documents included.
+
+    It has two special tokens: ``<|endoftext|>`` begins nothing and ends every document, ``<|pad|>`` fills up.
+
+    Args:
+        vocab_size: How many tokens to end up with, at least 258. Small data may not yield as many.
+    """
+
+    vocab_size: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < MIN_VOCAB_SIZE:
+            raise ValueError(
+                f"vocab_size {self.vocab_size} is below {MIN_VOCAB_SIZE}, 256 bytes and 2 special tokens"
+            )
+
+
+def load_tokenizer(name: str) -> Any:
+    """Return the tokenizer of a folder or of a model on the Hub. Its end token must be known."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"tokenizer {name!r}: no such folder with a tokenizer, nor loadable from the Hub: {reason}"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"tokenizer {name!r} has no eos_token to end documents with; set it in tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], setting: TrainTokenizer) -> Any:
+    """Return a tokenizer trained on texts. The same texts in the same order give the same tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=setting.vocab_size,
+        special_tokens=[END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=END, eos_token=END, pad_token=PAD)
+
+
+def identify_tokenizer(tokenizer: Any) -> str:
+    """Return a hash of all files the tokenizer consists of, its chat template included."""
+    digest = hashlib.sha256()
+    with tempfile.TemporaryDirectory() as name:
+        tokenizer.save_pretrained(name)
+        for path in sorted(p for p in Path(name).rglob("*") if p.is_file()):
+            digest.update(path.name.encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def find_pad_id(tokenizer: Any) -> int:
+    """Return the id to fill rows up with: the pad token, or where there is none the end token."""
+    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)

@@ -1,0 +1,334 @@
+"""Which sample goes to which rank, and where an interrupted epoch goes on.
+
+Note [Global order]: an epoch is one order of all samples, the same on every rank. The k-th micro-batches of
+all ranks together are the k-th slice of ``world_size * batch_size`` samples of that order, of which rank r
+takes the r-th part. So 1 rank x 8, 2 ranks x 4 and 2 ranks x 2 accumulated twice see the same samples in
+every optimizer step, and a place in the epoch is one number, ``samples_seen``, that means the same at every
+world size.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+PADDING = -1  # stands for "no sample" where the last batch of an evaluation is not full
+
+
+class Rows(Protocol):
+    """What a loader reads: a length and rows by number."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+# Of all samplers Lightning replaces any but a DistributedSampler, also under use_distributed_sampler.
+class GlobalSampler(DistributedSampler[int]):
+    """The samples of one rank, in the order of Note [Global order].
+
+    Args:
+        num_samples: How many samples the whole data set has.
+        batch_size: Samples in a micro-batch of one rank.
+        num_replicas: How many ranks share the data set.
+        rank: Which of them this is.
+        shuffle: Take a new order each epoch, drawn from ``seed`` and the epoch's number.
+        seed: Of that order. Must be the same on all ranks.
+        drop_last: Leave out the last micro-batch if the ranks cannot all fill it. Otherwise it is filled up
+            with ``PADDING``, so that every rank gets as many batches of the same size.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        batch_size: int,
+        num_replicas: int = 1,
+        rank: int = 0,
+        shuffle: bool,
+        seed: int = 0,
+        drop_last: bool,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size {batch_size} must be at least 1")
+        samples: Any = range(num_samples)
+        super().__init__(samples, num_replicas, rank, shuffle, seed, drop_last)
+        self.batch_size = batch_size
+        self.dataset_size = num_samples
+        self.global_batch_size = batch_size * num_replicas
+        self.samples_seen = 0
+        self.num_samples = self.num_batches * batch_size  # what upstream calls a rank's share of an epoch
+        self.total_size = self.num_samples * num_replicas
+
+    @property
+    def num_batches(self) -> int:
+        """Micro-batches per rank in a whole epoch."""
+        return self._count_batches(self.dataset_size)
+
+    @property
+    def num_batches_left(self) -> int:
+        """Micro-batches per rank from the present place to the end of the epoch."""
+        return self._count_batches(self.dataset_size - self.samples_seen)
+
+    def __len__(self) -> int:
+        # Of the whole epoch also after a resume, because Lightning counts the batches before it, too.
+        return self.num_batches * self.batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        order = self._draw_order()
+        begin = self.samples_seen + self.rank * self.batch_size
+        for _ in range(self.num_batches_left):
+            part = order[begin : begin + self.batch_size]
+            yield from part.tolist()
+            yield from [PADDING] * (self.batch_size - len(part))
+            begin += self.global_batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; stay in place if it is the present one: it may be resumed."""
+        if epoch != self.epoch:
+            self.epoch, self.samples_seen = epoch, 0
+
+    def _count_batches(self, num_samples: int) -> int:
+        num_whole, rest = divmod(max(num_samples, 0), self.global_batch_size)
+        return num_whole if self.drop_last or not rest else num_whole + 1
+
+    def _draw_order(self) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(self.dataset_size)
+        # Mixed, because with seed + epoch the second epoch of seed 0 would be the first of seed 1.
+        state = np.random.SeedSequence([self.seed, self.epoch]).generate_state(1, np.uint64)
+        generator = torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
+        return torch.randperm(self.dataset_size, generator=generator)
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A training loader that goes on where a checkpoint was saved, at any world size.
+
+    Its state counts the batches that were handed out, not those that workers fetched ahead. Iterating goes on
+    from the present place: after a whole pass with the next epoch, after a break or a resume with the next
+    sample.
+
+    Args:
+        dataset: Rows by number.
+        sampler: Holds the place in the epoch.
+        on_restore: Called with the sampler if the loaded state was saved under another global batch size, so
+            that who counts batches can correct the count.
+        options: Further arguments of ``DataLoader``.
+    """
+
+    def __init__(
+        self,
+        dataset: Rows,
+        sampler: GlobalSampler,
+        on_restore: Callable[[GlobalSampler], None] | None = None,
+        **options: Any,
+    ) -> None:
+        self.on_restore = on_restore
+        options = {"batch_size": sampler.batch_size, "drop_last": sampler.drop_last, **options}
+        super().__init__(dataset, sampler=sampler, **options)  # type: ignore[arg-type]
+
+    # A generator, so that workers start at the first batch and not at iter(): Lightning sets the epoch in
+    # between.
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        place = self._sampler
+        for batch in super().__iter__():
+            place.samples_seen += place.global_batch_size
+            yield batch
+        place.set_epoch(place.epoch + 1)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the place in the epoch and what it depends on; the same on every rank."""
+        place = self._sampler
+        return {
+            "epoch": place.epoch,
+            "samples_seen": place.samples_seen,
+            "global_batch_size": place.global_batch_size,
+            **self._order,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go to a saved place. Refuses a place in the middle of an order that cannot be drawn again."""
+        place = self._sampler
+        saved_order = {name: state_dict[name] for name in self._order}
+        old_batch_size, seen = state_dict["global_batch_size"], state_dict["samples_seen"]
+        is_over = saved_order["num_samples"] - seen < old_batch_size
+        if seen and not is_over and saved_order != self._order:
+            changed = ", ".join(
+                f"{k} {v}, now {self._order[k]}" for k, v in saved_order.items() if v != self._order[k]
+            )
+            raise ValueError(
+                f"the checkpoint was saved {seen} samples into an epoch whose order has changed since "
+                f"({changed}); restore what it was, or start anew from the checkpoint's weights only"
+            )
+        place.epoch = state_dict["epoch"]
+        place.samples_seen = place.dataset_size if is_over else seen
+        if old_batch_size != place.global_batch_size and self.on_restore is not None:
+            self.on_restore(place)
+
+    @property
+    def _sampler(self) -> GlobalSampler:
+        assert isinstance(self.sampler, GlobalSampler)
+        return self.sampler
+
+    @property
+    def _order(self) -> dict[str, int]:
+        place = self._sampler
+        return {"num_samples": place.dataset_size, "seed": place.seed, "shuffle": int(place.shuffle)}
+
+
+class IndexedRows(Dataset[tuple[int, Any]]):
+    """Rows with their numbers; ``PADDING`` gives ``(PADDING, first row)``, which must count nowhere.
+
+    Args:
+        rows: What is numbered.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        return index, self.rows[max(index, 0)]
+
+
+def build_train_loader(
+    rows: Rows,
+    *,
+    batch_size: int,
+    collate: Callable[[list[Any]], Any],
+    shuffle: bool = True,
+    seed: int = 0,
+    num_workers: int = 0,
+    trainer: Trainer | None = None,
+    what: str = "the training data",
+) -> ResumableLoader:
+    """Return a loader for this rank that drops the last incomplete micro-batch and resumes exactly.
+
+    Args:
+        rows: The whole data set, the same on all ranks.
+        batch_size: Rows in a micro-batch of one rank.
+        collate: Makes a batch of a list of rows.
+        shuffle: Take a new order each epoch.
+        seed: Of that order.
+        num_workers: Processes that read ahead; 0 reads in the main process.
+        trainer: Gives rank and world size; without it there is one rank.
+        what: Names the data in errors.
+    """
+    if trainer is not None and trainer.overfit_batches:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"overfit_batches {trainer.overfit_batches}: Lightning would give all ranks the same samples; "  # type: ignore[attr-defined]
+            "set limit_train_batches to that number and shuffle to false instead"
+        )
+    rank, world_size = find_rank(trainer)
+    if len(rows) < batch_size * world_size:
+        raise ValueError(
+            f"{what}: {len(rows)} rows do not fill one global batch of {batch_size * world_size} "
+            f"(batch_size {batch_size} x {world_size} ranks); lower batch_size or add data"
+        )
+    sampler = GlobalSampler(
+        len(rows),
+        batch_size=batch_size,
+        num_replicas=world_size,
+        rank=rank,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=True,
+    )
+    on_restore = None
+    if trainer is not None:
+        restore_epoch(trainer)
+        on_restore = partial(correct_progress, trainer)
+    return ResumableLoader(
+        rows,
+        sampler,
+        on_restore,
+        collate_fn=collate,
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+def build_eval_loader(
+    rows: Rows,
+    *,
+    batch_size: int,
+    collate: Callable[[list[tuple[int, Any]]], Any],
+    num_workers: int = 0,
+    trainer: Trainer | None = None,
+) -> DataLoader[Any]:
+    """Return a loader that gives every row exactly once over all ranks, as many batches of one size to each.
+
+    Args:
+        rows: The whole data set, the same on all ranks.
+        batch_size: Rows in a batch of one rank.
+        collate: Makes a batch of a list of ``(index, row)``. Rows with index ``PADDING`` only fill the last
+            batch up; they must not count in any loss or metric. A whole batch of them is possible.
+        num_workers: Processes that read ahead; 0 reads in the main process.
+        trainer: Gives rank and world size; without it there is one rank.
+    """
+    rank, world_size = find_rank(trainer)
+    sampler = GlobalSampler(
+        len(rows), batch_size=batch_size, num_replicas=world_size, rank=rank, shuffle=False, drop_last=False
+    )
+    return DataLoader(
+        IndexedRows(rows),
+        batch_size=batch_size,
+        sampler=sampler,
+        collate_fn=collate,
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+def find_rank(trainer: Trainer | None) -> tuple[int, int]:
+    """Return rank and world size, ``(0, 1)`` without a trainer."""
+    return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+
+
+def restore_epoch(trainer: Trainer) -> None:
+    """Make Lightning go on in the epoch that a checkpoint's place is in. Does nothing but on a resume.
+
+    Must be called before Lightning hands the loader its state, which it only does in the middle of an epoch.
+    """
+    loop: Any = trainer.fit_loop
+    # Private, seen in Lightning 2.6.6; there is no other way to the state before Lightning has decided.
+    states = loop._combined_loader_states_to_load
+    if not states or loop.epoch_progress.current.processed <= states[0]["epoch"]:
+        return
+    seen, batches = states[0]["samples_seen"], loop.epoch_loop.batch_progress
+    is_over = batches.is_last_batch or states[0]["num_samples"] - seen < states[0]["global_batch_size"]
+    if not is_over:
+        # An epoch that max_steps, max_time or early stopping cut short counts as a whole one, and the rest of
+        # its samples would be skipped. Count it as open.
+        for epochs in (loop.epoch_progress.current, loop.epoch_progress.total):
+            epochs.processed -= 1
+            epochs.completed = min(epochs.completed, epochs.processed)
+        loop.restarting = True
+    elif loop.restarting:
+        # With max_steps set, Lightning takes up a finished epoch as if it were open, and its batch count
+        # would let the next epoch end before its first batch. Count it as closed.
+        for epochs in (loop.epoch_progress.current, loop.epoch_progress.total):
+            epochs.completed = epochs.processed
+        batches.reset_on_run()
+        loop.epoch_loop.scheduler_progress.reset_on_run()
+        loop.epoch_loop.automatic_optimization.optim_progress.reset_on_run()
+
+
+def correct_progress(trainer: Trainer, sampler: GlobalSampler) -> None:
+    """Tell Lightning how many batches have passed, in batches of the present global size.
+
+    Lightning restores its count in batches of the old size and would leave the epoch too early or too late.
+    """
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    num_done = sampler.num_batches - sampler.num_batches_left
+    if batches.is_last_batch:  # it only compares whether at least all were done
+        num_done = max(sampler.num_batches, batches.current.ready)
+    shift = num_done - batches.current.ready
+    # All by the same: from their differences Lightning tells where in a step the checkpoint was saved.
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(batches.current, name, getattr(batches.current, name) + shift)

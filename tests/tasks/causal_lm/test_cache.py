@@ -1,0 +1,129 @@
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from lit_fsdp.tasks.causal_lm.cache import COMPLETE, build_once, find_cache_dir, make_key
+
+FORK = multiprocessing.get_context("fork")
+
+
+def count(log: Path) -> int:
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def note(log: Path) -> None:
+    with log.open("a") as file:
+        file.write(f"{os.getpid()}\n")
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_of_several_processes_one_builds_and_all_read(tmp_path: Path) -> None:
+    folder, log = tmp_path / "key", tmp_path / "log"
+
+    def build(inside: Path) -> None:
+        note(log)
+        time.sleep(0.3)
+        (inside / "data").write_text("all of it")
+
+    def body() -> None:
+        assert (build_once(folder, build) / "data").read_text() == "all of it"
+
+    processes = [FORK.Process(target=body) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(20)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert count(log) == 1
+
+
+def test_those_who_waited_for_a_failure_raise_the_same_and_whoever_comes_later_tries_again(
+    tmp_path: Path,
+) -> None:
+    folder, log = tmp_path / "key", tmp_path / "log"
+
+    def build(inside: Path) -> None:
+        note(log)
+        time.sleep(0.5)
+        raise ValueError(f"no good for {os.getpid()}")
+
+    def body() -> None:
+        try:
+            build_once(folder, build)
+        except ValueError as error:
+            (tmp_path / f"error{os.getpid()}").write_text(str(error))
+
+    processes = [FORK.Process(target=body) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(20)
+    errors = {path.read_text() for path in tmp_path.glob("error*")}
+    assert len(errors) == 1
+    assert len(list(tmp_path.glob("error*"))) == 3
+    assert count(log) == 1
+
+    def build_well(inside: Path) -> None:
+        (inside / "data").touch()
+
+    assert (build_once(folder, build_well) / "data").exists()
+
+
+def test_a_killed_builder_leaves_nothing_that_is_taken_as_complete(tmp_path: Path) -> None:
+    folder, started = tmp_path / "key", tmp_path / "started"
+
+    def build_for_ever(inside: Path) -> None:
+        (inside / "data").write_text("half of")
+        started.touch()
+        time.sleep(60)
+
+    def build(inside: Path) -> None:
+        assert not list(inside.iterdir())
+        (inside / "data").write_text("all of it")
+
+    process = FORK.Process(target=build_once, args=(folder, build_for_ever))
+    process.start()
+    wait_for(started)
+    waiter = FORK.Process(target=build_once, args=(folder, build))  # takes over while it waits
+    waiter.start()
+    time.sleep(0.2)
+    assert waiter.is_alive()
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join(20)
+    waiter.join(20)
+    assert waiter.exitcode == 0
+    assert (build_once(folder, build_for_ever) / "data").read_text() == "all of it"
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_folder_without_the_marker_is_built_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "key"
+    folder.mkdir()
+    (folder / "data").write_text("half of")
+
+    def build(inside: Path) -> None:
+        (inside / "data").write_text("all of it")
+
+    assert (build_once(folder, build) / "data").read_text() == "all of it"
+    assert (folder / COMPLETE).exists()
+
+
+def test_a_key_changes_with_every_fact_and_the_cache_lies_where_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert make_key(a=1, b=[2]) == make_key(b=[2], a=1) != make_key(a=1, b=[3])
+    monkeypatch.setenv("LIT_FSDP_CACHE", "/some/where")
+    assert find_cache_dir(None) == Path("/some/where")
+    assert find_cache_dir("here") == Path("here")
+    monkeypatch.delenv("LIT_FSDP_CACHE")
+    assert find_cache_dir(None) == Path.home() / ".cache" / "lit_fsdp"

@@ -1,0 +1,113 @@
+from typing import Any
+
+import pytest
+
+from lit_fsdp.tasks.causal_lm.encoding import Encoded, Encoder
+from lit_fsdp.tasks.causal_lm.examples import Chat, Example, PromptCompletion, RowError, RowFormat, Text
+from lit_fsdp.tasks.causal_lm.tokenizer import TrainTokenizer, train_tokenizer
+
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
+    "{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}\n{% endfor %}"
+)
+FORGETFUL = "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else 'gone' }}\n{% endfor %}"
+REFUSING = "{{ raise_exception('roles must alternate') }}"
+
+CHAT = Chat(
+    messages=[
+        {"role": "user", "content": "What is two?"},
+        {"role": "assistant", "content": "One more than one."},
+        {"role": "user", "content": "And three?"},
+        {"role": "assistant", "content": "One more than two."},
+    ]
+)
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return train_tokenizer(
+        ["What is two? One more than one. And three? One more than two."], TrainTokenizer(vocab_size=300)
+    )
+
+
+def encode(tokenizer: Any, example: Example, **row_format: Any) -> Encoded:
+    (encoded,) = Encoder(tokenizer, RowFormat(**row_format)).encode([example])
+    if isinstance(encoded, RowError):
+        raise encoded
+    return encoded
+
+
+def learned(tokenizer: Any, encoded: Encoded) -> list[str]:
+    """The text of each run of learned tokens."""
+    runs: list[list[int]] = [[]]
+    for token, is_learned in zip(encoded.ids, encoded.learn, strict=True):
+        if is_learned:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer.decode(run) for run in runs if run]
+
+
+def test_documents_end_with_the_end_token_and_prompts_do_not(tokenizer: Any) -> None:
+    text = Text(text="What is two?")
+    encoded = encode(tokenizer, text)
+    assert tokenizer.decode(encoded.ids) == "What is two?<|endoftext|>"
+    assert all(encoded.learn)
+    assert encode(tokenizer, text, is_prompt=True).ids == encoded.ids[:-1]
+
+
+def test_a_tokenizer_that_begins_and_ends_texts_itself_ends_them_once(tokenizer: Any) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|pad|> $A <|endoftext|>", special_tokens=[("<|pad|>", 1), ("<|endoftext|>", 0)]
+    )
+    assert tokenizer.decode(encode(tokenizer, Text(text="two?")).ids) == "<|pad|>two?<|endoftext|>"
+
+
+def test_loss_on_completion_learns_the_completion_and_the_end_token(tokenizer: Any) -> None:
+    pair = PromptCompletion(prompt="What is two?", completion=" One more than one.")
+    assert learned(tokenizer, encode(tokenizer, pair, loss_on="completion")) == [
+        " One more than one.<|endoftext|>"
+    ]
+    assert all(encode(tokenizer, pair).learn)
+
+
+@pytest.mark.parametrize(("template", "end"), [(PLAIN, "</s>\n"), (MARKED, "</s>")])
+def test_loss_on_completion_learns_what_the_assistant_says_and_its_end(
+    tokenizer: Any, template: str, end: str
+) -> None:
+    tokenizer.chat_template = template
+    encoded = encode(tokenizer, CHAT, loss_on="completion")
+    assert learned(tokenizer, encoded) == [f"One more than one.{end}", f"One more than two.{end}"]
+    assert tokenizer.decode(encoded.ids) == tokenizer.apply_chat_template(CHAT.messages, tokenize=False)
+    assert all(encode(tokenizer, CHAT).learn)
+
+
+def test_a_chat_prompt_ends_with_the_cue_for_an_answer(tokenizer: Any) -> None:
+    tokenizer.chat_template = PLAIN
+    encoded = encode(tokenizer, Chat(messages=CHAT.messages[:3]), is_prompt=True)
+    assert tokenizer.decode(encoded.ids).endswith("And three?</s>\n<assistant>")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (None, "the tokenizer has no chat template"),
+        (FORGETFUL, "renders message 2 differently when others follow"),
+        (REFUSING, "chat template refuses it: roles must alternate"),
+    ],
+)
+def test_a_template_that_cannot_do_it_is_refused(tokenizer: Any, template: str | None, reason: str) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(RowError, match=reason):
+        encode(tokenizer, CHAT, loss_on="completion")
+
+
+def test_a_vocabulary_smaller_than_the_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocab_size 100 is below 258"):
+        TrainTokenizer(vocab_size=100)

@@ -1,0 +1,176 @@
+# ruff: noqa: E501  (a table of broken files and messages)
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_fsdp.tasks.causal_lm.data import TextData
+from lit_fsdp.tasks.causal_lm.tokenizer import TrainTokenizer, train_tokenizer
+
+GOOD = '{"text": "good"}\n'
+CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    trained = train_tokenizer(["good text"], TrainTokenizer(vocab_size=258))
+    trained.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    trained.save_pretrained(folder)
+    return str(folder)
+
+
+def setup(source: Any, tokenizer: Any, cache: Path, **options: Any) -> TextData:
+    data = TextData(train=source, tokenizer=tokenizer, cache_dir=str(cache), **options)
+    data.setup("fit")
+    return data
+
+
+BROKEN: list[tuple[str, bytes, str, dict[str, Any]]] = [
+    ("a.jsonl", (GOOD * 2 + '{"prompt": "p", "answer": "a"}\n').encode(), 'line 3: "text" is missing (the row has: prompt, answer); set text_field or format', {}),
+    ("b.jsonl", (GOOD + '{"text": "cut off\n').encode(), "line 2: not valid JSON: Invalid control character at column 18", {}),
+    ("c.jsonl", b'{"text": 7}\n', 'line 1: "text" must be a string, it is a number (7)', {}),
+    ("d.jsonl", (GOOD + "\n" + '{"text": "  "}\n').encode(), 'line 3: "text" is empty; remove the row or set bad_rows: skip', {}),
+    ("e.jsonl", b'{"messages": []}\n', 'line 1: "messages" is empty; remove the row or set bad_rows: skip', {}),
+    ("f.jsonl", b'{"messages": [{"role": "bot", "content": "x"}]}\n', "line 1: message 1 has the role 'bot'; known are system, developer, user, assistant, tool", {}),
+    ("g.jsonl", (CHAT + '{"messages": [{"role": "user", "content": "hi"}]}\n').encode(), "line 2: the last message is by \"user\"; loss_on: completion needs the assistant's answer last", {"loss_on": "completion"}),
+    ("h.jsonl", GOOD.encode() + b'{"text": "caf\xe9"}\n', "line 2: not UTF-8 (byte 0xe9 at column 14); convert the file", {}),
+    ("i.jsonl", b"", "the file is empty", {}),
+    ("j.parquet", b"PAR1 but no more", "not readable as Parquet: ", {}),
+    ("k.jsonl", b'["text"]\n', 'line 1: must be an object like {"text": "..."}, it is a list ([\'text\'])', {}),
+    ("l.csv", b"text,more\nok,1\nbad\n", "line 3: has 1 fields, the header has 2", {}),
+    ("m.csv", b"body\nhello\n", 'line 2: "text" is missing (the row has: body); set text_field or format', {}),
+    ("n.json", b'[{"text": "ok"}, {"text": null}]', 'row 2: "text" must be a string, it is null', {}),
+    ("o.txt", b"fine\nnot fine \xff\n", "line 2: not UTF-8 (byte 0xff at column 10); convert the file", {}),
+    ("p.jsonl", b'{"messages": [{"role": "user"}]}\n', 'line 1: message 1: "content" must be a string, it is null', {}),
+    ("q.jsonl", b'{"prompt": "p", "completion": ""}\n', 'line 1: "completion" is empty; remove the row or set bad_rows: skip', {}),
+    ("r.jsonl", GOOD.encode(), "line 1: plain text has no completion; set loss_on: all, or use prompt and completion", {"loss_on": "completion"}),
+    ("s.csv", b"text\n", "the file has no rows", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("trains_tokenizer", [False, True])
+@pytest.mark.parametrize(("name", "content", "reason", "options"), BROKEN, ids=[case[0] for case in BROKEN])
+def test_a_broken_file_gives_one_line_with_file_line_and_reason(
+    tmp_path: Path,
+    tokenizer: str,
+    name: str,
+    content: bytes,
+    reason: str,
+    options: Any,
+    trains_tokenizer: bool,
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        setup(
+            str(path),
+            TrainTokenizer(vocab_size=258) if trains_tokenizer else tokenizer,
+            tmp_path / "c",
+            **options,
+        )
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(str(path))
+    assert message.removeprefix(str(path)).lstrip(": ").startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("*.jsonl", "no file matches .*"),
+        ("missing.jsonl", "missing.jsonl: no such file or folder"),
+        ("empty", "empty: no file in this folder ends in .txt, .jsonl"),
+        ("image.png", "image.png: cannot read .png; known are .txt, .jsonl"),
+        (
+            ["no/such-dataset"],
+            "'no/such-dataset' is neither a file or folder here .* nor a data set that could be loaded",
+        ),
+        ([], "the list of sources is empty"),
+    ],
+)
+def test_a_source_that_is_not_there_is_named(
+    tmp_path: Path, tokenizer: str, source: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "image.png").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=reason):
+        setup(source, tokenizer, tmp_path / "c")
+
+
+def test_skipped_bad_rows_are_counted_and_named_every_time(tmp_path: Path, tokenizer: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(GOOD * 3 + '{"text": 1}\n' * 7)
+    for _ in range(2):  # the second reads the cache
+        with pytest.warns(UserWarning, match=r"train: 7 bad rows are skipped, 3 are good") as caught:
+            setup(str(path), tokenizer, tmp_path / "c", bad_rows="skip")
+        (text,) = [str(w.message) for w in caught if "bad rows" in str(w.message)]
+        assert [f"line {n}:" in text for n in range(3, 10)] == [False, True, True, True, True, True, False]
+
+
+def test_if_all_rows_are_bad_there_is_nothing_to_skip_to(tmp_path: Path, tokenizer: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": 1}\n' * 3)
+    with pytest.raises(ValueError, match=r'all 3 rows are bad, the first: .*x.jsonl line 1: "text" must be'):
+        setup(str(path), tokenizer, tmp_path / "c", bad_rows="skip")
+
+
+def documents(data: TextData) -> list[str]:
+    rows = data.train_dataloader().dataset
+    return [
+        data.tokenizer.decode(rows[i]["input_ids"]).removesuffix("<|endoftext|>") for i in range(len(rows))
+    ]
+
+
+def read_all(source: Any, tokenizer: str, cache: Path, **options: Any) -> list[str]:
+    options = {"packing": False, "num_workers": 0, **options}
+    return documents(setup(source, tokenizer, cache, **options))
+
+
+def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, tokenizer: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from datasets import Dataset, DatasetDict
+
+    folder = tmp_path / "d"
+    folder.mkdir()
+    texts = ["one, two", 'a "quote"\nand a new line', "three"]
+    rows = [{"text": text} for text in texts]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "lines.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "list.json").write_text(json.dumps(rows, indent=2))
+    (folder / "b.csv").write_text('text\n"one, two"\n"a ""quote""\nand a new line"\nthree\n')
+    pq.write_table(pa.table({"text": texts}), folder / "c.parquet")
+    Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    DatasetDict({"train": Dataset.from_list(rows)}).save_to_disk(tmp_path / "splits")
+    for name in ("a.jsonl", "lines.json", "list.json", "b.csv", "c.parquet", "saved", "splits", "*.csv"):
+        assert (
+            read_all(
+                str((tmp_path if name in {"saved", "splits"} else folder) / name), tokenizer, tmp_path / "c"
+            )
+            == texts
+        ), name
+    several = [str(folder / "a.jsonl"), str(folder / "c.parquet")]
+    assert read_all(several, tokenizer, tmp_path / "c") == texts * 2
+    assert read_all(str(folder), tokenizer, tmp_path / "c") == texts * 5
+    with pytest.raises(ValueError, match="has no split 'test'; it has train"):
+        read_all(str(tmp_path / "splits"), tokenizer, tmp_path / "c", train_split="test")
+
+
+@pytest.mark.parametrize(
+    ("txt_documents", "expected"),
+    [
+        ("file", ["\ufeffone\r\ntwo\n\n\nthree\n".removeprefix("\ufeff")]),
+        ("line", ["one", "two", "three"]),
+        ("paragraph", ["one\r\ntwo", "three"]),
+    ],
+)
+def test_a_text_file_is_one_document_or_one_a_line_or_one_a_paragraph(
+    tmp_path: Path, tokenizer: str, txt_documents: str, expected: list[str]
+) -> None:
+    (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\n\n\nthree\n")
+    assert (
+        read_all(str(tmp_path / "x.txt"), tokenizer, tmp_path / "c", txt_documents=txt_documents) == expected
+    )
