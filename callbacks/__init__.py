@@ -1,0 +1,4 @@
+from lit_fsdp.callbacks.progress import ProgressBar
+from lit_fsdp.callbacks.summary import RunSummary
+
+__all__ = ["ProgressBar", "RunSummary"]

@@ -1,0 +1,122 @@
+"""The front door: picks the command, and ends every failure a user can fix in one line.
+
+Nothing heavy is imported here: ``--help``, ``--version`` and a mistyped command answer before torch loads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lit_fsdp.cli_errors import ConfigError, describe_exception, is_debugging, nearest, report_error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One subcommand.
+
+    Args:
+        summary: Its line in ``--help``.
+        entry: ``module:function`` of what runs it, imported only when asked for. The function takes the whole
+            argument list, the command's name first.
+    """
+
+    summary: str
+    entry: str
+
+
+_TRAINER = "lit_fsdp.trainer_cli:run_trainer"
+
+COMMANDS: dict[str, Command] = {
+    "fit": Command(summary="Train, from the start or from --ckpt_path.", entry=_TRAINER),
+    "validate": Command(summary="Measure on the validation data.", entry=_TRAINER),
+    "test": Command(summary="Measure on the test data.", entry=_TRAINER),
+    "predict": Command(summary="Run the model over the predict data.", entry=_TRAINER),
+}
+
+_HELP = """\
+usage: python -m lit_fsdp COMMAND [--config FILE ...] [--KEY=VALUE ...]
+
+Sharded training (FSDP2) with PyTorch Lightning.
+
+commands:
+{commands}
+
+Every setting is a YAML key and a dotted option of the same name. Several --config files merge, the later
+one wins; options win over files. `python -m lit_fsdp fit --help` lists all keys.
+
+examples:
+  python -m lit_fsdp fit --config run.yaml
+  python -m lit_fsdp fit --config run.yaml --config gpu.yaml --trainer.max_steps=100
+  torchrun --nproc-per-node=4 -m lit_fsdp fit --config run.yaml
+
+options:
+  -h, --help     Show this help and exit.
+  --version      Show the version and exit.
+
+environment:
+  LIT_FSDP_DEBUG=1   Show the traceback of every error, also of those that print as one line."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code of the process.
+
+    0 is success, 2 a command line or configuration that is wrong, 1 everything else. An error that is neither
+    the configuration's nor raised by our own code on purpose leaves with its traceback.
+
+    Args:
+        args: The command line without the program's name; ``None`` reads ``sys.argv``.
+    """
+    args = list(sys.argv[1:] if args is None else args)
+    if not args or args[0] in ("-h", "--help"):
+        print(format_help())
+        return 0
+    if args[0] == "--version":
+        print(f"lit_fsdp {importlib.import_module('lit_fsdp').__version__}")
+        return 0
+    _import_from_current_folder()
+    try:
+        return _run_command(args)
+    except ConfigError as error:
+        if is_debugging():
+            traceback.print_exception(error)
+        report_error(error.line)
+        return 2
+    except SystemExit as stop:  # --help and --print_config of a command end this way
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except Exception as error:
+        line = describe_exception(error)
+        if line is None or is_debugging():
+            raise
+        report_error(line)
+        return 1
+
+
+def format_help() -> str:
+    """List the commands that exist, on one screen."""
+    width = max(map(len, COMMANDS)) + 2
+    return _HELP.format(commands="\n".join(f"  {name:{width}}{c.summary}" for name, c in COMMANDS.items()))
+
+
+def _run_command(args: list[str]) -> int:
+    name = args[0]
+    if name.startswith("-"):
+        raise ConfigError(f"{name}: an option before the command: expected {', '.join(COMMANDS)} first")
+    if name not in COMMANDS:
+        guess = nearest(name, COMMANDS)
+        hint = f"did you mean {guess}?" if guess else f"expected one of {', '.join(COMMANDS)}"
+        raise ConfigError(f"{name}: unknown command: {hint}")
+    module, function = COMMANDS[name].entry.split(":")
+    code = getattr(importlib.import_module(module), function)(args)
+    return int(code or 0)
+
+
+def _import_from_current_folder() -> None:
+    """Let ``class_path: mytask.MyTask`` find ``mytask.py`` here, also from the console script."""
+    here = str(Path.cwd())
+    if "" not in sys.path and here not in sys.path:
+        sys.path.insert(0, here)

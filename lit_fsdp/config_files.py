@@ -1,0 +1,79 @@
+"""Checks the ``--config`` files themselves, before jsonargparse reads them without telling file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import yaml
+
+from lit_fsdp.cli_errors import ConfigError, nearest
+
+# jsonargparse drops a scalar given for one of these groups without a word, seen in 4.53.
+_SECTIONS = ("trainer", "progress_bar")
+
+
+def check_config_files(args: Sequence[str]) -> list[Path]:
+    """Return the files named by ``--config``; each exists, is valid YAML and has no key twice.
+
+    Raises:
+        ConfigError: What is wrong with which file, on which line.
+    """
+    files = list(_find_config_files(args))
+    for file in files:
+        if not file.is_file():
+            guess = nearest(file.name, [f.name for f in file.parent.glob("*.y*ml")])
+            what = "is a folder" if file.is_dir() else "does not exist"
+            hint = f"did you mean {file.parent / guess}?" if guess else "expected the path of a YAML file"
+            raise ConfigError(f"--config: {str(file)!r} {what}: {hint}")
+        _check_content(file)
+    return files
+
+
+def _find_config_files(args: Sequence[str]) -> Iterable[Path]:
+    for index, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if name in ("--config", "-c"):
+            if not equals:
+                value = args[index + 1] if index + 1 < len(args) else ""
+            # A mapping may be given in place of a file; an option that follows is for argparse to refuse.
+            if value and not value.lstrip().startswith(("{", "--")):
+                yield Path(value).expanduser()
+
+
+def _check_content(file: Path) -> None:
+    try:
+        root = yaml.compose(file.read_text(), Loader=yaml.SafeLoader)
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config: {str(file)!r} is not text: expected a YAML file") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "cannot be read"
+        raise ConfigError(f"{file}{where}: not valid YAML: {problem}") from None
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{file}: got a {root.id}: expected keys such as `trainer: {{max_steps: 100}}`")
+    for key, value in root.value:
+        if key.value in _SECTIONS and not isinstance(value, yaml.MappingNode):
+            where = f"{file}, line {value.start_mark.line + 1}"
+            raise ConfigError(f"{key.value}: got {value.value} ({where}): expected a mapping of its keys")
+    _refuse_repeated_keys(root, file, "")
+
+
+def _refuse_repeated_keys(node: yaml.Node, file: Path, path: str) -> None:
+    """Refuse two equal keys, of which YAML keeps the last in silence."""
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _refuse_repeated_keys(item, file, f"{path}[{index}]")
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, yaml.Node] = {}
+    for key, value in node.value:
+        name = f"{path}.{key.value}" if path else str(key.value)
+        if name in seen and key.value != "<<":
+            lines = f"lines {seen[name].start_mark.line + 1} and {key.start_mark.line + 1}"
+            raise ConfigError(f"{name}: given twice ({file}, {lines}): expected it once")
+        seen[name] = key
+        _refuse_repeated_keys(value, file, name)

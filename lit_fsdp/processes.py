@@ -1,0 +1,86 @@
+"""How many processes a run has, by its settings, torchrun or the machine; and how they end together."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_TORCHRUN_VARIABLES = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+
+
+def choose_processes(
+    devices: Any,
+    num_nodes: int,
+    *,
+    cpu_processes: int | None,
+    has_accelerator: bool,
+    environ: Mapping[str, str],
+) -> tuple[Any, int]:
+    """Return ``devices`` and ``num_nodes`` for the Trainer.
+
+    torchrun has started its processes already, so what it says is taken wherever nothing was set; a setting
+    that disagrees is refused before anything starts, as it would hang in the first collective.
+
+    Args:
+        devices: The Trainer's setting: a count, a list, or ``"auto"``.
+        num_nodes: The Trainer's setting; 1 counts as not set.
+        cpu_processes: How many to start where ``devices`` is ``"auto"`` and there is only a CPU.
+        has_accelerator: Whether the run will find a GPU or the like.
+        environ: The environment of this process.
+    """
+    count = _count_devices(devices)
+    if all(name in environ for name in _TORCHRUN_VARIABLES):
+        local = int(environ["LOCAL_WORLD_SIZE"])
+        nodes = int(environ["WORLD_SIZE"]) // local
+        if count not in (None, local):
+            raise ValueError(
+                f"trainer.devices: got {devices}: torchrun started {local} processes on this node: "
+                f"expected {local}, or leave it out, or use --nproc-per-node={count}"
+            )
+        if num_nodes not in (1, nodes):
+            raise ValueError(
+                f"trainer.num_nodes: got {num_nodes}: torchrun started {nodes} nodes: "
+                f"expected {nodes}, or leave it out, or use --nnodes={num_nodes}"
+            )
+        return (local if count is None else devices), nodes
+    if count is None and cpu_processes is not None and not has_accelerator:
+        if cpu_processes < 1:
+            raise ValueError(f"cpu_processes: got {cpu_processes}: expected 1 or more")
+        return cpu_processes, num_nodes
+    return devices, num_nodes
+
+
+def _count_devices(devices: Any) -> int | None:
+    """Count what was asked for; ``None`` when it was left to the machine."""
+    if devices in ("auto", "-1", -1, None):
+        return None
+    if isinstance(devices, str):
+        parts = [part for part in devices.split(",") if part.strip()]
+        return int(devices) if len(parts) == 1 and "," not in devices else len(parts)
+    return len(devices) if isinstance(devices, Sequence) else int(devices)
+
+
+def stop_children(launcher: Any, patience_s: float = 5.0) -> dict[int, int]:
+    """Wait briefly for the local ranks this process started, kill those that are left, return the exit codes.
+
+    A rank that fails like this one ends by itself and says why; one that waits in a collective never would.
+
+    Args:
+        launcher: The strategy's launcher; anything without ``procs`` is nothing to do.
+        patience_s: How long to wait in all.
+    """
+    children: list[subprocess.Popen[bytes]] = list(getattr(launcher, "procs", ()))
+    if children:
+        # Lightning's observer thread shares this list and would SIGKILL this very process, before it has said
+        # what went wrong, as soon as it sees a failed child. Seen in lightning 2.6.6.
+        launcher.procs.clear()
+    codes = {}
+    for rank, child in enumerate(children, start=1):
+        try:
+            codes[rank] = child.wait(timeout=patience_s)
+        except subprocess.TimeoutExpired:
+            patience_s = 0.1
+            child.kill()
+            child.wait()
+    return codes

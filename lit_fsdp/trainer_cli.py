@@ -1,0 +1,312 @@
+"""``fit``, ``validate``, ``test`` and ``predict``: YAML becomes a Trainer, a task and its data, and runs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar as LightningProgressBar
+
+# Private, seen in lightning 2.6.6: stores the YAML of model and data as their hyper-parameters.
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, _InstantiatorFn
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from typing_extensions import override
+
+import lit_fsdp.strategy  # registers `strategy: fsdp2`
+import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by its short name
+from lit_fsdp.callbacks import ProgressBar, RunSummary
+from lit_fsdp.cli_errors import (
+    ConfigError,
+    describe_config_error,
+    describe_exception,
+    explain_unknown_key,
+    is_debugging,
+    nearest,
+)
+from lit_fsdp.config_files import check_config_files
+from lit_fsdp.processes import choose_processes, stop_children
+
+_KNOWN_WARNINGS = (
+    ".*LightningCLI's args parameter.*",  # advice for scripts
+    ".*Experiment logs directory .* exists and is not empty.*",  # meant: both loggers share it
+    ".*torch.distributed.nn.functional.all_gather.*",  # Lightning's own call, seen in 2.6.6
+    ".*isinstance\\(treespec, LeafSpec\\).*",  # likewise
+)
+_LOST_CONNECTION = re.compile("Connection (closed|reset) by peer|Socket Timeout|Broken pipe")
+
+
+def run_trainer(args: Sequence[str]) -> int:
+    """Run one of the Trainer's commands.
+
+    Args:
+        args: The command line, the command first.
+    """
+    config_files = check_config_files(args)
+    for known in _KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=known)
+    TrainerCLI(list(args), default_run_name=config_files[0].stem if config_files else None)
+    return 0
+
+
+class RunParser(LightningArgumentParser):
+    """A parser whose every refusal is one line, with the YAML path and the nearest known key."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # An abbreviation is a typo that runs: --trainer.max_step=3 would be taken for max_steps. Not in
+        # `parser_kwargs`, which do not reach the parser that jsonargparse makes for each class.
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        self.build_class: Callable[..., Any] | None = None
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise instead of printing the usage; a nested parser hands its line to the one that holds it."""
+        parser = getattr(ex, "subcommand_parser", None) or self
+        known = [action.dest for action in parser._actions if action.dest != argparse.SUPPRESS]
+        message = explain_unknown_key(message, set(known) - {"help", "config", "print_config"})
+        if not self.exit_on_error:
+            raise argparse.ArgumentError(None, message) from ex
+        subcommand = getattr(parser, "subcommand", "fit")
+        raise ConfigError(describe_config_error(message, subcommand=subcommand)) from ex
+
+    @override
+    def instantiate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> Namespace:
+        """Build every class through ``build_class``, where that is set."""
+        if self.build_class is not None:
+            kwargs["instantiators"] = [(self.build_class, object, True)]
+        return super().instantiate(namespace, *args, **kwargs)
+
+    @override
+    def validate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> None:
+        """Refuse a scalar given for a dataclass, which jsonargparse 4.53 lets pass until it is built."""
+        for key in self.groups or {}:
+            value = namespace.get(key)
+            if isinstance(value, bool | int | float | str | list):
+                raise TypeError(f"Parser key \"{key}\":\n  Expected a <class 'dict'>. Got value: {value}")
+        super().validate(namespace, *args, **kwargs)
+
+
+class SaveRunConfig(SaveConfigCallback):
+    """Write the merged configuration into the run's folder, where ``--config`` can read it again.
+
+    Loggers that have no folder of their own for a run name the current one, where ``config.yaml`` may well be
+    what the user wrote: then it goes to ``fallback_dir``.
+    """
+
+    def __init__(self, parser: LightningArgumentParser, config: Namespace, *, fallback_dir: str) -> None:
+        super().__init__(parser, config, overwrite=True)
+        self.fallback_dir = fallback_dir
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save once, on rank 0."""
+        if self.already_saved or not trainer.is_global_zero:
+            return
+        logger = trainer.logger
+        folder = Path(self.fallback_dir)
+        if isinstance(logger, CSVLogger | TensorBoardLogger):
+            folder = Path(logger.log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.parser.save(self.config, str(folder / self.config_filename), skip_unset=False, overwrite=True)
+        self.already_saved = True
+
+
+class _InstantiationFailed(BaseException):
+    """Carries an error past jsonargparse, which takes any ``Exception`` for a mismatch of a union."""
+
+    def __init__(self, error: Exception, class_type: type, settings: Mapping[str, Any]) -> None:
+        super().__init__(str(error))
+        self.error, self.class_type, self.settings = error, class_type, settings
+
+
+class TrainerCLI(LightningCLI):
+    """LightningCLI with our defaults: the FSDP2 strategy, one folder a run, a summary at the end."""
+
+    def __init__(self, args: list[str], *, default_run_name: str | None = None) -> None:
+        self.default_run_name = default_run_name
+        super().__init__(
+            save_config_callback=SaveRunConfig,
+            trainer_defaults={
+                # A class, not the name "fsdp2": so that `--trainer.strategy.mesh.shard=2` finds it in place.
+                "strategy": {"class_path": "lit_fsdp.FSDP2Strategy"},
+                "use_distributed_sampler": False,  # our loaders shard themselves, so that a resume is exact
+            },
+            seed_everything_default=0,
+            parser_class=RunParser,
+            parser_kwargs={"prog": "python -m lit_fsdp"},
+            args=args,
+            # Lightning would build the optimizer before the parameters are sharded; a task builds its own.
+            auto_configure_optimizers=False,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the keys that are ours."""
+        parser.add_argument(
+            "--run_name",
+            type=str | None,
+            default=None,
+            help="Logs, checkpoints and the merged configuration go to "
+            "<trainer.default_root_dir>/runs/<run_name>/version_<k>. Default: the name of the first --config "
+            "file, else of the model's class.",
+        )
+        parser.add_argument(
+            "--cpu_processes",
+            type=int | None,
+            default=None,
+            help="How many processes to start where there is no GPU and trainer.devices is 'auto'. Lightning "
+            "starts one; 2 lets a configuration try its sharding anywhere. No effect where there are GPUs.",
+        )
+        parser.add_argument("--run_summary", type=bool, default=True, help="Print a table at the end of fit.")
+        parser.add_class_arguments(ProgressBar, "progress_bar")
+
+    def before_instantiate_classes(self) -> None:
+        """Settle the number of processes, before anything is built."""
+        trainer = self._get(self.config, "trainer")
+        try:
+            self.devices, self.num_nodes = choose_processes(
+                trainer["devices"],
+                trainer["num_nodes"],
+                cpu_processes=self._get(self.config, "cpu_processes"),
+                has_accelerator=trainer["accelerator"] != "cpu" and torch.accelerator.is_available(),
+                environ=os.environ,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        model = self._get(self.config, "model")["class_path"].rsplit(".", 1)[-1]
+        name = self._get(self.config, "run_name") or self.default_run_name or model
+        self.run_root = Path(trainer["default_root_dir"] or ".") / "runs" / name
+        self.save_config_kwargs = {"fallback_dir": str(self.run_root)}
+
+    def instantiate_classes(self) -> None:
+        """Build everything; an error of our own classes keeps its message and gains its YAML path."""
+        try:
+            super().instantiate_classes()
+        except _InstantiationFailed as failed:
+            line = describe_exception(failed.error, trusted=("lit_fsdp", "lightning"))
+            if line is None or is_debugging():
+                raise failed.error from None
+            config = self.config[self.subcommand].as_dict()
+            path = _find_settings(config, failed.class_type, failed.settings)
+            raise ConfigError(f"{path}: {line}" if path else line) from failed.error
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the Trainer, with our loggers and callbacks where the configuration has none of the kind."""
+        settings = self._get(self.config_init, "trainer")
+        callbacks = settings["callbacks"] or []
+        callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
+        callbacks += self._choose_callbacks(settings, callbacks)
+        kwargs |= {"callbacks": callbacks, "logger": self._choose_loggers(settings)}
+        try:
+            return super().instantiate_trainer(devices=self.devices, num_nodes=self.num_nodes, **kwargs)
+        except Exception as error:
+            line = describe_exception(error, trusted=("lit_fsdp", "lightning"))
+            if line is None:
+                raise
+            raise ConfigError(f"trainer: {line}") from error
+
+    def after_instantiate_classes(self) -> None:
+        """Let ``--ckpt_path last`` find the last checkpoint of the earlier runs of this name."""
+        command = self.config_init[self.subcommand]
+        given = command.get("ckpt_path")
+        has_own_folder = any(getattr(c, "dirpath", None) for c in self.trainer.checkpoint_callbacks)
+        if given == "last" and not has_own_folder:
+            # Lightning looks into the folder of the new run only, and then starts afresh with a warning.
+            if found := list(self.run_root.glob("version_*/checkpoints/last.ckpt")):
+                command["ckpt_path"] = str(max(found, key=lambda p: p.stat().st_mtime).resolve())
+        elif given and given not in ("last", "best", "hpc") and ":" not in given and not Path(given).exists():
+            folder = Path(given).parent
+            guess = nearest(Path(given).name, [p.name for p in folder.glob("*")]) if folder.is_dir() else None
+            hint = f"did you mean {folder / guess}?" if guess else "expected a checkpoint, last or best"
+            raise ConfigError(f"ckpt_path: {given!r} does not exist: {hint}")
+
+    def _add_instantiators(self) -> None:
+        assert isinstance(self.parser, RunParser)
+        self.parser.build_class = self._instantiate
+
+    def _instantiate(
+        self, class_type: type, *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        is_data = issubclass(class_type, LightningDataModule)
+        key = "model" if issubclass(class_type, LightningModule) else "data" if is_data else None
+        try:
+            if key is None:
+                return class_type(*args, **kwargs)
+            build = _InstantiatorFn(cli=self, key=key)
+            return build(class_type, *args, applied_instantiation_links=applied_instantiation_links, **kwargs)
+        except Exception as error:
+            raise _InstantiationFailed(error, class_type, kwargs) from error
+
+    def _choose_callbacks(self, settings: Mapping[str, Any], given: list[Callback]) -> list[Callback]:
+        chosen: list[Callback] = []
+        if settings["enable_progress_bar"] is not False and not _has(given, LightningProgressBar):
+            chosen.append(self._get(self.config_init, "progress_bar"))
+        if self._get(self.config_init, "run_summary") and not _has(given, RunSummary):
+            chosen.append(RunSummary())
+        if settings["enable_checkpointing"] is not False and not _has(given, Checkpoint):
+            # A copy would be a second full checkpoint.
+            chosen.append(ModelCheckpoint(save_last="link"))
+        return chosen
+
+    def _choose_loggers(self, settings: Mapping[str, Any]) -> Any:
+        logger = settings["logger"]
+        if logger not in (None, True) or settings["fast_dev_run"]:
+            return logger
+        folder, name = self.run_root.parent, self.run_root.name
+        tensorboard = TensorBoardLogger(folder, name=name)
+        # Left alone, the second logger would see the folder of the first and take the next number.
+        return [tensorboard, CSVLogger(folder, name=name, version=tensorboard.version)]
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except Exception as error:
+            # Not in a `finally`: ranks that ended well are still leaving their last collective.
+            codes = stop_children(self.trainer.strategy.launcher)
+            failed = [f"rank {rank} (exit code {code})" for rank, code in codes.items() if code]
+            if found := _LOST_CONNECTION.search(str(error)):
+                # The cause is the message of another rank, which a traceback here would bury.
+                who = " and ".join(failed) or "another rank"
+                raise RuntimeError(f"{who} failed first, see the message there ({found[0]})") from error
+            raise
+
+    def _parse_ckpt_path(self) -> None:
+        """Keep the settings stored in ``--ckpt_path`` from beating the command line in silence."""
+
+
+def _has(callbacks: list[Callback], kind: type[Callback]) -> bool:
+    return any(isinstance(callback, kind) for callback in callbacks)
+
+
+def _find_settings(node: Any, class_type: type, settings: Mapping[str, Any], path: str = "") -> str:
+    """Return the YAML path of the one node that ``class_type`` was built from, or nothing when in doubt."""
+    found = [p for p, n in _walk_settings(node, path) if _is_built_from(n, class_type, settings)]
+    return found[0] if len(found) == 1 else ""
+
+
+def _walk_settings(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    if isinstance(node, list):
+        for index, item in enumerate(node):
+            yield from _walk_settings(item, f"{path}[{index}]")
+    elif isinstance(node, dict):
+        yield path, node
+        for key, value in node.items():
+            yield from _walk_settings(value, f"{path}.{key}" if path else key)
+
+
+def _is_built_from(node: dict[str, Any], class_type: type, settings: Mapping[str, Any]) -> bool:
+    if "class_path" in node:
+        return str(node["class_path"]).rsplit(".", 1)[-1] == class_type.__name__
+    if not dataclasses.is_dataclass(class_type):
+        return False
+    # It has no class_path in the YAML: told by its keys and its plain values.
+    plain = {k: v for k, v in settings.items() if isinstance(v, bool | int | float | str | None)}
+    return node.keys() == settings.keys() and all(node[key] == value for key, value in plain.items())

@@ -1,0 +1,99 @@
+"""The table at the end of a run."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lit_fsdp.callbacks import RunSummary
+
+
+class TinyTask(LightningModule):
+    """Sees 100 tokens a step, slowly at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.2 if self.global_step < 2 else 0.01)
+        self.log("train/tokens_seen", 100.0 * (self.global_step + 1))
+        loss = self.layer(batch).square().mean()
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        time.sleep(0.1)
+        self.log("val/loss", self.layer(batch).square().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(
+    folder: Path, capsys: pytest.CaptureFixture[str], task: LightningModule, **settings: object
+) -> dict[str, str]:
+    """Return the rows of the table."""
+    trainer = Trainer(
+        accelerator="cpu",
+        default_root_dir=folder,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        num_sanity_val_steps=0,
+        **{"max_steps": 12, "logger": False, "callbacks": [RunSummary()], **settings},  # type: ignore[arg-type]
+    )
+    data = DataLoader(torch.ones(40, 4), batch_size=2)
+    trainer.fit(task, data, data)
+    rows = re.findall(r"^│ (.*?) +│ (.*?) *│$", capsys.readouterr().out, flags=re.MULTILINE)
+    return dict(rows)
+
+
+def test_it_tells_what_the_run_took_and_where_its_results_lie(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    checkpoint = ModelCheckpoint(dirpath=tmp_path / "kept", save_last="link")
+    callbacks = [RunSummary(), checkpoint]
+    rows = fit(tmp_path, capsys, TinyTask(), callbacks=callbacks, limit_val_batches=1, val_check_interval=6)
+    assert rows["steps"] == "12 (now at 12)"
+    assert rows["tokens seen"] == "1,200"
+    assert rows["ranks"] == "1 on cpu"
+    assert rows["peak memory"].endswith(" GiB")
+    assert float(rows["train/loss"]) >= 0
+    assert float(rows["val/loss"]) >= 0
+    assert rows["last checkpoint"] == "kept/last.ckpt"
+    assert (tmp_path / rows["best checkpoint"]).exists()
+
+
+def test_the_throughput_leaves_out_the_slow_first_steps_and_the_validation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = fit(
+        tmp_path, capsys, TinyTask(), limit_val_batches=1, val_check_interval=3, enable_checkpointing=False
+    )
+    rate = float(rows["tokens/s"].split()[0].replace(",", ""))
+    # 100 tokens in a little more than 10 ms; with what is left out it would be 1200 in 0.9 s.
+    assert 2500 < rate < 10_000
+
+
+def test_a_task_that_logs_nothing_gets_the_rest_of_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class SilentTask(TinyTask):
+        def log(self, *args: object, **kwargs: object) -> None:  # type: ignore[override]
+            pass
+
+    rows = fit(tmp_path, capsys, SilentTask(), limit_val_batches=0, enable_checkpointing=False, max_steps=2)
+    assert set(rows) == {"steps", "wall time", "ranks", "peak memory"}
+
+
+def test_a_run_that_only_tries_one_step_has_a_table_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = fit(tmp_path, capsys, TinyTask(), fast_dev_run=True)
+    assert rows["steps"] == "1 (now at 1)"

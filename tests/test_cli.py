@@ -1,0 +1,394 @@
+"""The command line: what it accepts, and that what it refuses ends in one line that helps."""
+
+import importlib.util
+import logging
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import lightning.pytorch  # noqa: F401  sets up its loggers, once
+import pytest
+import yaml
+
+from lit_fsdp.cli import format_help, main
+from lit_fsdp.cli_errors import describe_exception, nearest
+from lit_fsdp.processes import choose_processes
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = {"RANK": "0", "GROUP_RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
+
+TASK = '''
+import os
+from dataclasses import dataclass
+from typing import Literal
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch.utils.data import DataLoader
+from lit_fsdp.processes import choose_processes
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    width: int = 4
+    kind: Literal["small", "large"] = "small"
+
+class TinyTask(LightningModule):
+    def __init__(self, hidden: int, size: Size | None = None, refusing_rank: str = "none"):
+        super().__init__()
+        self.save_hyperparameters()
+        self.refusing_rank = refusing_rank
+        self.layer = torch.nn.Linear(4, hidden)
+
+    def configure_model(self):
+        if self.refusing_rank in ("all", os.environ.get("LOCAL_RANK")):
+            refuse()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).square().mean()
+        self.log_dict({"train/loss": loss, "train/tokens_seen": 8.0 * (self.global_step + 1)})
+        return loss
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(64, 4), batch_size=4)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+class OtherTask(TinyTask):
+    pass
+
+class BuggyTask(TinyTask):
+    def training_step(self, batch, batch_idx):
+        raise ValueError("raised by the code of the user")
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    rows: int = 1
+
+class TinyStrategy(SingleDeviceStrategy):
+    def __init__(self, *, grid: Grid = Grid(), fast: bool = True):
+        super().__init__("cpu")
+        if grid.rows == 7:
+            refuse()
+
+def refuse():
+    """Raise a ValueError from inside lit_fsdp."""
+    choose_processes("auto", 1, cpu_processes=-1, has_accelerator=False, environ={})
+'''
+REFUSAL = "cpu_processes: got -1: expected 1 or more"
+RUN = """
+model: {class_path: tinytask.TinyTask, init_args: {hidden: 3}}
+trainer: {strategy: auto, accelerator: cpu, max_steps: 2, enable_model_summary: false}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder: a task of their own and a run."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "tinytask.py").write_text(TASK)
+    (folder / "run.yaml").write_text(RUN)
+    (folder / "broken.yaml").write_text("trainer:\n  max_steps: [1\n  max_epochs: 1\n")
+    (folder / "imports_nothing.py").write_text("import a_package_nobody_has\n")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(sys, "argv", ["lit_fsdp"])
+    for name in (
+        "lightning",
+        "lightning.pytorch",
+        "lightning.fabric",
+    ):  # they hold the stderr of another test
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [logging.NullHandler()])
+    for name in (*TORCHRUN, "LIT_FSDP_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def start(*args: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "lit_fsdp", *args]
+    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def errors_in(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "error: " in line]
+
+
+SIMPLE = [
+    # an unknown key, at every depth, from a file and as an option
+    ("{trainer: {max_step: 3}}", "", "trainer.max_step: unknown key: did you mean max_steps?"),
+    ("{}", "--trainer.max_step=3", "trainer.max_step: unknown key: did you mean max_steps?"),
+    ("{max_steps: 3}", "", "max_steps: unknown key: did you mean trainer.max_steps?"),
+    ("{trainr: {max_steps: 3}}", "", "trainr: unknown key: did you mean trainer?"),
+    ("{progress_bar: {refresh: 3}}", "", "progress_bar.refresh: unknown key: did you mean refresh_rate?"),
+    ("{model: {init_args: {hiden: 3}}}", "",
+     "model.init_args.hiden: unknown key of tinytask.TinyTask: did you"),
+    ("{}", "--model.hiden=3",
+     "model.init_args.hiden: unknown key of tinytask.TinyTask: did you mean hidden?"),
+    ("{model: {init_args: {size: {widht: 3}}}}", "",
+     "model.init_args.size.widht: unknown key of tinytask.Size"),
+    ("{}", "--trainer.strategy=tinytask.TinyStrategy --trainer.strategy.grid.row=2",
+     "trainer.strategy.init_args.grid.row: unknown key of tinytask.TinyStrategy: did you"),
+    ("{trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {save_topk: 3}}]}}", "",
+     "trainer.callbacks[ModelCheckpoint].init_args.save_topk: unknown key of lightning.pytorch"),
+    # a wrong type or choice
+    ("{trainer: {max_steps: abc}}", "", "trainer.max_steps: got 'abc': expected int"),
+    ("{model: {init_args: {hidden: x}}}", "", "model.init_args.hidden: got 'x': expected int"),
+    ("{model: {init_args: {size: {kind: tiny}}}}", "",
+     "model.init_args.size.kind: got 'tiny': expected small or large"),
+    ("{model: {init_args: {size: 3}}}", "",
+     "model.init_args.size: got 3: expected a mapping of the keys of Size"),
+    ("{trainer: {strategy: {class_path: tinytask.TinyStrategy, init_args: {grid: 3}}}}", "",
+     "trainer.strategy.init_args.grid: got 3: expected mapping"),
+    ("{}", "--trainer.precision=bf17", "trainer.precision: got 'bf17': expected one of"),
+    ("{trainer: 3}", "", "trainer: got 3 (extra.yaml, line 1): expected a mapping"),
+    ("{seed_everything: x}", "", "seed_everything: got 'x': expected true or false or int"),
+    # a class
+    ("{model: {class_path: tinytask.TinyTsk}}", "",
+     "model.class_path: got 'tinytask.TinyTsk': module tinytask has no TinyTsk: did you mean TinyTask?"),
+    ("{model: {class_path: tiny_cli_tsk.TinyTask}}", "", "no module tiny_cli_tsk: did you mean tinytask?"),
+    ("{}", "--model=TinyTsk",
+     "model.class_path: got 'TinyTsk': no class of this name: did you mean TinyTask?"),
+    ("{}", "--model=torch.nn.Linear",
+     "model.class_path: got 'torch.nn.Linear': expected a subclass of Lightning"),
+    ("{}", "--model=imports_nothing.Task",
+     "importing imports_nothing.Task failed: No module named 'a_package_nob"),
+    ("{}", "--trainer.strategy=fsdp2 --trainer.strategy.mesh.shard=2",
+     "trainer.strategy: got 'fsdp2' before, which has no mesh.shard: expected class_path: lit_fsdp"),
+    # a value that is missing, or too much
+    ("{}", "--trainer.max_steps", "trainer.max_steps: no value given: expected one argument"),
+    ("{}", "something", "something: unexpected argument: expected --key=value"),
+    ("{trainer: {max_steps: 1, max_steps: 2}}", "",
+     "trainer.max_steps: given twice (extra.yaml, lines 1 and 1)"),
+    ("[1, 2]", "", "extra.yaml: got a sequence: expected keys"),
+    ("{}", "--config=ruin.yaml", "--config: 'ruin.yaml' does not exist: did you mean run.yaml?"),
+    ("{}", "--config=broken.yaml", "broken.yaml, line 3, column 13: not valid YAML: expected ',' or ']'"),
+    ("{}", "--ckpt_path=ruin.yaml", "ckpt_path: 'ruin.yaml' does not exist: did you mean run.yaml?"),
+    # what a class of ours or of Lightning refuses while it is built
+    ("{}", "--trainer.strategy=tinytask.TinyStrategy --trainer.strategy.grid.rows=7",
+     f"trainer.strategy: {REFUSAL}"),
+    ("{}", "--trainer.strategy=fsdp3", "trainer: You selected an invalid strategy name: `strategy='fsdp3'`"),
+    ("{}", "--trainer.limit_train_batches=-3",
+     "trainer: You have passed invalid value -3 for limit_train_batches"),
+    ("{}", "--cpu_processes=0", "cpu_processes: got 0: expected 1 or more"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("extra", "options", "expected"), SIMPLE)
+def test_a_broken_configuration_ends_in_one_line_with_path_and_expectation(
+    folder: Path, capfd: pytest.CaptureFixture[str], extra: str, options: str, expected: str
+) -> None:
+    (folder / "extra.yaml").write_text(extra)
+    code = main(["fit", "--config=run.yaml", "--config", "extra.yaml", *options.split()])
+    lines = capfd.readouterr().err.splitlines()
+    assert code == 2
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert expected in lines[0]
+    assert len(lines[0]) <= 520
+
+
+def test_a_required_value_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--model=tinytask.TinyTask"]) == 2
+    assert main(["fit"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: model.init_args.hidden: missing: expected a value")
+    assert second == "error: model: missing: expected a value"
+
+
+def test_a_package_that_is_not_installed_is_named_with_its_command(capfd: pytest.CaptureFixture[str]) -> None:
+    if importlib.util.find_spec("wandb"):
+        pytest.skip("wandb is installed")
+    assert main(["fit", "--config=run.yaml", "--trainer.logger=WandbLogger"]) == 2
+    assert 'wandb is not installed: pip install "lit_fsdp[wandb]"' in errors_in(capfd.readouterr().err)[0]
+
+
+def test_commands_that_do_not_exist_are_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fti"]) == 2
+    assert main(["--config=run.yaml", "fit"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: fti: unknown command: did you mean fit?",
+        "error: --config=run.yaml: an option before the command: expected fit, validate, test, predict first",
+    ]
+
+
+def test_files_merge_deeply_and_options_win(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "first.yaml").write_text("trainer: {max_steps: 7, precision: bf16-true}\nrun_name: first\n")
+    (folder / "second.yaml").write_text("trainer: {max_steps: 9}\nmodel: {init_args: {size: {width: 5}}}\n")
+    files = ["--config=run.yaml", "--config=first.yaml", "--config=second.yaml"]
+    options = ["--model.init_args.size.kind=large", "--trainer.strategy=tinytask.TinyStrategy"]
+    assert main(["fit", *files, *options, "--trainer.strategy.grid.rows=3", "--print_config"]) == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert (config["trainer"]["max_steps"], config["trainer"]["precision"]) == (9, "bf16-true")
+    assert config["run_name"] == "first"
+    assert config["model"]["init_args"]["size"] == {"width": 5, "kind": "large"}
+    assert config["trainer"]["strategy"]["init_args"] == {"grid": {"rows": 3}, "fast": True}
+    assert config["seed_everything"] == 0
+
+
+def test_the_default_strategy_takes_its_settings_as_options(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--model=tinytask.TinyTask", "--model.hidden=3", "--trainer.strategy.mesh.shard=2"]
+    assert main(["fit", *options, "--print_config"]) == 0
+    trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
+    assert trainer["strategy"]["class_path"] == "lit_fsdp.FSDP2Strategy"
+    assert trainer["strategy"]["init_args"]["mesh"]["shard"] == 2
+    assert trainer["use_distributed_sampler"] is False
+    assert main(["fit", *options, "--trainer.strategy.mesh.shrd=2"]) == 2
+    assert "trainer.strategy.init_args.mesh.shrd: unknown key" in capsys.readouterr().err
+
+
+def test_a_run_leaves_everything_in_one_folder_and_can_be_repeated(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    args = ["fit", "--config=run.yaml", "--run_name=one", "--trainer.log_every_n_steps=1"]
+    assert main(args) == 0
+    run = folder / "runs" / "one" / "version_0"
+    names = {path.name.split(".")[0] for path in run.iterdir()}
+    assert {"checkpoints", "config", "events", "metrics"} <= names
+    assert (run / "checkpoints" / "last.ckpt").is_symlink()
+    assert "Run summary" in capfd.readouterr().out
+    assert not (folder / "config.yaml").exists()
+
+    assert main(["fit", f"--config={run / 'config.yaml'}"]) == 0
+    assert (run.parent / "version_1" / "config.yaml").read_text() == (run / "config.yaml").read_text()
+
+
+def test_ckpt_path_last_finds_the_earlier_run_and_the_command_line_wins_over_its_settings(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", "--config=run.yaml", "--run_name=again"]) == 0
+    again = ["fit", "--config=run.yaml", "--run_name=again", "--ckpt_path=last", "--trainer.max_steps=3"]
+    capfd.readouterr()
+    assert main([*again, "--model.init_args.size.width=9"]) == 0
+    assert "1 (now at 3)" in capfd.readouterr().out
+    saved = yaml.safe_load((folder / "runs/again/version_1/config.yaml").read_text())
+    assert saved["model"]["init_args"]["size"]["width"] == 9
+
+
+def test_progress_bar_and_summary_can_be_switched_off(capfd: pytest.CaptureFixture[str]) -> None:
+    off = ["--run_summary=false", "--trainer.enable_progress_bar=false", "--trainer.logger=false"]
+    assert main(["fit", "--config=run.yaml", *off, "--trainer.enable_checkpointing=false"]) == 0
+    assert capfd.readouterr().out.strip() == ""
+
+
+def test_an_error_of_the_users_code_keeps_its_traceback() -> None:
+    with pytest.raises(ValueError, match="raised by the code of the user"):
+        main(["fit", "--config=run.yaml", "--model=tinytask.BuggyTask"])
+
+
+def test_what_our_code_refuses_while_running_is_one_line_unless_debugging(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ["fit", "--config=run.yaml", "--model.refusing_rank=all"]
+    assert main(args) == 1
+    assert errors_in(capfd.readouterr().err) == [f"error: {REFUSAL}"]
+    monkeypatch.setenv("LIT_FSDP_DEBUG", "1")
+    with pytest.raises(ValueError, match="expected 1 or more"):
+        main(args)
+
+
+def test_a_bug_in_our_code_is_no_refusal() -> None:
+    with pytest.raises(AttributeError) as bug:
+        nearest(None, ["a"])  # type: ignore[arg-type]
+    assert describe_exception(bug.value) is None
+    with pytest.raises(ValueError, match="invalid literal") as bug:  # int("two"), not a raise of ours
+        choose_processes("two", 1, cpu_processes=None, has_accelerator=False, environ={})
+    assert describe_exception(bug.value) is None
+
+
+@pytest.mark.parametrize(
+    ("devices", "nodes", "cpu", "environ", "expected"),
+    [
+        ("auto", 1, None, {}, ("auto", 1)),
+        ("auto", 1, 2, {}, (2, 1)),
+        (4, 1, 2, {}, (4, 1)),
+        ("auto", 1, None, TORCHRUN, (2, 2)),
+        (-1, 2, None, TORCHRUN, (2, 2)),
+        ([3, 5], 1, None, TORCHRUN, ([3, 5], 2)),
+        ("0,1", 2, None, TORCHRUN, ("0,1", 2)),
+        (3, 1, None, TORCHRUN, "torchrun started 2 processes on this node: expected 2"),
+        (2, 3, None, TORCHRUN, "torchrun started 2 nodes: expected 2"),
+    ],
+)
+def test_the_number_of_processes_comes_from_torchrun_where_nothing_is_set(
+    devices: object, nodes: int, cpu: int | None, environ: dict[str, str], expected: object
+) -> None:
+    def choose() -> object:
+        return choose_processes(devices, nodes, cpu_processes=cpu, has_accelerator=False, environ=environ)
+
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            choose()
+    else:
+        assert choose() == expected
+
+
+def test_cpu_processes_has_no_effect_beside_a_gpu() -> None:
+    chosen = choose_processes("auto", 1, cpu_processes=2, has_accelerator=True, environ={})
+    assert chosen == ("auto", 1)
+
+
+def test_help_lists_the_commands_on_one_screen_without_loading_torch() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    process = start("--help")
+    out, err = process.communicate(timeout=60)
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    assert (process.returncode, err) == (0, "")
+    assert out.strip() == format_help()
+    assert len(out.splitlines()) <= 40
+    assert all(f"  {name} " in out for name in ("fit", "validate", "test", "predict"))
+    assert spent < 3
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    import lit_fsdp
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lit_fsdp {lit_fsdp.__version__}\n"
+
+
+def test_a_refusal_in_a_process_of_its_own_is_one_line_and_code_2() -> None:
+    process = start("fit", "--config=run.yaml", "--trainer.max_step=3")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert err.splitlines() == ["error: trainer.max_step: unknown key: did you mean max_steps?"]
+
+
+TWO_RANKS = ("fit", "--config=run.yaml", "--trainer.strategy=ddp", "--cpu_processes=2")
+
+
+def test_lightning_starts_the_second_rank_from_the_same_command() -> None:
+    process = start(*TWO_RANKS, "--run_name=two", "--trainer.max_steps=3")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert out.count("Run summary") == 1
+    assert "2 on cpu" in out
+    assert "(rank 1)" in out  # peak memory of both was gathered
+    assert Path("runs/two/version_0/config.yaml").is_file()
+    assert not Path("runs/two/version_1").exists()
+
+
+@pytest.mark.parametrize("refusing_rank", ["all", "1"])
+def test_all_ranks_end_soon_and_say_who_failed(refusing_rank: str) -> None:
+    begin = time.monotonic()
+    process = start(*TWO_RANKS, f"--model.refusing_rank={refusing_rank}")
+    # Returns only when the last rank, which shares the pipe, has closed it: none is left behind.
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - begin < 60
+    assert process.returncode == 1
+    assert "Traceback" not in err
+    assert f"[rank 1] error: {REFUSAL}" in err
+    first = [line for line in errors_in(err) if line.startswith("error: ")]
+    assert len(first) == 1
+    if refusing_rank == "all":
+        assert first == [f"error: {REFUSAL}"]
+    else:
+        assert first[0].startswith("error: rank 1 (exit code 1) failed first, see the message there")
