@@ -1,0 +1,55 @@
+"""Fine-tune large models on small GPUs: PyTorch Lightning with an FSDP2 strategy.
+
+Names are imported when they are first used, so that ``python -m lit_fsdp --help`` need not load torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lit_fsdp.mesh import Mesh
+    from lit_fsdp.offload import Offload
+    from lit_fsdp.precision import MixedPrecision
+    from lit_fsdp.recompute import Recompute
+    from lit_fsdp.sharding import Compile, Sharding
+    from lit_fsdp.strategy import FSDP2Strategy
+    from lit_fsdp.units import Unit, Units
+
+__all__ = [
+    "Compile",
+    "FSDP2Strategy",
+    "Mesh",
+    "MixedPrecision",
+    "Offload",
+    "Recompute",
+    "Sharding",
+    "Unit",
+    "Units",
+    "__version__",
+]
+__version__ = version("lit_fsdp")
+
+_HOMES = {
+    "Compile": "sharding",
+    "FSDP2Strategy": "strategy",
+    "Mesh": "mesh",
+    "MixedPrecision": "precision",
+    "Offload": "offload",
+    "Recompute": "recompute",
+    "Sharding": "sharding",
+    "Unit": "units",
+    "Units": "units",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"lit_fsdp.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'lit_fsdp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *globals()]

@@ -1,0 +1,102 @@
+"""Gradient norm and clipping over sharded, replicated and offloaded gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def compute_grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Return the norm of all gradients together as one float32 number, the same on every rank.
+
+    One all-reduce of one number for each mesh the parameters are sharded over. All ranks must call it.
+
+    Args:
+        parameters: Those without a gradient are left out.
+        norm_type: Power of the norm; ``inf`` is the largest absolute value.
+    """
+    by_mesh: dict[Any, list[Tensor]] = {}
+    device = torch.device("cpu")
+    is_max = math.isinf(norm_type)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            key = _find_shard_mesh(parameter.grad)
+            by_mesh.setdefault(key, []).append(_to_local(parameter.grad))
+            device = torch.device(key[0].device_type) if key else parameter.grad.device
+    total = torch.zeros((), device=device)
+    for key, gradients in by_mesh.items():
+        norms = torch.stack([norm.to(device) for norm in _compute_norms(gradients, norm_type)])
+        part = norms.max() if is_max else (norms**norm_type).sum()
+        for group in [] if key is None else [key[0].get_group(dim) for dim in key[1]]:
+            dist.all_reduce(part, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+        total = torch.maximum(total, part) if is_max else total + part
+    return total if is_max else total ** (1.0 / norm_type)
+
+
+def clip_grad_norm(
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, *, norm: Tensor | None = None
+) -> Tensor:
+    """Scale gradients so that their common norm is at most ``max_norm``; return the norm before.
+
+    The formula is that of ``torch.nn.utils.clip_grad_norm_``. Nothing waits for the device.
+
+    Args:
+        parameters: Whose gradients are scaled, in place.
+        max_norm: Above 0; ``inf`` only measures.
+        norm_type: Power of the norm.
+        norm: The norm, where it is known already.
+    """
+    parameters = list(parameters)
+    if norm is None:
+        norm = compute_grad_norm(parameters, norm_type)
+    if not math.isinf(max_norm):
+        scale_gradients(parameters, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
+    """Limit every gradient element to the range from ``-max_value`` to ``max_value``, in place."""
+    for gradients in _group_by_device(parameters).values():
+        torch._foreach_clamp_min_(gradients, -max_value)
+        torch._foreach_clamp_max_(gradients, max_value)
+
+
+def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply every gradient by a number that may be on another device, in place."""
+    for device, gradients in _group_by_device(parameters).items():
+        torch._foreach_mul_(gradients, factor.to(device))
+
+
+def _group_by_device(parameters: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
+    groups: dict[torch.device, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local = _to_local(parameter.grad)
+            groups.setdefault(local.device, []).append(local)
+    return groups
+
+
+def _find_shard_mesh(gradient: Tensor) -> tuple[Any, tuple[int, ...]] | None:
+    """Return the mesh of a gradient and the dimensions it is sharded over; ``None`` if it is whole."""
+    if not isinstance(gradient, DTensor):
+        return None
+    sharded = tuple(i for i, placement in enumerate(gradient.placements) if placement.is_shard())
+    return gradient.device_mesh, sharded
+
+
+def _compute_norms(gradients: list[Tensor], norm_type: float) -> list[Tensor]:
+    # A rank may hold no row of a small parameter, and the largest of no values is an error.
+    filled = [g for g in gradients if g.numel()]
+    if not filled:
+        return [torch.zeros((), device=gradients[0].device)]
+    return list(torch._foreach_norm(filled, norm_type, dtype=torch.float32))
+
+
+def _to_local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

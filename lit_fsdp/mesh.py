@@ -1,0 +1,80 @@
+"""How the ranks are arranged: full copies of the model, each split over some of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """How the ranks are arranged.
+
+    Args:
+        replicate: How many full copies of the model to keep. Above 1, gradients are also all-reduced between
+            the copies (hybrid sharding), which suits a slow link between nodes. ``-1`` takes all ranks that
+            ``shard`` leaves.
+        shard: Over how many ranks one copy is split: a number, ``node`` for the ranks of one node, or ``-1``
+            for all ranks that ``replicate`` leaves.
+    """
+
+    replicate: int = 1
+    shard: int | Literal["node"] = -1
+
+    def resolve(self, *, world_size: int, ranks_per_node: int) -> tuple[int, int]:
+        """Return ``(replicate, shard)`` as numbers whose product is ``world_size``.
+
+        Raises:
+            ValueError: No such numbers exist; the message shows the arithmetic and the nearest that do.
+        """
+        replicate, shard = self.replicate, ranks_per_node if self.shard == "node" else self.shard
+        for name, degree in (("replicate", replicate), ("shard", shard)):
+            if not isinstance(degree, int) or degree == 0 or degree < -1:
+                raise ValueError(f"mesh.{name}: got {degree!r}: expected 1 or more, or -1 for the rest")
+        if replicate == shard == -1:
+            raise ValueError(
+                "mesh: replicate and shard are both -1, so neither is known; "
+                f"set one of them, such as replicate=1 shard={world_size}"
+            )
+        known = shard if replicate == -1 else replicate
+        rest = max(world_size // known, 1)
+        if replicate == -1:
+            replicate = rest
+        elif shard == -1:
+            shard = rest
+        if replicate * shard != world_size:
+            raise ValueError(self._explain(replicate, shard, world_size))
+        return replicate, shard
+
+    def _explain(self, replicate: int, shard: int, world_size: int) -> str:
+        needed = replicate * shard
+        wanted = f"{self.replicate}x{self.shard}"
+        fits = [r for r in range(1, world_size + 1) if world_size % r == 0]
+        near = min(fits, key=lambda r: (abs(r - replicate), r))
+        return (
+            f"mesh {wanted} (replicate x shard) needs {needed} ranks, {world_size} were started; "
+            f"set replicate={near} shard={world_size // near} or start {needed} ranks"
+        )
+
+
+def build_mesh(mesh: Mesh, *, device_type: str, world_size: int, ranks_per_node: int) -> DeviceMesh:
+    """Make the process groups: dimensions ``("shard",)``, or ``("replicate", "shard")`` with several copies.
+
+    Neighbouring ranks share a copy, so that shards are gathered inside a node where that is possible. Needs an
+    initialized process group, and all ranks must call it.
+
+    Args:
+        mesh: The arrangement.
+        device_type: ``cuda`` or ``cpu``: what the collectives run on.
+        world_size: How many ranks there are.
+        ranks_per_node: How many of them each node has.
+
+    Raises:
+        ValueError: The arrangement does not fit the number of ranks.
+    """
+    replicate, shard = mesh.resolve(world_size=world_size, ranks_per_node=ranks_per_node)
+    if replicate == 1:
+        return init_device_mesh(device_type, (shard,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,52 @@
+"""The planned units as a table, printed when a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lit_fsdp.units import Unit, count_shard_bytes
+
+
+def print_plan(model: nn.Module, plan: Sequence[Unit], mesh: DeviceMesh) -> None:
+    """Print one row for each unit; neighbours of one size share a row.
+
+    Args:
+        model: Not sharded yet.
+        plan: Its units.
+        mesh: The ranks it will be sharded over.
+    """
+    Console(soft_wrap=True).print(make_table(model, plan, tuple(mesh.mesh.shape)))
+
+
+def make_table(model: nn.Module, plan: Sequence[Unit], mesh_shape: tuple[int, ...]) -> Table:
+    """Return the table of ``print_plan``."""
+    num_shards = mesh_shape[-1]
+    replicate = mesh_shape[0] if len(mesh_shape) > 1 else 1
+    table = Table(title=f"FSDP units, mesh replicate {replicate} x shard {num_shards}", title_justify="left")
+    table.add_column("unit")
+    for name in ("parameters", "trainable", "bytes per rank"):
+        table.add_column(name, justify="right")
+    sizes = {id(unit): count_shard_bytes(model, unit, num_shards) for unit in plan}
+
+    def describe(unit: Unit) -> tuple[object, ...]:
+        is_alone = unit.kind != "block"
+        return (is_alone and unit.names, unit.num_params, unit.num_trainable, sizes[id(unit)])
+
+    for _, group in groupby(plan, key=describe):
+        units = list(group)
+        first, last, times = units[0], units[-1], f"{len(units)} x " if len(units) > 1 else ""
+        name = " + ".join(n or "(root)" for n in first.names)
+        if len(units) > 1:
+            name += f" .. {last.names[0].rsplit('.', 1)[-1]}"
+        numbers = (first.num_params, first.num_trainable, sizes[id(first)])
+        table.add_row(name, *(f"{times}{number:,}" for number in numbers))
+    table.add_section()
+    totals = (sum(u.num_params for u in plan), sum(u.num_trainable for u in plan), sum(sizes.values()))
+    table.add_row(f"all {len(plan)} units", *(f"{number:,}" for number in totals))
+    return table

@@ -1,0 +1,133 @@
+"""Storage, compute and reduction dtypes, and the loss scaling that float16 needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPrecision:
+    """In which dtype parameters are kept, computed with and reduced; ``null`` is the one before.
+
+    Args:
+        storage_dtype: Of the sharded parameters and the optimizer state. ``null`` keeps that of the model.
+        param_dtype: Of the gathered parameters and of the compute. ``null`` is the storage dtype.
+        reduce_dtype: Of the gradient reduction. ``null`` is the compute dtype.
+        output_dtype: Floating outputs of a unit are cast to it. ``null`` leaves them.
+        cast_forward_inputs: Cast floating inputs of a unit to ``param_dtype``.
+    """
+
+    storage_dtype: DType | None = None
+    param_dtype: DType | None = None
+    reduce_dtype: DType | None = None
+    output_dtype: DType | None = None
+    cast_forward_inputs: bool = True
+
+    @property
+    def needs_loss_scaling(self) -> bool:
+        """Whether gradients are in float16, where small ones would become zero."""
+        return "float16" in (self.param_dtype, self.reduce_dtype, self.storage_dtype)
+
+    def override(self, other: MixedPrecision | None) -> MixedPrecision:
+        """Return these dtypes with those that ``other`` sets explicitly."""
+        if other is None:
+            return self
+        default = MixedPrecision()
+        names = [f.name for f in fields(other)]
+        return replace(
+            self, **{n: getattr(other, n) for n in names if getattr(other, n) != getattr(default, n)}
+        )
+
+    def build_policy(self) -> MixedPrecisionPolicy:
+        """Return what ``fully_shard`` takes."""
+        return MixedPrecisionPolicy(
+            param_dtype=_to_dtype(self.param_dtype),
+            reduce_dtype=_to_dtype(self.reduce_dtype),
+            output_dtype=_to_dtype(self.output_dtype),
+            cast_forward_inputs=self.cast_forward_inputs,
+        )
+
+
+# Lightning's names of Trainer(precision=...).
+PRECISIONS: dict[str, MixedPrecision] = {
+    "32-true": MixedPrecision(),
+    "bf16-true": MixedPrecision(
+        storage_dtype="bfloat16", param_dtype="bfloat16", reduce_dtype="float32"
+    ),
+    "bf16-mixed": MixedPrecision(
+        storage_dtype="float32", param_dtype="bfloat16", reduce_dtype="float32"
+    ),
+    "16-mixed": MixedPrecision(storage_dtype="float32", param_dtype="float16", reduce_dtype="float32"),
+}
+
+
+def read_precision(precision: str) -> MixedPrecision:
+    """Translate Lightning's name of a precision.
+
+    Raises:
+        ValueError: It has no meaning under FSDP2, or would not train.
+    """
+    if precision in PRECISIONS:
+        return PRECISIONS[precision]
+    near = "16-mixed or bf16-true" if precision == "16-true" else "32-true"
+    raise ValueError(f"precision: got {precision!r}: expected one of {', '.join(PRECISIONS)}; nearest: {near}")
+
+
+def cast_parameters(model: nn.Module, mixed_precision: MixedPrecision) -> None:
+    """Cast floating parameters to the storage dtype, in place, before sharding.
+
+    Buffers keep theirs: rotary frequencies or norm statistics in bf16 change results for no memory.
+    """
+    dtype = _to_dtype(mixed_precision.storage_dtype)
+    if dtype is None:
+        return
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """A gradient scaler under which all ranks skip a step if one of them has an infinite gradient.
+
+    Every rank sees only its shard of a gradient. Without agreement one would skip what the others step.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        # Private, seen in torch 2.13: the stock one sees DTensors but compares no ranks.
+        found = found_inf.clone()
+        for gradients in _group_by_device_and_dtype(optimizer):
+            device = gradients[0].device
+            local_found = torch.zeros_like(found, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                gradients, local_found, inv_scale.to(device, non_blocking=True)
+            )
+            found = torch.maximum(found, local_found.to(found.device))
+        if dist.is_initialized():
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return {found.device: found}
+
+
+def _group_by_device_and_dtype(optimizer: torch.optim.Optimizer) -> Iterable[list[Tensor]]:
+    groups: dict[Any, list[Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+                groups.setdefault((local.device, local.dtype), []).append(local)
+    return groups.values()
+
+
+def _to_dtype(name: DType | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)

@@ -1,0 +1,84 @@
+"""The Lightning side of precision and clipping: loss scaling and gradient norms over shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.types import Steppable
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lit_fsdp.clipping import clip_grad_norm, clip_grad_value
+from lit_fsdp.precision import MixedPrecision, ShardedGradScaler, read_precision
+
+
+class FSDP2Precision(Precision):
+    """Replaces Lightning's precision plugins under ``FSDP2Strategy``: no autocast, units cast by themselves.
+
+    Args:
+        precision: As in ``Trainer(precision=...)``.
+        override: Dtypes that win over those of ``precision``.
+        device_type: Where the model computes.
+
+    Raises:
+        ValueError: The precision has no meaning under FSDP2.
+    """
+
+    def __init__(
+        self, precision: str = "32-true", override: MixedPrecision | None = None, device_type: str = "cuda"
+    ) -> None:
+        self.precision = precision  # type: ignore[assignment]  # Lightning allows a fixed set of names
+        self.mixed_precision = read_precision(precision).override(override)
+        self.scaler: ShardedGradScaler | None = None
+        if self.mixed_precision.needs_loss_scaling:
+            self.scaler = ShardedGradScaler(device_type)
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        if self.scaler is not None:
+            tensor = self.scaler.scale(tensor)
+        return super().pre_backward(tensor, module)
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        result = closure()
+        if result is None and model.automatic_optimization:  # training_step skipped this batch
+            return result
+        # Before the hooks and clipping, which shall see the true gradients.
+        self.scaler.unscale_(optimizer)  # type: ignore[arg-type]
+        self._after_closure(model, optimizer)
+        step_output = self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
+        self.scaler.update()
+        return step_output
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_grad_norm(self.main_params(optimizer), float(clip_val))
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        clip_grad_value(self.main_params(optimizer), float(clip_val))
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.scaler is not None and state_dict:
+            self.scaler.load_state_dict(state_dict)
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return data  # every unit casts its own inputs
+
+

@@ -1,0 +1,108 @@
+"""Activation checkpointing: forget activations in forward, compute them again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+# Private, seen in torch 2.13: the only wrapper whose name disappears from parameter names and state dicts.
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+# Matrix products and attention: most of the compute of a block in a small part of its activations.
+DEFAULT_SAVED_OPS = (
+    "aten.mm",
+    "aten.addmm",
+    "aten.bmm",
+    "aten._scaled_dot_product_flash_attention",
+    "aten._scaled_dot_product_efficient_attention",
+    "aten._scaled_dot_product_cudnn_attention",
+    "aten._scaled_dot_product_flash_attention_for_cpu",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """Which activations are computed again in backward instead of kept.
+
+    Args:
+        mode: ``none`` keeps all. ``full`` keeps only the inputs of a block: least memory, about a third more
+            compute. ``selective`` keeps also the outputs of ``saved_ops`` and computes the rest again.
+        every: Treat only every n-th block like this, starting with the first.
+        saved_ops: For ``selective``: operators such as ``aten.mm`` whose outputs are kept. Empty keeps matrix
+            products and attention.
+    """
+
+    mode: Literal["none", "full", "selective"] = "none"
+    every: int = 1
+    saved_ops: Sequence[str] = ()
+
+    def check(self) -> None:
+        """Refuse settings that would be ignored or that name nothing.
+
+        Raises:
+            ValueError: With the setting and the nearest fix.
+        """
+        if self.every < 1:
+            raise ValueError(f"recompute.every: got {self.every}: expected 1 or more")
+        if self.mode == "none" and self.every != 1:
+            raise ValueError(f"recompute.every: got {self.every} with mode 'none'; set mode to 'full'")
+        if self.saved_ops and self.mode != "selective":
+            raise ValueError(f"recompute.saved_ops: not used by mode {self.mode!r}; set mode to 'selective'")
+        for name in self.saved_ops:
+            _find_op(name)
+
+
+def apply_recompute(model: nn.Module, recompute: Recompute, blocks: Sequence[str]) -> list[str]:
+    """Wrap every n-th block; return the names of those. Must run before the model is sharded.
+
+    Args:
+        model: Holds the blocks; changed in place. Names of parameters stay as they are.
+        recompute: The setting.
+        blocks: Names of the modules to choose from.
+
+    Raises:
+        ValueError: There is no block to choose from.
+    """
+    recompute.check()
+    if recompute.mode == "none":
+        return []
+    if not blocks:
+        raise ValueError(
+            f"recompute.mode: got {recompute.mode!r}: no blocks were found to recompute; "
+            "name their classes in units.classes"
+        )
+    options: dict[str, Any] = {}
+    if recompute.mode == "selective":
+        saved = {_find_op(name) for name in recompute.saved_ops or DEFAULT_SAVED_OPS}
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _make_policy(saved))
+    chosen = list(blocks)[:: recompute.every]
+    for name in chosen:
+        wrapped = checkpoint_wrapper(
+            model.get_submodule(name), checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options
+        )
+        model.set_submodule(name, wrapped)
+    return chosen
+
+
+def _make_policy(saved: set[Any]) -> Callable[..., CheckpointPolicy]:
+    def choose(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        packet = getattr(op, "overloadpacket", op)
+        return CheckpointPolicy.MUST_SAVE if packet in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return choose
+
+
+def _find_op(name: str) -> Any:
+    namespace, _, op = name.partition(".")
+    try:
+        return getattr(getattr(torch.ops, namespace), op)
+    except (AttributeError, RuntimeError):
+        raise ValueError(
+            f"recompute.saved_ops: got {name!r}: torch has no such operator; expected one such as aten.mm"
+        ) from None

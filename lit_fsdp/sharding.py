@@ -1,0 +1,178 @@
+"""``fully_shard`` over planned units: bottom-up, with the order in which units are prefetched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from lit_fsdp.units import Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """What happens to a unit's parameters between their uses.
+
+    Args:
+        reshard_after_forward: ``true`` frees gathered parameters after forward and gathers them again in
+            backward. ``false`` keeps them (gradients and optimizer state stay sharded): one gather less per unit,
+            for all parameters in memory. A number keeps them split over that many ranks, such as those of one
+            node.
+        forward_prefetch: How many units ahead to gather in forward, explicitly. 0 leaves it to the order in
+            which the host issues them.
+        backward_prefetch: The same in backward, 1 or more. Each unit ahead is held gathered.
+        hold_gradients: In all micro-batches of a step but the last, add gradients up without reducing them: one
+            reduce-scatter per unit and micro-batch less, for all gradients at full size in memory.
+    """
+
+    reshard_after_forward: bool | int = True
+    forward_prefetch: int = 0
+    backward_prefetch: int = 1
+    hold_gradients: bool = False
+
+    def check(self, num_shards: int) -> None:
+        """Refuse what ``num_shards`` ranks cannot do.
+
+        Raises:
+            ValueError: With the setting and the nearest fix.
+        """
+        size = self.reshard_after_forward
+        if not isinstance(size, bool) and not (1 < size < num_shards and num_shards % size == 0):
+            fits = [n for n in range(2, num_shards) if num_shards % n == 0]
+            near = f"one of {fits}" if fits else "true or false"
+            raise ValueError(
+                f"sharding.reshard_after_forward: got {size}: it must divide the {num_shards} shards and be "
+                f"neither 1 nor all of them: expected {near}"
+            )
+        if self.forward_prefetch < 0:
+            raise ValueError(f"sharding.forward_prefetch: got {self.forward_prefetch}: expected 0 or more")
+        if self.backward_prefetch < 1:
+            raise ValueError(
+                f"sharding.backward_prefetch: got {self.backward_prefetch}: torch always gathers one unit ahead "
+                "in backward: expected 1 or more"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile:
+    """Compile every block by itself with ``torch.compile``; equal blocks share one compilation.
+
+    Args:
+        backend: Of ``torch.compile``.
+        mode: Of ``torch.compile``, such as ``max-autotune-no-cudagraphs``.
+        fullgraph: Fail instead of leaving compiled code where Python cannot be traced.
+        dynamic: Compile for changing shapes at once; ``null`` does when a shape has changed.
+    """
+
+    backend: str = "inductor"
+    mode: str | None = None
+    fullgraph: bool = False
+    dynamic: bool | None = None
+
+
+def compile_blocks(model: nn.Module, settings: Compile, blocks: Sequence[str]) -> None:
+    """Compile blocks in place, lazily at their first call. Between recompute and sharding.
+
+    Raises:
+        ValueError: There are no blocks, or torch has no such backend.
+    """
+    if not blocks:
+        raise ValueError("compile: no blocks were found to compile; name their classes in units.classes")
+    known = torch.compiler.list_backends(exclude_tags=())
+    if settings.backend not in known:
+        raise ValueError(f"compile.backend: got {settings.backend!r}: expected one of {', '.join(known)}")
+    for name in blocks:
+        model.get_submodule(name).compile(
+            backend=settings.backend,
+            mode=settings.mode,
+            fullgraph=settings.fullgraph,
+            dynamic=settings.dynamic,
+        )
+
+
+def shard_model(
+    model: nn.Module,
+    plan: Sequence[Unit],
+    *,
+    mesh: DeviceMesh,
+    sharding: Sharding,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+) -> None:
+    """Shard every unit of the plan in place, inner units first and the root last.
+
+    Afterwards parameters are DTensors, on the meta device if they were before.
+
+    Args:
+        model: The root of the plan.
+        plan: From ``plan_units``; several units of it may be nested.
+        mesh: Dimensions ``("shard",)`` or ``("replicate", "shard")``.
+        sharding: What happens between the uses of a unit.
+        mp_policy: Dtypes.
+        offload_policy: Where shards are kept.
+    """
+    modules = dict(model.named_modules())
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy, "offload_policy": offload_policy}
+    for unit in sorted(plan, key=_find_depth, reverse=True):
+        members = [modules[name] for name in unit.names]
+        # Head and root are used at the end of forward and the beginning of backward, nothing comes between.
+        reshard = sharding.reshard_after_forward if unit.kind in ("block", "embedding") else False
+        # The stubs of torch 2.13 know lists, but not a list of one or a module as one type.
+        fully_shard(members if len(members) > 1 else members[0], reshard_after_forward=reshard, **options)  # type: ignore[call-overload]
+    _set_prefetch(modules, plan, sharding)
+
+
+@contextmanager
+def hold_gradients(*roots: FSDPModule) -> Iterator[None]:
+    """Skip the reduction of every backward run inside this context.
+
+    Meant for all micro-batches of a step but the last. Each held micro-batch saves one reduce-scatter per unit
+    (and one all-reduce per unit between replicas); in return every rank keeps its unreduced gradients at full
+    size, as many times the sharded ones as there are shards.
+    """
+    for root in roots:
+        root.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        # Also on an exception: while this is off, sharded parameters get no ``.grad`` and the optimizer skips
+        # them, so training would go on without learning anything.
+        for root in roots:
+            root.set_requires_gradient_sync(True)
+
+
+def broadcast_parameters(model: nn.Module) -> None:
+    """Give all ranks the parameters and buffers of rank 0, as DDP does. Before sharding.
+
+    Ranks that drew their own random numbers would shard different models. One broadcast per tensor; those on
+    the meta device are left out, as they hold nothing yet.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            dist.broadcast(tensor.data, src=0)
+
+
+def _find_depth(unit: Unit) -> int:
+    return -1 if unit.kind == "root" else max(name.count(".") for name in unit.names)
+
+
+def _set_prefetch(modules: dict[str, nn.Module], plan: Sequence[Unit], sharding: Sharding) -> None:
+    # Of several modules in one unit, each can start its gather.
+    order = [[cast(FSDPModule, modules[name]) for name in unit.names] for unit in plan if unit.kind != "root"]
+    for i, members in enumerate(order):
+        if depth := sharding.forward_prefetch:
+            for member in members:
+                member.set_modules_to_forward_prefetch([after[0] for after in order[i + 1 : i + 1 + depth]])
+        if (depth := sharding.backward_prefetch) > 1:
+            for member in members:
+                member.set_modules_to_backward_prefetch([before[0] for before in reversed(order[max(i - depth, 0) : i])])
+

@@ -1,0 +1,455 @@
+"""``FSDP2Strategy``: what Lightning asks of a strategy, answered by the files beside this one."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+
+# Private, seen in lightning 2.6.6: what its own strategies are made of.
+from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
+from lightning.pytorch.plugins.precision import MixedPrecision as AutocastPrecision
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as shared_rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lit_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from lit_fsdp.mesh import Mesh, build_mesh
+from lit_fsdp.offload import Offload, build_offload_policy
+from lit_fsdp.plan_table import print_plan
+from lit_fsdp.precision import MixedPrecision, cast_parameters
+from lit_fsdp.precision_plugin import FSDP2Precision
+from lit_fsdp.recompute import Recompute, apply_recompute
+from lit_fsdp.sharding import (
+    Compile,
+    Sharding,
+    broadcast_parameters,
+    compile_blocks,
+    hold_gradients,
+    shard_model,
+)
+from lit_fsdp.units import Unit, Units, iterate_blocks, plan_units
+from lit_fsdp.weights import init_weights, iterate_meta, materialize
+
+_STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step", "generate")
+
+
+class FSDP2Strategy(ParallelStrategy):
+    """Shards parameters, gradients and optimizer state with FSDP2 (``fully_shard``).
+
+    The LightningModule becomes the root FSDP unit, the modules found by ``units`` become units inside it. Build
+    large models in ``configure_model`` under ``torch.device("meta")``: they get their memory after sharding, and
+    their values from the hook ``configure_weights()``, or else from their modules' ``reset_parameters``.
+    A module that has a method ``configure_units(model)`` returning a list of ``Unit`` decides itself; one that
+    calls ``fully_shard`` in ``configure_model`` is left as it is.
+
+    Args:
+        mesh: How the ranks are arranged.
+        units: Which modules form an FSDP unit.
+        sharding: What happens to gathered parameters and unreduced gradients.
+        mixed_precision: Dtypes that win over those of the Trainer's ``precision``.
+        recompute: Activation checkpointing.
+        offload: Keep shards in host memory; ``null`` keeps them on the device.
+        compile: Compile every block; ``null`` does not.
+        print_plan: Print the units when training starts.
+        timeout_s: How long a collective may take before the run fails.
+    """
+
+    strategy_name = "fsdp2"
+    is_distributed = True
+    num_nodes = 1
+
+    def __init__(
+        self,
+        mesh: Mesh | None = None,
+        units: Units | None = None,
+        sharding: Sharding | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        recompute: Recompute | None = None,
+        offload: Offload | None = None,
+        compile: Compile | None = None,  # noqa: A002
+        print_plan: bool = True,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        self.mixed_precision = mixed_precision  # read by the setter of precision_plugin, during super()
+        super().__init__()
+        self.mesh = mesh or Mesh()
+        self.units = units or Units()
+        self.sharding = sharding or Sharding()
+        self.recompute = recompute or Recompute()
+        self.offload = offload
+        self.compile = compile
+        self.prints_plan = print_plan
+        self.timeout_s = timeout_s
+        self.device_mesh: DeviceMesh | None = None
+        self.plan: list[Unit] = []
+
+    # What Lightning wants to know
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """How many ranks this node has."""
+        return len(self.parallel_devices or [])
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # into the shards
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return False  # load_checkpoint does
+
+    @property
+    @override
+    def precision_plugin(self) -> FSDP2Precision:
+        if not isinstance(self._precision_plugin, FSDP2Precision):
+            self.precision_plugin = None
+        assert isinstance(self._precision_plugin, FSDP2Precision)
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        # Lightning cannot know ours and hands over its own, with what was asked for in it.
+        if isinstance(plugin, FSDP2Precision):
+            self._precision_plugin = plugin
+            return
+        if plugin is not None and type(plugin) not in (
+            Precision,
+            HalfPrecision,
+            AutocastPrecision,
+            DoublePrecision,
+        ):
+            raise ValueError(f"FSDP2Strategy cannot work with {type(plugin).__name__}; leave out trainer.plugins")
+        precision = "32-true" if plugin is None else str(plugin.precision)
+        device_type = self.parallel_devices[0].type if getattr(self, "_parallel_devices", None) else "cuda"
+        self._precision_plugin = FSDP2Precision(precision, self.mixed_precision, device_type)
+
+    # From the Trainer's construction to the process group
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._check_settings()
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    def _check_settings(self) -> None:
+        """Refuse what cannot work, when the Trainer is built: before processes, collectives or memory."""
+        _, shard = self.mesh.resolve(world_size=self.world_size, ranks_per_node=self.num_processes)
+        self.units.check()
+        self.sharding.check(shard)
+        self.recompute.check()
+        device = self.root_device
+        build_offload_policy(self.offload, device)
+        asked = _find_asked_precision()
+        if device.type == "cpu" and asked in ("16-mixed", "16", 16):
+            raise ValueError(
+                f"precision: got {asked!r}: float16 needs a GPU and the run is on cpu; set bf16-mixed"
+            )
+        if self.timeout_s <= 0:
+            raise ValueError(f"timeout_s: got {self.timeout_s}: expected seconds above 0")
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment which rank this is, where the environment does not know."""
+        assert self.cluster_environment is not None
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = shared_rank_zero_only.rank = self.global_rank
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        device = self.root_device
+        if not dist.is_initialized():
+            # gloo beside nccl, for what lies in host memory
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            options = {"device_id": device} if device.type == "cuda" else {}
+            timeout = timedelta(seconds=self.timeout_s)
+            _init_dist_connection(self.cluster_environment, backend, timeout=timeout, **options)
+            atexit.register(_destroy_dist_connection)  # Lightning does it for plain "nccl" only
+        self.device_mesh = build_mesh(
+            self.mesh,
+            device_type=device.type,
+            world_size=self.world_size,
+            ranks_per_node=self.num_processes,
+        )
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self.device_mesh
+
+    # From the user's model to shards
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        with torch.device("meta") if empty_init else nullcontext():
+            yield
+
+    @override
+    def model_to_device(self) -> None:
+        """Nothing to move: sharding and ``materialize`` put everything in its place."""
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.model = self.lightning_module
+        _use_no_grad(trainer)
+        if not self._fsdp_roots:
+            self._shard(self.lightning_module)
+        self._fill(self.lightning_module)
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _shard(self, module: pl.LightningModule) -> None:
+        assert self.device_mesh is not None
+        dtypes = self.precision_plugin.mixed_precision
+        cast_parameters(module, dtypes)
+        self.plan = self._plan(module)
+        blocks = list(iterate_blocks(self.plan))
+        apply_recompute(module, self.recompute, blocks)
+        if self.compile is not None:
+            compile_blocks(module, self.compile, blocks)
+        broadcast_parameters(module)
+        if self.prints_plan and self.is_global_zero:
+            print_plan(module, self.plan, self.device_mesh)
+        for root, plan in _split_by_root(module, self.plan):
+            shard_model(
+                root,
+                plan,
+                mesh=self.device_mesh,
+                sharding=self.sharding,
+                mp_policy=dtypes.build_policy(),
+                offload_policy=build_offload_policy(self.offload, self.root_device),
+            )
+
+    def _plan(self, module: pl.LightningModule) -> list[Unit]:
+        if hasattr(module, "configure_units"):
+            return list(module.configure_units(module))
+        return plan_units(module, self.units)
+
+    def _fill(self, module: pl.LightningModule) -> None:
+        """Give memory to what was built on the meta device, and values."""
+        is_empty = next(iterate_meta(module), None) is not None
+        parameter_device = torch.device("cpu") if self.offload is not None else None
+        materialize(module, self.root_device, parameter_device=parameter_device)
+        if isinstance(module, FSDPModule):
+            for name in _STEPS:
+                if hasattr(module, name):
+                    register_fsdp_forward_method(module, name)
+        if is_empty and hasattr(module, "configure_weights"):
+            module.configure_weights()
+        elif is_empty:
+            init_weights(module, self.broadcast(torch.initial_seed()))
+
+    @property
+    def _fsdp_roots(self) -> list[FSDPModule]:
+        """The outermost sharded modules."""
+        roots: list[str] = []
+        found: list[FSDPModule] = []
+        if self.lightning_module is None:
+            return found
+        for name, module in self.lightning_module.named_modules():
+            inside = any(not root or name.startswith(f"{root}.") for root in roots)
+            if isinstance(module, FSDPModule) and not inside:
+                roots.append(name)
+                found.append(module)
+        return found
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        with hold_gradients(*self._fsdp_roots) if self.sharding.hold_gradients else nullcontext():
+            yield
+
+    # Checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return get_model_state_dict(self.lightning_module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return get_optimizer_state_dict(self.lightning_module, getattr(optimizer, "_optimizer", optimizer))
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if storage_options is not None:
+            raise TypeError("storage_options: FSDP2Strategy writes folders with torch.distributed.checkpoint")
+        meta = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+        save_checkpoint(
+            Path(self.broadcast(str(filepath))),
+            model_state=checkpoint["state_dict"],
+            optimizer_states=checkpoint.get("optimizer_states", []),
+            meta=meta,
+        )
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        path = Path(self.broadcast(str(checkpoint_path)))
+        if path.is_file():
+            raise ValueError(f"{path} is a file: FSDP2Strategy reads the checkpoint folders it writes")
+        strict = self.lightning_module.strict_loading
+        return load_checkpoint(path, self.lightning_module, self.optimizers, strict=strict)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Done by ``load_checkpoint``."""
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Done by ``load_checkpoint``."""
+
+    # Between ranks
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            device = self.root_device
+            dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        # gloo has no mean, and Lightning's way of telling misses it in a combined backend.
+        is_mean = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
+        op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) and not is_mean else reduce_op
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM if is_mean else op, group=group)
+        return tensor.copy_(tensor / dist.get_world_size(group)) if is_mean else tensor
+
+    @override
+    def teardown(self) -> None:
+        # Not super(): it would move the shards to the CPU, and Lightning's next run on this module back.
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        presets: dict[str, tuple[str, dict[str, Any]]] = {
+            "fsdp2": ("Full sharding over all ranks", {}),
+            "fsdp2_offload": ("Full sharding, shards in host memory", {"offload": Offload()}),
+            "fsdp2_grad_op": (
+                "Gradients and optimizer state sharded, parameters kept gathered after forward",
+                {"sharding": Sharding(reshard_after_forward=False)},
+            ),
+            "fsdp2_hybrid": (
+                "Sharded inside a node, replicated between nodes",
+                {"mesh": Mesh(replicate=-1, shard="node")},
+            ),
+        }
+        for name, (description, settings) in presets.items():
+            if name not in strategy_registry:
+                strategy_registry.register(name, cls, description=description, **settings)
+
+
+def _split_by_root(module: pl.LightningModule, plan: Sequence[Unit]) -> list[tuple[nn.Module, list[Unit]]]:
+    """Return what to shard as a whole: the module, or under manual optimization each of its children.
+
+    There ``backward`` runs inside ``training_step``: a root around it would still be in its forward.
+    """
+    if module.automatic_optimization:
+        return [(module, list(plan))]
+    if direct := [name for name, _ in module.named_parameters(recurse=False)]:
+        raise ValueError(
+            f"{', '.join(direct)}: under manual optimization, parameters of the LightningModule itself cannot be "
+            "sharded; move them into a child module"
+        )
+    parts: list[tuple[nn.Module, list[Unit]]] = []
+    for name, child in module.named_children():
+        if next(child.parameters(), None) is None:
+            continue
+        inside = [u for u in plan if u.kind != "root" and all(n.startswith(f"{name}.") for n in u.names)]
+        strip = [
+            Unit(names=tuple(n.removeprefix(f"{name}.") for n in unit.names), kind=unit.kind)
+            for unit in inside
+        ]
+        parts.append((child, [*strip, Unit(names=("",), kind="root")]))
+    return parts
+
+
+def _use_no_grad(trainer: pl.Trainer) -> None:
+    """Evaluate under ``no_grad``: tensors gathered under ``inference_mode`` cannot be used in a later backward."""
+    for loop in (
+        trainer.fit_loop.epoch_loop.val_loop,
+        trainer.validate_loop,
+        trainer.test_loop,
+        trainer.predict_loop,
+    ):
+        loop.inference_mode = False
+
+
+def _find_asked_precision() -> Any:
+    """Return what ``Trainer(precision=...)`` was called with.
+
+    On the CPU Lightning replaces 16-mixed by bf16-mixed with a warning and keeps no trace of it, but its
+    constructor is still running. Seen in lightning 2.6.6; drop when it refuses by itself.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), pl.Trainer):
+            return frame.f_locals.get("precision")
+        frame = frame.f_back
+    return None
+
+
+FSDP2Strategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,296 @@
+"""Which modules form an FSDP unit: the parameters that are gathered, and whose gradients are reduced, together.
+
+Everything here is decided on the module tree alone, so it works on the meta device and without ranks.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import nn
+
+Rule = Literal["auto", "classes", "model_plan", "no_split_modules", "repeated_blocks", "min_size"]
+Kind = Literal["block", "embedding", "head", "root"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """Which modules form an FSDP unit.
+
+    Larger units mean fewer and larger collectives, and more gathered parameters in memory at a time.
+
+    Args:
+        rule: How units are found. ``classes``: the modules of the classes named below. ``model_plan``: what the
+            model itself says (``fsdp_plan`` of Transformers 5). ``no_split_modules``: the classes that
+            Transformers marks as blocks. ``repeated_blocks``: the elements of each list of equal modules.
+            ``min_size``: the smallest modules of at least ``min_num_params``. ``auto``: ``classes`` if any are
+            named, else the first of the model's plan, its marked blocks and repeated blocks that finds any,
+            else the model as one unit.
+        classes: Class names, also as patterns such as ``*DecoderLayer``.
+        min_num_params: For ``min_size`` only.
+        own_embeddings: Make input embeddings a unit of their own. Otherwise they stay in the root unit, which
+            is gathered for the whole step.
+    """
+
+    rule: Rule = "auto"
+    classes: Sequence[str] = ()
+    min_num_params: int | None = None
+    own_embeddings: bool = True
+
+    def check(self) -> None:
+        """Refuse combinations in which one setting would be ignored.
+
+        Raises:
+            ValueError: With the setting and the nearest fix.
+        """
+        if self.classes and self.rule not in ("auto", "classes"):
+            raise ValueError(f"units.classes: not used by rule {self.rule!r}; set rule to 'classes'")
+        if self.rule == "classes" and not self.classes:
+            raise ValueError("units.classes: empty, and rule is 'classes'; name some, or set rule to 'auto'")
+        if (self.rule == "min_size") != (self.min_num_params is not None):
+            raise ValueError(
+                f"units.min_num_params: got {self.min_num_params} with rule {self.rule!r}; "
+                "it belongs to rule 'min_size', such as rule=min_size min_num_params=1000000"
+            )
+        if self.min_num_params is not None and self.min_num_params < 1:
+            raise ValueError(f"units.min_num_params: got {self.min_num_params}: expected 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One FSDP unit.
+
+    Args:
+        names: Names of its modules; several are gathered together. ``""`` is the root.
+        kind: What it is. A head is used last in forward and first in backward, so it is not resharded between.
+        parameters: Names of the parameters it holds, without those of units inside it.
+        num_params: Elements of these.
+        num_trainable: Elements of those that need a gradient.
+    """
+
+    names: tuple[str, ...]
+    kind: Kind
+    parameters: tuple[str, ...] = ()
+    num_params: int = 0
+    num_trainable: int = 0
+
+
+def plan_units(model: nn.Module, units: Units) -> list[Unit]:
+    """Return the units of ``model`` in the order of its modules, the root last.
+
+    Parameters that two units would share (tied embeddings) go to the root unit, which holds them gathered from
+    the first use in forward to the last in backward.
+
+    Args:
+        model: The root that will be sharded; parameters may be on the meta device.
+        units: The rule.
+
+    Raises:
+        ValueError: The rule does not fit the model.
+    """
+    units.check()
+    modules = dict(model.named_modules())
+    found = _find_units(model, modules, units)
+    found = [unit for unit in found if _has_parameters(modules, unit)]
+    found = _drop_shared(model, found)
+    return _count_parameters(model, [*found, Unit(names=("",), kind="root")])
+
+
+def count_shard_bytes(model: nn.Module, unit: Unit, num_shards: int) -> int:
+    """Return the bytes of one rank's shard of a unit: the first rank's, which is the largest.
+
+    ``fully_shard`` splits each parameter by rows, so a rank has up to one row more than another.
+    """
+    owned = set(unit.parameters)
+    total = 0
+    for name, parameter in model.named_parameters():
+        if name in owned:
+            rows = parameter.shape[0] if parameter.dim() else 1
+            row_bytes = parameter.numel() // max(rows, 1) * parameter.element_size()
+            total += -(-rows // num_shards) * row_bytes
+    return total
+
+
+def _find_units(model: nn.Module, modules: dict[str, nn.Module], units: Units) -> list[Unit]:
+    if units.rule == "classes" or (units.rule == "auto" and units.classes):
+        blocks = _find_by_class(modules, units.classes)
+        if not blocks:
+            have = ", ".join(sorted({type(module).__name__ for module in modules.values()}))
+            raise ValueError(f"units.classes: got {list(units.classes)}: no module has such a class; the model has: {have}")
+        return _add_ends(modules, blocks, units)
+    if units.rule == "min_size":
+        assert units.min_num_params is not None
+        return [_block(name) for name in _find_by_size(model, units.min_num_params)]
+    if units.rule in ("auto", "model_plan") and (plan := _read_model_plan(modules, units)):
+        return plan
+    if units.rule in ("auto", "no_split_modules"):
+        classes = {c for module in modules.values() for c in getattr(module, "_no_split_modules", None) or ()}
+        if blocks := _find_by_class(modules, sorted(classes)):
+            return _add_ends(modules, blocks, units)
+    if units.rule in ("auto", "repeated_blocks") and (blocks := _find_repeated(modules)):
+        return _add_ends(modules, blocks, units)
+    if units.rule != "auto":
+        raise ValueError(f"units.rule: got {units.rule!r}: it finds nothing in {type(model).__name__}; set rule to 'auto'")
+    return []
+
+
+def _block(name: str) -> Unit:
+    return Unit(names=(name,), kind="block")
+
+
+def _find_by_class(modules: dict[str, nn.Module], patterns: Sequence[str]) -> list[str]:
+    return [
+        name
+        for name, module in modules.items()
+        if name and any(fnmatch.fnmatchcase(type(module).__name__, pattern) for pattern in patterns)
+    ]
+
+
+def _find_repeated(modules: dict[str, nn.Module]) -> list[str]:
+    """Return the elements of every list with at least two modules of one class that have parameters."""
+    names: list[str] = []
+    for name, module in modules.items():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{n}.") for n in names):
+            continue
+        counts = Counter(type(child) for child in module if next(child.parameters(), None) is not None)
+        repeated = {kind for kind, count in counts.items() if count > 1 and not _is_leaf(kind)}
+        names += [f"{name}.{i}" for i, child in enumerate(module) if type(child) in repeated]
+    return [name.removeprefix(".") for name in names]
+
+
+def _is_leaf(kind: type) -> bool:
+    # A stack of plain linears is one small network, not a stack of blocks.
+    return kind.__module__.startswith("torch.nn.modules.") and kind.__name__ not in (
+        "TransformerEncoderLayer",
+        "TransformerDecoderLayer",
+        "Sequential",
+    )
+
+
+def _find_by_size(model: nn.Module, min_num_params: int) -> list[str]:
+    """Return the modules of which no child is large enough, but which are, what is left of them counted."""
+    names: list[str] = []
+
+    def visit(name: str, module: nn.Module) -> int:
+        left = sum(p.numel() for p in module.parameters(recurse=False))
+        left += sum(visit(f"{name}.{n}" if name else n, child) for n, child in module.named_children())
+        is_callable = not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+        if name and is_callable and left >= min_num_params:
+            names.append(name)
+            return 0
+        return left
+
+    visit("", model)
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    return sorted(names, key=order.__getitem__)
+
+
+def _read_model_plan(modules: dict[str, nn.Module], units: Units) -> list[Unit]:
+    """Read ``fsdp_plan`` of the outermost models that have one, where it fits their modules.
+
+    Transformers 5 maps patterns such as ``model.layers.*`` to ``free_full_weight`` (reshard after forward) or
+    ``keep_full_weight``. A default plan is inherited by models it does not fit (seen in 5.23: GPT-2 has ``h``,
+    not ``layers``); those are left to the next rule.
+    """
+    found: list[Unit] = []
+    done: list[str] = []
+    for root, module in modules.items():
+        plan = getattr(module, "fsdp_plan", None)
+        if not plan or any(not outer or root.startswith(f"{outer}.") for outer in done):
+            continue
+        prefix = f"{root}." if root else ""
+        inside = [name for name in modules if name.startswith(prefix) and name != root]
+        hits = {p: [n for n in inside if _matches(n, prefix + p)] for p in plan}
+        if not any(hits[pattern] for pattern in plan if pattern.endswith(".*")):
+            continue
+        done.append(root)
+        embeddings = _find_ends(modules, root, "get_input_embeddings")
+        free = {n for p, how in plan.items() if how == "free_full_weight" for n in hits[p]}
+        keep = {n for p, how in plan.items() if how != "free_full_weight" for n in hits[p]}
+        head = tuple(name for name in inside if name in keep)
+        for name in inside:
+            if name in free and not (name in embeddings and not units.own_embeddings):
+                found.append(Unit(names=(name,), kind="embedding" if name in embeddings else "block"))
+        if head:
+            found.append(Unit(names=head, kind="head"))
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a module's name fits a pattern, in which ``*`` stands for one part of the name."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))
+
+
+def _add_ends(modules: dict[str, nn.Module], blocks: list[str], units: Units) -> list[Unit]:
+    """Add embeddings and head, which the model names itself, as units beside the blocks."""
+    embeddings = _find_ends(modules, "", "get_input_embeddings") if units.own_embeddings else []
+    heads = _find_ends(modules, "", "get_output_embeddings")
+    outside = [n for n in (*embeddings, *heads) if not any(n == b or n.startswith(f"{b}.") for b in blocks)]
+    kinds: dict[str, Kind] = dict.fromkeys(blocks, "block")
+    kinds |= {name: "embedding" if name in embeddings else "head" for name in outside}
+    return [Unit(names=(name,), kind=kinds[name]) for name in modules if name in kinds]
+
+
+def _find_ends(modules: dict[str, nn.Module], root: str, getter: str) -> list[str]:
+    names = {id(module): name for name, module in modules.items()}
+    found = []
+    for name, module in modules.items():
+        if (name == root or name.startswith(f"{root}." if root else "")) and hasattr(module, getter):
+            try:
+                end = getattr(module, getter)()
+            except (NotImplementedError, AttributeError, TypeError):
+                continue  # Transformers' way of saying that a model has none
+            if isinstance(end, nn.Module) and id(end) in names and names[id(end)] not in found:
+                found.append(names[id(end)])
+    return found
+
+
+def _has_parameters(modules: dict[str, nn.Module], unit: Unit) -> bool:
+    return any(next(modules[name].parameters(), None) is not None for name in unit.names)
+
+
+def _drop_shared(model: nn.Module, units: list[Unit]) -> list[Unit]:
+    """Leave out embeddings and heads that share a parameter with another unit, and all blocks that do."""
+    owners: dict[int, set[int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = _find_owner(name, units)
+        owners.setdefault(id(parameter), set()).add(-1 if owner is None else owner)
+    shared = {i for indices in owners.values() if len(indices) > 1 for i in indices}
+    return [unit for i, unit in enumerate(units) if i not in shared]
+
+
+def _find_owner(parameter: str, units: Sequence[Unit]) -> int | None:
+    """Return the index of the innermost unit around a parameter."""
+    best: tuple[int, int] | None = None
+    for i, unit in enumerate(units):
+        for name in unit.names:
+            if (not name or parameter.startswith(f"{name}.")) and (best is None or len(name) > best[0]):
+                best = (len(name), i)
+    return None if best is None else best[1]
+
+
+def _count_parameters(model: nn.Module, units: list[Unit]) -> list[Unit]:
+    parts: list[list[tuple[str, nn.Parameter]]] = [[] for _ in units]
+    for name, parameter in model.named_parameters():
+        owner = _find_owner(name, units)
+        assert owner is not None  # the root holds everything
+        parts[owner].append((name, parameter))
+    return [
+        replace(
+            unit,
+            parameters=tuple(name for name, _ in part),
+            num_params=sum(p.numel() for _, p in part),
+            num_trainable=sum(p.numel() for _, p in part if p.requires_grad),
+        )
+        for unit, part in zip(units, parts, strict=True)
+    ]
+
+
+def iterate_blocks(units: Sequence[Unit]) -> Iterator[str]:
+    """Yield the names of the modules that repeat, which is what is recomputed and compiled."""
+    return (name for unit in units if unit.kind == "block" for name in unit.names)

@@ -1,0 +1,242 @@
+"""From the meta device to real shards: random weights, or rows read from safetensors. No rank holds the model.
+
+Note [Filling a sharded model]: a model is built on the meta device, sharded, given memory by
+:func:`materialize`, and then filled here. Random weights are drawn unit by unit: each module's initializer
+writes full tensors on the CPU, seeded by the module's name, of which every rank keeps its own rows. So the
+same seed gives the same model at every world size, and a rank holds at most one unit at full size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+# Private, seen in torch 2.13: which rows of a sharded parameter are this rank's.
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+_WRAPPER = "_checkpoint_wrapped_module"
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def materialize(model: nn.Module, device: torch.device, *, parameter_device: torch.device | None = None) -> None:
+    """Give memory to everything on the meta device, and move buffers to ``device``; values are not set yet.
+
+    Floating buffers that had no values become NaN, so that one which nothing fills is found.
+
+    Args:
+        model: Sharded or not, changed in place. Shared parameters stay shared.
+        device: Where the model computes.
+        parameter_device: Where parameters are kept, if not there too.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    empty = torch.empty_like(parameter, device=parameter_device or device)
+                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[key] = made[id(parameter)]
+        for key, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if not buffer.is_meta:
+                module._buffers[key] = buffer.to(device)
+                continue
+            fill = float("nan") if buffer.is_floating_point() else 0
+            module._buffers[key] = torch.full_like(buffer, fill, device=device)
+    model._apply(lambda tensor: tensor)  # tells FSDP about its new parameters
+
+
+def init_weights(model: nn.Module, seed: int) -> None:
+    """Draw random weights, the same at every world size; see Note [Filling a sharded model].
+
+    Modules of a Transformers model are initialized as that model does it, all others by their
+    ``reset_parameters``.
+
+    Args:
+        model: Materialized, sharded or not.
+        seed: The same on all ranks.
+
+    Raises:
+        ValueError: A parameter or buffer was left without a value.
+    """
+    owners = _find_initializers(model)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for unit in _group_modules(model):
+            _init_unit(unit, owners, seed)
+    _refuse_unset_buffers(model)
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Read this rank's rows of every tensor from a folder of safetensors, and rebuild what is not stored.
+
+    Args:
+        model: Materialized, sharded or not. The names in the files must be those in the model.
+        folder: Holds ``model.safetensors`` or ``model.safetensors.index.json`` with its parts.
+
+    Raises:
+        ValueError: Files or tensors are missing, unknown to the model, or of another shape.
+    """
+    owners = _find_initializers(model)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for unit in _group_modules(model):
+            # Buffers outside the state dict, such as rotary frequencies: set by their module's initializer.
+            with_buffers = [(n, m) for n, m in unit if m._non_persistent_buffers_set]
+            if with_buffers:
+                _init_unit(with_buffers, owners, 0)
+    files = _find_files(folder)
+    targets = _find_targets(model)
+    _check_names(model, set(files), targets, folder)
+    with ExitStack() as stack, torch.no_grad():
+        opened: dict[Path, Any] = {}
+        for name in sorted(files.keys() & targets.keys(), key=lambda n: (files[n], n)):
+            path = files[name]
+            if path not in opened:
+                opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+            _copy_rows(targets[name], opened[path].get_slice(name), name, path)
+    _refuse_unset_buffers(model)
+
+
+def _group_modules(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+    """Return the modules unit by unit, inner modules first; a model that is not sharded is one unit."""
+    groups: dict[str, list[tuple[str, nn.Module]]] = {}
+    roots: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            roots.append(name)
+        inside = [r for r in roots if not r or name == r or name.startswith(f"{r}.")]
+        groups.setdefault(max(inside, key=len, default=""), []).append((name, module))
+    return [list(reversed(group)) for group in groups.values()]
+
+
+def _find_initializers(model: nn.Module) -> dict[str, Any]:
+    """Map the name of each Transformers model inside to its way of initializing one module."""
+    return {name: m._init_weights for name, m in model.named_modules() if hasattr(m, "_init_weights")}
+
+
+def _init_unit(unit: list[tuple[str, nn.Module]], owners: dict[str, Any], seed: int) -> None:
+    sharded: dict[nn.Parameter, nn.Parameter] = {}
+    places: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for _, module in unit:
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in sharded:
+                    sharded[parameter] = _make_full(parameter)
+                places.append((module, key, parameter))
+                module._parameters[key] = sharded[parameter]
+    try:
+        for name, module in unit:
+            _init_module(name, module, owners, seed)
+    finally:
+        for module, key, parameter in places:
+            module._parameters[key] = parameter
+    names = {id(parameter): key for _, key, parameter in places}
+    for parameter, full in sharded.items():
+        if torch.isnan(full).any():
+            where = next(f"{n}.{k}" for n, m in unit for k, p in m._parameters.items() if p is parameter)
+            raise ValueError(
+                f"{_clean(where)}: nothing initializes this parameter; give its module a reset_parameters() that "
+                f"sets {names[id(parameter)]}, or build the model on the CPU"
+            )
+        if isinstance(parameter, DTensor):
+            own = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(own.to_local())
+        else:
+            parameter.copy_(full)
+
+
+def _make_full(parameter: nn.Parameter) -> nn.Parameter:
+    if not parameter.is_floating_point():
+        raise ValueError(f"a {parameter.dtype} parameter of shape {tuple(parameter.shape)} has no random values")
+    full = torch.full(parameter.shape, float("nan"), dtype=parameter.dtype)
+    return nn.Parameter(full, requires_grad=parameter.requires_grad)
+
+
+def _init_module(name: str, module: nn.Module, owners: dict[str, Any], seed: int) -> None:
+    digest = hashlib.sha256(f"{seed}/{_clean(name)}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
+    inside = [owner for owner in owners if not owner or name == owner or name.startswith(f"{owner}.")]
+    if inside:
+        owners[max(inside, key=len)](module)
+        return
+    for method in ("reset_parameters", "_reset_parameters"):
+        if hasattr(module, method):
+            getattr(module, method)()
+            return
+
+
+def _refuse_unset_buffers(model: nn.Module) -> None:
+    unset = [_clean(n) for n, b in model.named_buffers() if b.is_floating_point() and torch.isnan(b).any()]
+    if unset:
+        raise ValueError(
+            f"{', '.join(unset)}: nothing sets these buffers after they were built on the meta device; give "
+            "their modules a reset_parameters() that does, or build the model on the CPU"
+        )
+
+
+def _find_files(folder: Path) -> dict[str, Path]:
+    """Map every stored tensor to its file."""
+    if (index := folder / _INDEX).is_file():
+        parts = json.loads(index.read_text())["weight_map"]
+        missing = sorted({part for part in parts.values() if not (folder / part).is_file()})
+        if missing:
+            raise ValueError(f"{folder}: {_INDEX} names files that are not there: {', '.join(missing)}")
+        return {name: folder / part for name, part in parts.items()}
+    if (single := folder / _SINGLE).is_file():
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    raise ValueError(f"{folder}: expected {_SINGLE} or {_INDEX} in this folder")
+
+
+def _find_targets(model: nn.Module) -> dict[str, Tensor]:
+    """Map the names in the state dict to the parameters and buffers to fill."""
+    targets: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        prefix = f"{_clean(name)}." if _clean(name) else ""
+        kept = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        for key, tensor in (*module._parameters.items(), *kept.items()):
+            if tensor is not None:
+                targets[prefix + key] = tensor
+    return targets
+
+
+def _check_names(model: nn.Module, stored: set[str], targets: dict[str, Tensor], folder: Path) -> None:
+    filled = {id(targets[name]) for name in stored & targets.keys()}
+    missing = sorted(name for name, tensor in targets.items() if id(tensor) not in filled)
+    unknown = sorted(stored - targets.keys())
+    for what, names in (("lacks", missing), ("has tensors unknown to the model:", unknown)):
+        if names:
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise ValueError(f"{folder} does not fit {type(model).__name__}: it {what} {shown}")
+
+
+def _copy_rows(target: Tensor, stored: Any, name: str, path: Path) -> None:
+    if tuple(stored.get_shape()) != tuple(target.shape):
+        raise ValueError(f"{path}: {name} has shape {tuple(stored.get_shape())}, the model's {tuple(target.shape)}")
+    if not isinstance(target, DTensor):
+        target.copy_(stored[...])
+        return
+    local = target.to_local()
+    _, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    if local.numel():
+        local.copy_(stored[offset[0] : offset[0] + local.shape[0]])
+
+
+def _clean(name: str) -> str:
+    """Return a module's name as the user knows it, without the wrappers that recompute it."""
+    return ".".join(part for part in name.split(".") if part != _WRAPPER)
+
+
+def iterate_meta(model: nn.Module) -> Iterator[str]:
+    """Yield the names of parameters and buffers that have no memory."""
+    return (name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta)

@@ -1,0 +1,6 @@
+"""Tasks: what is trained, on what data, by which loss."""
+
+from lit_fsdp.tasks.base import Optimizer, Schedule, Task
+from lit_fsdp.tasks.causal_lm import CausalLM, TextData, TrainTokenizer
+
+__all__ = ["CausalLM", "Optimizer", "Schedule", "Task", "TextData", "TrainTokenizer"]

@@ -1,0 +1,274 @@
+"""What every task shares: the loss of a whole step, optimizer and schedule, and what is logged.
+
+Note [Loss of a step]: the loss is a mean over all targets (tokens, images) of an optimizer step, over all ranks
+and all accumulated micro-batches. A micro-batch cannot know their number, so it returns its *sum* divided by
+the constant ``LOSS_UNIT``, and the gradients are multiplied once per step by what is still missing: the number
+of ranks, over whose gradients the strategy takes the mean, times the number of micro-batches, by which
+Lightning divides each loss, times ``LOSS_UNIT``, divided by the number of targets. ``LOSS_UNIT`` is a power of
+two, so dividing by it and undoing that is exact; it keeps sums in the range of float16.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from typing_extensions import override
+
+from lit_fsdp.clipping import clip_grad_norm, clip_grad_value, compute_grad_norm, scale_gradients
+from lit_fsdp.strategy import FSDP2Strategy
+from lit_fsdp.weights import init_weights, materialize
+
+LOSS_UNIT = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW.
+
+    Args:
+        learning_rate: At the peak of the schedule.
+        weight_decay: Of matrices. Norms and biases are not decayed.
+        betas: Decay of the running means of gradient and squared gradient.
+        eps: Keeps steps of tiny gradients finite.
+        fused: One kernel for all parameters. ``null`` uses it, except with float16 gradients, which it cannot
+            skip when they overflow.
+    """
+
+    learning_rate: float = 1e-4
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    fused: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How the learning rate moves over the steps of the run.
+
+    Args:
+        shape: After the warm-up: ``linear`` or ``cosine`` down to the end of the run, or ``constant``.
+        warmup_steps: Steps from 0 up to the peak.
+        warmup_fraction: The same as a share of all steps.
+        min_factor: For ``cosine``: where it ends, as a share of the peak.
+    """
+
+    shape: Literal["linear", "cosine", "constant"] = "linear"
+    warmup_steps: int = 0
+    warmup_fraction: float = 0.0
+    min_factor: float = 0.0
+
+    def check(self) -> None:
+        """Refuse what contradicts itself or would be ignored.
+
+        Raises:
+            ValueError: With the setting and the nearest fix.
+        """
+        if self.warmup_steps < 0 or not 0 <= self.warmup_fraction < 1:
+            raise ValueError(
+                f"schedule: got warmup_steps {self.warmup_steps}, warmup_fraction {self.warmup_fraction}: expected "
+                "0 steps or more, a fraction from 0 to below 1"
+            )
+        if self.warmup_steps and self.warmup_fraction:
+            raise ValueError("schedule: warmup_steps and warmup_fraction are both set; leave one out")
+        if self.min_factor and self.shape != "cosine":
+            raise ValueError(f"schedule.min_factor: not used by shape {self.shape!r}; set shape to 'cosine'")
+        if not 0 <= self.min_factor <= 1:
+            raise ValueError(f"schedule.min_factor: got {self.min_factor}: expected 0 to 1")
+
+
+class Task(LightningModule):
+    """A LightningModule whose loss, metrics and optimizer are right under sharding.
+
+    A subclass builds its model in ``configure_model`` with :meth:`build_on_meta`, and returns
+    :meth:`weigh_loss` from ``training_step``; see Note [Loss of a step].
+
+    Args:
+        optimizer: AdamW's settings.
+        schedule: How the learning rate moves.
+    """
+
+    target_name = "tokens"  # what is counted in train/<target_name>_seen
+
+    def __init__(self, optimizer: Optimizer | None = None, schedule: Schedule | None = None) -> None:
+        super().__init__()
+        self.optimizer_settings = optimizer or Optimizer()
+        self.schedule = schedule or Schedule()
+        self.schedule.check()
+        if self.optimizer_settings.learning_rate <= 0:
+            raise ValueError(
+                f"optimizer.learning_rate: got {self.optimizer_settings.learning_rate}: expected above 0"
+            )
+        self.val_loss, self.test_loss = (MeanMetric().set_dtype(torch.float64) for _ in range(2))
+        self.targets_seen = 0.0
+        self._step_sums: Tensor | None = None  # [2] of this step on this rank: sum of losses, number of targets
+        self._step_loss: Tensor | None = None
+        self._grad_norm: Tensor | None = None
+
+    # Model
+
+    def finish_model(self) -> None:
+        """Give a model that was built on the meta device its weights, unless the strategy will do it sharded.
+
+        To be called at the end of ``configure_model``.
+        """
+        if not isinstance(self.trainer.strategy, FSDP2Strategy):
+            materialize(self, torch.device("cpu"))
+            self.configure_weights()
+
+    def configure_weights(self) -> None:
+        """Fill the parameters, which have memory by now but no values. Random weights, unless overridden."""
+        init_weights(self, self.find_seed())
+
+    def find_seed(self) -> int:
+        """Return the seed of the run, the same on all ranks."""
+        seed = os.environ.get("PL_GLOBAL_SEED")
+        return int(self.trainer.strategy.broadcast(int(seed) if seed else torch.initial_seed()))
+
+    # Loss and gradients
+
+    def weigh_loss(self, loss_sum: Tensor, num_targets: Tensor) -> Tensor:
+        """Return what ``training_step`` shall return for a micro-batch; see Note [Loss of a step].
+
+        Args:
+            loss_sum: Sum of the losses of all targets, a scalar with a gradient.
+            num_targets: How many there are, a scalar.
+        """
+        sums = torch.stack([loss_sum.detach().double(), num_targets.detach().double()])
+        self._step_sums = sums if self._step_sums is None else self._step_sums + sums
+        return loss_sum / LOSS_UNIT
+
+    @override
+    def on_after_backward(self) -> None:
+        # Private, seen in lightning 2.6.6: whether another micro-batch of this step follows.
+        if self._step_sums is None or self.trainer.fit_loop._should_accumulate():
+            return
+        sums, self._step_sums = self._step_sums, None
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        num_targets = sums[1].clamp(min=1)
+        self._step_loss = sums[0] / num_targets
+        self.targets_seen = self.targets_seen + sums[1]
+        factor = self.trainer.world_size * self.trainer.accumulate_grad_batches * LOSS_UNIT / num_targets
+        scale_gradients(self.parameters(), factor)
+
+    @override
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Log what is known of the step; the norm is that before clipping."""
+        self._grad_norm = compute_grad_norm(self.parameters())
+        values = {
+            "train/learning_rate": optimizer.param_groups[0]["lr"],
+            "train/grad_norm": self._grad_norm,
+        }
+        if self._step_loss is not None:
+            values["train/loss"] = self._step_loss.float()
+            values[f"train/{self.target_name}_seen"] = self.targets_seen
+            if self.target_name == "tokens":
+                values["train/perplexity"] = self._step_loss.float().exp()
+        self.log_dict(values)
+
+    @override
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        if not gradient_clip_val:
+            return
+        if gradient_clip_algorithm == "value":
+            clip_grad_value(self.parameters(), float(gradient_clip_val))
+        else:
+            clip_grad_norm(self.parameters(), float(gradient_clip_val), norm=self._grad_norm)
+
+    # Evaluation
+
+    def update_eval_loss(self, stage: Literal["val", "test"], loss_sum: Tensor, num_targets: Tensor) -> None:
+        """Add an evaluation batch to the mean over all targets of the data; a batch without any counts nothing."""
+        metric = self.val_loss if stage == "val" else self.test_loss
+        metric.update(loss_sum.double() / num_targets.clamp(min=1), weight=num_targets.double())
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self._log_eval_loss("val", self.val_loss)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self._log_eval_loss("test", self.test_loss)
+
+    def _log_eval_loss(self, stage: str, metric: MeanMetric) -> None:
+        if metric.update_called:
+            loss = metric.compute().float()  # over all ranks
+            self.log(f"{stage}/loss", loss)
+            if self.target_name == "tokens":
+                self.log(f"{stage}/perplexity", loss.exp())
+        metric.reset()
+
+    # Optimizer
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        settings = self.optimizer_settings
+        trainable = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": settings.weight_decay},
+            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=self._choose_fused(),
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self._build_schedule(optimizer), "interval": "step"}}
+
+    def _choose_fused(self) -> bool:
+        is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        if is_scaled and self.optimizer_settings.fused:
+            raise ValueError("optimizer.fused: got true: it cannot skip a step whose float16 gradients overflow; leave it out")
+        return not is_scaled if self.optimizer_settings.fused is None else self.optimizer_settings.fused
+
+    def _build_schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        from transformers import get_scheduler
+
+        settings = self.schedule
+        num_steps = self.trainer.estimated_stepping_batches
+        if num_steps == float("inf"):
+            if settings.shape != "constant" or settings.warmup_fraction:
+                raise ValueError(
+                    "schedule: the run has no end that it could lead to; set trainer.max_steps or max_epochs, "
+                    "or shape=constant with warmup_steps"
+                )
+            num_steps = 0
+        warmup = settings.warmup_steps or round(settings.warmup_fraction * num_steps)
+        name = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}[settings.shape]
+        options: dict[str, Any] = {}
+        if settings.min_factor:
+            name, options = "cosine_with_min_lr", {"min_lr_rate": settings.min_factor}
+        return get_scheduler(
+            name,
+            optimizer,
+            num_warmup_steps=warmup,
+            num_training_steps=int(num_steps),
+            scheduler_specific_kwargs=options,
+        )
+
+    # Checkpoints
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["targets_seen"] = float(self.targets_seen)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.targets_seen = checkpoint["targets_seen"]
+
+

@@ -1,0 +1,219 @@
+"""Training of a causal language model of Transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from typing_extensions import override
+
+from lit_fsdp.tasks.base import Optimizer, Schedule, Task
+from lit_fsdp.tasks.causal_lm.pretrained import fetch_pretrained, find_pretrained
+from lit_fsdp.weights import init_weights, load_weights
+
+IGNORED = -100  # label of a token that is no target
+Batch = dict[str, Tensor]
+
+
+class CausalLM(Task):
+    """Trains any causal language model of Transformers, from its weights or from scratch.
+
+    Metrics: ``train/loss`` and ``train/perplexity`` over all target tokens of a step, ``train/grad_norm``,
+    ``train/learning_rate``, ``train/tokens_seen`` (target tokens), and loss and perplexity of ``val/`` and
+    ``test/``.
+
+    Args:
+        pretrained: Model name on the Hugging Face Hub, or a folder with ``config.json`` and safetensors.
+        config: Instead, the architecture of a model with random weights: ``model_type`` and the arguments of its
+            Transformers configuration.
+        attention: Implementation of attention. ``sdpa`` is that of torch; ``flash_attention_2`` needs the
+            package flash-attn and a GPU.
+        optimizer: AdamW's settings.
+        schedule: How the learning rate moves.
+        sample_prompts: Texts to continue when training ends, printed.
+        generation: Arguments of ``generate`` for samples and predictions, such as ``max_new_tokens``.
+    """
+
+    def __init__(
+        self,
+        *,
+        pretrained: str | None = None,
+        config: dict[str, Any] | None = None,
+        attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa",
+        optimizer: Optimizer | None = None,
+        schedule: Schedule | None = None,
+        sample_prompts: list[str] | None = None,
+        generation: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(optimizer, schedule)
+        if (pretrained is None) == (config is None):
+            raise ValueError(
+                "pretrained or config: expected one of them: a model's name or folder, or an architecture such as "
+                "{model_type: llama, hidden_size: 256}"
+            )
+        if config is not None and "model_type" not in config:
+            raise ValueError(f"config.model_type: missing, got {sorted(config)}: expected one such as llama")
+        self.pretrained = pretrained
+        self.config_settings = config
+        self.attention = attention
+        self.sample_prompts = sample_prompts or []
+        self.generation = {"max_new_tokens": 64, **(generation or {})}
+        self.model: PreTrainedModel | None = None
+
+    # Model
+
+    @override
+    def prepare_data(self) -> None:
+        """Download the model, on one process per node."""
+        if self.pretrained is not None:
+            fetch_pretrained(self.pretrained)
+
+    @override
+    def setup(self, stage: str) -> None:
+        self._check_vocabulary()
+
+    @override
+    def configure_model(self) -> None:
+        if self.model is not None:  # a second run of the same object
+            return
+        with torch.device("meta"):
+            self.model = AutoModelForCausalLM.from_config(
+                self.read_config(), attn_implementation=self.attention, dtype=torch.float32
+            )
+        self.finish_model()
+
+    @override
+    def configure_weights(self) -> None:
+        """Read this rank's shards of the pretrained weights, or draw random ones."""
+        assert self.model is not None
+        if self.pretrained is None:
+            init_weights(self.model, self.find_seed())
+        else:
+            load_weights(self.model, find_pretrained(self.pretrained))
+
+    def read_config(self) -> PreTrainedConfig:
+        """Return the model's configuration."""
+        if self.pretrained is not None:
+            return AutoConfig.from_pretrained(find_pretrained(self.pretrained))
+        assert self.config_settings is not None
+        settings = dict(self.config_settings)
+        model_type = settings.pop("model_type")
+        try:
+            config = AutoConfig.for_model(model_type)
+        except ValueError:
+            raise ValueError(f"config.model_type: got {model_type!r}: Transformers has no such model") from None
+        if unknown := sorted(name for name in settings if not hasattr(config, name)):
+            raise ValueError(f"config: {', '.join(unknown)}: no settings of {type(config).__name__}")
+        return AutoConfig.for_model(model_type, **settings)
+
+    # Steps
+
+    def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the sum of the losses of all target tokens, and their number.
+
+        Args:
+            batch: ``input_ids`` and ``labels`` [batch, length], and ``position_ids`` (packed) or
+                ``attention_mask`` (padded) of that shape. Labels are not shifted; -100 is no target.
+        """
+        assert self.model is not None
+        labels = batch["labels"]
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        output = self.model(**inputs, use_cache=False)
+        num_targets = (labels[:, 1:] != IGNORED).sum()
+        # The model's own loss, as a sum: divided by "1 item".
+        loss_sum = self.model.loss_function(
+            logits=output.logits,  # [batch, length, vocabulary]
+            labels=labels,
+            vocab_size=self.model.config.get_text_config().vocab_size,
+            num_items_in_batch=1,
+        )
+        if getattr(output, "aux_loss", None) is not None:
+            # Of mixture-of-experts routers, a mean over tokens already.
+            factor = self.model.config.get_text_config().router_aux_loss_coef
+            loss_sum = loss_sum + factor * output.aux_loss * num_targets
+        return loss_sum, num_targets
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.weigh_loss(*self.compute_loss(batch))
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.update_eval_loss("val", *self.compute_loss(batch))
+
+    @override
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.update_eval_loss("test", *self.compute_loss(batch))
+
+    @override
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        """Continue prompts; return ``index`` of each in its source and ``prediction``."""
+        texts = self._continue(batch["input_ids"], batch["attention_mask"])
+        return {"index": batch["index"].tolist(), "prediction": texts}
+
+    def generate(self, prompts: list[str]) -> list[str]:
+        """Return continuations of texts. Under a sharding strategy all ranks must call it.
+
+        Args:
+            prompts: At least one.
+        """
+        tokenizer = self._find_tokenizer()
+        rows = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
+        length = max(map(len, rows))
+        pad = self._find_pad_id()
+        ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows], device=self.device)
+        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=self.device)
+        return self._continue(ids, mask)
+
+    @override
+    def on_train_end(self) -> None:
+        """Print continuations of ``sample_prompts``."""
+        if not self.sample_prompts:
+            return
+        self.eval()
+        with torch.no_grad():
+            texts = self.generate(self.sample_prompts)
+        self.train()
+        for prompt, text in zip(self.sample_prompts, texts, strict=True):
+            rank_zero_info(f"sample: {prompt}|{text}")
+
+    def _continue(self, input_ids: Tensor, attention_mask: Tensor) -> list[str]:
+        assert self.model is not None
+        tokenizer = self._find_tokenizer()
+        output = self.model.generate(
+            input_ids=input_ids,  # [batch, length], padded on the left
+            attention_mask=attention_mask,
+            pad_token_id=self._find_pad_id(),
+            eos_token_id=tokenizer.eos_token_id,
+            synced_gpus=self.trainer.world_size > 1,  # ranks go on until the last is done: each step gathers
+            **self.generation,
+        )
+        return tokenizer.batch_decode(output[:, input_ids.shape[1] :], skip_special_tokens=True)
+
+    # Tokenizer
+
+    def _find_tokenizer(self) -> Any:
+        data = getattr(self.trainer, "datamodule", None)
+        if not hasattr(data, "tokenizer"):
+            raise RuntimeError("generating text needs a data module with a tokenizer, such as TextData")
+        return data.tokenizer
+
+    def _find_pad_id(self) -> int:
+        tokenizer = self._find_tokenizer()
+        return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+
+    def _check_vocabulary(self) -> None:
+        """Refuse a tokenizer with ids beyond the model's embeddings, which would fail inside a kernel."""
+        data = getattr(self.trainer, "datamodule", None)
+        if not hasattr(data, "tokenizer"):
+            return
+        size, limit = len(data.tokenizer), self.read_config().get_text_config().vocab_size
+        if size > limit:
+            raise ValueError(
+                f"config.vocab_size: got {limit}: the tokenizer has {size} tokens: expected {size} or more, "
+                "or a tokenizer that belongs to the model"
+            )
