@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 META = "meta.pt"  # everything that is not a tensor of model or optimizer: plain types, loads with weights_only
@@ -50,7 +52,7 @@ def save_checkpoint(
     _wait_for_all()
     state = {"state_dict": dict(model_state)}
     state |= {f"optimizer_{i}": dict(s) for i, s in enumerate(optimizer_states)}
-    dcp.save(state, checkpoint_id=beside, no_dist=not dist.is_initialized())
+    save(state, checkpoint_id=beside, no_dist=not dist.is_initialized())
     if is_first:
         torch.save(to_plain(meta), beside / META)
         if path.is_dir() and not path.is_symlink():
@@ -80,7 +82,7 @@ def load_checkpoint(
     if not (path / META).is_file():
         raise ValueError(f"{path} is no complete checkpoint: {META} is missing; choose another one")
     options = StateDictOptions(strict=strict)
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
     count = len({key.split(".")[0] for key in stored if key.startswith("optimizer_")})
     if optimizers and count != len(optimizers):
         raise ValueError(f"{path} holds {count} optimizers, the run has {len(optimizers)}; resume it with as many")
@@ -90,7 +92,7 @@ def load_checkpoint(
     missing = [name for name in state["state_dict"] if f"state_dict.{name}" not in stored]
     if missing and strict:
         raise ValueError(f"{path} lacks {', '.join(missing[:5])}: it was saved from another model")
-    dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     set_model_state_dict(model, state["state_dict"], options=options)
     for i, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(model, optimizer, state[f"optimizer_{i}"], options=options)

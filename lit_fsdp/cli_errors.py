@@ -274,9 +274,7 @@ def _explain_class(text: str, owner: str, value: str, bases: list[str]) -> tuple
         return suffix, f"got {found[1] or value!r}: expected a subclass of {found[2]}"
     if found := re.match(r"Not a valid subclass of (\w+)(?:\. Got value: (.*))?", text):
         base = next((b for b in bases if b.endswith(f".{found[1]}")), "")
-        what = (
-            f"a mapping of the keys of {found[1]}" if _is_dataclass(base) else f"a class_path of a {found[1]}"
-        )
+        what = f"a mapping of the keys of {found[1]}" if _is_dataclass(base) else f"a class_path of a {found[1]}"
         return "", f"got {_quote(found[2] or value)}: expected {what}"
     if found := re.match(r"argument (?:-c/)?--(\S+): (expected .*)", text):
         return found[1], f"no value given: {found[2]}"

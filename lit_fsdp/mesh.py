@@ -31,7 +31,7 @@ class Mesh:
         """
         replicate, shard = self.replicate, ranks_per_node if self.shard == "node" else self.shard
         for name, degree in (("replicate", replicate), ("shard", shard)):
-            if not isinstance(degree, int) or degree == 0 or degree < -1:
+            if degree == 0 or degree < -1:
                 raise ValueError(f"mesh.{name}: got {degree!r}: expected 1 or more, or -1 for the rest")
         if replicate == shard == -1:
             raise ValueError(

@@ -44,9 +44,7 @@ class MixedPrecision:
             return self
         default = MixedPrecision()
         names = [f.name for f in fields(other)]
-        return replace(
-            self, **{n: getattr(other, n) for n in names if getattr(other, n) != getattr(default, n)}
-        )
+        return replace(self, **{n: getattr(other, n) for n in names if getattr(other, n) != getattr(default, n)})
 
     def build_policy(self) -> MixedPrecisionPolicy:
         """Return what ``fully_shard`` takes."""
@@ -61,12 +59,8 @@ class MixedPrecision:
 # Lightning's names of Trainer(precision=...).
 PRECISIONS: dict[str, MixedPrecision] = {
     "32-true": MixedPrecision(),
-    "bf16-true": MixedPrecision(
-        storage_dtype="bfloat16", param_dtype="bfloat16", reduce_dtype="float32"
-    ),
-    "bf16-mixed": MixedPrecision(
-        storage_dtype="float32", param_dtype="bfloat16", reduce_dtype="float32"
-    ),
+    "bf16-true": MixedPrecision(storage_dtype="bfloat16", param_dtype="bfloat16", reduce_dtype="float32"),
+    "bf16-mixed": MixedPrecision(storage_dtype="float32", param_dtype="bfloat16", reduce_dtype="float32"),
     "16-mixed": MixedPrecision(storage_dtype="float32", param_dtype="float16", reduce_dtype="float32"),
 }
 
@@ -103,7 +97,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
     """
 
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,  # noqa: ARG002
     ) -> dict[torch.device, Tensor]:
         # Private, seen in torch 2.13: the stock one sees DTensors but compares no ranks.
         found = found_inf.clone()

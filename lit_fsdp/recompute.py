@@ -83,9 +83,7 @@ def apply_recompute(model: nn.Module, recompute: Recompute, blocks: Sequence[str
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _make_policy(saved))
     chosen = list(blocks)[:: recompute.every]
     for name in chosen:
-        wrapped = checkpoint_wrapper(
-            model.get_submodule(name), checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options
-        )
+        wrapped = checkpoint_wrapper(model.get_submodule(name), checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options)
         model.set_submodule(name, wrapped)
     return chosen
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -124,8 +124,7 @@ def shard_model(
         members = [modules[name] for name in unit.names]
         # Head and root are used at the end of forward and the beginning of backward, nothing comes between.
         reshard = sharding.reshard_after_forward if unit.kind in ("block", "embedding") else False
-        # The stubs of torch 2.13 know lists, but not a list of one or a module as one type.
-        fully_shard(members if len(members) > 1 else members[0], reshard_after_forward=reshard, **options)  # type: ignore[call-overload]
+        fully_shard(members if len(members) > 1 else members[0], reshard_after_forward=reshard, **options)
     _set_prefetch(modules, plan, sharding)
 
 
@@ -161,6 +160,42 @@ def broadcast_parameters(model: nn.Module) -> None:
             dist.broadcast(tensor.data, src=0)
 
 
+def find_roots(model: nn.Module) -> list[FSDPModule]:
+    """Return the outermost sharded modules: ``model`` itself, or some inside it, or none."""
+    names: list[str] = []
+    found: list[FSDPModule] = []
+    for name, module in model.named_modules():
+        is_inside = any(not root or name.startswith(f"{root}.") for root in names)
+        if isinstance(module, FSDPModule) and not is_inside:
+            names.append(name)
+            found.append(module)
+    return found
+
+
+def split_by_child(model: nn.Module, plan: Sequence[Unit]) -> list[tuple[nn.Module, list[Unit]]]:
+    """Return each child of ``model`` with its part of the plan, to be sharded as a root of its own.
+
+    Needed where backward runs inside the forward of ``model``, which as a root would still hold its parameters.
+
+    Raises:
+        ValueError: The model has parameters outside its children.
+    """
+    if direct := [name for name, _ in model.named_parameters(recurse=False)]:
+        raise ValueError(
+            f"{', '.join(direct)}: under manual optimization, parameters of the LightningModule itself cannot be "
+            "sharded; move them into a child module"
+        )
+    parts: list[tuple[nn.Module, list[Unit]]] = []
+    for child_name, child in model.named_children():
+        if next(child.parameters(), None) is None:
+            continue
+        prefix = f"{child_name}."
+        inside = [u for u in plan if u.kind != "root" and all(n.startswith(prefix) for n in u.names)]
+        units = [replace(u, names=tuple(n.removeprefix(prefix) for n in u.names)) for u in inside]
+        parts.append((child, [*units, Unit(names=("",), kind="root")]))
+    return parts
+
+
 def _find_depth(unit: Unit) -> int:
     return -1 if unit.kind == "root" else max(name.count(".") for name in unit.names)
 
@@ -174,5 +209,6 @@ def _set_prefetch(modules: dict[str, nn.Module], plan: Sequence[Unit], sharding:
                 member.set_modules_to_forward_prefetch([after[0] for after in order[i + 1 : i + 1 + depth]])
         if (depth := sharding.backward_prefetch) > 1:
             for member in members:
-                member.set_modules_to_backward_prefetch([before[0] for before in reversed(order[max(i - depth, 0) : i])])
-
+                member.set_modules_to_backward_prefetch(
+                    [before[0] for before in reversed(order[max(i - depth, 0) : i])]
+                )

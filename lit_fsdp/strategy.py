@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -22,9 +21,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision as AutocastPrecis
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as shared_rank_zero_only
-from torch import Tensor, nn
+from lightning_utilities.core import rank_zero
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -36,15 +34,17 @@ from lit_fsdp.mesh import Mesh, build_mesh
 from lit_fsdp.offload import Offload, build_offload_policy
 from lit_fsdp.plan_table import print_plan
 from lit_fsdp.precision import MixedPrecision, cast_parameters
-from lit_fsdp.precision_plugin import FSDP2Precision
+from lit_fsdp.precision_plugin import FSDP2Precision, find_asked_precision
 from lit_fsdp.recompute import Recompute, apply_recompute
 from lit_fsdp.sharding import (
     Compile,
     Sharding,
     broadcast_parameters,
     compile_blocks,
+    find_roots,
     hold_gradients,
     shard_model,
+    split_by_child,
 )
 from lit_fsdp.units import Unit, Units, iterate_blocks, plan_units
 from lit_fsdp.weights import init_weights, iterate_meta, materialize
@@ -152,7 +152,8 @@ class FSDP2Strategy(ParallelStrategy):
         ):
             raise ValueError(f"FSDP2Strategy cannot work with {type(plugin).__name__}; leave out trainer.plugins")
         precision = "32-true" if plugin is None else str(plugin.precision)
-        device_type = self.parallel_devices[0].type if getattr(self, "_parallel_devices", None) else "cuda"
+        devices = getattr(self, "_parallel_devices", None)  # not set yet during super().__init__
+        device_type = devices[0].type if devices else "cuda"
         self._precision_plugin = FSDP2Precision(precision, self.mixed_precision, device_type)
 
     # From the Trainer's construction to the process group
@@ -162,9 +163,7 @@ class FSDP2Strategy(ParallelStrategy):
         self._check_settings()
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _check_settings(self) -> None:
         """Refuse what cannot work, when the Trainer is built: before processes, collectives or memory."""
@@ -174,11 +173,9 @@ class FSDP2Strategy(ParallelStrategy):
         self.recompute.check()
         device = self.root_device
         build_offload_policy(self.offload, device)
-        asked = _find_asked_precision()
+        asked = find_asked_precision()
         if device.type == "cpu" and asked in ("16-mixed", "16", 16):
-            raise ValueError(
-                f"precision: got {asked!r}: float16 needs a GPU and the run is on cpu; set bf16-mixed"
-            )
+            raise ValueError(f"precision: got {asked!r}: float16 needs a GPU and the run is on cpu; set bf16-mixed")
         if self.timeout_s <= 0:
             raise ValueError(f"timeout_s: got {self.timeout_s}: expected seconds above 0")
 
@@ -187,7 +184,7 @@ class FSDP2Strategy(ParallelStrategy):
         assert self.cluster_environment is not None
         self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = shared_rank_zero_only.rank = self.global_rank
+        rank_zero.rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @override
     def setup_environment(self) -> None:
@@ -199,7 +196,7 @@ class FSDP2Strategy(ParallelStrategy):
         if not dist.is_initialized():
             # gloo beside nccl, for what lies in host memory
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            options = {"device_id": device} if device.type == "cuda" else {}
+            options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
             timeout = timedelta(seconds=self.timeout_s)
             _init_dist_connection(self.cluster_environment, backend, timeout=timeout, **options)
             atexit.register(_destroy_dist_connection)  # Lightning does it for plain "nccl" only
@@ -231,7 +228,7 @@ class FSDP2Strategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         self.model = self.lightning_module
         _use_no_grad(trainer)
-        if not self._fsdp_roots:
+        if not find_roots(self.lightning_module):
             self._shard(self.lightning_module)
         self._fill(self.lightning_module)
         self.barrier()
@@ -252,7 +249,8 @@ class FSDP2Strategy(ParallelStrategy):
         broadcast_parameters(module)
         if self.prints_plan and self.is_global_zero:
             print_plan(module, self.plan, self.device_mesh)
-        for root, plan in _split_by_root(module, self.plan):
+        is_whole = module.automatic_optimization
+        for root, plan in [(module, self.plan)] if is_whole else split_by_child(module, self.plan):
             shard_model(
                 root,
                 plan,
@@ -264,7 +262,8 @@ class FSDP2Strategy(ParallelStrategy):
 
     def _plan(self, module: pl.LightningModule) -> list[Unit]:
         if hasattr(module, "configure_units"):
-            return list(module.configure_units(module))
+            configure: Any = module.configure_units
+            return list(configure(module))
         return plan_units(module, self.units)
 
     def _fill(self, module: pl.LightningModule) -> None:
@@ -277,28 +276,17 @@ class FSDP2Strategy(ParallelStrategy):
                 if hasattr(module, name):
                     register_fsdp_forward_method(module, name)
         if is_empty and hasattr(module, "configure_weights"):
-            module.configure_weights()
+            fill: Any = module.configure_weights
+            fill()
         elif is_empty:
             init_weights(module, self.broadcast(torch.initial_seed()))
-
-    @property
-    def _fsdp_roots(self) -> list[FSDPModule]:
-        """The outermost sharded modules."""
-        roots: list[str] = []
-        found: list[FSDPModule] = []
-        if self.lightning_module is None:
-            return found
-        for name, module in self.lightning_module.named_modules():
-            inside = any(not root or name.startswith(f"{root}.") for root in roots)
-            if isinstance(module, FSDPModule) and not inside:
-                roots.append(name)
-                found.append(module)
-        return found
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        with hold_gradients(*self._fsdp_roots) if self.sharding.hold_gradients else nullcontext():
+        assert self.lightning_module is not None
+        roots = find_roots(self.lightning_module) if self.sharding.hold_gradients else []
+        with hold_gradients(*roots):
             yield
 
     # Checkpoints
@@ -328,9 +316,7 @@ class FSDP2Strategy(ParallelStrategy):
         )
 
     @override
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         path = Path(self.broadcast(str(checkpoint_path)))
         if path.is_file():
@@ -402,54 +388,11 @@ class FSDP2Strategy(ParallelStrategy):
                 strategy_registry.register(name, cls, description=description, **settings)
 
 
-def _split_by_root(module: pl.LightningModule, plan: Sequence[Unit]) -> list[tuple[nn.Module, list[Unit]]]:
-    """Return what to shard as a whole: the module, or under manual optimization each of its children.
-
-    There ``backward`` runs inside ``training_step``: a root around it would still be in its forward.
-    """
-    if module.automatic_optimization:
-        return [(module, list(plan))]
-    if direct := [name for name, _ in module.named_parameters(recurse=False)]:
-        raise ValueError(
-            f"{', '.join(direct)}: under manual optimization, parameters of the LightningModule itself cannot be "
-            "sharded; move them into a child module"
-        )
-    parts: list[tuple[nn.Module, list[Unit]]] = []
-    for name, child in module.named_children():
-        if next(child.parameters(), None) is None:
-            continue
-        inside = [u for u in plan if u.kind != "root" and all(n.startswith(f"{name}.") for n in u.names)]
-        strip = [
-            Unit(names=tuple(n.removeprefix(f"{name}.") for n in unit.names), kind=unit.kind)
-            for unit in inside
-        ]
-        parts.append((child, [*strip, Unit(names=("",), kind="root")]))
-    return parts
-
-
 def _use_no_grad(trainer: pl.Trainer) -> None:
     """Evaluate under ``no_grad``: tensors gathered under ``inference_mode`` cannot be used in a later backward."""
-    for loop in (
-        trainer.fit_loop.epoch_loop.val_loop,
-        trainer.validate_loop,
-        trainer.test_loop,
-        trainer.predict_loop,
-    ):
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    for loop in (val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         loop.inference_mode = False
-
-
-def _find_asked_precision() -> Any:
-    """Return what ``Trainer(precision=...)`` was called with.
-
-    On the CPU Lightning replaces 16-mixed by bf16-mixed with a warning and keeps no trace of it, but its
-    constructor is still running. Seen in lightning 2.6.6; drop when it refuses by itself.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), pl.Trainer):
-            return frame.f_locals.get("precision")
-        frame = frame.f_back
-    return None
 
 
 FSDP2Strategy.register_strategies(StrategyRegistry)

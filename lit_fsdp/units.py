@@ -120,7 +120,9 @@ def _find_units(model: nn.Module, modules: dict[str, nn.Module], units: Units) -
         blocks = _find_by_class(modules, units.classes)
         if not blocks:
             have = ", ".join(sorted({type(module).__name__ for module in modules.values()}))
-            raise ValueError(f"units.classes: got {list(units.classes)}: no module has such a class; the model has: {have}")
+            raise ValueError(
+                f"units.classes: got {list(units.classes)}: no module has such a class; the model has: {have}"
+            )
         return _add_ends(modules, blocks, units)
     if units.rule == "min_size":
         assert units.min_num_params is not None
@@ -134,7 +136,9 @@ def _find_units(model: nn.Module, modules: dict[str, nn.Module], units: Units) -
     if units.rule in ("auto", "repeated_blocks") and (blocks := _find_repeated(modules)):
         return _add_ends(modules, blocks, units)
     if units.rule != "auto":
-        raise ValueError(f"units.rule: got {units.rule!r}: it finds nothing in {type(model).__name__}; set rule to 'auto'")
+        raise ValueError(
+            f"units.rule: got {units.rule!r}: it finds nothing in {type(model).__name__}; set rule to 'auto'"
+        )
     return []
 
 
@@ -212,9 +216,9 @@ def _read_model_plan(modules: dict[str, nn.Module], units: Units) -> list[Unit]:
         free = {n for p, how in plan.items() if how == "free_full_weight" for n in hits[p]}
         keep = {n for p, how in plan.items() if how != "free_full_weight" for n in hits[p]}
         head = tuple(name for name in inside if name in keep)
-        for name in inside:
-            if name in free and not (name in embeddings and not units.own_embeddings):
-                found.append(Unit(names=(name,), kind="embedding" if name in embeddings else "block"))
+        kinds: dict[str, Kind] = {name: "embedding" if name in embeddings else "block" for name in inside}
+        skipped = () if units.own_embeddings else embeddings
+        found += [Unit(names=(n,), kind=kinds[n]) for n in inside if n in free and n not in skipped]
         if head:
             found.append(Unit(names=head, kind="head"))
     return found

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
@@ -103,11 +103,11 @@ class Task(LightningModule):
         self.schedule = schedule or Schedule()
         self.schedule.check()
         if self.optimizer_settings.learning_rate <= 0:
-            raise ValueError(
-                f"optimizer.learning_rate: got {self.optimizer_settings.learning_rate}: expected above 0"
-            )
-        self.val_loss, self.test_loss = (MeanMetric().set_dtype(torch.float64) for _ in range(2))
-        self.targets_seen = 0.0
+            raise ValueError(f"optimizer.learning_rate: got {self.optimizer_settings.learning_rate}: expected above 0")
+        self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
+        for metric in (self.val_loss, self.test_loss):
+            metric.set_dtype(torch.float64)
+        self.targets_seen: float | Tensor = 0.0
         self._step_sums: Tensor | None = None  # [2] of this step on this rank: sum of losses, number of targets
         self._step_loss: Tensor | None = None
         self._grad_norm: Tensor | None = None
@@ -228,12 +228,17 @@ class Task(LightningModule):
             eps=settings.eps,
             fused=self._choose_fused(),
         )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self._build_schedule(optimizer), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self._build_schedule(optimizer), "interval": "step"},
+        }
 
     def _choose_fused(self) -> bool:
         is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         if is_scaled and self.optimizer_settings.fused:
-            raise ValueError("optimizer.fused: got true: it cannot skip a step whose float16 gradients overflow; leave it out")
+            raise ValueError(
+                "optimizer.fused: got true: it cannot skip a step whose float16 gradients overflow; leave it out"
+            )
         return not is_scaled if self.optimizer_settings.fused is None else self.optimizer_settings.fused
 
     def _build_schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
@@ -270,5 +275,3 @@ class Task(LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.targets_seen = checkpoint["targets_seen"]
-
-

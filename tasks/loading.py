@@ -156,9 +156,7 @@ class ResumableLoader(DataLoader[Any]):
         old_batch_size, seen = state_dict["global_batch_size"], state_dict["samples_seen"]
         is_over = saved_order["num_samples"] - seen < old_batch_size
         if seen and not is_over and saved_order != self._order:
-            changed = ", ".join(
-                f"{k} {v}, now {self._order[k]}" for k, v in saved_order.items() if v != self._order[k]
-            )
+            changed = ", ".join(f"{k} {v}, now {self._order[k]}" for k, v in saved_order.items() if v != self._order[k])
             raise ValueError(
                 f"the checkpoint was saved {seen} samples into an epoch whose order has changed since "
                 f"({changed}); restore what it was, or start anew from the checkpoint's weights only"

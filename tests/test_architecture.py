@@ -16,10 +16,11 @@ OTHER_FOLDERS = ("tests", "benchmarks", "configs", "docs", ".ci")
 LAYERS = [
     {"cli_errors", "processes"},
     {"mesh", "units", "precision", "offload", "clipping", "nf4", "adapters"},
-    {"recompute"},
+    {"recompute", "plan_table"},
     {"sharding", "memory", "traffic"},
     {"weights"},
     {"checkpoint", "export"},
+    {"precision_plugin"},
     {"plan", "strategy"},
     {"tasks", "callbacks"},
     {"config_files"},
@@ -31,7 +32,7 @@ LAYERS = [
 DOORS = {
     "bitsandbytes": ("nf4", "tasks.base"),
     "peft": ("adapters", "export"),
-    "lightning": ("strategy", "tasks", "callbacks", "trainer_cli"),
+    "lightning": ("strategy", "precision_plugin", "tasks", "callbacks", "trainer_cli"),
     "pytorch_lightning": (),  # a second copy of Lightning's classes
 }
 SHARED_BY_TASKS = ("tasks.base", "tasks.loading")
@@ -95,9 +96,7 @@ def may_import(own: str, target: str) -> bool:
     if own in {"tasks", "callbacks"}:  # the face of its package
         return is_inside(target, own)
     task = ".".join(own.split(".")[:2])
-    return (
-        task.startswith("tasks.") and own not in SHARED_BY_TASKS and is_inside(target, *SHARED_BY_TASKS, task)
-    )
+    return task.startswith("tasks.") and own not in SHARED_BY_TASKS and is_inside(target, *SHARED_BY_TASKS, task)
 
 
 def find_bad_imports(own: str, source: str) -> list[str]:

@@ -119,9 +119,7 @@ class TextData(LightningDataModule):
         _check(seq_length=seq_length, batch_size=batch_size, eval_batch_size=eval_batch_size or batch_size)
         _check(pad_to_multiple_of=pad_to_multiple_of)
         if not 0 <= validation_fraction < 1:
-            raise ValueError(
-                f"validation_fraction {validation_fraction} must be at least 0 and below 1, such as 0.05"
-            )
+            raise ValueError(f"validation_fraction {validation_fraction} must be at least 0 and below 1, such as 0.05")
         self.sources: dict[Split, tuple[Source | None, str]] = {
             "train": (train, train_split),
             "validation": (validation, validation_split),
@@ -212,9 +210,7 @@ class TextData(LightningDataModule):
             return stack_rows
         return PadRows(pad_id=find_pad_id(self.tokenizer), multiple_of=self.pad_to_multiple_of)
 
-    def _build_eval_loader(
-        self, split: Split, collate: Callable[[Any], Any] | None = None
-    ) -> DataLoader[Any]:
+    def _build_eval_loader(self, split: Split, collate: Callable[[Any], Any] | None = None) -> DataLoader[Any]:
         return build_eval_loader(
             self._get_rows(split),
             batch_size=self.eval_batch_size,
@@ -230,9 +226,7 @@ class TextData(LightningDataModule):
         store = self._stores[store_name]
         documents = np.arange(len(store))
         if store_name == "train" and self._holds_out:
-            documents = _split_documents(
-                len(store), self.validation_fraction, is_held_out=split == "validation"
-            )
+            documents = _split_documents(len(store), self.validation_fraction, is_held_out=split == "validation")
         if self.packing and split != "predict":
             pad_id = find_pad_id(self.tokenizer)
             return PackedRows(store, documents, seq_length=self.seq_length, pad_id=pad_id)
@@ -277,9 +271,7 @@ class TextData(LightningDataModule):
         store = TokenStore(build_once(self.cache_dir / "tokens" / key, build))
         if num_bad := store.summary["num_bad"]:
             named = "\n  ".join(store.summary["bad"])
-            rank_zero_warn(
-                f"{split}: {num_bad} bad rows are skipped, {len(store)} are good. The first:\n  {named}"
-            )
+            rank_zero_warn(f"{split}: {num_bad} bad rows are skipped, {len(store)} are good. The first:\n  {named}")
         return store
 
     def _get_row_format(self, split: Split) -> RowFormat:

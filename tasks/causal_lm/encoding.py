@@ -49,9 +49,7 @@ class Encoder:
             elif isinstance(example, PromptCompletion):
                 texts += [example.prompt, example.completion]
         # verbose=False: a document longer than the model's context is no reason to warn, it will be cut.
-        ids = iter(
-            self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-        )
+        ids = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
         return [self._encode_one(example, ids) for example in examples]
 
     def _encode_one(self, example: Example, ids: Any) -> Encoded | RowError:
@@ -70,9 +68,7 @@ class Encoder:
 
     def _encode_chat(self, chat: Chat) -> Encoded:
         if self.tokenizer.chat_template is None:
-            raise RowError(
-                "a chat, but the tokenizer has no chat template; take the tokenizer of a chat model"
-            )
+            raise RowError("a chat, but the tokenizer has no chat template; take the tokenizer of a chat model")
         if self.row_format.loss_on == "all" or self.row_format.is_prompt:
             text = self._render(chat, len(chat.messages), add_generation_prompt=self.row_format.is_prompt)
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -117,9 +117,7 @@ def _parse_chat(fields: Mapping[str, Any], row_format: RowFormat) -> Chat:
     if row_format.is_prompt and last == "assistant":
         raise RowError("the last message is by the assistant; a prompt must end before its answer")
     if not row_format.is_prompt and row_format.loss_on == "completion" and last != "assistant":
-        raise RowError(
-            f'the last message is by "{last}"; loss_on: completion needs the assistant\'s answer last'
-        )
+        raise RowError(f'the last message is by "{last}"; loss_on: completion needs the assistant\'s answer last')
     return Chat(messages=parsed, tools=fields.get("tools") or None)
 
 
@@ -133,7 +131,5 @@ def _parse_message(number: int, message: object) -> dict[str, Any]:
     if "content" not in message and "tool_calls" in message:
         return message
     if not isinstance(message.get("content"), str):
-        raise RowError(
-            f'message {number}: "content" must be a string, it is {describe(message.get("content"))}'
-        )
+        raise RowError(f'message {number}: "content" must be a string, it is {describe(message.get("content"))}')
     return message

@@ -73,9 +73,7 @@ class DocumentRows:
         keep_end: Cut at the front instead of the end, for prompts.
     """
 
-    def __init__(
-        self, store: TokenStore, documents: Ints, *, seq_length: int, keep_end: bool = False
-    ) -> None:
+    def __init__(self, store: TokenStore, documents: Ints, *, seq_length: int, keep_end: bool = False) -> None:
         self.store = store
         self.documents = documents
         self.seq_length = seq_length

@@ -25,9 +25,7 @@ def fetch_pretrained(pretrained: str) -> None:
         snapshot_download(pretrained, allow_patterns=list(_PATTERNS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         first = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"pretrained: got {pretrained!r}: no such folder, and the Hub says: {first}"
-        ) from error
+        raise ValueError(f"pretrained: got {pretrained!r}: no such folder, and the Hub says: {first}") from error
 
 
 def find_pretrained(pretrained: str) -> Path:

@@ -113,9 +113,7 @@ def _find_files(source: str, path: Path) -> list[Path] | None:
     kinds = ", ".join(READERS)
     if path.is_file():
         if path.suffix not in READERS:
-            raise ValueError(
-                f"{source}: cannot read {path.suffix or 'a file without a suffix'}; known are {kinds}"
-            )
+            raise ValueError(f"{source}: cannot read {path.suffix or 'a file without a suffix'}; known are {kinds}")
         return [path]
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix in READERS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -184,7 +183,8 @@ class CausalLM(Task):
     def _continue(self, input_ids: Tensor, attention_mask: Tensor) -> list[str]:
         assert self.model is not None
         tokenizer = self._find_tokenizer()
-        output = self.model.generate(
+        generate: Any = self.model.generate
+        output = generate(
             input_ids=input_ids,  # [batch, length], padded on the left
             attention_mask=attention_mask,
             pad_token_id=self._find_pad_id(),
@@ -197,7 +197,7 @@ class CausalLM(Task):
     # Tokenizer
 
     def _find_tokenizer(self) -> Any:
-        data = getattr(self.trainer, "datamodule", None)
+        data: Any = getattr(self.trainer, "datamodule", None)
         if not hasattr(data, "tokenizer"):
             raise RuntimeError("generating text needs a data module with a tokenizer, such as TextData")
         return data.tokenizer
@@ -208,7 +208,7 @@ class CausalLM(Task):
 
     def _check_vocabulary(self) -> None:
         """Refuse a tokenizer with ids beyond the model's embeddings, which would fail inside a kernel."""
-        data = getattr(self.trainer, "datamodule", None)
+        data: Any = getattr(self.trainer, "datamodule", None)
         if not hasattr(data, "tokenizer"):
             return
         size, limit = len(data.tokenizer), self.read_config().get_text_config().vocab_size

@@ -26,9 +26,7 @@ class TrainTokenizer:
 
     def __post_init__(self) -> None:
         if self.vocab_size < MIN_VOCAB_SIZE:
-            raise ValueError(
-                f"vocab_size {self.vocab_size} is below {MIN_VOCAB_SIZE}, 256 bytes and 2 special tokens"
-            )
+            raise ValueError(f"vocab_size {self.vocab_size} is below {MIN_VOCAB_SIZE}, 256 bytes and 2 special tokens")
 
 
 def load_tokenizer(name: str) -> Any:
@@ -43,9 +41,7 @@ def load_tokenizer(name: str) -> Any:
             f"tokenizer {name!r}: no such folder with a tokenizer, nor loadable from the Hub: {reason}"
         ) from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"tokenizer {name!r} has no eos_token to end documents with; set it in tokenizer_config.json"
-        )
+        raise ValueError(f"tokenizer {name!r} has no eos_token to end documents with; set it in tokenizer_config.json")
     return tokenizer
 
 

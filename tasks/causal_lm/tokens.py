@@ -113,9 +113,7 @@ def write_tokens(
             if not skip_bad_rows:
                 raise ValueError(bad[0])
         if not writer.num_tokens:
-            raise ValueError(
-                f"all {num_bad} rows are bad, the first: {bad[0]}" if bad else "there are no rows"
-            )
+            raise ValueError(f"all {num_bad} rows are bad, the first: {bad[0]}" if bad else "there are no rows")
         writer.finish(num_bad=num_bad, bad=bad)
 
 

@@ -48,9 +48,7 @@ def fit(bar: ProgressBar, folder: Path, *, task: TinyTask | None = None, **setti
     trainer.fit(task or TinyTask(), data, data)
 
 
-def test_without_a_terminal_every_refresh_is_one_plain_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_every_refresh_is_one_plain_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(ProgressBar(refresh_rate=5), tmp_path)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [["step", "5/12"], ["step", "10/12"], ["step", "12/12"]]
@@ -60,16 +58,12 @@ def test_without_a_terminal_every_refresh_is_one_plain_line(
     assert float(lines[0].split()[-2]) > 0.01  # memory
 
 
-def test_with_accumulation_it_counts_steps_and_not_batches(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_accumulation_it_counts_steps_and_not_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(ProgressBar(refresh_rate=2), tmp_path, accumulate_grad_batches=3, max_steps=4)
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["2/4", "4/4"]
 
 
-def test_samples_are_shown_where_there_are_no_tokens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_are_shown_where_there_are_no_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(ProgressBar(refresh_rate=2), tmp_path, task=TinyTask(unit="samples"))
     out = capsys.readouterr().out
     assert "samples/s" in out

@@ -35,9 +35,7 @@ class TinyTask(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(
-    folder: Path, capsys: pytest.CaptureFixture[str], task: LightningModule, **settings: object
-) -> dict[str, str]:
+def fit(folder: Path, capsys: pytest.CaptureFixture[str], task: LightningModule, **settings: object) -> dict[str, str]:
     """Return the rows of the table."""
     trainer = Trainer(
         accelerator="cpu",
@@ -73,9 +71,7 @@ def test_it_tells_what_the_run_took_and_where_its_results_lie(
 def test_the_throughput_leaves_out_the_slow_first_steps_and_the_validation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = fit(
-        tmp_path, capsys, TinyTask(), limit_val_batches=1, val_check_interval=3, enable_checkpointing=False
-    )
+    rows = fit(tmp_path, capsys, TinyTask(), limit_val_batches=1, val_check_interval=3, enable_checkpointing=False)
     rate = float(rows["tokens/s"].split()[0].replace(",", ""))
     # 100 tokens in a little more than 10 ms; with what is left out it would be 1200 in 0.9 s.
     assert 2500 < rate < 10_000
@@ -92,8 +88,6 @@ def test_a_task_that_logs_nothing_gets_the_rest_of_the_table(
     assert set(rows) == {"steps", "wall time", "ranks", "peak memory"}
 
 
-def test_a_run_that_only_tries_one_step_has_a_table_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_only_tries_one_step_has_a_table_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = fit(tmp_path, capsys, TinyTask(), fast_dev_run=True)
     assert rows["steps"] == "1 (now at 1)"

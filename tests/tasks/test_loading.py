@@ -38,9 +38,7 @@ def steps(ranks: list[GlobalSampler], accumulate: int = 1) -> list[list[int]]:
     """The samples of each optimizer step over all ranks, in global order."""
     orders = [list(rank) for rank in ranks]
     size = ranks[0].batch_size
-    micro = [
-        [sample for order in orders for sample in order[k : k + size]] for k in range(0, len(orders[0]), size)
-    ]
+    micro = [[sample for order in orders for sample in order[k : k + size]] for k in range(0, len(orders[0]), size)]
     return [sum(micro[k : k + accumulate], []) for k in range(0, len(micro), accumulate)]
 
 
@@ -53,9 +51,7 @@ def loader_of(num_samples: int, batch_size: int, num_workers: int = 0, **options
 class Recorder(LightningModule):
     """Writes down which samples it saw, as (epoch, samples)."""
 
-    def __init__(
-        self, num_samples: int, batch_size: int, num_workers: int = 0, *, validates: bool = False
-    ) -> None:
+    def __init__(self, num_samples: int, batch_size: int, num_workers: int = 0, *, validates: bool = False) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
         self.loader_options = (num_samples, batch_size, num_workers)
@@ -119,9 +115,7 @@ def fit(module: Recorder, *callbacks: Callback, resume: Path | None = None, **op
     return module
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "num_replicas", "accumulate"), [(4, 2, 1), (2, 2, 2), (1, 4, 2), (2, 4, 1)]
-)
+@pytest.mark.parametrize(("batch_size", "num_replicas", "accumulate"), [(4, 2, 1), (2, 2, 2), (1, 4, 2), (2, 4, 1)])
 def test_every_layout_sees_the_same_samples_in_every_optimizer_step(
     batch_size: int, num_replicas: int, accumulate: int
 ) -> None:
@@ -225,9 +219,7 @@ def test_a_fit_resumed_at_another_batch_size_ends_both_epochs_where_it_should(
     rest = {e: sum((batch for epoch, batch in resumed if epoch == e), []) for e in range(2)}
     expected = orders[0][num_seen:]
     if expected:
-        expected = list(samplers(67, 1, 1)[0])[
-            num_seen : num_seen + (67 - num_seen) // new_batch_size * new_batch_size
-        ]
+        expected = list(samplers(67, 1, 1)[0])[num_seen : num_seen + (67 - num_seen) // new_batch_size * new_batch_size]
     assert rest[0] == expected
     assert rest[1][:64] == orders[1][: len(rest[1])]
     assert len(rest[1]) == 67 // new_batch_size * new_batch_size
@@ -241,11 +233,7 @@ def test_a_fit_that_max_steps_ended_within_an_epoch_goes_on_within_it(
 ) -> None:
     whole = fit(Recorder(67, 8)).seen
     path = tmp_path / "saved.ckpt"
-    save = (
-        SaveAt("on_fit_end", 1, path)
-        if saves_at_the_end
-        else SaveAt("on_train_epoch_end", -(-num_steps // 8), path)
-    )
+    save = SaveAt("on_fit_end", 1, path) if saves_at_the_end else SaveAt("on_train_epoch_end", -(-num_steps // 8), path)
     first = fit(Recorder(67, 8), save, max_steps=num_steps).seen
     assert first == whole[:num_steps]
     assert fit(Recorder(67, 8), resume=path, **resume_by).seen == whole[num_steps:]
@@ -282,9 +270,7 @@ def test_lightning_keeps_our_samplers_on_two_ranks_although_it_may_replace_sampl
 
 def test_prediction_tells_which_rows_are_real() -> None:
     module = Recorder(8, 2)
-    trainer = Trainer(
-        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
-    )
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
     trainer.predict(module, return_predictions=False)
     assert module.predicted == [[0, 1], [2, 3], [4, PADDING]]
 

@@ -42,9 +42,7 @@ def source(tmp_path: Path) -> Path:
 
 def make(source: Any, tokenizer: Any, cache: Path, **options: Any) -> TextData:
     options = {"num_workers": 0, "seq_length": 16, "batch_size": 4, **options}
-    return TextData(
-        train=None if source is None else str(source), tokenizer=tokenizer, cache_dir=str(cache), **options
-    )
+    return TextData(train=None if source is None else str(source), tokenizer=tokenizer, cache_dir=str(cache), **options)
 
 
 @pytest.fixture
@@ -84,9 +82,7 @@ def test_a_second_setup_reads_the_cache_until_something_that_matters_changes(
     assert tokenizations() == 0
 
 
-def test_of_processes_that_set_up_at_the_same_time_one_tokenizes(
-    tmp_path: Path, source: Path, tokenizer: str
-) -> None:
+def test_of_processes_that_set_up_at_the_same_time_one_tokenizes(tmp_path: Path, source: Path, tokenizer: str) -> None:
     log = tmp_path / "log"
     real = tokens.write_tokens
 
@@ -112,9 +108,7 @@ def test_of_processes_that_set_up_at_the_same_time_one_tokenizes(
     assert log.read_text() == "x"
 
 
-def test_tokens_of_a_killed_process_are_never_taken_as_complete(
-    tmp_path: Path, source: Path, tokenizer: str
-) -> None:
+def test_tokens_of_a_killed_process_are_never_taken_as_complete(tmp_path: Path, source: Path, tokenizer: str) -> None:
     cache, started = tmp_path / "cache", tmp_path / "started"
 
     def stuck(folder: Path, rows: Any, **options: Any) -> None:
@@ -233,10 +227,7 @@ def test_prompts_are_padded_on_the_left_and_numbered(tmp_path: Path, tokenizer: 
     assert not mask[0, 0]
     texts = [data.tokenizer.decode(ids[m == 1]) for ids, m in zip(first["input_ids"], mask, strict=True)]
     assert texts == ["document 3", "document 4 says word word"]
-    assert (
-        data.tokenizer.decode(second["input_ids"][0][second["attention_mask"][0] == 1])
-        == "user: word\nassistant: "
-    )
+    assert data.tokenizer.decode(second["input_ids"][0][second["attention_mask"][0] == 1]) == "user: word\nassistant: "
 
 
 def test_too_few_rows_are_refused_with_the_numbers(tmp_path: Path, source: Path, tokenizer: str) -> None:
@@ -249,9 +240,7 @@ def test_too_few_rows_are_refused_with_the_numbers(tmp_path: Path, source: Path,
         data.train_dataloader()
 
 
-def test_rows_can_be_sent_to_spawned_workers_without_the_tokens(
-    tmp_path: Path, source: Path, tokenizer: str
-) -> None:
+def test_rows_can_be_sent_to_spawned_workers_without_the_tokens(tmp_path: Path, source: Path, tokenizer: str) -> None:
     data = make(source, tokenizer, tmp_path / "cache")
     data.setup("fit")
     rows = data.train_dataloader().dataset
@@ -292,14 +281,10 @@ def run(data: TextData, module: LightningModule, resume: Path | None = None, max
 
 @pytest.mark.filterwarnings("error:Total length of")
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_run_on_pydoc_with_its_own_tokenizer_resumes_where_it_stopped(
-    tmp_path: Path, num_workers: int
-) -> None:
+def test_a_run_on_pydoc_with_its_own_tokenizer_resumes_where_it_stopped(tmp_path: Path, num_workers: int) -> None:
     def data() -> TextData:
         setting = TrainTokenizer(vocab_size=1000)
-        return make(
-            "pydoc", setting, tmp_path / "cache", seq_length=4096, batch_size=8, num_workers=num_workers
-        )
+        return make("pydoc", setting, tmp_path / "cache", seq_length=4096, batch_size=8, num_workers=num_workers)
 
     whole, first, second = Seen(), Seen(), Seen()
     run(data(), whole)

@@ -71,16 +71,12 @@ def test_a_tokenizer_that_begins_and_ends_texts_itself_ends_them_once(tokenizer:
 
 def test_loss_on_completion_learns_the_completion_and_the_end_token(tokenizer: Any) -> None:
     pair = PromptCompletion(prompt="What is two?", completion=" One more than one.")
-    assert learned(tokenizer, encode(tokenizer, pair, loss_on="completion")) == [
-        " One more than one.<|endoftext|>"
-    ]
+    assert learned(tokenizer, encode(tokenizer, pair, loss_on="completion")) == [" One more than one.<|endoftext|>"]
     assert all(encode(tokenizer, pair).learn)
 
 
 @pytest.mark.parametrize(("template", "end"), [(PLAIN, "</s>\n"), (MARKED, "</s>")])
-def test_loss_on_completion_learns_what_the_assistant_says_and_its_end(
-    tokenizer: Any, template: str, end: str
-) -> None:
+def test_loss_on_completion_learns_what_the_assistant_says_and_its_end(tokenizer: Any, template: str, end: str) -> None:
     tokenizer.chat_template = template
     encoded = encode(tokenizer, CHAT, loss_on="completion")
     assert learned(tokenizer, encoded) == [f"One more than one.{end}", f"One more than two.{end}"]

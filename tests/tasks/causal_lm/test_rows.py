@@ -119,9 +119,7 @@ def test_if_all_rows_are_bad_there_is_nothing_to_skip_to(tmp_path: Path, tokeniz
 
 def documents(data: TextData) -> list[str]:
     rows = data.train_dataloader().dataset
-    return [
-        data.tokenizer.decode(rows[i]["input_ids"]).removesuffix("<|endoftext|>") for i in range(len(rows))
-    ]
+    return [data.tokenizer.decode(rows[i]["input_ids"]).removesuffix("<|endoftext|>") for i in range(len(rows))]
 
 
 def read_all(source: Any, tokenizer: str, cache: Path, **options: Any) -> list[str]:
@@ -147,9 +145,7 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, tokenizer: 
     DatasetDict({"train": Dataset.from_list(rows)}).save_to_disk(tmp_path / "splits")
     for name in ("a.jsonl", "lines.json", "list.json", "b.csv", "c.parquet", "saved", "splits", "*.csv"):
         assert (
-            read_all(
-                str((tmp_path if name in {"saved", "splits"} else folder) / name), tokenizer, tmp_path / "c"
-            )
+            read_all(str((tmp_path if name in {"saved", "splits"} else folder) / name), tokenizer, tmp_path / "c")
             == texts
         ), name
     several = [str(folder / "a.jsonl"), str(folder / "c.parquet")]
@@ -171,6 +167,4 @@ def test_a_text_file_is_one_document_or_one_a_line_or_one_a_paragraph(
     tmp_path: Path, tokenizer: str, txt_documents: str, expected: list[str]
 ) -> None:
     (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\n\n\nthree\n")
-    assert (
-        read_all(str(tmp_path / "x.txt"), tokenizer, tmp_path / "c", txt_documents=txt_documents) == expected
-    )
+    assert read_all(str(tmp_path / "x.txt"), tokenizer, tmp_path / "c", txt_documents=txt_documents) == expected
