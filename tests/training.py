@@ -1,0 +1,207 @@
+"""Trains a tiny language model under the Trainer on forked ranks, and in a plain torch loop to compare with."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lit_fsdp import FSDP2Strategy
+from lit_fsdp.tasks import CausalLM, Optimizer, Schedule
+from lit_fsdp.tasks.loading import build_train_loader
+from ranks import run_ranks
+
+NUM_STEPS, GLOBAL_BATCH, LENGTH = 8, 8, 16
+EVEN = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+# No size divides by 2 or 4, and 67 rows leave the last of 4 ranks fewer than the others.
+UNEVEN = {"vocab_size": 67, "hidden_size": 33, "intermediate_size": 49, "num_attention_heads": 3, "head_dim": 10}
+TIED = {**EVEN, "tie_word_embeddings": True}
+# Rounding differs between 1 and N ranks; a larger eps keeps Adam from blowing up the sign of a gradient near 0.
+OPTIMIZER = Optimizer(learning_rate=1e-3, weight_decay=0.1, eps=1e-4)
+
+
+@dataclass
+class Result:
+    """What a run leaves behind."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Environment(LightningEnvironment):
+    """Ranks that exist already, as under torchrun."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def set_world_size(self, size: int) -> None:
+        assert size == dist.get_world_size()
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        assert rank == dist.get_rank()
+
+    def local_rank(self) -> int:
+        return dist.get_rank()
+
+
+class Recorder(pl.Callback):
+    """Keeps the loss and gradient norm of every step."""
+
+    def __init__(self) -> None:
+        self.result = Result()
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._read(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._read(trainer)
+
+    def _read(self, trainer: pl.Trainer) -> None:
+        if trainer.global_step > len(self.result.losses):
+            self.result.losses.append(float(trainer.callback_metrics["train/loss"]))
+            self.result.grad_norms.append(float(trainer.callback_metrics["train/grad_norm"]))
+
+
+def make_rows(vocab_size: int, num_rows: int = NUM_STEPS * GLOBAL_BATCH) -> list[dict[str, Tensor]]:
+    """Return rows with between 1 and all of their tokens as targets, so that a mean of means would be wrong."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for i in range(num_rows):
+        ids = torch.randint(vocab_size, (LENGTH,), generator=generator)
+        labels = ids.clone()
+        labels[: (i * 5) % (LENGTH - 1)] = -100
+        rows.append({"input_ids": ids, "labels": labels})
+    return rows
+
+
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Stack rows."""
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+class Rows(pl.LightningDataModule):
+    """The rows of ``make_rows`` in global order."""
+
+    def __init__(self, vocab_size: int, batch_size: int) -> None:
+        super().__init__()
+        self.vocab_size, self.batch_size = vocab_size, batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return this rank's share."""
+        rows = make_rows(self.vocab_size)
+        return build_train_loader(
+            rows, batch_size=self.batch_size, collate=collate, shuffle=False, trainer=self.trainer
+        )
+
+
+def save_model(folder: Path, **config: Any) -> Path:
+    """Write a random model that every run starts from."""
+    torch.manual_seed(1)
+    settings = AutoConfig.for_model("llama", num_hidden_layers=3, max_position_embeddings=64, **config)
+    AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
+    return folder
+
+
+def train_plainly(folder: Path, clip_norm: float | None = 1.0) -> Result:
+    """Train on one device without Lightning, FSDP or our task: the truth all runs are compared with."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": decayed, "weight_decay": OPTIMIZER.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps)
+    rows = make_rows(model.config.vocab_size)
+    result = Result()
+    for step in range(NUM_STEPS):
+        batch = collate(rows[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH])
+        loss = model(**batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm or float("inf"))
+        optimizer.step()
+        result.losses.append(float(loss))
+        result.grad_norms.append(float(norm))
+    result.weights = {name: p.detach() for name, p in model.named_parameters()}
+    return result
+
+
+def build_trainer(strategy: Any, *, callbacks: list[Any] | None = None, **options: Any) -> pl.Trainer:
+    """Return a quiet Trainer for ranks that exist already."""
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": dist.get_world_size(),
+        "strategy": strategy,
+        "plugins": [Environment()],
+        "max_steps": NUM_STEPS,
+        "gradient_clip_val": 1.0,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+    }
+    return pl.Trainer(**{**settings, **options}, callbacks=callbacks)
+
+
+def build_task(folder: Path, **options: Any) -> CausalLM:
+    """Return the task that starts from a saved model."""
+    return CausalLM(pretrained=str(folder), optimizer=OPTIMIZER, schedule=Schedule(shape="constant"), **options)
+
+
+def gather_weights(task: CausalLM) -> dict[str, Tensor]:
+    """Return all weights in full, under the names of the model itself. All ranks must call it."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(task, options=options)
+    return {name.removeprefix("model."): value for name, value in state.items()}
+
+
+def fit(folder: Path, out: Path, strategy: dict[str, Any], options: dict[str, Any]) -> None:
+    """Train on this rank; rank 0 writes the result to ``out``."""
+    accumulate = options.get("accumulate_grad_batches", 1)
+    batch_size = GLOBAL_BATCH // dist.get_world_size() // accumulate
+    recorder = Recorder()
+    trainer = build_trainer(FSDP2Strategy(print_plan=False, **strategy), callbacks=[recorder], **options)
+    task = build_task(folder)
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    trainer.fit(task, Rows(vocab_size, batch_size))
+    recorder.result.weights = gather_weights(task)
+    if trainer.is_global_zero:
+        torch.save(vars(recorder.result), out)
+
+
+def train_sharded(folder: Path, tmp_path: Path, *, world_size: int, strategy: dict[str, Any], **options: Any) -> Result:
+    """Train under ``FSDP2Strategy(**strategy)`` and ``Trainer(**options)`` on forked ranks."""
+    out = tmp_path / "result.pt"
+    run_ranks(fit, folder, out, strategy, options, world_size=world_size)
+    return Result(**torch.load(out))
+
+
+def list_differences(run: Result, truth: Result) -> dict[str, float]:
+    """Return the largest differences to the truth, by what they are of."""
+    pairs: Iterator[tuple[float, float]] = zip(run.losses, truth.losses, strict=True)
+    differences = {"loss": max(abs(a - b) for a, b in pairs)}
+    norms = zip(run.grad_norms, truth.grad_norms, strict=True)
+    differences["grad_norm"] = max(abs(a - b) for a, b in norms)
+    # A tied weight is in the state dict under both its names.
+    weights = ((run.weights[name] - weight).abs().max() for name, weight in truth.weights.items())
+    differences["weight"] = float(max(weights))
+    return differences
