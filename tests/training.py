@@ -119,7 +119,7 @@ def save_model(folder: Path, **config: Any) -> Path:
     return folder
 
 
-def train_plainly(folder: Path, clip_norm: float | None = 1.0) -> Result:
+def train_plainly(folder: Path, clip_norm: float | None = 1.0, clip_value: float | None = None) -> Result:
     """Train on one device without Lightning, FSDP or our task: the truth all runs are compared with."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     decayed = [p for p in model.parameters() if p.ndim >= 2]
@@ -137,8 +137,10 @@ def train_plainly(folder: Path, clip_norm: float | None = 1.0) -> Result:
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm or float("inf"))
+        if clip_value is not None:
+            torch.nn.utils.clip_grad_value_(model.parameters(), clip_value)
         optimizer.step()
-        result.losses.append(float(loss))
+        result.losses.append(float(loss.detach()))
         result.grad_norms.append(float(norm))
     result.weights = {name: p.detach() for name, p in model.named_parameters()}
     return result

@@ -1,0 +1,107 @@
+"""Sharded training equals training on one device: losses, gradient norms and weights after 8 steps.
+
+The truth is a plain loop over the stock Transformers model, with its own loss and ``torch.optim.AdamW``.
+"""
+
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training import EVEN, TIED, UNEVEN, Result, list_differences, save_model, train_plainly, train_sharded
+
+from lit_fsdp import Mesh, Offload, Recompute, Sharding
+
+TOLERANCE = 1e-6
+
+AXES: dict[str, dict[str, Any]] = {
+    "model": {"even": EVEN, "uneven": UNEVEN, "tied": TIED},
+    "sharding": {"full": True, "grad_op": False, "hybrid": True},
+    "offload": {"device": None, "host": Offload()},
+    "recompute": {"kept": Recompute(), "recomputed": Recompute(mode="full")},
+    "accumulation": {"1": (1, False), "2 with comm": (2, False), "2 without comm": (2, True)},
+    "ranks": {"2": 2, "4": 4},
+}
+# Every pair of values of two axes is in one of these runs; checked below.
+RUNS = [
+    ("even", "full", "device", "kept", "1", "2"),
+    ("even", "grad_op", "host", "recomputed", "2 with comm", "4"),
+    ("even", "hybrid", "device", "recomputed", "2 without comm", "4"),
+    ("uneven", "full", "host", "recomputed", "2 without comm", "2"),
+    ("uneven", "grad_op", "device", "kept", "1", "4"),
+    ("uneven", "hybrid", "host", "kept", "2 with comm", "4"),
+    ("tied", "full", "device", "recomputed", "2 with comm", "4"),
+    ("tied", "grad_op", "host", "kept", "2 without comm", "2"),
+    ("tied", "hybrid", "host", "recomputed", "1", "4"),
+    ("even", "full", "host", "kept", "2 with comm", "2"),
+    ("uneven", "grad_op", "device", "recomputed", "2 with comm", "2"),
+]
+IMPOSSIBLE = {("hybrid", "2")}  # 2 x 2 takes 4 ranks
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Result]]:
+    """The saved start and the result of plain training, of each model."""
+    made = {}
+    for name, config in AXES["model"].items():
+        folder = save_model(tmp_path_factory.mktemp("models") / name, **config)
+        made[name] = (folder, train_plainly(folder))
+    return made
+
+
+def test_the_runs_cover_every_pair_of_settings() -> None:
+    names = list(AXES)
+    missing = []
+    for (i, first), (j, second) in combinations(enumerate(names), 2):
+        for a in AXES[first]:
+            for b in AXES[second]:
+                is_covered = any(run[i] == a and run[j] == b for run in RUNS)
+                if not is_covered and (a, b) not in IMPOSSIBLE:
+                    missing.append((first, a, second, b))
+    assert missing == []
+
+
+@pytest.mark.parametrize("run", RUNS, ids=" ".join)
+def test_sharded_training_equals_one_device(
+    run: tuple[str, ...], models: dict[str, tuple[Path, Result]], tmp_path: Path
+) -> None:
+    model, sharding, offload, recompute, accumulation, ranks = run
+    num_micro_batches, is_held = AXES["accumulation"][accumulation]
+    folder, truth = models[model]
+    result = train_sharded(
+        folder,
+        tmp_path,
+        world_size=AXES["ranks"][ranks],
+        strategy={
+            "mesh": Mesh(replicate=2 if sharding == "hybrid" else 1),
+            "sharding": Sharding(reshard_after_forward=AXES["sharding"][sharding], hold_gradients=is_held),
+            "offload": AXES["offload"][offload],
+            "recompute": AXES["recompute"][recompute],
+        },
+        accumulate_grad_batches=num_micro_batches,
+    )
+    assert len(result.losses) == 8
+    assert result.losses[-1] != result.losses[0]
+    differences = list_differences(result, truth)
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
+def test_one_rank_equals_one_device(models: dict[str, tuple[Path, Result]], tmp_path: Path) -> None:
+    folder, truth = models["even"]
+    differences = list_differences(train_sharded(folder, tmp_path, world_size=1, strategy={}), truth)
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
+def test_clipping_by_value_and_no_clipping_equal_one_device(
+    models: dict[str, tuple[Path, Result]], tmp_path: Path
+) -> None:
+    folder, _ = models["even"]
+    truth = train_plainly(folder, clip_norm=None)
+    result = train_sharded(folder, tmp_path, world_size=2, strategy={}, gradient_clip_val=None)
+    differences = list_differences(result, truth)
+    assert max(differences.values()) <= TOLERANCE, differences
+    options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    truth = train_plainly(folder, clip_norm=None, clip_value=0.01)
+    result = train_sharded(folder, tmp_path, world_size=2, strategy={}, **options)
+    differences = list_differences(result, truth)
+    assert max(differences.values()) <= TOLERANCE, differences
