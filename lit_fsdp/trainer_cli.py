@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import os
 import re
 import warnings
@@ -24,7 +25,7 @@ from typing_extensions import override
 
 import lit_fsdp.strategy  # registers `strategy: fsdp2`
 import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by its short name
-from lit_fsdp.callbacks import ProgressBar, RunSummary
+from lit_fsdp.callbacks import ProgressBar, RunSummary, WritePredictions
 from lit_fsdp.cli_errors import (
     ConfigError,
     describe_config_error,
@@ -41,6 +42,7 @@ _KNOWN_WARNINGS = (
     ".*Experiment logs directory .* exists and is not empty.*",  # meant: both loggers share it
     ".*torch.distributed.nn.functional.all_gather.*",  # Lightning's own call, seen in 2.6.6
     ".*isinstance\\(treespec, LeafSpec\\).*",  # likewise
+    "The dirpath has changed from .*",  # meant: each run has its own folder
 )
 _LOST_CONNECTION = re.compile("Connection (closed|reset) by peer|Socket Timeout|Broken pipe")
 
@@ -54,6 +56,7 @@ def run_trainer(args: Sequence[str]) -> int:
     config_files = check_config_files(args)
     for known in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=known)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
     TrainerCLI(list(args), default_run_name=config_files[0].stem if config_files else None)
     return 0
 
@@ -251,6 +254,8 @@ class TrainerCLI(LightningCLI):
             chosen.append(self._get(self.config_init, "progress_bar"))
         if self._get(self.config_init, "run_summary") and not _has(given, RunSummary):
             chosen.append(RunSummary())
+        if self.subcommand == "predict" and not _has(given, WritePredictions):
+            chosen.append(WritePredictions(fallback_dir=str(self.run_root)))
         if settings["enable_checkpointing"] is not False and not _has(given, Checkpoint):
             # A copy would be a second full checkpoint.
             chosen.append(ModelCheckpoint(save_last="link"))
@@ -280,6 +285,10 @@ class TrainerCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Keep the settings stored in ``--ckpt_path`` from beating the command line in silence."""
+
+
+def _is_no_advertisement(record: logging.LogRecord) -> bool:
+    return "Tip: For seamless" not in record.getMessage()  # Lightning's own, for its paid service
 
 
 def _has(callbacks: list[Callback], kind: type[Callback]) -> bool:

@@ -1,0 +1,93 @@
+"""What ``predict`` leaves behind: one file with a line for every row of the source, in its order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+FILE_NAME = "predictions.jsonl"
+_FILLER = -1  # index of rows that only fill up the last batch
+
+Record = dict[str, Any]
+
+
+class WritePredictions(Callback):
+    """Write what ``predict_step`` returned on all ranks to one ``.jsonl`` file, in the order of the source.
+
+    ``predict_step`` has to return a dict of lists of equal length: ``index``, the place of each row in its source
+    (-1 for rows that only fill up a batch), ``prediction``, and whatever else shall be written. Every rank keeps
+    its predictions in memory until the end.
+
+    Args:
+        path: The file; one that exists is replaced. By default ``predictions.jsonl`` in the folder of the run's
+            logs.
+        fallback_dir: Folder for it if the run has no folder for logs.
+    """
+
+    def __init__(self, path: str | None = None, fallback_dir: str | None = None) -> None:
+        self.path = path
+        self.fallback_dir = fallback_dir
+        self._records: list[Record] = []
+        self._odd: str | None = None  # what came instead of such a dict
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._records, self._odd = [], None
+
+    @override
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if not isinstance(outputs, dict) or not {"index", "prediction"} <= outputs.keys():
+            self._odd = f"keys {sorted(outputs)}" if isinstance(outputs, dict) else f"a {type(outputs).__name__}"
+            return
+        for values in zip(*outputs.values(), strict=True):
+            record = dict(zip(outputs, values, strict=True))
+            if record["index"] != _FILLER:
+                self._records.append(record)
+
+    @override
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gather over all ranks, write on the first."""
+        path = self._find_path(trainer)
+        if self._odd is not None:
+            rank_zero_warn(
+                f"predictions are not written: predict_step returned {self._odd}; expected a dict with the lists "
+                "index and prediction"
+            )
+            return
+        records = sorted(_gather(self._records), key=lambda record: record["index"])
+        if trainer.is_global_zero:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
+        rank_zero_info(f"{len(records):,} predictions: {path}")
+
+    def _find_path(self, trainer: Trainer) -> Path:
+        if self.path is not None:
+            return Path(self.path)
+        logger = trainer.logger
+        has_folder = isinstance(logger, CSVLogger | TensorBoardLogger) or self.fallback_dir is None
+        folder = trainer.log_dir if has_folder else self.fallback_dir  # log_dir is a broadcast, so on every rank
+        return Path(folder or ".") / FILE_NAME
+
+
+def _gather(records: list[Record]) -> list[Record]:
+    """Return the records of all ranks on the first one, and its own on any other."""
+    if not dist.is_initialized():
+        return records
+    parts: list[list[Record]] | None = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    dist.gather_object(records, parts)
+    return records if parts is None else [record for part in parts for record in part]

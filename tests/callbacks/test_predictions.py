@@ -1,0 +1,92 @@
+"""Predictions of all ranks end in one file, in the order of the source."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launches import fork_ranks, write_run
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+from lit_fsdp.callbacks import WritePredictions
+
+
+class Echo(LightningModule):
+    """Returns its batches, the last rows first."""
+
+    def __init__(self, outputs: list[Any]) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        return self.outputs[batch_idx]
+
+
+def predict(outputs: list[Any], callback: WritePredictions, folder: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        callbacks=[callback],
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        default_root_dir=folder,
+    )
+    trainer.predict(Echo(outputs), DataLoader(torch.zeros(len(outputs))))  # type: ignore[arg-type]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_come_in_the_order_of_the_source_and_fillers_are_dropped(tmp_path: Path) -> None:
+    outputs = [{"index": [2, -1], "prediction": ["c", "x"]}, {"index": [1, 0], "prediction": ["b\n", "ä"]}]
+    predict(outputs, WritePredictions(fallback_dir=str(tmp_path / "runs")), tmp_path)
+    expected = [
+        {"index": 0, "prediction": "ä"},
+        {"index": 1, "prediction": "b\n"},
+        {"index": 2, "prediction": "c"},
+    ]
+    assert read(tmp_path / "runs" / "predictions.jsonl") == expected
+
+
+def test_other_lists_are_written_beside_the_prediction(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "out.jsonl"
+    predict([{"index": [0], "prediction": ["cat"], "probability": [0.5]}], WritePredictions(path=str(path)), tmp_path)
+    assert read(path) == [{"index": 0, "prediction": "cat", "probability": 0.5}]
+
+
+def test_what_is_no_prediction_is_not_written_and_a_warning_says_so(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="predict_step returned a Tensor; expected a dict with the lists"):
+        predict([torch.zeros(1)], WritePredictions(path=str(tmp_path / "out.jsonl")), tmp_path)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_second_run_of_the_same_callback_starts_empty(tmp_path: Path) -> None:
+    callback = WritePredictions(path=str(tmp_path / "out.jsonl"))
+    predict([{"index": [0], "prediction": ["first"]}, torch.zeros(1)], callback, tmp_path)
+    predict([{"index": [0], "prediction": ["second"]}], callback, tmp_path)
+    assert read(tmp_path / "out.jsonl") == [{"index": 0, "prediction": "second"}]
+
+
+def test_two_ranks_predict_from_the_checkpoint_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path, model={"generation": {"max_new_tokens": 3}})
+    prompts = [f"word{k} is" for k in range(5)]
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps({'prompt': p})}\n" for p in prompts))
+    args = ("--config=run.yaml", "--run_name=chat", "--data.predict=prompts.jsonl")
+    for rank in fork_ranks("fit", *args):
+        assert rank.code == 0, rank.err
+    for batch_size in ("2", "1"):  # with 2, rank 1 gets one filler in its only batch and three in the second
+        options = ("--ckpt_path=last", f"--data.eval_batch_size={batch_size}")
+        ranks = fork_ranks("predict", *args, *options)
+        assert [rank.code for rank in ranks] == [0, 0], ranks
+        folder = f"runs/chat/version_{3 - int(batch_size)}"
+        assert f"5 predictions: {folder}/predictions.jsonl" in ranks[0].err
+        assert "Loaded model weights from the checkpoint" in ranks[0].err
+        found = read(tmp_path / folder / "predictions.jsonl")
+        assert [row["index"] for row in found] == [0, 1, 2, 3, 4]
+        assert all(isinstance(row["prediction"], str) for row in found)
+    first, second = (Path(f"runs/chat/version_{k}/predictions.jsonl").read_text() for k in (1, 2))
+    assert first == second

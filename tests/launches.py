@@ -1,0 +1,149 @@
+"""Starts the command line as users do: in processes of its own, under torchrun, or quickly on forked ranks."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lit_fsdp.cli import main
+
+# What a run imports late, loaded here so that forked ranks do not each pay for it.
+for _name in (
+    "lit_fsdp.trainer_cli",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.utils.tensorboard",
+    "transformers.models.llama.modeling_llama",
+):
+    import_module(_name)
+
+ROOT = Path(__file__).parent.parent
+OURS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """What is left of a process or rank: exit code (``None`` if it had to be killed) and what it printed."""
+
+    code: int | None
+    out: str
+    err: str
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines in which our command line reports an error."""
+        return [line for line in self.err.splitlines() if line.startswith(("error: ", "[rank "))]
+
+
+def write_run(folder: Path, **sections: dict[str, Any]) -> None:
+    """Write ``run.yaml``, a tiny language model for four steps on the CPU, and its ``train.jsonl``.
+
+    Args:
+        folder: Where to.
+        sections: Merged into the sections of that name, one level deep (``model`` and ``data``: their init_args).
+    """
+    rows = ({"text": " ".join(f"word{(i * 7 + k * k) % 53} is {k + i}." for k in range(12))} for i in range(60))
+    (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+    architecture = {"model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64}
+    architecture |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    trainer = {"accelerator": "cpu", "max_steps": 4, "log_every_n_steps": 1, "gradient_clip_val": 1.0, **quiet}
+    data = {"train": "train.jsonl", "tokenizer": {"vocab_size": 300}, "seq_length": 32, "batch_size": 4}
+    data |= {"num_workers": 0, "cache_dir": "cache"}
+    run = {
+        "trainer": trainer | sections.get("trainer", {}),
+        "model": {"class_path": "lit_fsdp.tasks.CausalLM", "init_args": {"config": architecture}},
+        "data": {"class_path": "lit_fsdp.tasks.TextData", "init_args": data | sections.get("data", {})},
+    }
+    run["model"]["init_args"] |= sections.get("model", {})
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+
+
+def find_free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def run_processes(*commands: Sequence[str], timeout_s: float = 60.0, **environ: str) -> list[Ended]:
+    """Start ``python <command>`` for each command at once in the current folder, and wait for all of them.
+
+    Args:
+        commands: Arguments of ``python``.
+        timeout_s: After this long what still runs is killed, with all that it started.
+        environ: Added to the environment.
+    """
+    clean = {name: value for name, value in os.environ.items() if name not in OURS}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environ = {**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environ}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    started = [subprocess.Popen([sys.executable, *c], env=environ, **pipes) for c in commands]
+    deadline = time.monotonic() + timeout_s
+    ended = []
+    for process in started:
+        try:
+            # Returns only when the last process that shares the pipe has closed it: none is left behind.
+            out, err = process.communicate(timeout=max(deadline - time.monotonic(), 1))
+            ended.append(Ended(code=process.returncode, out=out, err=err))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            ended.append(Ended(code=None, out=out, err=err))
+    return ended
+
+
+def torchrun(*args: str, ranks: int = 2, timeout_s: float = 60.0) -> Ended:
+    """Run the command line under ``torchrun --standalone``, once for each rank, in the current folder."""
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "lit_fsdp", *args]
+    return run_processes(command, timeout_s=timeout_s)[0]
+
+
+def fork_ranks(*args: str, ranks: int = 2, timeout_s: float = 60.0) -> list[Ended]:
+    """Run the command line on forked ranks with the variables that torchrun sets, in the current folder.
+
+    About 1 s instead of 10 with processes that import torch. Nobody ends a rank because another one failed, as
+    torchrun would: one that hangs is killed after ``timeout_s`` and has the code ``None``.
+    """
+    context = get_context("fork")
+    port = find_free_port()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        processes = [context.Process(target=_enter, args=(r, ranks, port, folder, args)) for r in range(ranks)]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_s
+        codes = []
+        for process in processes:
+            process.join(timeout=max(deadline - time.monotonic(), 0.1))
+            codes.append(process.exitcode)
+            process.kill()
+            process.join()
+        printed = [[(folder / f"{r}.{kind}").read_text() for kind in ("out", "err")] for r in range(ranks)]
+    return [Ended(code=code, out=out, err=err) for code, (out, err) in zip(codes, printed, strict=True)]
+
+
+def _enter(rank: int, ranks: int, port: int, folder: Path, args: tuple[str, ...]) -> None:
+    values = (rank, rank, 0, ranks, ranks, "127.0.0.1", port)
+    os.environ.update({name: str(value) for name, value in zip(OURS, values, strict=True)}, TORCHELASTIC_RUN_ID="test")
+    for number, kind in ((1, "out"), (2, "err")):
+        with (folder / f"{rank}.{kind}").open("w") as file:
+            os.dup2(file.fileno(), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    # Lightning's messages go through the handlers of whoever imported it first, here pytest's.
+    logging.basicConfig(force=True, stream=sys.stderr, format="%(message)s")
+    sys.argv = ["lit_fsdp", *args]
+    sys.exit(main(args))
