@@ -1,0 +1,80 @@
+"""However the processes of a run are started, it is the same run."""
+
+import csv
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+from launches import OURS, Ended, find_free_port, run_processes, torchrun, write_run
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+from lit_fsdp import FSDP2Strategy
+
+RUN = ("-m", "lit_fsdp", "fit", "--config=run.yaml")
+NODES = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1")
+
+
+def read_losses(name: str) -> list[float]:
+    """The losses that the only run of this name has logged."""
+    (version,) = Path("runs", name).iterdir()
+    with (version / "metrics.csv").open() as file:
+        return [float(row["train/loss"]) for row in csv.DictReader(file)]
+
+
+def check(*ended: Ended) -> None:
+    for process in ended:
+        assert process.code == 0, process.err
+    assert sum(process.out.count("Run summary") for process in ended) == 1
+
+
+@pytest.mark.slow
+def test_all_launchers_give_the_losses_of_one_device_at_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path)
+    check(*run_processes([*RUN, "--run_name=one", "--trainer.devices=1", "--data.batch_size=8"]))
+    check(*run_processes([*RUN, "--run_name=lightning", "--trainer.devices=2"]))
+    check(torchrun("fit", "--config=run.yaml", "--run_name=torchrun"))
+    port = find_free_port()
+    nodes = [[*NODES, f"--master-port={port}", f"--node-rank={k}", *RUN, "--run_name=nodes"] for k in range(2)]
+    check(*run_processes(*nodes))
+
+    truth = read_losses("one")
+    assert len(truth) == 4
+    assert read_losses("lightning") == pytest.approx(truth, rel=1e-6)
+    assert read_losses("torchrun") == read_losses("lightning")
+    assert read_losses("nodes") == read_losses("lightning")
+
+
+def test_under_slurm_the_trainer_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+    slurm = {
+        "SLURM_NTASKS": "4",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NODELIST": "n[7-8]",
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1",
+    }
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    strategy = FSDP2Strategy()
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, num_nodes=2, strategy=strategy, logger=False, enable_checkpointing=False
+    )
+    assert isinstance(strategy.cluster_environment, SLURMEnvironment)
+    assert strategy.launcher is None
+    assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (4, 3, 1, 1)
+
+
+def test_without_a_launcher_the_trainer_starts_its_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+    strategy = FSDP2Strategy()
+    pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
+    assert strategy.launcher is not None
