@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -123,18 +123,19 @@ def _find_units(model: nn.Module, modules: dict[str, nn.Module], units: Units) -
             raise ValueError(
                 f"units.classes: got {list(units.classes)}: no module has such a class; the model has: {have}"
             )
-        return _add_ends(modules, blocks, units)
+        return _add_ends(modules, map(_block, blocks), units)
     if units.rule == "min_size":
         assert units.min_num_params is not None
         return [_block(name) for name in _find_by_size(model, units.min_num_params)]
     if units.rule in ("auto", "model_plan") and (plan := _read_model_plan(modules, units)):
-        return plan
+        # A plan that fits in part only names no ends (seen in Transformers 5.23: GPT-NeoX has embed_in).
+        return _add_ends(modules, plan, units)
     if units.rule in ("auto", "no_split_modules"):
         classes = {c for module in modules.values() for c in getattr(module, "_no_split_modules", None) or ()}
         if blocks := _find_by_class(modules, sorted(classes)):
-            return _add_ends(modules, blocks, units)
+            return _add_ends(modules, map(_block, blocks), units)
     if units.rule in ("auto", "repeated_blocks") and (blocks := _find_repeated(modules)):
-        return _add_ends(modules, blocks, units)
+        return _add_ends(modules, map(_block, blocks), units)
     if units.rule != "auto":
         raise ValueError(
             f"units.rule: got {units.rule!r}: it finds nothing in {type(model).__name__}; set rule to 'auto'"
@@ -180,8 +181,11 @@ def _find_by_size(model: nn.Module, min_num_params: int) -> list[str]:
     names: list[str] = []
 
     def visit(name: str, module: nn.Module) -> int:
-        left = sum(p.numel() for p in module.parameters(recurse=False))
-        left += sum(visit(f"{name}.{n}" if name else n, child) for n, child in module.named_children())
+        # Attention of torch uses the weights of its output projection without calling it.
+        is_atomic = isinstance(module, nn.MultiheadAttention)
+        left = sum(p.numel() for p in module.parameters(recurse=is_atomic))
+        if not is_atomic:
+            left += sum(visit(f"{name}.{n}" if name else n, child) for n, child in module.named_children())
         is_callable = not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
         if name and is_callable and left >= min_num_params:
             names.append(name)
@@ -230,14 +234,16 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))
 
 
-def _add_ends(modules: dict[str, nn.Module], blocks: list[str], units: Units) -> list[Unit]:
-    """Add embeddings and head, which the model names itself, as units beside the blocks."""
+def _add_ends(modules: dict[str, nn.Module], found: Iterable[Unit], units: Units) -> list[Unit]:
+    """Add embeddings and heads, which the model names itself, where they are in no unit yet; in module order."""
+    found = list(found)
     embeddings = _find_ends(modules, "", "get_input_embeddings") if units.own_embeddings else []
     heads = _find_ends(modules, "", "get_output_embeddings")
-    outside = [n for n in (*embeddings, *heads) if not any(n == b or n.startswith(f"{b}.") for b in blocks)]
-    kinds: dict[str, Kind] = dict.fromkeys(blocks, "block")
-    kinds |= {name: "embedding" if name in embeddings else "head" for name in outside}
-    return [Unit(names=(name,), kind=kinds[name]) for name in modules if name in kinds]
+    kinds: dict[str, Kind] = dict.fromkeys(heads, "head")
+    kinds |= dict.fromkeys(embeddings, "embedding")
+    found += [Unit(names=(name,), kind=kind) for name, kind in kinds.items() if _find_owner(f"{name}.", found) is None]
+    order = {name: i for i, name in enumerate(modules)}
+    return sorted(found, key=lambda unit: order[unit.names[0]])
 
 
 def _find_ends(modules: dict[str, nn.Module], root: str, getter: str) -> list[str]:
@@ -261,9 +267,11 @@ def _has_parameters(modules: dict[str, nn.Module], unit: Unit) -> bool:
 def _drop_shared(model: nn.Module, units: list[Unit]) -> list[Unit]:
     """Leave out embeddings and heads that share a parameter with another unit, and all blocks that do."""
     owners: dict[int, set[int]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = _find_owner(name, units)
-        owners.setdefault(id(parameter), set()).add(-1 if owner is None else owner)
+    # Not named_parameters(remove_duplicate=False): it also lists a module again that has two names.
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owner = _find_owner(f"{name}.{key}" if name else key, units)
+            owners.setdefault(id(parameter), set()).add(-1 if owner is None else owner)
     shared = {i for indices in owners.values() if len(indices) > 1 for i in indices}
     return [unit for i, unit in enumerate(units) if i not in shared]
 
