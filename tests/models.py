@@ -1,0 +1,89 @@
+"""Tiny models of many families, and a parent that holds one as a LightningModule does."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
+
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_WIDTH = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 67, **_ENDS}
+_GATED = {**_WIDTH, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
+LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
+    "llama": _GATED,
+    "qwen3": _GATED,
+    "mixtral": {**_GATED, "num_local_experts": 4},
+    "gpt_neox": {**_WIDTH, "intermediate_size": 64},
+    "opt": {**_WIDTH, "ffn_dim": 64, "word_embed_proj_dim": 32},
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 67, "n_positions": 32, **_ENDS},
+}
+
+
+class Parent(nn.Module):
+    """Holds a model as ``model``, as a LightningModule does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
+class Block(nn.Module):
+    """A residual block of two linears and a norm."""
+
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """Plain torch: blocks between two linears, with one parameter of its own."""
+
+    def __init__(self, width: int = 7, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.last = nn.Linear(width, 3)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def reset_parameters(self) -> None:
+        """Set what is not in a child."""
+        nn.init.ones_(self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) * self.scale
+
+
+def build_language_model(family: str, device: str = "meta", **config: Any) -> Any:
+    """Return a tiny causal language model of a family of Transformers."""
+    settings = AutoConfig.for_model(family, **{**LANGUAGE_MODELS[family], **config})
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(settings)
+
+
+def build_image_model(device: str = "meta") -> Any:
+    """Return a tiny vision transformer."""
+    config = {k: v for k, v in _WIDTH.items() if k.startswith(("hidden", "num"))}
+    settings = AutoConfig.for_model("vit", **config, intermediate_size=64, image_size=16, patch_size=8)
+    with torch.device(device):
+        return AutoModelForImageClassification.from_config(settings)
+
+
+def make_tokens(num_rows: int = 2, length: int = 8, vocab_size: int = 67) -> Tensor:
+    """Return the same random tokens on every rank."""
+    return torch.randint(3, vocab_size, (num_rows, length), generator=torch.Generator().manual_seed(3))
+
+
+def compute_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Return the next-token loss of a Transformers model, possibly inside a ``Parent``."""
+    return model(input_ids=tokens, labels=tokens).loss
