@@ -16,6 +16,7 @@ import torch.distributed as dist
 # Private, seen in lightning 2.6.6: what its own strategies are made of.
 from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.plugins.precision import MixedPrecision as AutocastPrecision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
@@ -89,8 +90,8 @@ class FSDP2Strategy(ParallelStrategy):
         print_plan: bool = True,
         timeout_s: float = 1800.0,
     ) -> None:
-        self.mixed_precision = mixed_precision  # read by the setter of precision_plugin, during super()
         super().__init__()
+        self.mixed_precision = mixed_precision
         self.mesh = mesh or Mesh()
         self.units = units or Units()
         self.sharding = sharding or Sharding()
@@ -133,28 +134,22 @@ class FSDP2Strategy(ParallelStrategy):
     @property
     @override
     def precision_plugin(self) -> FSDP2Precision:
-        if not isinstance(self._precision_plugin, FSDP2Precision):
-            self.precision_plugin = None
-        assert isinstance(self._precision_plugin, FSDP2Precision)
-        return self._precision_plugin
+        # The Trainer sets it; only a strategy without a Trainer has none.
+        return self._precision_plugin or FSDP2Precision(override=self.mixed_precision)
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         # Lightning cannot know ours and hands over its own, with what was asked for in it.
-        if isinstance(plugin, FSDP2Precision):
-            self._precision_plugin = plugin
+        self._precision_plugin: FSDP2Precision | None = None
+        if plugin is None:
             return
-        if plugin is not None and type(plugin) not in (
-            Precision,
-            HalfPrecision,
-            AutocastPrecision,
-            DoublePrecision,
-        ):
-            raise ValueError(f"FSDP2Strategy cannot work with {type(plugin).__name__}; leave out trainer.plugins")
-        precision = "32-true" if plugin is None else str(plugin.precision)
-        devices = getattr(self, "_parallel_devices", None)  # not set yet during super().__init__
-        device_type = devices[0].type if devices else "cuda"
-        self._precision_plugin = FSDP2Precision(precision, self.mixed_precision, device_type)
+        known = (Precision, HalfPrecision, AutocastPrecision, DoublePrecision)
+        if not isinstance(plugin, FSDP2Precision):
+            if type(plugin) not in known:
+                raise ValueError(f"FSDP2Strategy cannot work with {type(plugin).__name__}; leave out trainer.plugins")
+            device_type = "cuda" if isinstance(self.accelerator, CUDAAccelerator) else "cpu"  # devices come later
+            plugin = FSDP2Precision(str(plugin.precision), self.mixed_precision, device_type)
+        self._precision_plugin = plugin
 
     # From the Trainer's construction to the process group
 

@@ -206,9 +206,9 @@ class Task(LightningModule):
     def _log_eval_loss(self, stage: str, metric: MeanMetric) -> None:
         if metric.update_called:
             loss = metric.compute().float()  # over all ranks
-            self.log(f"{stage}/loss", loss)
+            self.log(f"{stage}/loss", loss, sync_dist=True)  # equal on all ranks already
             if self.target_name == "tokens":
-                self.log(f"{stage}/perplexity", loss.exp())
+                self.log(f"{stage}/perplexity", loss.exp(), sync_dist=True)
         metric.reset()
 
     # Optimizer

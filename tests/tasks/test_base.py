@@ -1,0 +1,244 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import nn
+from training import (
+    EVEN,
+    OPTIMIZER,
+    Recorder,
+    Result,
+    Rows,
+    build_task,
+    build_trainer,
+    collate,
+    gather_weights,
+    list_differences,
+    make_rows,
+    save_model,
+    train_plainly,
+)
+from transformers import AutoModelForCausalLM
+
+from lit_fsdp import FSDP2Strategy, MixedPrecision
+from lit_fsdp.tasks import CausalLM, Optimizer, Schedule, Task
+from lit_fsdp.tasks.loading import build_train_loader
+from ranks import run_ranks
+
+TOLERANCE = 1e-6
+
+
+def train_and_compare(
+    folder: Path, truth: Result, make_strategy: Callable[[], Any], batch_size: int, accumulate: int
+) -> None:
+    recorder = Recorder()
+    trainer = build_trainer(make_strategy(), callbacks=[recorder], accumulate_grad_batches=accumulate)
+    task = build_task(folder)
+    trainer.fit(task, Rows(64, batch_size))
+    recorder.result.weights = gather_weights(task)
+    if trainer.is_global_zero:  # which holds the gathered weights
+        differences = list_differences(recorder.result, truth)
+        assert max(differences.values()) <= TOLERANCE, differences
+
+
+@pytest.mark.parametrize(
+    ("make_strategy", "world_size", "batch_size", "accumulate"),
+    [
+        (lambda: SingleDeviceStrategy("cpu"), 1, 8, 1),
+        (lambda: SingleDeviceStrategy("cpu"), 1, 2, 4),
+        (DDPStrategy, 2, 4, 1),
+        (DDPStrategy, 2, 2, 2),
+        (lambda: FSDP2Strategy(print_plan=False), 2, 1, 4),
+    ],
+    ids=["1x8", "1x2x4", "ddp 2x4", "ddp 2x2x2", "fsdp2 2x1x4"],
+)
+def test_the_loss_of_a_step_does_not_depend_on_how_the_batch_is_split(
+    make_strategy: Callable[[], Any], world_size: int, batch_size: int, accumulate: int, tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "model", **EVEN)
+    args = (folder, train_plainly(folder), make_strategy, batch_size, accumulate)
+    run_ranks(train_and_compare, *args, world_size=world_size)
+
+
+class FirstRows(Rows):
+    """One epoch of three micro-batches per rank."""
+
+    def train_dataloader(self) -> Any:
+        rows = make_rows(64, 3 * self.batch_size * self.trainer.world_size)
+        return build_train_loader(
+            rows, batch_size=self.batch_size, collate=collate, shuffle=False, trainer=self.trainer
+        )
+
+
+def train_an_epoch(folder: Path, out: Path, batch_size: int) -> None:
+    recorder = Recorder()
+    trainer = build_trainer(
+        FSDP2Strategy(print_plan=False), callbacks=[recorder], max_steps=-1, max_epochs=1, accumulate_grad_batches=2
+    )
+    trainer.fit(build_task(folder), FirstRows(64, batch_size))
+    if trainer.is_global_zero:
+        torch.save((recorder.result.losses, recorder.result.grad_norms), out)
+
+
+def test_a_last_step_of_fewer_micro_batches_is_a_mean_over_what_it_has(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", **EVEN)
+    run_ranks(train_an_epoch, folder, tmp_path / "out", 4, world_size=2)
+    losses, norms = torch.load(tmp_path / "out")
+    assert len(losses) == 2  # of two micro-batches, then of one
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps, weight_decay=0.1)
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p.ndim >= 2]
+    norm_weights = [p for p in model.parameters() if p.ndim < 2]
+    optimizer.add_param_group({"params": norm_weights, "weight_decay": 0.0})
+    rows = make_rows(64, 24)
+    for step, part in enumerate((rows[:16], rows[16:])):
+        loss = model(**collate(part)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        assert losses[step] == pytest.approx(float(loss.detach()), abs=TOLERANCE)
+        assert norms[step] == pytest.approx(float(norm), abs=TOLERANCE)
+
+
+def train_in(folder: Path, out: Path, options: dict[str, Any], mixed_precision: MixedPrecision | None) -> None:
+    recorder = Recorder()
+    strategy = FSDP2Strategy(print_plan=False, mixed_precision=mixed_precision)
+    trainer = build_trainer(strategy, callbacks=[recorder], **options)
+    task = build_task(folder)
+    trainer.fit(task, Rows(64, 4))
+    state = next(iter(trainer.optimizers[0].state.values()))
+    if trainer.is_global_zero:
+        facts = {
+            "losses": recorder.result.losses,
+            "parameter": next(task.parameters()).dtype,
+            "optimizer": state["exp_avg"].dtype,
+            "frequencies": next(b.dtype for n, b in task.named_buffers() if n.endswith("inv_freq")),
+            "is_fused": trainer.optimizers[0].param_groups[0]["fused"],
+        }
+        torch.save(facts, out)
+
+
+@pytest.mark.parametrize(
+    ("options", "mixed_precision", "stored", "tolerance"),
+    [
+        ({"precision": "32-true"}, None, torch.float32, 1e-6),
+        ({"precision": "bf16-mixed"}, None, torch.float32, 0.02),
+        ({"precision": "bf16-true"}, None, torch.bfloat16, 0.03),
+        ({}, MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32"), torch.float32, 0.02),
+        ({}, MixedPrecision(param_dtype="float16", reduce_dtype="float32"), torch.float32, 0.01),
+    ],
+    ids=["32-true", "bf16-mixed", "bf16-true", "explicit bf16", "explicit fp16 with loss scaling"],
+)
+def test_precisions_store_what_they_say_and_follow_the_float32_curve(
+    options: dict[str, Any],
+    mixed_precision: MixedPrecision | None,
+    stored: torch.dtype,
+    tolerance: float,
+    tmp_path: Path,
+) -> None:
+    folder = save_model(tmp_path / "model", **EVEN)
+    truth = train_plainly(folder)
+    run_ranks(train_in, folder, tmp_path / "out", options, mixed_precision)
+    facts = torch.load(tmp_path / "out")
+    assert facts["parameter"] == facts["optimizer"] == stored
+    assert facts["frequencies"] == torch.float32
+    assert facts["is_fused"] is (mixed_precision is None or mixed_precision.param_dtype != "float16")
+    differences = [abs(a - b) for a, b in zip(facts["losses"], truth.losses, strict=True)]
+    assert max(differences) <= tolerance
+    assert (max(differences) > 1e-6) is (tolerance > 1e-6)  # it did compute in another dtype
+
+
+class Linear(Task):
+    """A task of one layer, to look at its optimizer."""
+
+    def configure_model(self) -> None:
+        self.layer = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.weigh_loss(self.layer(batch).square().sum(), torch.tensor(batch.numel()))
+
+
+def fit_linear(task: Task, **options: Any) -> list[float]:
+    """Return the learning rate of every step."""
+    rates: list[float] = []
+
+    class Read(pl.Callback):
+        def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", callbacks=[Read()], **quiet, enable_model_summary=False, **options)
+    trainer.fit(task, torch.utils.data.DataLoader(torch.ones(10, 4), batch_size=1))
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (Schedule(shape="constant"), [1.0] * 10),
+        (Schedule(shape="constant", warmup_steps=2), [0.0, 0.5] + [1.0] * 8),
+        (Schedule(shape="linear"), [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
+        (Schedule(shape="linear", warmup_fraction=0.2), [0.0, 0.5, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
+    ],
+)
+def test_schedules_move_the_learning_rate_as_they_say(schedule: Schedule, expected: list[float]) -> None:
+    rates = fit_linear(Linear(Optimizer(learning_rate=1.0), schedule), max_steps=10)
+    assert rates == pytest.approx(expected)
+
+
+def test_cosine_ends_at_the_min_factor() -> None:
+    rates = fit_linear(Linear(Optimizer(learning_rate=2.0), Schedule(shape="cosine", min_factor=0.1)), max_steps=10)
+    assert rates[0] == pytest.approx(2.0)
+    assert rates == sorted(rates, reverse=True)
+    assert 0.2 < rates[-1] < 0.3
+
+
+def test_norms_and_biases_are_not_decayed() -> None:
+    task = Linear(Optimizer(weight_decay=0.5))
+    fit_linear(task, max_steps=1)
+    decay = {id(p): g["weight_decay"] for g in task.optimizers().param_groups for p in g["params"]}
+    assert {n: decay[id(p)] for n, p in task.layer.named_parameters()} == {
+        "0.weight": 0.5,
+        "0.bias": 0.0,
+        "1.weight": 0.0,
+        "1.bias": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Linear(schedule=Schedule(warmup_steps=-1)), "warmup_steps -1"),
+        (lambda: Linear(schedule=Schedule(warmup_steps=1, warmup_fraction=0.1)), "both set"),
+        (lambda: Linear(schedule=Schedule(shape="linear", min_factor=0.1)), "not used by shape 'linear'"),
+        (lambda: Linear(schedule=Schedule(shape="cosine", min_factor=2.0)), "expected 0 to 1"),
+        (lambda: Linear(Optimizer(learning_rate=0.0)), "expected above 0"),
+    ],
+)
+def test_contradictions_are_refused_when_the_task_is_built(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_schedule_without_an_end_is_refused_unless_it_is_constant() -> None:
+    with pytest.raises(ValueError, match="no end"):
+        fit_linear(Linear(schedule=Schedule(shape="linear")), max_steps=-1, max_epochs=-1, max_time="00:00:00:01")
+
+
+def test_fused_adamw_with_float16_gradients_is_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", **EVEN)
+
+    def body() -> None:
+        strategy = FSDP2Strategy(print_plan=False, mixed_precision=MixedPrecision(param_dtype="float16"))
+        task = CausalLM(pretrained=str(folder), optimizer=Optimizer(fused=True))
+        with pytest.raises(ValueError, match="float16 gradients overflow"):
+            build_trainer(strategy).fit(task, Rows(64, 8))
+
+    run_ranks(body, world_size=1)
