@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -107,7 +108,10 @@ class CausalLM(Task):
             raise ValueError(f"config.model_type: got {model_type!r}: Transformers has no such model") from None
         if unknown := sorted(name for name in settings if not hasattr(config, name)):
             raise ValueError(f"config: {', '.join(unknown)}: no settings of {type(config).__name__}")
-        return AutoConfig.for_model(model_type, **settings)
+        try:
+            return AutoConfig.for_model(model_type, **settings)
+        except StrictDataclassError as error:
+            raise ValueError(f"config: {error.__cause__ or error}") from error
 
     # Steps
 

@@ -1,0 +1,210 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from training import EVEN, build_trainer, gather_weights, make_rows, save_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lit_fsdp import FSDP2Strategy
+from lit_fsdp.tasks import CausalLM, TextData, TrainTokenizer
+from ranks import run_ranks
+
+TINY = {"model_type": "llama", "num_hidden_layers": 2, "max_position_embeddings": 64, **EVEN, "vocab_size": 300}
+
+
+def make_data(folder: Path, **options: Any) -> TextData:
+    """Return data of a few short documents, with a tokenizer trained on them."""
+    path = folder / "text.jsonl"
+    rows = [{"text": f"the number {i} comes after the number {i - 1}."} for i in range(1, 60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"seq_length": 16, "batch_size": 2, "num_workers": 0, "cache_dir": str(folder / "cache"), **options}
+    return TextData(train=str(path), tokenizer=TrainTokenizer(vocab_size=300), **settings)
+
+
+def test_the_loss_of_padded_and_packed_batches_is_that_of_transformers(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", **EVEN)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    task = CausalLM(pretrained=str(folder))
+    task.model = model
+    rows = make_rows(64, 4)
+    ids, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
+    expected = model(input_ids=ids, labels=labels).loss
+    loss_sum, num_targets = task.compute_loss({"input_ids": ids, "labels": labels})
+    assert num_targets == (labels[:, 1:] != -100).sum()
+    assert float((loss_sum / num_targets).detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
+
+    mask = torch.ones_like(ids)
+    mask[0, 10:] = 0
+    cut = labels.masked_fill(mask == 0, -100)
+    expected = model(input_ids=ids, attention_mask=mask, labels=cut).loss
+    loss_sum, num_targets = task.compute_loss({"input_ids": ids, "labels": cut, "attention_mask": mask})
+    assert float((loss_sum / num_targets).detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
+
+
+def test_a_batch_without_targets_has_a_loss_of_zero_and_a_gradient(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", **EVEN)
+    task = CausalLM(pretrained=str(folder))
+    task.model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    loss_sum, num_targets = task.compute_loss({"input_ids": ids, "labels": torch.full_like(ids, -100)})
+    assert (float(loss_sum.detach()), int(num_targets)) == (0.0, 0)
+    loss_sum.backward()
+
+
+def test_router_losses_of_a_mixture_of_experts_count_per_target() -> None:
+    config = AutoConfig.for_model(
+        "mixtral",
+        num_hidden_layers=1,
+        num_key_value_heads=4,
+        num_local_experts=4,
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
+        **EVEN,
+    )
+    task = CausalLM(config={"model_type": "mixtral"})
+    task.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    batch = {"input_ids": torch.arange(16).view(2, 8), "labels": torch.arange(16).view(2, 8)}
+    expected = task.model(**batch).loss  # its own: cross entropy + coefficient x router loss
+    loss_sum, num_targets = task.compute_loss(batch)
+    assert float((loss_sum / num_targets).detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
+
+
+def train_and_sample(folder: Path, out: Path) -> None:
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=30)
+    task = CausalLM(config=TINY, generation={"max_new_tokens": 8}, sample_prompts=["the number", "1"])
+    data = make_data(folder)
+    trainer.fit(task, datamodule=data)
+    with torch.no_grad():
+        texts = task.generate(["the number", "1"])
+    weights = gather_weights(task)
+    if trainer.is_global_zero:
+        torch.save((texts, weights, task.model.config.to_dict()), out)
+
+
+def test_generated_text_is_that_of_the_unsharded_model(tmp_path: Path) -> None:
+    run_ranks(train_and_sample, tmp_path, tmp_path / "out")
+    texts, weights, settings = torch.load(tmp_path / "out", weights_only=False)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=torch.float32)
+    model.load_state_dict(weights)
+    data = make_data(tmp_path)
+    data.setup("fit")
+    for prompt, text in zip(["the number", "1"], texts, strict=True):
+        ids = data.tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        eos = data.tokenizer.eos_token_id
+        output = model.generate(ids, max_new_tokens=8, eos_token_id=eos, pad_token_id=eos)
+        assert text == data.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    assert texts[0].strip()
+
+
+def evaluate(folder: Path, model: Path, out: Path) -> None:
+    trainer = build_trainer(FSDP2Strategy(print_plan=False))
+    task = CausalLM(pretrained=str(model))
+    source = str(folder / "text.jsonl")
+    data = make_data(folder, validation=source, test=source, packing=False)
+    metrics = [*trainer.validate(task, datamodule=data, verbose=False)]
+    metrics += trainer.test(task, datamodule=data, verbose=False)
+    if trainer.is_global_zero:
+        torch.save(metrics, out)
+
+
+def test_evaluation_is_the_mean_over_all_tokens_at_every_world_size(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", **{**EVEN, "vocab_size": 300})
+    make_data(tmp_path).setup("fit")
+    found = []
+    for world_size in (1, 2, 3):
+        run_ranks(evaluate, tmp_path, folder, tmp_path / "out", world_size=world_size)
+        found.append(torch.load(tmp_path / "out"))
+    for metrics in found:
+        assert metrics[0]["val/loss"] == pytest.approx(found[0][0]["val/loss"], abs=1e-6)
+        assert metrics[1]["test/loss"] == pytest.approx(found[0][0]["val/loss"], abs=1e-6)
+        perplexity = torch.tensor(metrics[0]["val/loss"]).exp()
+        assert metrics[0]["val/perplexity"] == pytest.approx(float(perplexity), rel=1e-6)
+
+
+class Metrics(pl.Callback):
+    """Keeps what is logged after every step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def on_before_zero_grad(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step > len(self.steps):
+            self.steps.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def fit_twice(folder: Path, out: Path) -> None:
+    seen: list[list[dict[str, float]]] = []
+    for max_steps, ckpt_path in ((4, None), (8, folder / "checkpoint")):
+        metrics = Metrics()
+        trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[metrics], max_steps=max_steps)
+        task = CausalLM(config=TINY)
+        trainer.fit(task, datamodule=make_data(folder), ckpt_path=ckpt_path)
+        if ckpt_path is None:
+            trainer.save_checkpoint(folder / "checkpoint")
+        seen.append(metrics.steps)
+    if trainer.is_global_zero:
+        torch.save((seen, trainer.global_step), out)
+
+
+def test_the_metrics_of_a_step_are_logged_and_tokens_go_on_counting_after_a_resume(tmp_path: Path) -> None:
+    run_ranks(fit_twice, tmp_path, tmp_path / "out")
+    (first, second), last_step = torch.load(tmp_path / "out")
+    names = ("loss", "perplexity", "grad_norm", "learning_rate", "tokens_seen")
+    assert set(first[0]) == {f"train/{name}" for name in names}
+    assert first[0]["train/perplexity"] == pytest.approx(float(torch.tensor(first[0]["train/loss"]).exp()), rel=1e-6)
+    counts = [step["train/tokens_seen"] for step in first]
+    assert counts == sorted(counts)
+    assert last_step == 8
+    assert second[-1]["train/tokens_seen"] > counts[-1] + 2 * counts[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "pretrained or config"),
+        ({"pretrained": "a", "config": {"model_type": "llama"}}, "pretrained or config"),
+        ({"config": {"hidden_size": 8}}, "config.model_type: missing"),
+    ],
+)
+def test_settings_that_name_no_one_model_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CausalLM(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"config": {"model_type": "lama"}}, "Transformers has no such model"),
+        ({"config": {**TINY, "hiden_size": 8}}, "hiden_size: no settings of LlamaConfig"),
+        ({"config": {**TINY, "vocab_size": 10}}, "vocab_size: got 10: the tokenizer has"),
+        ({"config": {**TINY, "num_attention_heads": 5}}, "not a multiple of the number of attention heads"),
+        ({"config": {**TINY, "hidden_size": "x"}}, "hidden_size"),
+        ({"pretrained": "no/such/folder"}, "no such folder"),
+    ],
+)
+def test_models_that_cannot_be_built_are_refused_with_the_reason(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    def body() -> None:
+        with pytest.raises(ValueError, match=message):
+            build_trainer(FSDP2Strategy()).fit(CausalLM(**settings), datamodule=make_data(tmp_path))
+
+    run_ranks(body, world_size=1)
+
+
+def test_a_second_run_of_the_same_object_keeps_its_weights(tmp_path: Path) -> None:
+    def body() -> None:
+        task = CausalLM(config=TINY)
+        trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=2)
+        trainer.fit(task, datamodule=make_data(tmp_path))
+        before: dict[str, Tensor] = {name: w.clone() for name, w in gather_weights(task).items()}
+        source = str(tmp_path / "text.jsonl")
+        trainer.validate(task, datamodule=make_data(tmp_path, validation=source), verbose=False)
+        after = gather_weights(task)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+    run_ranks(body)
