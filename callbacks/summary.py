@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import statistics
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -80,9 +81,12 @@ class RunSummary(Callback):
         if not trainer.is_global_zero:
             return
         table = Table(title="Run summary", show_header=False, title_justify="left")
+        table.add_column()
+        table.add_column(overflow="fold")
         for name, value in self._collect(trainer, peaks, log_dir).items():
             table.add_row(name, value, end_section=False)
-        Console(soft_wrap=True).print(table)
+        # A file or pipe has no width that the paths would have to be cut to.
+        Console(width=None if sys.stdout.isatty() else 200).print(table)
 
     def _collect(self, trainer: Trainer, peaks_gib: list[float], log_dir: str | None) -> dict[str, str]:
         rows = {

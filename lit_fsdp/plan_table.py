@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -21,7 +22,8 @@ def print_plan(model: nn.Module, plan: Sequence[Unit], mesh: DeviceMesh) -> None
         plan: Its units.
         mesh: The ranks it will be sharded over.
     """
-    Console(soft_wrap=True).print(make_table(model, plan, tuple(mesh.mesh.shape)))
+    # A file or pipe has no width that the names would have to be cut to.
+    Console(width=None if sys.stdout.isatty() else 160).print(make_table(model, plan, tuple(mesh.mesh.shape)))
 
 
 def make_table(model: nn.Module, plan: Sequence[Unit], mesh_shape: tuple[int, ...]) -> Table:

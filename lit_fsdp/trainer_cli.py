@@ -44,6 +44,8 @@ _KNOWN_WARNINGS = (
     ".*isinstance\\(treespec, LeafSpec\\).*",  # likewise
     "The dirpath has changed from .*",  # meant: each run has its own folder
 )
+# Where the settings lie that an error may name, the inner ones first.
+_SETTINGS = ("trainer.strategy.init_args", "model.init_args", "data.init_args", "trainer")
 _LOST_CONNECTION = re.compile("Connection (closed|reset) by peer|Socket Timeout|Broken pipe")
 
 
@@ -141,6 +143,7 @@ class TrainerCLI(LightningCLI):
             trainer_defaults={
                 # A class, not the name "fsdp2": so that `--trainer.strategy.mesh.shard=2` finds it in place.
                 "strategy": {"class_path": "lit_fsdp.FSDP2Strategy"},
+                "enable_model_summary": False,  # the strategy prints its units
                 "use_distributed_sampler": False,  # our loaders shard themselves, so that a resume is exact
             },
             seed_everything_default=0,
@@ -199,7 +202,7 @@ class TrainerCLI(LightningCLI):
                 raise failed.error from None
             config = self.config[self.subcommand].as_dict()
             path = _find_settings(config, failed.class_type, failed.settings)
-            raise ConfigError(f"{path}: {line}" if path else line) from failed.error
+            raise ConfigError(_add_path(line, config, path)) from failed.error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer, with our loggers and callbacks where the configuration has none of the kind."""
@@ -214,7 +217,7 @@ class TrainerCLI(LightningCLI):
             line = describe_exception(error, trusted=("lit_fsdp", "lightning"))
             if line is None:
                 raise
-            raise ConfigError(f"trainer: {line}") from error
+            raise ConfigError(_add_path(line, self.config[self.subcommand].as_dict(), "trainer")) from error
 
     def after_instantiate_classes(self) -> None:
         """Let ``--ckpt_path last`` find the last checkpoint of the earlier runs of this name."""
@@ -225,6 +228,11 @@ class TrainerCLI(LightningCLI):
             # Lightning looks into the folder of the new run only, and then starts afresh with a warning.
             if found := list(self.run_root.glob("version_*/checkpoints/last.ckpt")):
                 command["ckpt_path"] = str(max(found, key=lambda p: p.stat().st_mtime).resolve())
+            elif self.subcommand != "fit":
+                raise ConfigError(
+                    f"ckpt_path: got 'last': no run below {self.run_root} has a checkpoint: expected the path of "
+                    "one, or the --run_name of the run that wrote one"
+                )
         elif given and given not in ("last", "best", "hpc") and ":" not in given and not Path(given).exists():
             folder = Path(given).parent
             guess = nearest(Path(given).name, [p.name for p in folder.glob("*")]) if folder.is_dir() else None
@@ -281,6 +289,9 @@ class TrainerCLI(LightningCLI):
                 # The cause is the message of another rank, which a traceback here would bury.
                 who = " and ".join(failed) or "another rank"
                 raise RuntimeError(f"{who} failed first, see the message there ({found[0]})") from error
+            line = describe_exception(error)
+            if line is not None and isinstance(error, ValueError) and not is_debugging():
+                raise ValueError(_add_path(line, self.config[self.subcommand].as_dict())) from error
             raise
 
     def _parse_ckpt_path(self) -> None:
@@ -293,6 +304,23 @@ def _is_no_advertisement(record: logging.LogRecord) -> bool:
 
 def _has(callbacks: list[Callback], kind: type[Callback]) -> bool:
     return any(isinstance(callback, kind) for callback in callbacks)
+
+
+def _add_path(line: str, config: dict[str, Any], path: str = "") -> str:
+    """Begin an error with the YAML path of the setting that it names first, else with ``path``."""
+    name = re.match(r"(\w+)([.: ])", line)
+    sections = [section for section in _SETTINGS if section.startswith(path) or path.startswith(section)]
+    if name is None:
+        return f"{path}: {line}" if path else line
+    for section in [path, *sections]:
+        node: Any = config
+        for key in filter(None, section.split(".")):
+            node = node.get(key) if isinstance(node, dict) else None
+        # `train.jsonl line 3: ...` is about a file, not about the setting `train`.
+        is_setting = isinstance(node, dict) and name[1] in node
+        if is_setting and (name[2] != "." or isinstance(node[name[1]], dict)):
+            return f"{section}.{line}" if section else line
+    return f"{path}: {line}" if path else line
 
 
 def _find_settings(node: Any, class_type: type, settings: Mapping[str, Any], path: str = "") -> str:

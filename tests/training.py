@@ -193,7 +193,8 @@ def fit(folder: Path, out: Path, strategy: dict[str, Any], options: dict[str, An
 def train_sharded(folder: Path, tmp_path: Path, *, world_size: int, strategy: dict[str, Any], **options: Any) -> Result:
     """Train under ``FSDP2Strategy(**strategy)`` and ``Trainer(**options)`` on forked ranks."""
     out = tmp_path / "result.pt"
-    run_ranks(fit, folder, out, strategy, options, world_size=world_size)
+    backend = "cpu:gloo,cuda:nccl" if options.get("accelerator") == "gpu" else "gloo"
+    run_ranks(fit, folder, out, strategy, options, world_size=world_size, backend=backend)
     return Result(**torch.load(out))
 
 

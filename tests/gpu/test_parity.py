@@ -1,0 +1,72 @@
+"""The parity of tests/test_parity.py on CUDA: one rank for each GPU, up to four."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training import EVEN, TIED, list_differences, save_model, train_plainly, train_sharded
+
+from lit_fsdp import Mesh, MixedPrecision, Offload, Recompute, Sharding
+
+pytestmark = pytest.mark.gpu
+
+# Matrix products on a GPU sum in another order than the CPU run they are compared with; TF32 stays off.
+TOLERANCE = 1e-5
+
+
+def count_ranks() -> int:
+    """One, two or four: what divides the global batch. Counting does not touch CUDA, so ranks can fork."""
+    return max(n for n in (1, 2, 4) if n <= torch.cuda.device_count())
+
+
+@pytest.mark.parametrize(
+    ("config", "strategy", "options"),
+    [
+        (EVEN, {}, {}),
+        (TIED, {"sharding": Sharding(reshard_after_forward=False)}, {}),
+        (EVEN, {"offload": Offload(), "recompute": Recompute(mode="full")}, {}),
+        (EVEN, {"offload": Offload(pin_memory=False)}, {"accumulate_grad_batches": 2}),
+        (EVEN, {"sharding": Sharding(hold_gradients=True)}, {"accumulate_grad_batches": 2}),
+    ],
+    ids=["full", "grad_op tied", "offload recompute", "offload unpinned accumulate", "hold gradients"],
+)
+def test_training_on_gpus_equals_one_cpu(
+    config: dict[str, Any], strategy: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "model", **config)
+    truth = train_plainly(folder)
+    result = train_sharded(folder, tmp_path, world_size=count_ranks(), strategy=strategy, accelerator="gpu", **options)
+    differences = list_differences(result, truth)
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+def test_low_precision_follows_the_float32_curve(precision: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", **EVEN)
+    truth = train_plainly(folder)
+    result = train_sharded(
+        folder, tmp_path, world_size=count_ranks(), strategy={}, accelerator="gpu", precision=precision
+    )
+    differences = [abs(a - b) for a, b in zip(result.losses, truth.losses, strict=True)]
+    assert 1e-6 < max(differences) <= 0.03
+
+
+def test_float16_gradients_in_host_memory_are_unscaled_there(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", **EVEN)
+    truth = train_plainly(folder)
+    strategy = {"offload": Offload(), "mixed_precision": MixedPrecision(reduce_dtype="float32")}
+    result = train_sharded(
+        folder, tmp_path, world_size=count_ranks(), strategy=strategy, accelerator="gpu", precision="16-mixed"
+    )
+    differences = [abs(a - b) for a, b in zip(result.losses, truth.losses, strict=True)]
+    assert max(differences) <= 0.03
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="2 x 2 takes 4 GPUs")
+def test_hybrid_sharding_on_four_gpus_equals_one_cpu(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", **EVEN)
+    truth = train_plainly(folder)
+    result = train_sharded(folder, tmp_path, world_size=4, strategy={"mesh": Mesh(replicate=2)}, accelerator="gpu")
+    differences = list_differences(result, truth)
+    assert max(differences.values()) <= TOLERANCE, differences
