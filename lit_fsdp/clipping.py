@@ -19,7 +19,7 @@ def compute_grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> T
 
     Args:
         parameters: Those without a gradient are left out.
-        norm_type: Power of the norm; ``inf`` is the largest absolute value.
+        norm_type: Power of the norm; ``inf`` is the largest absolute value, where NaN counts as infinite.
     """
     by_mesh: dict[Any, list[Tensor]] = {}
     device = torch.device("cpu")
@@ -32,7 +32,8 @@ def compute_grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> T
     total = torch.zeros((), device=device)
     for key, gradients in by_mesh.items():
         norms = torch.stack([norm.to(device) for norm in _compute_norms(gradients, norm_type)])
-        part = norms.max() if is_max else (norms**norm_type).sum()
+        # The largest of several ranks' numbers leaves out NaN (seen with gloo in torch 2.13), but never inf.
+        part = norms.max().nan_to_num(nan=math.inf, posinf=math.inf) if is_max else (norms**norm_type).sum()
         for group in [] if key is None else [key[0].get_group(dim) for dim in key[1]]:
             dist.all_reduce(part, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
         total = torch.maximum(total, part) if is_max else total + part

@@ -9,10 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-
-# Private, seen in torch 2.13: the only wrapper whose name disappears from parameter names and state dicts.
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 # Matrix products and attention: most of the compute of a block in a small part of its activations.
 DEFAULT_SAVED_OPS = (
@@ -59,10 +56,12 @@ class Recompute:
 
 
 def apply_recompute(model: nn.Module, recompute: Recompute, blocks: Sequence[str]) -> list[str]:
-    """Wrap every n-th block; return the names of those. Must run before the model is sharded.
+    """Make every n-th block recompute; return the names of those. Must run before the model is sharded.
+
+    Only their ``forward`` is replaced: a wrapper module would change the names of all parameters inside it.
 
     Args:
-        model: Holds the blocks; changed in place. Names of parameters stay as they are.
+        model: Holds the blocks; changed in place.
         recompute: The setting.
         blocks: Names of the modules to choose from.
 
@@ -83,8 +82,8 @@ def apply_recompute(model: nn.Module, recompute: Recompute, blocks: Sequence[str
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _make_policy(saved))
     chosen = list(blocks)[:: recompute.every]
     for name in chosen:
-        wrapped = checkpoint_wrapper(model.get_submodule(name), checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options)
-        model.set_submodule(name, wrapped)
+        block = model.get_submodule(name)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
     return chosen
 
 
