@@ -86,4 +86,4 @@ def make_tokens(num_rows: int = 2, length: int = 8, vocab_size: int = 67) -> Ten
 
 def compute_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """Return the next-token loss of a Transformers model, possibly inside a ``Parent``."""
-    return model(input_ids=tokens, labels=tokens).loss
+    return model(input_ids=tokens, labels=tokens, use_cache=False).loss

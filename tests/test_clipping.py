@@ -1,0 +1,147 @@
+"""Norm and clipping of shards equal those of ``torch.nn.utils`` on the whole model."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from lit_fsdp.clipping import clip_grad_norm, clip_grad_value, compute_grad_norm, scale_gradients
+from ranks import run_ranks
+
+SHAPES = [(7, 5), (1, 9), (2,), (4, 3, 2), (1,), (13,)]  # some with fewer rows than ranks
+NORMS = [1.0, 2.0, 3.0, math.inf]
+
+
+def make_parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator) * 3
+    parameters.append(nn.Parameter(torch.ones(3)))  # without a gradient
+    return parameters
+
+
+def shard_parameters(
+    mesh: DeviceMesh, placements: Sequence[Placement], num_plain: int = 0
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return whole parameters, and the same sharded but for the last few."""
+    whole, sharded = make_parameters(), []
+    for i, parameter in enumerate(make_parameters()):
+        if i >= len(SHAPES) - num_plain:
+            sharded.append(parameter)
+            continue
+        assert parameter.grad is not None
+        made = nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements))
+        made.grad = distribute_tensor(parameter.grad, mesh, placements)
+        sharded.append(made)
+    return whole, sharded
+
+
+def to_full(tensor: Tensor | None) -> Tensor | None:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check(mesh: DeviceMesh, placements: Sequence[Placement], num_plain: int = 0) -> None:
+    for norm_type in NORMS:
+        for max_norm in (0.5, 1e6):
+            whole, sharded = shard_parameters(mesh, placements, num_plain)
+            expected = torch.nn.utils.clip_grad_norm_(whole, max_norm, norm_type)
+            torch.testing.assert_close(compute_grad_norm(sharded, norm_type), expected, rtol=1e-6, atol=0)
+            norm = clip_grad_norm(iter(sharded), max_norm, norm_type)
+            torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+            for a, b in zip(sharded, whole, strict=True):
+                torch.testing.assert_close(to_full(a.grad), b.grad, rtol=1e-6, atol=1e-7)
+    whole, sharded = shard_parameters(mesh, placements, num_plain)
+    torch.nn.utils.clip_grad_value_(whole, 0.7)
+    clip_grad_value(iter(sharded), 0.7)
+    for a, b in zip(sharded, whole, strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        assert b.grad is None or torch.equal(to_full(a.grad), b.grad)
+
+
+@pytest.mark.parametrize("num_shards", [2, 3])
+def test_shards_that_are_uneven_or_empty_equal_the_whole(num_shards: int) -> None:
+    def body() -> None:
+        check(init_device_mesh("cpu", (num_shards,)), [Shard(0)])
+
+    run_ranks(body, world_size=num_shards)
+
+
+def test_copies_are_counted_once() -> None:
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        check(mesh, [Replicate(), Shard(0)])
+
+    run_ranks(body, world_size=4)
+
+
+def test_plain_tensors_beside_shards_are_counted_once() -> None:
+    def body() -> None:
+        check(init_device_mesh("cpu", (3,)), [Shard(0)], num_plain=2)
+
+    run_ranks(body, world_size=3)
+
+
+def test_parameters_of_two_meshes_have_one_norm() -> None:
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        whole, sharded = shard_parameters(mesh, [Replicate(), Shard(0)])
+        _, flat = shard_parameters(init_device_mesh("cpu", (4,)), [Shard(0)])
+        for norm_type in NORMS:
+            expected = torch.nn.utils.get_total_norm([p.grad for p in whole if p.grad is not None], norm_type)
+            mixed = [*sharded[:3], *flat[3:]]
+            torch.testing.assert_close(compute_grad_norm(mixed, norm_type), expected, rtol=1e-6, atol=0)
+
+    run_ranks(body, world_size=4)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_gradient_on_one_rank_shows_on_every_rank(bad: float) -> None:
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (3,))
+        for norm_type in NORMS:
+            for rank in range(3):
+                _, sharded = shard_parameters(mesh, [Shard(0)])
+                grad = sharded[0].grad
+                assert isinstance(grad, DTensor)
+                if dist.get_rank() == rank:
+                    grad.to_local()[0] = bad
+                norm = float(compute_grad_norm(sharded, norm_type))
+                is_nan = math.isnan(bad) and norm_type != math.inf
+                assert math.isnan(norm) if is_nan else norm == math.inf, (norm_type, rank, norm)
+
+    run_ranks(body, world_size=3)
+
+
+def test_without_gradients_the_norm_is_zero_and_nothing_is_done() -> None:
+    parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+    for norm_type in NORMS:
+        assert float(clip_grad_norm(parameters, 1.0, norm_type)) == 0.0
+    clip_grad_value(parameters, 1.0)
+    assert [p.grad for p in parameters] == [None, None]
+    assert float(compute_grad_norm([])) == 0.0
+
+
+def test_low_precision_gradients_are_measured_in_float32() -> None:
+    parameter = nn.Parameter(torch.zeros(10_000, dtype=torch.bfloat16))
+    parameter.grad = torch.full_like(parameter, 0.01)
+    norm = clip_grad_norm([parameter], 0.5)
+    assert norm.dtype == torch.float32
+    assert float(norm) == pytest.approx(float(torch.tensor(0.01).bfloat16()) * 100, rel=1e-5)
+    assert parameter.grad.dtype == torch.bfloat16
+
+
+def test_a_known_norm_is_used_and_an_infinite_limit_only_measures() -> None:
+    parameters = make_parameters()
+    before = [p.grad.clone() for p in parameters if p.grad is not None]
+    norm = clip_grad_norm(parameters, math.inf)
+    assert all(torch.equal(p.grad, b) for p, b in zip(parameters[:-1], before, strict=True))  # type: ignore[arg-type]
+    clip_grad_norm(parameters, 1.0, norm=norm * 2)
+    torch.testing.assert_close(compute_grad_norm(parameters), torch.tensor(0.5), rtol=1e-5, atol=0)
+    scale_gradients(parameters, torch.tensor(4.0))
+    torch.testing.assert_close(compute_grad_norm(parameters), torch.tensor(2.0), rtol=1e-5, atol=0)

@@ -1,0 +1,170 @@
+"""Recomputing changes what is kept and computed twice, and nothing else: no number and no name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import Block, Parent, build_language_model, compute_loss, make_tokens
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lit_fsdp.recompute import Recompute, apply_recompute
+from lit_fsdp.units import Units, iterate_blocks, plan_units
+
+SETTINGS = {
+    "none": Recompute(),
+    "full": Recompute(mode="full"),
+    "every 2": Recompute(mode="full", every=2),
+    "every 3": Recompute(mode="full", every=3),
+    "selective": Recompute(mode="selective"),
+    "only mm": Recompute(mode="selective", saved_ops=["aten.mm"]),
+    "nested": Recompute(mode="full"),
+}
+
+
+def build(device: str = "cpu") -> Parent:
+    torch.manual_seed(0)
+    # Dropout would differ if the random state were not the same when recomputing.
+    return Parent(build_language_model("llama", device, attention_dropout=0.1)).train()
+
+
+def run(name: str) -> tuple[Tensor, dict[str, Tensor], list[int], int]:
+    """Return loss, gradients, how often each block ran, and the operations of matrix products and attention."""
+    model = build()
+    units = Units(classes=["LlamaDecoderLayer", "LlamaMLP"]) if name == "nested" else Units()
+    blocks = list(iterate_blocks(plan_units(model, units)))
+    apply_recompute(model, SETTINGS[name], blocks)
+    counts = [0, 0, 0]
+
+    def count(i: int) -> Callable[..., None]:
+        def add(*_: Any) -> None:
+            counts[i] += 1
+
+        return add
+
+    for i, layer in enumerate(model.model.model.layers):
+        layer.self_attn.q_proj.register_forward_pre_hook(count(i))
+    torch.manual_seed(1)
+    with FlopCounterMode(display=False) as flops:
+        loss = compute_loss(model, make_tokens())
+        loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), gradients, counts, flops.get_total_flops()
+
+
+@pytest.fixture(scope="module")
+def truth() -> tuple[Tensor, dict[str, Tensor], list[int], int]:
+    return run("none")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("full", [2, 2, 2]),
+        ("every 2", [2, 1, 2]),
+        ("every 3", [2, 1, 1]),
+        ("selective", [2, 2, 2]),
+        ("only mm", [2, 2, 2]),
+        ("nested", [2, 2, 2]),
+    ],
+)
+def test_loss_and_gradients_stay_bit_for_bit_while_blocks_run_again(
+    name: str, expected: list[int], truth: tuple[Tensor, dict[str, Tensor], list[int], int]
+) -> None:
+    loss, gradients, counts, _ = run(name)
+    assert counts == expected
+    assert torch.equal(loss, truth[0])
+    assert gradients.keys() == truth[1].keys()
+    assert [n for n in gradients if not torch.equal(gradients[n], truth[1][n])] == []
+
+
+def test_selective_saves_the_expensive_part_and_full_does_not(
+    truth: tuple[Tensor, dict[str, Tensor], list[int], int],
+) -> None:
+    kept, full, half, selective, only_mm = truth[3], *(run(n)[3] for n in ("full", "every 2", "selective", "only mm"))
+    assert kept == selective
+    assert kept < only_mm < half < full  # attention is a small part of so short a sequence
+
+
+def test_names_and_the_module_tree_stay_as_they_are() -> None:
+    model = build("meta")
+    parameters = [name for name, _ in model.named_parameters()]
+    modules = [(name, type(module)) for name, module in model.named_modules()]
+    state = list(model.state_dict())
+    plan = plan_units(model, Units())
+    chosen = apply_recompute(model, Recompute(mode="full"), list(iterate_blocks(plan)))
+    assert chosen == [f"model.model.layers.{i}" for i in range(3)]
+    assert [name for name, _ in model.named_parameters()] == parameters
+    assert [(name, type(module)) for name, module in model.named_modules()] == modules
+    assert list(model.state_dict()) == state
+    assert plan_units(model, Units()) == plan
+
+
+def test_blocks_take_positions_keywords_and_return_structures() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, *, scale: float, more: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            return torch.sin(self.linear(x)) * scale, {"y": more["y"] * 2}
+
+    def compute() -> Tensor:
+        out, extra = model(torch.ones(2, 4), scale=3.0, more={"y": torch.ones(2, 4, requires_grad=True)})
+        return (out + extra["y"]).sum()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Odd())[0]
+    parent = nn.Sequential(model)
+    compute().backward()
+    expected = model.linear.weight.grad.clone()
+    model.zero_grad()
+    apply_recompute(parent, Recompute(mode="full"), ["0"])
+    compute().backward()
+    assert torch.equal(model.linear.weight.grad, expected)
+
+
+def test_less_is_kept_for_backward() -> None:
+    def count_kept(recompute: Recompute) -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Block(16) for _ in range(4)])
+        apply_recompute(model, recompute, [str(i) for i in range(4)])
+        kept: set[tuple[int, int]] = set()
+
+        def pack(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, nn.Parameter):
+                kept.add((tensor.data_ptr(), tensor.nbytes))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = model(torch.ones(64, 16)).sum()
+        return loss.numel() + sum(num_bytes for _, num_bytes in kept)
+
+    assert count_kept(Recompute(mode="full")) < count_kept(Recompute(mode="full", every=2)) < count_kept(Recompute())
+
+
+@pytest.mark.parametrize(
+    ("recompute", "message"),
+    [
+        (Recompute(mode="full", every=0), "recompute.every: got 0: expected 1 or more"),
+        (Recompute(every=2), "recompute.every: got 2 with mode 'none'; set mode to 'full'"),
+        (Recompute(mode="full", saved_ops=["aten.mm"]), "recompute.saved_ops: not used by mode 'full'"),
+        (Recompute(mode="selective", saved_ops=["aten.nothing"]), "got 'aten.nothing': torch has no such operator"),
+        (Recompute(mode="selective", saved_ops=["mm"]), "got 'mm': torch has no such operator"),
+        (Recompute(mode="selective", saved_ops=[""]), "got '': torch has no such operator"),
+        (Recompute(mode="selective", saved_ops=["aten"]), "got 'aten': torch has no such operator"),
+        (Recompute(mode="selective", saved_ops=["nowhere.mm"]), "got 'nowhere.mm': torch has no such operator"),
+    ],
+)
+def test_a_setting_that_means_nothing_is_refused(recompute: Recompute, message: str) -> None:
+    model = nn.Sequential(Block())
+    with pytest.raises(ValueError, match=message):
+        apply_recompute(model, recompute, ["0"])
+    assert "forward" not in vars(model[0])
+
+
+def test_without_blocks_it_is_refused_unless_off() -> None:
+    assert apply_recompute(nn.Linear(2, 2), Recompute(), []) == []
+    with pytest.raises(ValueError, match="got 'full': no blocks were found"):
+        apply_recompute(nn.Linear(2, 2), Recompute(mode="full"), [])
