@@ -9,6 +9,7 @@ from huggingface_hub.errors import StrictDataclassError
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.import_utils import is_flash_attn_2_available
 from typing_extensions import override
 
 from lit_fsdp.tasks.base import Optimizer, Schedule, Task
@@ -74,6 +75,11 @@ class CausalLM(Task):
 
     @override
     def setup(self, stage: str) -> None:
+        if self.attention == "flash_attention_2" and not is_flash_attn_2_available():
+            raise ValueError(
+                "attention: got 'flash_attention_2': it needs a GPU and a package: pip install flash-attn; "
+                "or set sdpa, which is fast too"
+            )
         self._check_vocabulary()
 
     @override
@@ -81,9 +87,12 @@ class CausalLM(Task):
         if self.model is not None:  # a second run of the same object
             return
         with torch.device("meta"):
-            self.model = AutoModelForCausalLM.from_config(
-                self.read_config(), attn_implementation=self.attention, dtype=torch.float32
-            )
+            try:
+                self.model = AutoModelForCausalLM.from_config(
+                    self.read_config(), attn_implementation=self.attention, dtype=torch.float32
+                )
+            except ImportError as error:
+                raise ValueError(f"attention: got {self.attention!r}: {error}") from error
         self.finish_model()
 
     @override
@@ -98,7 +107,11 @@ class CausalLM(Task):
     def read_config(self) -> PreTrainedConfig:
         """Return the model's configuration."""
         if self.pretrained is not None:
-            return AutoConfig.from_pretrained(find_pretrained(self.pretrained))
+            try:
+                return AutoConfig.from_pretrained(find_pretrained(self.pretrained))
+            except (OSError, ValueError) as error:
+                reason = str(error).strip().splitlines()[0]
+                raise ValueError(f"pretrained: got {self.pretrained!r}: {reason}") from error
         assert self.config_settings is not None
         settings = dict(self.config_settings)
         model_type = settings.pop("model_type")

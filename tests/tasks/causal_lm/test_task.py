@@ -183,6 +183,7 @@ def test_settings_that_name_no_one_model_are_refused(settings: dict[str, Any], m
         ({"config": {**TINY, "vocab_size": 10}}, "vocab_size: got 10: the tokenizer has"),
         ({"config": {**TINY, "num_attention_heads": 5}}, "not a multiple of the number of attention heads"),
         ({"config": {**TINY, "hidden_size": "x"}}, "hidden_size"),
+        ({"config": TINY, "attention": "flash_attention_2"}, "pip install flash-attn"),
         ({"pretrained": "no/such/folder"}, "no such folder"),
     ],
 )

@@ -1,0 +1,153 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import StrategyRegistry
+from torch.distributed.tensor import DTensor
+from training import EVEN, Recorder, Rows, build_task, build_trainer, gather_weights, save_model
+
+from lit_fsdp import FSDP2Strategy, Mesh, MixedPrecision, Offload, Recompute, Sharding, Units
+from lit_fsdp.precision_plugin import FSDP2Precision
+from ranks import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("fsdp2", FSDP2Strategy()),
+        ("fsdp2_offload", FSDP2Strategy(offload=Offload())),
+        ("fsdp2_grad_op", FSDP2Strategy(sharding=Sharding(reshard_after_forward=False))),
+        ("fsdp2_hybrid", FSDP2Strategy(mesh=Mesh(replicate=-1, shard="node"))),
+    ],
+)
+def test_registered_names_stand_for_these_settings(name: str, expected: FSDP2Strategy) -> None:
+    found = StrategyRegistry.get(name)
+    assert isinstance(found, FSDP2Strategy)
+    for setting in ("mesh", "units", "sharding", "recompute", "offload", "mixed_precision", "compile"):
+        assert getattr(found, setting) == getattr(expected, setting)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: FSDP2Strategy(mesh=Mesh(replicate=2, shard=3)), {}, "needs 6 ranks, 4 were started"),
+        (lambda: FSDP2Strategy(mesh=Mesh(replicate=-1, shard=-1)), {}, "both -1"),
+        (lambda: FSDP2Strategy(sharding=Sharding(reshard_after_forward=3)), {}, r"expected one of \[2\]"),
+        (lambda: FSDP2Strategy(sharding=Sharding(backward_prefetch=0)), {}, "backward_prefetch: got 0"),
+        (lambda: FSDP2Strategy(offload=Offload(pin_memory=True)), {}, "pinning needs a GPU"),
+        (lambda: FSDP2Strategy(units=Units(rule="classes")), {}, "rule is 'classes'"),
+        (lambda: FSDP2Strategy(recompute=Recompute(every=2)), {}, "with mode 'none'"),
+        (lambda: FSDP2Strategy(timeout_s=0), {}, "timeout_s: got 0"),
+        (FSDP2Strategy, {"precision": "16-mixed"}, "float16 needs a GPU"),
+        (FSDP2Strategy, {"precision": "16-true"}, "nearest: 16-mixed or bf16-true"),
+        (FSDP2Strategy, {"precision": "64-true"}, "expected one of 32-true"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_when_the_trainer_is_built(
+    make: Callable[[], Any], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        pl.Trainer(accelerator="cpu", devices=4, strategy=make(), logger=False, **options)
+
+
+def test_the_precision_of_the_trainer_reaches_the_strategy_and_explicit_dtypes_win() -> None:
+    strategy = FSDP2Strategy(mixed_precision=MixedPrecision(reduce_dtype="bfloat16"))
+    trainer = pl.Trainer(accelerator="cpu", strategy=strategy, precision="bf16-mixed", logger=False)
+    assert isinstance(trainer.precision_plugin, FSDP2Precision)
+    assert trainer.precision == "bf16-mixed"
+    dtypes = strategy.precision_plugin.mixed_precision
+    assert (dtypes.storage_dtype, dtypes.param_dtype, dtypes.reduce_dtype) == ("float32", "bfloat16", "bfloat16")
+
+
+def fit(folder: Path, out: Path | None, max_steps: int, save: Path | None, load: Path | None) -> None:
+    recorder = Recorder()
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[recorder], max_steps=max_steps)
+    task = build_task(folder)
+    data = Rows(64, 8 // trainer.world_size)
+    if load is not None:  # losses of the steps before are not this run's
+        recorder.result.losses = [0.0] * 4
+        recorder.result.grad_norms = [0.0] * 4
+    trainer.fit(task, data, ckpt_path=load)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    recorder.result.weights = gather_weights(task)
+    if out is not None and trainer.is_global_zero:
+        torch.save(vars(recorder.result), out)
+
+
+@pytest.mark.parametrize(("before", "after", "tolerance"), [(2, 2, 0.0), (2, 1, 1e-6), (1, 2, 1e-6)])
+def test_a_resumed_run_goes_on_like_one_that_was_not_interrupted(
+    before: int, after: int, tolerance: float, tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "model", **EVEN)
+    run_ranks(fit, folder, tmp_path / "whole", 8, None, None, world_size=before)
+    run_ranks(fit, folder, None, 4, tmp_path / "checkpoint", None, world_size=before)
+    run_ranks(fit, folder, tmp_path / "resumed", 8, None, tmp_path / "checkpoint", world_size=after)
+    whole, resumed = torch.load(tmp_path / "whole"), torch.load(tmp_path / "resumed")
+    for name in ("losses", "grad_norms"):
+        differences = [abs(a - b) for a, b in zip(whole[name][4:], resumed[name][4:], strict=True)]
+        assert max(differences) <= tolerance
+    assert all((whole["weights"][n] - w).abs().max() <= tolerance for n, w in resumed["weights"].items())
+
+
+def train_with_model_checkpoint(folder: Path) -> None:
+    keeper = ModelCheckpoint(
+        folder / "kept", monitor="train/loss", save_top_k=2, every_n_train_steps=2, save_last="link"
+    )
+    options = {"callbacks": [keeper], "enable_checkpointing": True, "max_steps": 8}
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), **options)
+    trainer.fit(build_task(folder / "model"), Rows(64, 4))
+    kept = sorted(p.name for p in (folder / "kept").iterdir())
+    assert len(kept) == 3
+    last = folder / "kept" / "last.ckpt"
+    assert last.is_symlink()
+    assert (last / "meta.pt").is_file()
+    assert (Path(keeper.best_model_path) / ".metadata").is_file()
+    meta = torch.load(last / "meta.pt", weights_only=True)
+    assert last.resolve().name.endswith(f"step={meta['global_step']}.ckpt")
+
+
+def test_model_checkpoint_keeps_the_best_folders_and_links_the_last(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", **EVEN)
+    run_ranks(train_with_model_checkpoint, tmp_path)
+
+
+def look_inside(folder: Path) -> None:
+    strategy = FSDP2Strategy(print_plan=False)
+    trainer = build_trainer(strategy, max_steps=1)
+    task = build_task(folder)
+    trainer.fit(task, Rows(64, 4))
+    assert all(isinstance(p, DTensor) for p in task.parameters())
+    local = sum(p.to_local().numel() for p in task.parameters() if isinstance(p, DTensor))
+    assert local == sum(p.numel() for p in task.parameters()) // 2  # every size is even
+    state = trainer.optimizers[0].state
+    assert all(isinstance(s["exp_avg"], DTensor) for s in state.values())
+    assert not trainer.validate_loop.inference_mode
+    rank = torch.tensor(float(trainer.global_rank))
+    assert strategy.reduce(rank.clone(), reduce_op="mean") == 0.5
+    assert strategy.reduce(rank.clone(), reduce_op="sum") == 1.0
+    assert strategy.reduce(rank.clone(), reduce_op="max") == 1.0
+    assert strategy.broadcast(trainer.global_rank, src=1) == 1
+    assert strategy.reduce_boolean_decision(trainer.global_rank == 0, all=False)
+    assert not strategy.reduce_boolean_decision(trainer.global_rank == 0, all=True)
+
+
+def test_parameters_and_optimizer_state_are_sharded(tmp_path: Path) -> None:
+    run_ranks(look_inside, save_model(tmp_path / "model", **EVEN))
+
+
+def load_from(path: Path, folder: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_trainer(FSDP2Strategy(print_plan=False)).fit(build_task(folder), Rows(64, 4), ckpt_path=path)
+
+
+def test_what_is_no_checkpoint_folder_is_refused_on_every_rank(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", **EVEN)
+    (tmp_path / "empty").mkdir()
+    run_ranks(load_from, tmp_path / "empty", folder, "no complete checkpoint")
+    torch.save({}, tmp_path / "file.ckpt")
+    run_ranks(load_from, tmp_path / "file.ckpt", folder, "is a file")
