@@ -24,8 +24,7 @@ _NOISE = re.compile(
     r"(Does not validate|Errors:|Given value type|Subclass types expect|an? (class path|dict with)|"
     r"Expected a path but|$)"
 )
-
-
+_BASES = ("lightning.LightningModule", "lightning.LightningDataModule")  # what model and data are without a class
 _Levels = tuple[tuple[str, str], ...]
 
 
@@ -81,7 +80,7 @@ def explain_unknown_key(message: str, known: Iterable[str]) -> str:
         key = found[1] or found[2]
     else:
         return message
-    known = sorted(k for k in known if k)
+    known = sorted(k for k in known if k and k != "print_shtab")
     prefix = ""
     for part in key.split("."):
         siblings = sorted({k[len(prefix) :].split(".")[0] for k in known if k.startswith(prefix)})
@@ -243,6 +242,8 @@ def _name_types(body: str) -> list[str]:
 def _explain(finding: _Finding, value: str, bases: list[str]) -> tuple[str, str]:
     """Return what to add to the path and what to say, for everything but a plain wrong type."""
     text, owner = finding.text, next((n for kind, n in reversed(finding.levels) if kind == "class"), "")
+    if (found := re.match(r'Unknown key "([^"]+)": (.*)', text)) and owner in _BASES:
+        return found[1], "no class has been chosen up to here: put --config or the class before this option"
     if found := re.match(r'Unknown key "([^"]+)": (.*)', text):
         return found[1], f"unknown key{f' of {owner}' if owner else ''}: {found[2]}"
     if found := re.match(r"the following arguments are required: (.*)", text):

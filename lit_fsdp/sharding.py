@@ -87,7 +87,8 @@ def compile_blocks(model: nn.Module, settings: Compile, blocks: Sequence[str]) -
         raise ValueError("compile: no blocks were found to compile; name their classes in units.classes")
     known = torch.compiler.list_backends(exclude_tags=())
     if settings.backend not in known:
-        raise ValueError(f"compile.backend: got {settings.backend!r}: expected one of {', '.join(known)}")
+        usual = ", ".join(torch.compiler.list_backends())
+        raise ValueError(f"compile.backend: got {settings.backend!r}: expected one such as {usual}")
     for name in blocks:
         model.get_submodule(name).compile(
             backend=settings.backend,

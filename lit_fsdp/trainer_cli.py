@@ -308,19 +308,21 @@ def _has(callbacks: list[Callback], kind: type[Callback]) -> bool:
 
 def _add_path(line: str, config: dict[str, Any], path: str = "") -> str:
     """Begin an error with the YAML path of the setting that it names first, else with ``path``."""
-    name = re.match(r"(\w+)([.: ])", line)
+    name = re.match(r"\w+(?=[.: ])", line)
     sections = [section for section in _SETTINGS if section.startswith(path) or path.startswith(section)]
-    if name is None:
-        return f"{path}: {line}" if path else line
-    for section in [path, *sections]:
-        node: Any = config
-        for key in filter(None, section.split(".")):
-            node = node.get(key) if isinstance(node, dict) else None
+    for section in filter(None, [path, *sections]):
+        settings = _find_node(config, section)
         # `train.jsonl line 3: ...` is about a file, not about the setting `train`.
-        is_setting = isinstance(node, dict) and name[1] in node
-        if is_setting and (name[2] != "." or isinstance(node[name[1]], dict)):
-            return f"{section}.{line}" if section else line
+        if name and name[0] in settings and (line[name.end()] != "." or isinstance(settings[name[0]], dict)):
+            return f"{section}.{line}"
     return f"{path}: {line}" if path else line
+
+
+def _find_node(config: dict[str, Any], path: str) -> dict[str, Any]:
+    node: Any = config
+    for key in path.split("."):
+        node = node.get(key) if isinstance(node, dict) else None
+    return node if isinstance(node, dict) else {}
 
 
 def _find_settings(node: Any, class_type: type, settings: Mapping[str, Any], path: str = "") -> str:

@@ -204,6 +204,12 @@ def test_a_required_value_that_is_missing_is_named(capsys: pytest.CaptureFixture
     assert second == "error: model: missing: expected a value"
 
 
+def test_an_option_of_a_class_that_is_chosen_only_later_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--model.hidden=3", "--config=run.yaml"]) == 2
+    expected = "error: model.init_args.hidden: no class has been chosen up to here: put --config or the class before"
+    assert capsys.readouterr().err.startswith(expected)
+
+
 def test_a_package_that_is_not_installed_is_named_with_its_command(capfd: pytest.CaptureFixture[str]) -> None:
     if importlib.util.find_spec("wandb"):
         pytest.skip("wandb is installed")

@@ -1,0 +1,184 @@
+"""What a run refuses on two ranks: one clear line from each of them, and no rank waits for another."""
+
+from pathlib import Path
+
+import pytest
+from launches import Ended, fork_ranks, torchrun, write_run
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+STRATEGY = "trainer.strategy.init_args"
+GOOD = '{"text": "a good row"}\n'
+
+CONFIGS = {
+    "mesh.shard=3": f"{STRATEGY}.mesh 1x3 (replicate x shard) needs 3 ranks, 2 were started; set replicate=1 shard=2",
+    "mesh.replicate=-1": f"{STRATEGY}.mesh: replicate and shard are both -1",
+    "mesh.shrad=2": f"{STRATEGY}.mesh.shrad: unknown key of lit_fsdp.Mesh: did you mean shard?",
+    "sharding.reshard_after_forward=3": f"{STRATEGY}.sharding.reshard_after_forward: got 3: it must divide the 2",
+    "offload.pin_memory=true": f"{STRATEGY}.offload.pin_memory: got true: pinning needs a GPU",
+    "recompute.every=2": f"{STRATEGY}.recompute.every: got 2 with mode 'none'; set mode to 'full'",
+    'recompute.saved_ops=["aten.mm"]': f"{STRATEGY}.recompute.saved_ops: not used by mode 'none'",
+    'units.classes=["Nothing"]': f"{STRATEGY}.units.classes: got ['Nothing']: no module has such a class; the model",
+    "units.rule=min_size": f"{STRATEGY}.units.min_num_params: got None with rule 'min_size'",
+    "compile.backend=nothing": f"{STRATEGY}.compile.backend: got 'nothing': expected one such as",
+    "--trainer.precision=8-bit": "trainer.precision: got 8-bit: expected one of",
+    "--trainer.precision=16-mixed": "trainer.precision: got '16-mixed': float16 needs a GPU and the run is on cpu",
+    "--trainer.devices=3": "trainer.devices: got 3: torchrun started 2 processes on this node: expected 2",
+    "--model.config.vocab_size=260": "model.init_args.config.vocab_size: got 260: the tokenizer has 300 tokens",
+    "--model.config.hiden_size=8": "model.init_args.config: hiden_size: no settings of LlamaConfig",
+    "--model.config.hidden_size=33": "model.init_args.config: The hidden size (33) is not a multiple of",
+    "--model.config.model_type=lama": "model.init_args.config.model_type: got 'lama': Transformers has no such model",
+    "--model.config=null": "model.init_args.pretrained or config: expected one of them",
+    "--model.pretrained=lacking": "model.init_args.pretrained or config: expected one of them",
+    "--model.config=null --model.pretrained=empty": "model.init_args.pretrained: got 'empty': Unrecognized model in em",
+    "--model.config=null --model.pretrained=lacking": "lacking does not fit LlamaForCausalLM: it lacks model.layers.1",
+    "--model.schedule.min_factor=0.1": "model.init_args.schedule.min_factor: not used by shape 'linear'",
+    "--model.schedule.warmup_steps=3 --model.schedule.warmup_fraction=0.1": "model.init_args.schedule: warmup_steps",
+    "--trainer.max_steps=-1 --trainer.max_epochs=-1": "model.init_args.schedule: the run has no end",
+    "--ckpt_path=incomplet.ckpt": "ckpt_path: 'incomplet.ckpt' does not exist: did you mean incomplete.ckpt?",
+    "--ckpt_path=incomplete.ckpt": "incomplete.ckpt is no complete checkpoint: meta.pt is missing",
+    "--ckpt_path=train.jsonl": "train.jsonl is a file: FSDP2Strategy reads the checkpoint folders it writes",
+}  # fmt: skip
+
+DATA: dict[str, tuple[str | bytes, str]] = {
+    "json.jsonl": (GOOD + '{"text": \n', "json.jsonl line 2: not valid JSON: Expecting value at column 1"),
+    "field.jsonl": (GOOD + '{"txt": "a"}\n', 'field.jsonl line 2: "text" is missing (the row has: txt)'),
+    "type.jsonl": (GOOD + '{"text": 3}\n', 'type.jsonl line 2: "text" must be a string, it is a number (3)'),
+    "list.jsonl": (GOOD + "[1]\n", "list.jsonl line 2: must be an object like"),
+    "blank.jsonl": (GOOD + '{"text": " "}\n', 'blank.jsonl line 2: "text" is empty'),
+    "empty.jsonl": ("", "empty.jsonl: the file is empty"),
+    "utf8.jsonl": (GOOD.encode() + b'{"text": "\xff"}\n', "utf8.jsonl line 2: not UTF-8 (byte 0xff at column 11)"),
+    "utf8.txt": (b"good\n\xfe", "utf8.txt line 2: not UTF-8 (byte 0xfe at column 1)"),
+    "role.jsonl": (
+        '{"messages": [{"role": "usr", "content": "x"}]}',
+        "role.jsonl line 1: message 1 has the role 'usr'",
+    ),
+    "chat.jsonl": (
+        '{"messages": [{"role": "user", "content": "x"}]}',
+        "chat.jsonl line 1: a chat, but the tokenizer has no chat template",
+    ),
+    "little.jsonl": (GOOD, "data.init_args.train (1 documents, 4 tokens, as rows of 32 tokens): 1 rows do not fill"),
+    "broken.parquet": ("PAR1xx", "broken.parquet: not readable as Parquet"),
+    "quote.csv": ('text,b\na,b\n"x', "quote.csv line 3: not valid CSV"),
+    "fields.csv": ("text,b\na,b\nc\n", "fields.csv line 3: has 1 fields, the header has 2"),
+    "letter.docx": ("x", "letter.docx: cannot read .docx; known are .txt, .jsonl"),
+    "empty": ("", "empty: no file in this folder ends in .txt"),
+    "trian.jsonl": ("", "trian.jsonl: no such file or folder"),
+    "null": ("", "data.init_args.train is not set"),
+}
+
+# What only one rank meets, after the process group has come up.
+USER_DATA = """
+from lit_fsdp.tasks import CausalLM, TextData
+
+class LoneData(TextData):
+    def train_dataloader(self):
+        if self.trainer.global_rank == 1:
+            self.batch_size = 1000
+        return super().train_dataloader()
+
+class LoneTask(CausalLM):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_rank == 1 and batch_idx == 1:
+            raise ValueError("raised by the code of the user")
+        return super().training_step(batch, batch_idx)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that works, and everything that can be wrong around it."""
+    folder = tmp_path_factory.mktemp("broken")
+    write_run(folder)
+    for name, (content, _) in DATA.items():
+        if "." in name and name != "trian.jsonl":
+            (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    (folder / "empty").mkdir()
+    (folder / "incomplete.ckpt").mkdir()
+    (folder / "lone.py").write_text(USER_DATA)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model("llama", vocab_size=320, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "lacking")
+    weights = load_file(folder / "lacking" / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "lacking" / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def spell(setting: str) -> list[str]:
+    """The options for a setting, which is one of the strategy unless it says more."""
+    return setting.split() if setting.startswith("--") else [f"--trainer.strategy.{setting}"]
+
+
+def check_all_refuse(ranks: list[Ended], expected: str) -> None:
+    first, second = ranks
+    assert first.code in (1, 2), first.err
+    assert second.code == first.code
+    assert len(first.errors) == len(second.errors) == 1, first.err + second.err
+    assert first.errors[0].startswith(f"error: {expected}")
+    assert second.errors[0] == f"[rank 1] {first.errors[0]}"
+    assert "Traceback" not in first.err + second.err
+
+
+@pytest.mark.parametrize("setting", CONFIGS)
+def test_a_broken_configuration_is_refused_by_every_rank_in_the_same_line(setting: str) -> None:
+    check_all_refuse(fork_ranks("fit", "--config=run.yaml", *spell(setting)), CONFIGS[setting])
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_broken_data_is_refused_by_every_rank_with_file_and_line(name: str) -> None:
+    check_all_refuse(fork_ranks("fit", "--config=run.yaml", f"--data.train={name}"), DATA[name][1])
+
+
+REAL = [
+    ("--trainer.strategy.mesh.shard=3", CONFIGS["mesh.shard=3"]),
+    ("--trainer.strategy.mesh.shrad=2", CONFIGS["mesh.shrad=2"]),
+    ('--trainer.strategy.units.classes=["Nothing"]', CONFIGS['units.classes=["Nothing"]']),
+    ("--ckpt_path=incomplete.ckpt", CONFIGS["--ckpt_path=incomplete.ckpt"]),
+    ("--data.train=json.jsonl", DATA["json.jsonl"][1]),
+    ("--data.train=chat.jsonl", DATA["chat.jsonl"][1]),
+    ("--data.train=little.jsonl", DATA["little.jsonl"][1]),
+    ("--data.train=broken.parquet", DATA["broken.parquet"][1]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("option", "expected"), REAL)
+def test_torchrun_ends_with_that_line(option: str, expected: str) -> None:
+    ended = torchrun("fit", "--config=run.yaml", option)
+    assert ended.code == 1, ended.err
+    # torchrun ends the other rank as soon as it sees the first one fail, maybe before it could say so, too.
+    lines = {line.removeprefix("[rank 1] ") for line in ended.errors}
+    assert len(lines) == 1
+    assert len(ended.errors) <= 2
+    assert lines.pop().startswith(f"error: {expected}")
+
+
+def check_second_failed_alone(first: Ended, second: Ended, cause: str) -> None:
+    assert (first.code, second.code) == (1, 1), first.err + second.err
+    assert cause in second.err
+    assert "Traceback" not in first.err
+    assert len(first.errors) == 1
+    assert first.errors[0].startswith("error: another rank failed first, see the message there")
+
+
+def test_a_refusal_on_one_rank_ends_the_other_one() -> None:
+    ranks = fork_ranks("fit", "--config=run.yaml", "--data.class_path=lone.LoneData", timeout_s=30)
+    check_second_failed_alone(*ranks, cause="rows do not fill one global batch of 2000")
+    assert len(ranks[1].errors) == 1
+
+
+def test_an_error_of_the_users_code_on_one_rank_ends_the_other_one() -> None:
+    ranks = fork_ranks("fit", "--config=run.yaml", "--model.class_path=lone.LoneTask", timeout_s=30)
+    check_second_failed_alone(*ranks, cause="ValueError: raised by the code of the user")
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_the_last_checkpoint_of_a_run_that_has_none_is_refused(command: str) -> None:
+    ranks = fork_ranks(command, "--config=run.yaml", "--run_name=new", "--ckpt_path=last")
+    check_all_refuse(ranks, "ckpt_path: got 'last': no run below runs/new has a checkpoint")
