@@ -39,6 +39,9 @@ class Recompute:
     every: int = 1
     saved_ops: Sequence[str] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "saved_ops", tuple(self.saved_ops))  # YAML gives a list
+
     def check(self) -> None:
         """Refuse settings that would be ignored or that name nothing.
 
@@ -66,7 +69,7 @@ def apply_recompute(model: nn.Module, recompute: Recompute, blocks: Sequence[str
         blocks: Names of the modules to choose from.
 
     Raises:
-        ValueError: There is no block to choose from.
+        ValueError: There is no block to choose from, or ``selective`` meets blocks inside blocks.
     """
     recompute.check()
     if recompute.mode == "none":
@@ -78,6 +81,7 @@ def apply_recompute(model: nn.Module, recompute: Recompute, blocks: Sequence[str
         )
     options: dict[str, Any] = {}
     if recompute.mode == "selective":
+        _refuse_nested(blocks)
         saved = {_find_op(name) for name in recompute.saved_ops or DEFAULT_SAVED_OPS}
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _make_policy(saved))
     chosen = list(blocks)[:: recompute.every]
@@ -85,6 +89,16 @@ def apply_recompute(model: nn.Module, recompute: Recompute, blocks: Sequence[str
         block = model.get_submodule(name)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
     return chosen
+
+
+def _refuse_nested(blocks: Sequence[str]) -> None:
+    # The inner block is gathered while the outer one is computed again, by operators that forward did not count.
+    for outer in blocks:
+        if inner := next((name for name in blocks if name.startswith(f"{outer}.")), None):
+            raise ValueError(
+                f"recompute.mode: got 'selective': block {inner} lies inside block {outer}; set mode to 'full', or "
+                "units to blocks that do not nest"
+            )
 
 
 def _make_policy(saved: set[Any]) -> Callable[..., CheckpointPolicy]:

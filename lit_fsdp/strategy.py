@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.plugins.precision import MixedPrecision as AutocastPrecision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
@@ -37,6 +39,7 @@ from lit_fsdp.plan_table import print_plan
 from lit_fsdp.precision import MixedPrecision, cast_parameters
 from lit_fsdp.precision_plugin import FSDP2Precision, find_asked_precision
 from lit_fsdp.recompute import Recompute, apply_recompute
+from lit_fsdp.settings import PRESETS, Settings
 from lit_fsdp.sharding import (
     Compile,
     Sharding,
@@ -50,6 +53,8 @@ from lit_fsdp.sharding import (
 from lit_fsdp.units import Unit, Units, iterate_blocks, plan_units
 from lit_fsdp.weights import init_weights, iterate_meta, materialize
 
+# What each module was sharded with: a second run of it may be under another strategy object.
+_SHARDED_WITH: WeakKeyDictionary[pl.LightningModule, Settings] = WeakKeyDictionary()
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step", "generate")
 
 
@@ -74,7 +79,6 @@ class FSDP2Strategy(ParallelStrategy):
         timeout_s: How long a collective may take before the run fails.
     """
 
-    strategy_name = "fsdp2"
     is_distributed = True
     num_nodes = 1
 
@@ -91,13 +95,15 @@ class FSDP2Strategy(ParallelStrategy):
         timeout_s: float = 1800.0,
     ) -> None:
         super().__init__()
-        self.mixed_precision = mixed_precision
-        self.mesh = mesh or Mesh()
-        self.units = units or Units()
-        self.sharding = sharding or Sharding()
-        self.recompute = recompute or Recompute()
-        self.offload = offload
-        self.compile = compile
+        self.settings = Settings(
+            mesh=mesh or Mesh(),
+            units=units or Units(),
+            sharding=sharding or Sharding(),
+            mixed_precision=mixed_precision,
+            recompute=recompute or Recompute(),
+            offload=offload,
+            compile=compile,
+        )
         self.prints_plan = print_plan
         self.timeout_s = timeout_s
         self.device_mesh: DeviceMesh | None = None
@@ -135,7 +141,7 @@ class FSDP2Strategy(ParallelStrategy):
     @override
     def precision_plugin(self) -> FSDP2Precision:
         # The Trainer sets it; only a strategy without a Trainer has none.
-        return self._precision_plugin or FSDP2Precision(override=self.mixed_precision)
+        return self._precision_plugin or FSDP2Precision(override=self.settings.mixed_precision)
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
@@ -148,7 +154,7 @@ class FSDP2Strategy(ParallelStrategy):
             if type(plugin) not in known:
                 raise ValueError(f"FSDP2Strategy cannot work with {type(plugin).__name__}; leave out trainer.plugins")
             device_type = "cuda" if isinstance(self.accelerator, CUDAAccelerator) else "cpu"  # devices come later
-            plugin = FSDP2Precision(str(plugin.precision), self.mixed_precision, device_type)
+            plugin = FSDP2Precision(str(plugin.precision), self.settings.mixed_precision, device_type)
         self._precision_plugin = plugin
 
     # From the Trainer's construction to the process group
@@ -162,12 +168,8 @@ class FSDP2Strategy(ParallelStrategy):
 
     def _check_settings(self) -> None:
         """Refuse what cannot work, when the Trainer is built: before processes, collectives or memory."""
-        _, shard = self.mesh.resolve(world_size=self.world_size, ranks_per_node=self.num_processes)
-        self.units.check()
-        self.sharding.check(shard)
-        self.recompute.check()
         device = self.root_device
-        build_offload_policy(self.offload, device)
+        self.settings.check(world_size=self.world_size, ranks_per_node=self.num_processes, device=device)
         asked = find_asked_precision()
         if device.type == "cpu" and asked in ("16-mixed", "16", 16):
             raise ValueError(f"precision: got {asked!r}: float16 needs a GPU and the run is on cpu; set bf16-mixed")
@@ -196,7 +198,7 @@ class FSDP2Strategy(ParallelStrategy):
             _init_dist_connection(self.cluster_environment, backend, timeout=timeout, **options)
             atexit.register(_destroy_dist_connection)  # Lightning does it for plain "nccl" only
         self.device_mesh = build_mesh(
-            self.mesh,
+            self.settings.mesh,
             device_type=device.type,
             world_size=self.world_size,
             ranks_per_node=self.num_processes,
@@ -218,12 +220,17 @@ class FSDP2Strategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None
-        assert self.lightning_module is not None
+        assert self.accelerator is not None and self.lightning_module is not None  # noqa: PT018
         self.accelerator.setup(trainer)
         self.model = self.lightning_module
         _use_no_grad(trainer)
-        if not find_roots(self.lightning_module):
+        if trainer.state.fn == TrainerFn.FITTING:
+            is_automatic = self.lightning_module.automatic_optimization
+            self.settings.check_accumulation(num_micro_batches=_count_micro_batches(trainer), is_automatic=is_automatic)
+        if find_roots(self.lightning_module):  # by its user, or in an earlier run
+            used = _SHARDED_WITH.get(self.lightning_module, Settings())
+            self.settings.check_unchanged(used, type(self.lightning_module).__name__)
+        else:
             self._shard(self.lightning_module)
         self._fill(self.lightning_module)
         self.barrier()
@@ -238,33 +245,38 @@ class FSDP2Strategy(ParallelStrategy):
         cast_parameters(module, dtypes)
         self.plan = self._plan(module)
         blocks = list(iterate_blocks(self.plan))
-        apply_recompute(module, self.recompute, blocks)
-        if self.compile is not None:
-            compile_blocks(module, self.compile, blocks)
+        apply_recompute(module, self.settings.recompute, blocks)
+        if self.settings.compile is not None:
+            compile_blocks(module, self.settings.compile, blocks)
         broadcast_parameters(module)
         if self.prints_plan and self.is_global_zero:
             print_plan(module, self.plan, self.device_mesh)
         is_whole = module.automatic_optimization
+        _SHARDED_WITH[module] = self.settings
         for root, plan in [(module, self.plan)] if is_whole else split_by_child(module, self.plan):
             shard_model(
                 root,
                 plan,
                 mesh=self.device_mesh,
-                sharding=self.sharding,
+                sharding=self.settings.sharding,
                 mp_policy=dtypes.build_policy(),
-                offload_policy=build_offload_policy(self.offload, self.root_device),
+                offload_policy=build_offload_policy(self.settings.offload, self.root_device),
             )
 
     def _plan(self, module: pl.LightningModule) -> list[Unit]:
         if hasattr(module, "configure_units"):
+            if self.settings.units != Units():
+                raise ValueError(
+                    f"units: {type(module).__name__}.configure_units decides, so this would be ignored; leave it out"
+                )
             configure: Any = module.configure_units
             return list(configure(module))
-        return plan_units(module, self.units)
+        return plan_units(module, self.settings.units)
 
     def _fill(self, module: pl.LightningModule) -> None:
         """Give memory to what was built on the meta device, and values."""
         is_empty = next(iterate_meta(module), None) is not None
-        parameter_device = torch.device("cpu") if self.offload is not None else None
+        parameter_device = torch.device("cpu") if self.settings.offload is not None else None
         materialize(module, self.root_device, parameter_device=parameter_device)
         if isinstance(module, FSDPModule):
             for name in _STEPS:
@@ -280,7 +292,7 @@ class FSDP2Strategy(ParallelStrategy):
     @override
     def block_backward_sync(self) -> Iterator[None]:
         assert self.lightning_module is not None
-        roots = find_roots(self.lightning_module) if self.sharding.hold_gradients else []
+        roots = find_roots(self.lightning_module) if self.settings.sharding.hold_gradients else []
         with hold_gradients(*roots):
             yield
 
@@ -356,8 +368,7 @@ class FSDP2Strategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         # Not super(): it would move the shards to the CPU, and Lightning's next run on this module back.
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
+        assert self.cluster_environment is not None and self.accelerator is not None  # noqa: PT018
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -366,21 +377,16 @@ class FSDP2Strategy(ParallelStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        presets: dict[str, tuple[str, dict[str, Any]]] = {
-            "fsdp2": ("Full sharding over all ranks", {}),
-            "fsdp2_offload": ("Full sharding, shards in host memory", {"offload": Offload()}),
-            "fsdp2_grad_op": (
-                "Gradients and optimizer state sharded, parameters kept gathered after forward",
-                {"sharding": Sharding(reshard_after_forward=False)},
-            ),
-            "fsdp2_hybrid": (
-                "Sharded inside a node, replicated between nodes",
-                {"mesh": Mesh(replicate=-1, shard="node")},
-            ),
-        }
-        for name, (description, settings) in presets.items():
+        for name, (description, settings) in PRESETS.items():
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description=description, **settings)
+
+
+def _count_micro_batches(trainer: pl.Trainer) -> int | None:
+    """Return how many are accumulated in a step, ``None`` if a callback changes it."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    is_scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
+    return None if is_scheduled else trainer.accumulate_grad_batches
 
 
 def _use_no_grad(trainer: pl.Trainer) -> None:

@@ -41,6 +41,9 @@ class Units:
     min_num_params: int | None = None
     own_embeddings: bool = True
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "classes", tuple(self.classes))  # YAML gives a list
+
     def check(self) -> None:
         """Refuse combinations in which one setting would be ignored.
 
@@ -56,6 +59,8 @@ class Units:
                 f"units.min_num_params: got {self.min_num_params} with rule {self.rule!r}; "
                 "it belongs to rule 'min_size', such as rule=min_size min_num_params=1000000"
             )
+        if self.rule == "min_size" and not self.own_embeddings:
+            raise ValueError("units.own_embeddings: not used by rule 'min_size', which goes by size; leave it out")
         if self.min_num_params is not None and self.min_num_params < 1:
             raise ValueError(f"units.min_num_params: got {self.min_num_params}: expected 1 or more")
 

@@ -5,13 +5,18 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import StrategyRegistry
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from training import EVEN, Recorder, Rows, build_task, build_trainer, gather_weights, save_model
 
 from lit_fsdp import FSDP2Strategy, Mesh, MixedPrecision, Offload, Recompute, Sharding, Units
 from lit_fsdp.precision_plugin import FSDP2Precision
+from lit_fsdp.tasks import CausalLM
+from lit_fsdp.units import Unit, plan_units
 from ranks import run_ranks
 
 
@@ -27,8 +32,7 @@ from ranks import run_ranks
 def test_registered_names_stand_for_these_settings(name: str, expected: FSDP2Strategy) -> None:
     found = StrategyRegistry.get(name)
     assert isinstance(found, FSDP2Strategy)
-    for setting in ("mesh", "units", "sharding", "recompute", "offload", "mixed_precision", "compile"):
-        assert getattr(found, setting) == getattr(expected, setting)
+    assert found.settings == expected.settings
 
 
 @pytest.mark.parametrize(
@@ -151,3 +155,45 @@ def test_what_is_no_checkpoint_folder_is_refused_on_every_rank(tmp_path: Path) -
     run_ranks(load_from, tmp_path / "empty", folder, "no complete checkpoint")
     torch.save({}, tmp_path / "file.ckpt")
     run_ranks(load_from, tmp_path / "file.ckpt", folder, "is a file")
+
+
+class ShardedByUser(CausalLM):
+    """Calls ``fully_shard`` itself."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+class OwnUnits(CausalLM):
+    """Decides its units."""
+
+    def configure_units(self, model: pl.LightningModule) -> list[Unit]:
+        return plan_units(model, Units(classes=["LlamaMLP"]))
+
+
+def fit_refused(make: Callable[[Path], Any], strategy: FSDP2Strategy, options: Any, message: str, folder: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_trainer(strategy, **options).fit(make(folder), Rows(64, 8))
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "options", "message"),
+    [
+        (build_task, {"sharding": Sharding(hold_gradients=True)}, {}, "nothing to hold"),
+        (lambda f: ShardedByUser(pretrained=str(f)), {"recompute": Recompute(mode="full")}, {}, "recompute: Sharded"),
+        (lambda f: OwnUnits(pretrained=str(f)), {"units": Units(rule="model_plan")}, {}, "configure_units decides"),
+        (build_task, {"units": Units(classes=["Nothing"])}, {}, "no module has such a class; the model has: "),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused_in_setup(
+    make: Callable[[Path], Any], settings: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "model", **EVEN)
+    strategy = FSDP2Strategy(print_plan=False, **settings)
+    run_ranks(fit_refused, make, strategy, options, message, folder, world_size=1)
+
+
+def test_lists_of_yaml_and_tuples_of_python_are_the_same_settings() -> None:
+    assert Units(classes=["A"]) == Units(classes=("A",))
+    assert Recompute(mode="selective", saved_ops=["aten.mm"]) == Recompute(mode="selective", saved_ops=("aten.mm",))

@@ -51,7 +51,7 @@ def count_and_compare(folder: Path, strategy: dict[str, Any], num_micro_batches:
     trainer = build_trainer(fsdp2, callbacks=[counter], max_steps=2, accumulate_grad_batches=num_micro_batches)
     trainer.fit(build_task(folder), Rows(64, batch_size=1))
     expected = predict_collectives(
-        fsdp2.plan, fsdp2.sharding, num_replicas=num_replicas, num_micro_batches=num_micro_batches
+        fsdp2.plan, fsdp2.settings.sharding, num_replicas=num_replicas, num_micro_batches=num_micro_batches
     )
     counts = counter.counting.counts
     assert counts["_allgather_base_"] == expected.gathers

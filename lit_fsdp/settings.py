@@ -1,0 +1,100 @@
+"""Everything the strategy can be told, checked as a whole before any process, collective or memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from lit_fsdp.mesh import Mesh
+from lit_fsdp.offload import Offload, build_offload_policy
+from lit_fsdp.precision import MixedPrecision
+from lit_fsdp.recompute import Recompute
+from lit_fsdp.sharding import Compile, Sharding
+from lit_fsdp.units import Units
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of ``FSDP2Strategy``, which documents them."""
+
+    mesh: Mesh = field(default_factory=Mesh)
+    units: Units = field(default_factory=Units)
+    sharding: Sharding = field(default_factory=Sharding)
+    mixed_precision: MixedPrecision | None = None
+    recompute: Recompute = field(default_factory=Recompute)
+    offload: Offload | None = None
+    compile: Compile | None = None
+
+    def check(self, *, world_size: int, ranks_per_node: int, device: torch.device) -> None:
+        """Refuse what cannot work on these ranks.
+
+        Args:
+            world_size: How many ranks there are.
+            ranks_per_node: How many of them each node has.
+            device: Where the model will compute.
+
+        Raises:
+            ValueError: With the setting, the reason and the nearest fix.
+        """
+        _, shard = self.mesh.resolve(world_size=world_size, ranks_per_node=ranks_per_node)
+        self.units.check()
+        self.sharding.check(shard)
+        self.recompute.check()
+        build_offload_policy(self.offload, device)
+
+    def check_accumulation(self, *, num_micro_batches: int | None, is_automatic: bool) -> None:
+        """Refuse to hold gradients where there are no micro-batches to hold them over.
+
+        Args:
+            num_micro_batches: Accumulated in a step; ``None`` if that changes during the run.
+            is_automatic: Whether Lightning runs backward, not the user's ``training_step``.
+
+        Raises:
+            ValueError: With the reason and the nearest fix.
+        """
+        if not self.sharding.hold_gradients:
+            return
+        if not is_automatic:
+            raise ValueError(
+                "sharding.hold_gradients: got true: under manual optimization training_step decides when to reduce; "
+                "use lit_fsdp.sharding.hold_gradients there and leave the setting out"
+            )
+        if num_micro_batches == 1:
+            raise ValueError(
+                "sharding.hold_gradients: got true with trainer.accumulate_grad_batches 1: there is nothing to hold; "
+                "set accumulate_grad_batches to 2 or more, or leave it out"
+            )
+
+    def check_unchanged(self, used: Settings, what: str) -> None:
+        """Refuse settings that come too late for a module that is sharded already.
+
+        Args:
+            used: What it was sharded with.
+            what: Names the module in the message.
+
+        Raises:
+            ValueError: With the settings that would be ignored.
+        """
+        changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(used, f.name)]
+        if changed:
+            raise ValueError(
+                f"{', '.join(changed)}: {what} is sharded already, so this would be ignored; leave it out, or let "
+                "the strategy shard the module"
+            )
+
+
+# Names for Trainer(strategy=...): what they mean, and the settings they stand for.
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fsdp2": ("Full sharding over all ranks", {}),
+    "fsdp2_offload": ("Full sharding, shards in host memory", {"offload": Offload()}),
+    "fsdp2_grad_op": (
+        "Gradients and optimizer state sharded, parameters kept gathered after forward",
+        {"sharding": Sharding(reshard_after_forward=False)},
+    ),
+    "fsdp2_hybrid": (
+        "Sharded inside a node, replicated between nodes",
+        {"mesh": Mesh(replicate=-1, shard="node")},
+    ),
+}
