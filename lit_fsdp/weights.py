@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -31,7 +31,8 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 def materialize(model: nn.Module, device: torch.device, *, parameter_device: torch.device | None = None) -> None:
     """Give memory to everything on the meta device, and move buffers to ``device``; values are not set yet.
 
-    Floating buffers that had no values become NaN, so that one which nothing fills is found.
+    Buffers that had no values get an impossible one, such as NaN, so that one which nothing fills is found. The
+    states of torchmetrics, which are no buffers, move along.
 
     Args:
         model: Sharded or not, changed in place. Shared parameters stay shared.
@@ -52,9 +53,9 @@ def materialize(model: nn.Module, device: torch.device, *, parameter_device: tor
             if not buffer.is_meta:
                 module._buffers[key] = buffer.to(device)
                 continue
-            fill = float("nan") if buffer.is_floating_point() else 0
-            module._buffers[key] = torch.full_like(buffer, fill, device=device)
-    model._apply(lambda tensor: tensor)  # tells FSDP about its new parameters
+            module._buffers[key] = torch.full_like(buffer, _find_sentinel(buffer.dtype), device=device)
+    # Also tells FSDP about its new parameters.
+    model._apply(lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.to(device))
 
 
 def init_weights(model: nn.Module, seed: int) -> None:
@@ -101,9 +102,13 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         opened: dict[Path, Any] = {}
         for name in sorted(files.keys() & targets.keys(), key=lambda n: (files[n], n)):
             path = files[name]
-            if path not in opened:
-                opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-            _copy_rows(targets[name], opened[path].get_slice(name), name, path)
+            try:
+                if path not in opened:
+                    opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+                stored = opened[path].get_slice(name)
+            except SafetensorError as error:
+                raise ValueError(f"{path}: cannot read {name}: {error}; download the file again") from error
+            _copy_rows(targets[name], stored, name, path)
     _refuse_unset_buffers(model)
 
 
@@ -127,11 +132,11 @@ def _find_initializers(model: nn.Module) -> dict[str, Any]:
 def _init_unit(unit: list[tuple[str, nn.Module]], owners: dict[str, Any], seed: int) -> None:
     sharded: dict[nn.Parameter, nn.Parameter] = {}
     places: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for _, module in unit:
+    for name, module in unit:
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 if parameter not in sharded:
-                    sharded[parameter] = _make_full(parameter)
+                    sharded[parameter] = _make_full(parameter, f"{name}.{key}")
                 places.append((module, key, parameter))
                 module._parameters[key] = sharded[parameter]
     try:
@@ -144,8 +149,9 @@ def _init_unit(unit: list[tuple[str, nn.Module]], owners: dict[str, Any], seed: 
     for parameter, full in sharded.items():
         if torch.isnan(full).any():
             where = next(f"{n}.{k}" for n, m in unit for k, p in m._parameters.items() if p is parameter)
+            where = _clean(where).removeprefix(".")
             raise ValueError(
-                f"{_clean(where)}: nothing initializes this parameter; give its module a reset_parameters() that "
+                f"{where}: nothing initializes this parameter; give its module a reset_parameters() that "
                 f"sets {names[id(parameter)]}, or build the model on the CPU"
             )
         if isinstance(parameter, DTensor):
@@ -155,9 +161,10 @@ def _init_unit(unit: list[tuple[str, nn.Module]], owners: dict[str, Any], seed: 
             parameter.copy_(full)
 
 
-def _make_full(parameter: nn.Parameter) -> nn.Parameter:
+def _make_full(parameter: nn.Parameter, name: str) -> nn.Parameter:
     if not parameter.is_floating_point():
-        raise ValueError(f"a {parameter.dtype} parameter of shape {tuple(parameter.shape)} has no random values")
+        where = _clean(name).removeprefix(".")
+        raise ValueError(f"{where}: a {parameter.dtype} parameter has no random values; load it from a checkpoint")
     full = torch.full(parameter.shape, float("nan"), dtype=parameter.dtype)
     return nn.Parameter(full, requires_grad=parameter.requires_grad)
 
@@ -175,8 +182,20 @@ def _init_module(name: str, module: nn.Module, owners: dict[str, Any], seed: int
             return
 
 
+def _find_sentinel(dtype: torch.dtype) -> float | int:
+    """Return a value that no buffer holds; 0 for those dtypes in which every value is plausible."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return torch.iinfo(dtype).min if dtype in (torch.int32, torch.int64) else 0
+
+
+def _is_unset(buffer: Tensor) -> bool:
+    sentinel = _find_sentinel(buffer.dtype)
+    return sentinel != 0 and bool((torch.isnan(buffer) if sentinel != sentinel else buffer == sentinel).any())
+
+
 def _refuse_unset_buffers(model: nn.Module) -> None:
-    unset = [_clean(n) for n, b in model.named_buffers() if b.is_floating_point() and torch.isnan(b).any()]
+    unset = [_clean(name) for name, buffer in model.named_buffers() if _is_unset(buffer)]
     if unset:
         raise ValueError(
             f"{', '.join(unset)}: nothing sets these buffers after they were built on the meta device; give "
