@@ -183,6 +183,9 @@ def test_hooks_and_clipping_see_unscaled_gradients(monkeypatch: pytest.MonkeyPat
         plugin.clip_grad_by_norm(o, 0.5)
 
     monkeypatch.setattr(plugin, "_after_closure", after)
+    monkeypatch.setattr("lightning.pytorch.trainer.call._call_callback_hooks", lambda *_, **__: None)
+    monkeypatch.setattr("lightning.pytorch.trainer.call._call_lightning_module_hook", lambda *_, **__: None)
+    model.trainer = None
     plugin.optimizer_step(optimizer, model, closure)
     assert seen == [2.0]
     assert weight.item() == pytest.approx(2.5, abs=1e-5)

@@ -164,6 +164,13 @@ def test_a_setting_that_means_nothing_is_refused(recompute: Recompute, message: 
     assert "forward" not in vars(model[0])
 
 
+def test_selective_refuses_blocks_inside_blocks() -> None:
+    model = Parent(nn.Sequential(nn.Sequential(Block())))
+    with pytest.raises(ValueError, match=r"got 'selective': block model.0.0 lies inside block model.0; set mode to"):
+        apply_recompute(model, Recompute(mode="selective"), ["model.0", "model.0.0"])
+    assert apply_recompute(model, Recompute(mode="full"), ["model.0", "model.0.0"]) == ["model.0", "model.0.0"]
+
+
 def test_without_blocks_it_is_refused_unless_off() -> None:
     assert apply_recompute(nn.Linear(2, 2), Recompute(), []) == []
     with pytest.raises(ValueError, match="got 'full': no blocks were found"):
