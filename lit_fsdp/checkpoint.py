@@ -74,10 +74,10 @@ def load_checkpoint(
         path: The folder.
         model: Sharded as it shall be used from now on.
         optimizers: As many as were saved; empty loads the model alone.
-        strict: Refuse a checkpoint that lacks parameters of the model.
+        strict: Refuse a checkpoint that lacks parameters of the model or holds others.
 
     Raises:
-        ValueError: It is no complete checkpoint, or one of another number of optimizers.
+        ValueError: It is no complete checkpoint, or one of another model or number of optimizers.
     """
     if not (path / META).is_file():
         raise ValueError(f"{path} is no complete checkpoint: {META} is missing; choose another one")
@@ -89,14 +89,29 @@ def load_checkpoint(
     state: dict[str, Any] = {"state_dict": get_model_state_dict(model, options=options)}
     for i, optimizer in enumerate(optimizers):
         state[f"optimizer_{i}"] = get_optimizer_state_dict(model, optimizer, options=options)
-    missing = [name for name in state["state_dict"] if f"state_dict.{name}" not in stored]
-    if missing and strict:
-        raise ValueError(f"{path} lacks {', '.join(missing[:5])}: it was saved from another model")
+    _check_model(path, state["state_dict"], stored, strict=strict)
+    # Without strict, parameters that are not stored keep their values.
+    state["state_dict"] = {n: value for n, value in state["state_dict"].items() if f"state_dict.{n}" in stored}
     load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     set_model_state_dict(model, state["state_dict"], options=options)
     for i, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(model, optimizer, state[f"optimizer_{i}"], options=options)
     return torch.load(path / META, weights_only=True)
+
+
+def _check_model(path: Path, state: Mapping[str, Any], stored: Mapping[str, Any], *, strict: bool) -> None:
+    prefix = "state_dict."
+    missing = [name for name in state if prefix + name not in stored]
+    unknown = [key.removeprefix(prefix) for key in stored if key.startswith(prefix)]
+    unknown = [name for name in unknown if name not in state]
+    for what, names in (("lacks", missing), ("holds", unknown)):
+        if names and strict:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ValueError(f"{path} {what} {', '.join(names[:5])}{more}: it was saved from another model")
+    for name, value in state.items():
+        there = getattr(stored.get(prefix + name), "size", None)
+        if there is not None and isinstance(value, torch.Tensor) and there != value.shape:
+            raise ValueError(f"{path}: {name} has shape {tuple(there)}, the model's {tuple(value.shape)}")
 
 
 def to_plain(value: Any) -> Any:
