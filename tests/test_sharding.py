@@ -1,0 +1,308 @@
+"""No sharding setting changes the loss or a gradient; what a setting promises is seen in the collectives."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Parent, Stack, build_language_model, compute_loss, make_tokens
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from lit_fsdp.recompute import Recompute, apply_recompute
+from lit_fsdp.sharding import (
+    Compile,
+    Sharding,
+    broadcast_parameters,
+    compile_blocks,
+    find_roots,
+    hold_gradients,
+    shard_model,
+    split_by_child,
+)
+from lit_fsdp.units import Unit, Units, iterate_blocks, plan_units
+from ranks import run_ranks
+
+
+def build(tied: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return Parent(build_language_model("llama", "cpu", tie_word_embeddings=tied))
+
+
+def shard(
+    model: nn.Module,
+    sharding: Sharding | None = None,
+    plan: list[Unit] | None = None,
+    offload: OffloadPolicy | None = None,
+    replicate: int = 1,
+) -> list[Unit]:
+    plan = plan or plan_units(model, Units())
+    world_size = dist.get_world_size()
+    if replicate > 1:
+        mesh = init_device_mesh("cpu", (replicate, world_size // replicate), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
+    shard_model(
+        model,
+        plan,
+        mesh=mesh,
+        sharding=sharding or Sharding(),
+        mp_policy=MixedPrecisionPolicy(),
+        offload_policy=offload or OffloadPolicy(),
+    )
+    return plan
+
+
+def rows_of_rank(rank: int) -> Tensor:
+    return make_tokens(num_rows=8)[2 * rank : 2 * rank + 2]
+
+
+def compute_truth(model: nn.Module, num_rounds: int = 1) -> tuple[list[float], dict[str, Tensor]]:
+    """Return every rank's loss and the mean gradient, on one device."""
+    losses = []
+    for _ in range(num_rounds):
+        for rank in range(dist.get_world_size()):
+            loss = compute_loss(model, rows_of_rank(rank))
+            (loss / dist.get_world_size()).backward()
+            losses.append(loss.item())
+    return losses[: dist.get_world_size()], {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def check_equal(model: nn.Module, truth: tuple[list[float], dict[str, Tensor]], loss: Tensor) -> None:
+    assert loss.item() == pytest.approx(truth[0][dist.get_rank()], abs=1e-6)
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert gradients.keys() == truth[1].keys()
+    for name, grad in gradients.items():
+        assert isinstance(grad, DTensor)
+        torch.testing.assert_close(grad.full_tensor(), truth[1][name], rtol=1e-5, atol=1e-7)
+
+
+SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "default": (2, {}),
+    "kept gathered": (2, {"sharding": Sharding(reshard_after_forward=False)}),
+    "split over 2 of 4": (4, {"sharding": Sharding(reshard_after_forward=2)}),
+    "prefetch": (2, {"sharding": Sharding(forward_prefetch=2, backward_prefetch=3)}),
+    "prefetch past the ends": (2, {"sharding": Sharding(forward_prefetch=99, backward_prefetch=99)}),
+    "offload": (2, {"offload": CPUOffloadPolicy(pin_memory=False)}),
+    "hybrid": (4, {"replicate": 2}),
+    "hybrid with prefetch": (4, {"replicate": 2, "sharding": Sharding(forward_prefetch=1, backward_prefetch=2)}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_setting_changes_loss_or_gradients(name: str) -> None:
+    world_size, options = SETTINGS[name]
+
+    def body() -> None:
+        for tied in (False, True)[: 2 if name in ("default", "offload", "hybrid") else 1]:
+            truth = compute_truth(build(tied))
+            model = build(tied)
+            shard(model, **options)
+            for _ in range(2):  # prefetch follows another order from the second step on
+                model.zero_grad()
+                loss = compute_loss(model, rows_of_rank(dist.get_rank()))
+                loss.backward()
+                check_equal(model, truth, loss)
+
+    run_ranks(body, world_size=world_size)
+
+
+PLANS = {
+    "nested": Units(classes=["*DecoderLayer", "*MLP"]),
+    "small": Units(rule="min_size", min_num_params=1500),
+    "large": Units(rule="min_size", min_num_params=5000),
+    "in root": Units(rule="repeated_blocks", own_embeddings=False),
+}
+
+
+@pytest.mark.parametrize(
+    ("plan_name", "mode"),
+    [*((name, mode) for name in PLANS for mode in ("none", "full")), ("in root", "selective")],
+)
+def test_no_plan_changes_loss_or_gradients_with_or_without_recompute(plan_name: str, mode: Any) -> None:
+    def body() -> None:
+        truth = compute_truth(build())
+        model = build()
+        plan = plan_units(model, PLANS[plan_name])
+        apply_recompute(model, Recompute(mode=mode), list(iterate_blocks(plan)))
+        shard(model, plan=plan)
+        loss = compute_loss(model, rows_of_rank(dist.get_rank()))
+        loss.backward()
+        check_equal(model, truth, loss)
+
+    run_ranks(body)
+
+
+def count_collectives(model: nn.Module, holds: bool = False) -> tuple[int, int]:
+    """Return the gathers and reductions of one forward and backward."""
+    with CommDebugMode() as mode, hold_gradients(*(find_roots(model) if holds else [])):
+        compute_loss(model, rows_of_rank(dist.get_rank())).backward()
+    counts = {str(op).split(".")[-1]: n for op, n in mode.get_comm_counts().items()}
+    gathers = sum(n for op, n in counts.items() if "gather" in op)
+    return gathers, sum(n for op, n in counts.items() if "reduce_scatter" in op)
+
+
+def test_keeping_gathered_saves_the_gathers_of_backward() -> None:
+    def body() -> None:
+        for reshard, expected in ((True, 9), (False, 5)):  # 5 units; the head is never gathered twice
+            model = build()
+            shard(model, Sharding(reshard_after_forward=reshard))
+            compute_loss(model, rows_of_rank(0)).backward()  # the first step sets up
+            assert count_collectives(model) == (expected, 5), reshard
+
+    run_ranks(body)
+
+
+def test_held_gradients_are_reduced_once_and_equal_the_sum() -> None:
+    def body() -> None:
+        truth = compute_truth(build(), num_rounds=2)
+        model = build()
+        shard(model)
+        assert count_collectives(model, holds=True)[1] == 0
+        assert all(p.grad is None for p in model.parameters())
+        with CommDebugMode() as mode:
+            loss = compute_loss(model, rows_of_rank(dist.get_rank()))
+            loss.backward()
+        assert sum(n for op, n in mode.get_comm_counts().items() if "reduce_scatter" in str(op)) == 5
+        check_equal(model, truth, loss)
+
+    run_ranks(body)
+
+
+def test_an_error_inside_hold_gradients_turns_reduction_back_on() -> None:
+    def body() -> None:
+        model = build()
+        shard(model)
+        with pytest.raises(RuntimeError, match="a bad batch"), hold_gradients(*find_roots(model)):
+            raise RuntimeError("a bad batch")
+        assert count_collectives(model)[1] == 5
+        assert all(p.grad is not None for p in model.parameters())
+
+    run_ranks(body)
+
+
+@contextmanager
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_compiled_blocks_give_the_same_loss_and_gradients(mode: Any) -> None:
+    def body() -> None:
+        truth = compute_truth(build())
+        model = build()
+        plan = plan_units(model, Units())
+        blocks = list(iterate_blocks(plan))
+        apply_recompute(model, Recompute(mode=mode), blocks)
+        with fresh_compiler():
+            compile_blocks(model, Compile(backend="aot_eager"), blocks)
+            shard(model, plan=plan)
+            loss = compute_loss(model, rows_of_rank(dist.get_rank()))
+            loss.backward()
+        check_equal(model, truth, loss)
+
+    run_ranks(body)
+
+
+def test_compile_refuses_an_unknown_backend_and_a_model_without_blocks() -> None:
+    with pytest.raises(ValueError, match=r"compile.backend: got 'inducter': expected .*inductor"):
+        compile_blocks(Stack(), Compile(backend="inducter"), ["blocks.0"])
+    with pytest.raises(ValueError, match="compile: no blocks were found"):
+        compile_blocks(Stack(), Compile(), [])
+
+
+def test_broadcast_makes_ranks_equal_and_leaves_meta_tensors_alone() -> None:
+    def body() -> None:
+        torch.manual_seed(dist.get_rank())
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+        model[2].weight = model[0].weight
+        model[1].running_mean += dist.get_rank()
+        model[1].weight.requires_grad_(False)
+        with torch.device("meta"):
+            model.append(nn.Linear(2, 2))
+        torch.manual_seed(0)
+        expected = nn.Linear(3, 3).weight
+        broadcast_parameters(model)
+        assert torch.equal(model[0].weight, expected)
+        assert model[2].weight is model[0].weight
+        assert model[1].running_mean.tolist() == [0, 0, 0]
+        assert model[3].weight.is_meta
+        assert [p.requires_grad for p in model[1].parameters()] == [False, True]
+
+    run_ranks(body)
+    broadcast_parameters(nn.Linear(2, 2))  # and nothing happens without ranks
+
+
+def test_each_child_becomes_a_root_of_its_own() -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        parent = nn.Module()
+        parent.generator, parent.judge, parent.loss = build_language_model("llama", "cpu"), Stack(), nn.MSELoss()
+        expected = [parent.judge(torch.ones(2, 5)), compute_loss(parent.generator, make_tokens())]
+        plan = plan_units(parent, Units())
+        parts = split_by_child(parent, plan)
+        assert [child for child, _ in parts] == [parent.generator, parent.judge]
+        for child, units in parts:
+            shard(child, plan=units)
+        assert not isinstance(parent, FSDPModule)
+        assert find_roots(parent) == [parent.generator, parent.judge]
+        actual = [parent.judge(torch.ones(2, 5)), compute_loss(parent.generator, make_tokens())]
+        for a, b in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+    run_ranks(body)
+
+
+def test_the_parts_hold_the_units_of_the_plan_under_shorter_names() -> None:
+    parent = nn.Module()
+    parent.model, parent.head = build_language_model("llama"), nn.Linear(2, 2)
+    parts = split_by_child(parent, plan_units(parent, Units()))
+    alone = plan_units(parent.model, Units())
+    assert [(u.kind, u.names) for u in parts[0][1]] == [(u.kind, u.names) for u in alone]
+    assert [(u.kind, u.names) for u in parts[1][1]] == [("root", ("",))]
+    with pytest.raises(ValueError, match=r"^scale: under manual optimization"):
+        split_by_child(Stack(), plan_units(Stack(), Units()))
+
+
+def test_roots_are_the_outermost_sharded_modules() -> None:
+    def body() -> None:
+        model = build()
+        assert find_roots(model) == []
+        shard(model)
+        assert find_roots(model) == [model]
+        assert find_roots(nn.ModuleList([model, nn.Linear(2, 2)])) == [model]
+
+    run_ranks(body, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "num_shards", "message"),
+    [
+        (Sharding(reshard_after_forward=3), 4, r"got 3: it must divide the 4 shards.*one of \[2\]"),
+        (Sharding(reshard_after_forward=1), 6, r"got 1: .*one of \[2, 3\]"),
+        (Sharding(reshard_after_forward=4), 4, "got 4"),
+        (Sharding(reshard_after_forward=8), 4, "got 8"),
+        (Sharding(reshard_after_forward=0), 4, "got 0"),
+        (Sharding(reshard_after_forward=-2), 4, "got -2"),
+        (Sharding(reshard_after_forward=2), 2, "got 2: .*expected true or false"),
+        (Sharding(forward_prefetch=-1), 2, "sharding.forward_prefetch: got -1: expected 0 or more"),
+        (Sharding(backward_prefetch=0), 2, "sharding.backward_prefetch: got 0: .*expected 1 or more"),
+    ],
+)
+def test_what_the_ranks_cannot_do_is_refused(sharding: Sharding, num_shards: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sharding.check(num_shards)
+
+
+def test_what_the_ranks_can_do_is_accepted() -> None:
+    for num_shards in (1, 2, 3, 4):
+        Sharding(reshard_after_forward=True).check(num_shards)
+        Sharding(reshard_after_forward=False, forward_prefetch=3, backward_prefetch=3).check(num_shards)
+    Sharding(reshard_after_forward=2).check(4)
