@@ -144,7 +144,6 @@ class TrainerCLI(LightningCLI):
                 # A class, not the name "fsdp2": so that `--trainer.strategy.mesh.shard=2` finds it in place.
                 "strategy": {"class_path": "lit_fsdp.FSDP2Strategy"},
                 "enable_model_summary": False,  # the strategy prints its units
-                "use_distributed_sampler": False,  # our loaders shard themselves, so that a resume is exact
             },
             seed_everything_default=0,
             parser_class=RunParser,

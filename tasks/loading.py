@@ -26,7 +26,7 @@ class Rows(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-# Of all samplers Lightning replaces any but a DistributedSampler, also under use_distributed_sampler.
+# Lightning replaces every sampler but a DistributedSampler, unless use_distributed_sampler is false.
 class GlobalSampler(DistributedSampler[int]):
     """The samples of one rank, in the order of Note [Global order].
 

@@ -246,7 +246,6 @@ def test_the_default_strategy_takes_its_settings_as_options(capsys: pytest.Captu
     trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
     assert trainer["strategy"]["class_path"] == "lit_fsdp.FSDP2Strategy"
     assert trainer["strategy"]["init_args"]["mesh"]["shard"] == 2
-    assert trainer["use_distributed_sampler"] is False
     assert main(["fit", *options, "--trainer.strategy.mesh.shrd=2"]) == 2
     assert "trainer.strategy.init_args.mesh.shrd: unknown key" in capsys.readouterr().err
 
