@@ -182,3 +182,9 @@ def test_an_error_of_the_users_code_on_one_rank_ends_the_other_one() -> None:
 def test_the_last_checkpoint_of_a_run_that_has_none_is_refused(command: str) -> None:
     ranks = fork_ranks(command, "--config=run.yaml", "--run_name=new", "--ckpt_path=last")
     check_all_refuse(ranks, "ckpt_path: got 'last': no run below runs/new has a checkpoint")
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_a_command_without_data_of_its_kind_is_refused(command: str) -> None:
+    name = {"validate": "validation"}.get(command, command)
+    check_all_refuse(fork_ranks(command, "--config=run.yaml"), f"data.init_args.{name} is not set")

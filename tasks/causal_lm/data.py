@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
@@ -187,6 +188,8 @@ class TextData(LightningDataModule):
         """Return this rank's validation batches, or none if nothing is set to validate on."""
         if self._holds_out or "validation" in self._stores:
             return self._build_eval_loader("validation")
+        if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
+            raise ValueError("validation is not set; name a file, a folder or a data set, or set validation_fraction")
         # Lightning 2.6 warns of "zero length" also where an empty list says: nothing to validate on.
         warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
         return []
