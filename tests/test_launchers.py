@@ -5,7 +5,7 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
-from launches import OURS, Ended, find_free_port, run_processes, torchrun, write_run
+from launches import OURS, Ended, find_free_port, fork_ranks, run_processes, torchrun, write_run
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lit_fsdp import FSDP2Strategy
@@ -33,7 +33,7 @@ def test_all_launchers_give_the_losses_of_one_device_at_every_step(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path)
-    check(*run_processes([*RUN, "--run_name=one", "--trainer.devices=1", "--data.batch_size=8"]))
+    check(*fork_ranks("fit", "--config=run.yaml", "--run_name=one", "--data.batch_size=8", ranks=1))
     check(*run_processes([*RUN, "--run_name=lightning", "--trainer.devices=2"]))
     check(torchrun("fit", "--config=run.yaml", "--run_name=torchrun"))
     port = find_free_port()
