@@ -1,17 +1,26 @@
-"""Sharded checkpoints: one folder per checkpoint, written by all ranks, read at any number of ranks."""
+"""Sharded checkpoints: one folder per checkpoint, written by all ranks, read at any number of ranks.
+
+Note [Complete or not there]: a checkpoint is written into a hidden folder beside its place; last comes a manifest
+with the size and checksum of every file, then the folder is renamed. So a run that is killed at any moment leaves
+either the whole checkpoint or none of that name, and damage done later is found before anything is loaded.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,43 +33,65 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
+from lit_fsdp.manifest import check_contents, check_sizes, describe_files, write_manifest
+from lit_fsdp.random_state import collect_random_state, reseed, restore_random_state
+
 META = "meta.pt"  # everything that is not a tensor of model or optimizer: plain types, loads with weights_only
+_RANDOM = "random_{rank}.pt"
+
+T = TypeVar("T")
+
+
+def join_states(
+    model_state: Mapping[str, Any], optimizer_states: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return one state as it is stored, which ``torch.distributed.checkpoint`` tools can read.
+
+    Args:
+        model_state: This rank's shards by parameter name.
+        optimizer_states: Of each optimizer, by parameter name.
+    """
+    state = {"state_dict": dict(model_state)}
+    return state | {f"optimizer_{i}": dict(s) for i, s in enumerate(optimizer_states)}
 
 
 def save_checkpoint(
     path: Path,
+    state: dict[str, Any],
     *,
-    model_state: Mapping[str, Any],
-    optimizer_states: Sequence[Mapping[str, Any]],
     meta: Mapping[str, Any],
+    random_state: Mapping[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a checkpoint folder that ``torch.distributed.checkpoint`` can read. All ranks must call it.
-
-    It is written beside ``path`` and renamed when it is complete, so a folder of that name is whole.
+    """Write a checkpoint folder, see Note [Complete or not there]. All ranks of the group must call it.
 
     Args:
         path: The folder; one that exists is replaced.
-        model_state: This rank's shards by parameter name.
-        optimizer_states: Of each optimizer, by parameter name.
-        meta: Everything else; dataclasses, paths and enums in it become plain types.
+        state: From ``join_states``.
+        meta: Everything else; dataclasses, paths and enums in it become plain types. That of rank 0 is written.
+        random_state: Of this rank's generators; the present one if not given.
+        group: Through which ranks agree; the default group if not given. A thread needs a group of its own.
+
+    Raises:
+        RuntimeError: Writing failed on a rank; raised on all, and no folder of that name is left half-written.
     """
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
     beside = path.with_name(f".{path.name}.incomplete")
-    if is_first:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-    _wait_for_all()
-    state = {"state_dict": dict(model_state)}
-    state |= {f"optimizer_{i}": dict(s) for i, s in enumerate(optimizer_states)}
-    save(state, checkpoint_id=beside, no_dist=not dist.is_initialized())
-    if is_first:
-        torch.save(to_plain(meta), beside / META)
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-        beside.rename(path)
-    _wait_for_all()
+    agree(lambda: _make_empty(beside) if rank == 0 else None, group)
+    with _as_plain_errors("written", path):
+        save(state, checkpoint_id=beside, process_group=group, no_dist=not dist.is_initialized())
+
+    def write_rest() -> dict[str, Any]:
+        own = [*sorted(beside.glob(f"__{rank}_*.distcp")), beside / _RANDOM.format(rank=rank)]
+        torch.save(to_plain(random_state or collect_random_state()), own[-1])
+        if rank == 0:
+            torch.save(to_plain(meta), beside / META)
+            own += [beside / META, beside / ".metadata"]
+        return dict(describe_files(own))
+
+    parts = agree(write_rest, group)
+    files = {name: entry for part in parts for name, entry in part.items()}
+    agree(lambda: _finish(beside, path, files) if rank == 0 else None, group)
 
 
 def load_checkpoint(
@@ -68,7 +99,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a checkpoint folder into a sharded model and its optimizers; return the rest. All ranks must call it.
 
-    The number of ranks and the mesh may differ from those it was saved with.
+    The number of ranks and the mesh may differ from those it was saved with. All files are verified first, each by
+    one rank, so a damaged checkpoint is refused before anything is changed.
 
     Args:
         path: The folder.
@@ -77,10 +109,10 @@ def load_checkpoint(
         strict: Refuse a checkpoint that lacks parameters of the model or holds others.
 
     Raises:
-        ValueError: It is no complete checkpoint, or one of another model or number of optimizers.
+        ValueError: It is not complete, damaged, or of another model or number of optimizers; on all ranks.
     """
-    if not (path / META).is_file():
-        raise ValueError(f"{path} is no complete checkpoint: {META} is missing; choose another one")
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    agree(lambda: check_contents(path, check_sizes(path), part=rank, num_parts=world_size))
     options = StateDictOptions(strict=strict)
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     count = len({key.split(".")[0] for key in stored if key.startswith("optimizer_")})
@@ -92,26 +124,55 @@ def load_checkpoint(
     _check_model(path, state["state_dict"], stored, strict=strict)
     # Without strict, parameters that are not stored keep their values.
     state["state_dict"] = {n: value for n, value in state["state_dict"].items() if f"state_dict.{n}" in stored}
-    load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    with _as_plain_errors("read", path):
+        load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     set_model_state_dict(model, state["state_dict"], options=options)
     for i, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(model, optimizer, state[f"optimizer_{i}"], options=options)
     return torch.load(path / META, weights_only=True)
 
 
-def _check_model(path: Path, state: Mapping[str, Any], stored: Mapping[str, Any], *, strict: bool) -> None:
-    prefix = "state_dict."
-    missing = [name for name in state if prefix + name not in stored]
-    unknown = [key.removeprefix(prefix) for key in stored if key.startswith(prefix)]
-    unknown = [name for name in unknown if name not in state]
-    for what, names in (("lacks", missing), ("holds", unknown)):
-        if names and strict:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ValueError(f"{path} {what} {', '.join(names[:5])}{more}: it was saved from another model")
-    for name, value in state.items():
-        there = getattr(stored.get(prefix + name), "size", None)
-        if there is not None and isinstance(value, torch.Tensor) and there != value.shape:
-            raise ValueError(f"{path}: {name} has shape {tuple(there)}, the model's {tuple(value.shape)}")
+def find_random_state(path: Path, rank: int, world_size: int) -> Callable[[], None]:
+    """Return what makes this rank draw as it would have without the interruption.
+
+    Saved by another number of ranks, there is no such thing: then all ranks start generators that depend on the
+    checkpoint and on the rank.
+    """
+    count = len(list(path.glob(_RANDOM.format(rank="*"))))
+    if not count:
+        return lambda: None
+    is_same = count == world_size
+    state = torch.load(path / _RANDOM.format(rank=rank if is_same else 0), weights_only=True)
+    return partial(restore_random_state, state) if is_same else partial(reseed, state, rank)
+
+
+def agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Run ``work`` on every rank; return all results by rank, or raise on all ranks what failed on one.
+
+    Without it the others would wait in the next collective for a rank that is gone.
+
+    Raises:
+        ValueError: The first rank that failed raised one.
+        RuntimeError: It raised another error.
+    """
+    error: Exception | None = None
+    result: Any = None
+    try:
+        result = work()
+    except Exception as caught:  # noqa: BLE001  raised below, on every rank
+        error = caught
+    if not dist.is_initialized():
+        if error is not None:
+            raise error
+        return [result]
+    boxes: list[Any] = [None] * dist.get_world_size(group)
+    said = None if error is None else (isinstance(error, ValueError), str(error) or type(error).__name__)
+    dist.all_gather_object(boxes, (said, result), group=group)
+    for rank, (failed, _) in enumerate(boxes):
+        if failed is not None:
+            is_value_error, text = failed
+            raise (ValueError(text) if is_value_error else RuntimeError(f"rank {rank}: {text}")) from error
+    return [result for _, result in boxes]
 
 
 def to_plain(value: Any) -> Any:
@@ -131,6 +192,44 @@ def to_plain(value: Any) -> Any:
     return str(value)
 
 
-def _wait_for_all() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+@contextmanager
+def _as_plain_errors(what: str, path: Path) -> Iterator[None]:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: there is one process
+            yield
+    except CheckpointException as error:  # a BaseException: no `except Exception` would see it
+        rank, (cause, _) = min(error.failures.items())
+        raise RuntimeError(f"{path} could not be {what}: rank {rank}: {cause}") from error
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _finish(beside: Path, path: Path, files: dict[str, Any]) -> None:
+    write_manifest(beside, files)
+    old = path.with_name(f".{path.name}.replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        path.rename(old)
+    beside.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_model(path: Path, state: Mapping[str, Any], stored: Mapping[str, Any], *, strict: bool) -> None:
+    prefix = "state_dict."
+    missing = [name for name in state if prefix + name not in stored]
+    unknown = [key.removeprefix(prefix) for key in stored if key.startswith(prefix)]
+    unknown = [name for name in unknown if name not in state]
+    for what, names in (("lacks", missing), ("holds", unknown)):
+        if names and strict:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            raise ValueError(f"{path} {what} {', '.join(names[:5])}{more}: it was saved from another model")
+    for name, value in state.items():
+        there = getattr(stored.get(prefix + name), "size", None)
+        if there is not None and isinstance(value, torch.Tensor) and there != value.shape:
+            raise ValueError(f"{path}: {name} has shape {tuple(there)}, the model's {tuple(value.shape)}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import Steppable
-from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
+from lightning.pytorch.plugins.precision import MixedPrecision as AutocastPrecision
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -82,15 +82,19 @@ class FSDP2Precision(Precision):
         return data  # every unit casts its own inputs
 
 
-def find_asked_precision() -> Any:
-    """Return what ``Trainer(precision=...)`` was called with.
+def translate_precision(plugin: Precision, override: MixedPrecision | None, device_type: str) -> FSDP2Precision:
+    """Return ours for the plugin that Lightning chose by ``Trainer(precision=...)``.
 
-    On the CPU Lightning replaces 16-mixed by bf16-mixed with a warning and keeps no trace of it, but its
-    constructor is still running. Seen in lightning 2.6.6; drop when it refuses by itself.
+    Args:
+        plugin: Lightning's, or one of ours, which is returned as it is.
+        override: Dtypes that win over those of its precision.
+        device_type: Where the model computes.
+
+    Raises:
+        ValueError: The user has set a plugin that cannot work under FSDP2.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), pl.Trainer):
-            return frame.f_locals.get("precision")
-        frame = frame.f_back
-    return None
+    if isinstance(plugin, FSDP2Precision):
+        return plugin
+    if type(plugin) not in (Precision, HalfPrecision, AutocastPrecision, DoublePrecision):
+        raise ValueError(f"FSDP2Strategy cannot work with {type(plugin).__name__}; leave out trainer.plugins")
+    return FSDP2Precision(str(plugin.precision), override, device_type)

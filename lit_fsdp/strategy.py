@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,9 +19,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CUDAAccelerator
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
-from lightning.pytorch.plugins.precision import MixedPrecision as AutocastPrecision
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
@@ -32,12 +31,14 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_fsdp.checkpoint import load_checkpoint, save_checkpoint
+from lit_fsdp.checkpoint import find_random_state, join_states, load_checkpoint
+from lit_fsdp.checkpoint_writer import CheckpointWriter
+from lit_fsdp.lightning_internals import count_micro_batches, refuse_float16_on_cpu, use_no_grad
 from lit_fsdp.mesh import Mesh, build_mesh
 from lit_fsdp.offload import Offload, build_offload_policy
 from lit_fsdp.plan_table import print_plan
 from lit_fsdp.precision import MixedPrecision, cast_parameters
-from lit_fsdp.precision_plugin import FSDP2Precision, find_asked_precision
+from lit_fsdp.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.recompute import Recompute, apply_recompute
 from lit_fsdp.settings import PRESETS, Settings
 from lit_fsdp.sharding import (
@@ -75,6 +76,8 @@ class FSDP2Strategy(ParallelStrategy):
         recompute: Activation checkpointing.
         offload: Keep shards in host memory; ``null`` keeps them on the device.
         compile: Compile every block; ``null`` does not.
+        async_checkpoints: Copy shards to host memory and write them beside training, at most one checkpoint at a
+            time. Costs host memory for one copy of this rank's shards and optimizer state.
         print_plan: Print the units when training starts.
         timeout_s: How long a collective may take before the run fails.
     """
@@ -91,6 +94,7 @@ class FSDP2Strategy(ParallelStrategy):
         recompute: Recompute | None = None,
         offload: Offload | None = None,
         compile: Compile | None = None,  # noqa: A002
+        async_checkpoints: bool = False,
         print_plan: bool = True,
         timeout_s: float = 1800.0,
     ) -> None:
@@ -105,6 +109,8 @@ class FSDP2Strategy(ParallelStrategy):
             compile=compile,
         )
         self.prints_plan = print_plan
+        self._writer = CheckpointWriter(is_async=async_checkpoints, report=rank_zero.rank_zero_warn)
+        self._restore_random: Callable[[], None] | None = None  # from a checkpoint, until the first batch
         self.timeout_s = timeout_s
         self.device_mesh: DeviceMesh | None = None
         self.plan: list[Unit] = []
@@ -145,17 +151,11 @@ class FSDP2Strategy(ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        # Lightning cannot know ours and hands over its own, with what was asked for in it.
-        self._precision_plugin: FSDP2Precision | None = None
-        if plugin is None:
-            return
-        known = (Precision, HalfPrecision, AutocastPrecision, DoublePrecision)
-        if not isinstance(plugin, FSDP2Precision):
-            if type(plugin) not in known:
-                raise ValueError(f"FSDP2Strategy cannot work with {type(plugin).__name__}; leave out trainer.plugins")
-            device_type = "cuda" if isinstance(self.accelerator, CUDAAccelerator) else "cpu"  # devices come later
-            plugin = FSDP2Precision(str(plugin.precision), self.settings.mixed_precision, device_type)
-        self._precision_plugin = plugin
+        # Lightning cannot know ours and hands over its own. The accelerator is known by then, devices are not yet.
+        device_type = "cuda" if isinstance(self.accelerator, CUDAAccelerator) else "cpu"
+        override = self.settings.mixed_precision if plugin is not None else None
+        ours = None if plugin is None else translate_precision(plugin, override, device_type)
+        self._precision_plugin: FSDP2Precision | None = ours
 
     # From the Trainer's construction to the process group
 
@@ -168,11 +168,8 @@ class FSDP2Strategy(ParallelStrategy):
 
     def _check_settings(self) -> None:
         """Refuse what cannot work, when the Trainer is built: before processes, collectives or memory."""
-        device = self.root_device
-        self.settings.check(world_size=self.world_size, ranks_per_node=self.num_processes, device=device)
-        asked = find_asked_precision()
-        if device.type == "cpu" and asked in ("16-mixed", "16", 16):
-            raise ValueError(f"precision: got {asked!r}: float16 needs a GPU and the run is on cpu; set bf16-mixed")
+        self.settings.check(world_size=self.world_size, ranks_per_node=self.num_processes, device=self.root_device)
+        refuse_float16_on_cpu(self.root_device)
         if self.timeout_s <= 0:
             raise ValueError(f"timeout_s: got {self.timeout_s}: expected seconds above 0")
 
@@ -197,12 +194,8 @@ class FSDP2Strategy(ParallelStrategy):
             timeout = timedelta(seconds=self.timeout_s)
             _init_dist_connection(self.cluster_environment, backend, timeout=timeout, **options)
             atexit.register(_destroy_dist_connection)  # Lightning does it for plain "nccl" only
-        self.device_mesh = build_mesh(
-            self.settings.mesh,
-            device_type=device.type,
-            world_size=self.world_size,
-            ranks_per_node=self.num_processes,
-        )
+        sizes = {"world_size": self.world_size, "ranks_per_node": self.num_processes}
+        self.device_mesh = build_mesh(self.settings.mesh, device_type=device.type, **sizes)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self.device_mesh
 
@@ -223,10 +216,10 @@ class FSDP2Strategy(ParallelStrategy):
         assert self.accelerator is not None and self.lightning_module is not None  # noqa: PT018
         self.accelerator.setup(trainer)
         self.model = self.lightning_module
-        _use_no_grad(trainer)
+        use_no_grad(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             is_automatic = self.lightning_module.automatic_optimization
-            self.settings.check_accumulation(num_micro_batches=_count_micro_batches(trainer), is_automatic=is_automatic)
+            self.settings.check_accumulation(num_micro_batches=count_micro_batches(trainer), is_automatic=is_automatic)
         if find_roots(self.lightning_module):  # by its user, or in an earlier run
             used = _SHARDED_WITH.get(self.lightning_module, Settings())
             self.settings.check_unchanged(used, type(self.lightning_module).__name__)
@@ -314,13 +307,22 @@ class FSDP2Strategy(ParallelStrategy):
     ) -> None:
         if storage_options is not None:
             raise TypeError("storage_options: FSDP2Strategy writes folders with torch.distributed.checkpoint")
-        meta = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
-        save_checkpoint(
+        assert self.lightning_module is not None
+        self._writer.save(
             Path(self.broadcast(str(filepath))),
-            model_state=checkpoint["state_dict"],
-            optimizer_states=checkpoint.get("optimizer_states", []),
-            meta=meta,
+            join_states(checkpoint["state_dict"], checkpoint.get("optimizer_states", [])),
+            meta={k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")},
         )
+        if self.lightning_module.trainer.state.finished:  # saved by the user, after the run has waited for the rest
+            self._writer.wait()
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        self._writer.remove(partial(super().remove_checkpoint, filepath))
+
+    @override
+    def on_train_end(self) -> None:
+        self._writer.wait()
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -329,7 +331,17 @@ class FSDP2Strategy(ParallelStrategy):
         if path.is_file():
             raise ValueError(f"{path} is a file: FSDP2Strategy reads the checkpoint folders it writes")
         strict = self.lightning_module.strict_loading
-        return load_checkpoint(path, self.lightning_module, self.optimizers, strict=strict)
+        meta = load_checkpoint(path, self.lightning_module, self.optimizers, strict=strict)
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._restore_random = find_random_state(path, self.global_rank, self.world_size)
+        return meta
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # Not when loading: the data loader draws its seed in between, as it did before the checkpoint.
+        if self._restore_random is not None:
+            self._restore_random()
+            self._restore_random = None
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -380,20 +392,6 @@ class FSDP2Strategy(ParallelStrategy):
         for name, (description, settings) in PRESETS.items():
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description=description, **settings)
-
-
-def _count_micro_batches(trainer: pl.Trainer) -> int | None:
-    """Return how many are accumulated in a step, ``None`` if a callback changes it."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    is_scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
-    return None if is_scheduled else trainer.accumulate_grad_batches
-
-
-def _use_no_grad(trainer: pl.Trainer) -> None:
-    """Evaluate under ``no_grad``: tensors gathered under ``inference_mode`` cannot be used in a later backward."""
-    val_loop = trainer.fit_loop.epoch_loop.val_loop
-    for loop in (val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-        loop.inference_mode = False
 
 
 FSDP2Strategy.register_strategies(StrategyRegistry)

@@ -36,7 +36,7 @@ CONFIGS = {
     "--model.schedule.warmup_steps=3 --model.schedule.warmup_fraction=0.1": "model.init_args.schedule: warmup_steps",
     "--trainer.max_steps=-1 --trainer.max_epochs=-1": "model.init_args.schedule: the run has no end",
     "--ckpt_path=incomplet.ckpt": "ckpt_path: 'incomplet.ckpt' does not exist: did you mean incomplete.ckpt?",
-    "--ckpt_path=incomplete.ckpt": "incomplete.ckpt is no complete checkpoint: meta.pt is missing",
+    "--ckpt_path=incomplete.ckpt": "incomplete.ckpt is no complete checkpoint: complete.json is missing",
     "--ckpt_path=train.jsonl": "train.jsonl is a file: FSDP2Strategy reads the checkpoint folders it writes",
 }  # fmt: skip
 

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from lit_fsdp.checkpoint import META, load_checkpoint, save_checkpoint, to_plain
+from lit_fsdp.checkpoint import META, join_states, load_checkpoint, save_checkpoint, to_plain
+from lit_fsdp.manifest import MANIFEST
 from lit_fsdp.sharding import Sharding, shard_model
 from lit_fsdp.units import Units, plan_units
 from ranks import run_ranks
@@ -57,7 +58,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 def save(path: Path, model: nn.Module, *optimizers: torch.optim.Optimizer, meta: Any = None) -> None:
     states = [get_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
-    save_checkpoint(path, model_state=get_model_state_dict(model), optimizer_states=states, meta=meta or {"epoch": 3})
+    save_checkpoint(path, join_states(get_model_state_dict(model), states), meta=meta or {"epoch": 3})
 
 
 def read_all(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -161,7 +162,7 @@ def test_an_older_checkpoint_is_replaced_whole(tmp_path: Path) -> None:
     (tmp_path / ".last.incomplete").mkdir()
     (tmp_path / ".last.incomplete" / "from_a_crash").touch()
     save_stack(path, meta={"epoch": 4})
-    assert sorted(p.name for p in path.iterdir()) == [".metadata", "__0_0.distcp", META]
+    assert sorted(p.name for p in path.iterdir()) == [".metadata", "__0_0.distcp", MANIFEST, META, "random_0.pt"]
     assert list(tmp_path.iterdir()) == [path]
     assert load_checkpoint(path, Stack()) == {"epoch": 4}
 
@@ -189,7 +190,7 @@ def test_a_link_is_replaced_and_its_target_kept(tmp_path: Path) -> None:
 
 def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
-    with pytest.raises(ValueError, match=f"ckpt is no complete checkpoint: {META} is missing"):
+    with pytest.raises(ValueError, match=f"ckpt is no complete checkpoint: {MANIFEST} is missing"):
         load_checkpoint(path, Stack())
     save_stack(path, num_optimizers=2)
     model = Stack()
@@ -202,7 +203,7 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"lacks 0\.weight, 0\.bias: it was saved from another model"):
         load_checkpoint(path, nn.Sequential(nn.Linear(2, 2)))
     (path / META).unlink()
-    with pytest.raises(ValueError, match="no complete checkpoint"):
+    with pytest.raises(ValueError, match=f"{META} is missing; choose another checkpoint"):
         load_checkpoint(path, Stack())
 
 

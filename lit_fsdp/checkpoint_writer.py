@@ -1,0 +1,129 @@
+"""Writes checkpoints one at a time, in the training thread or beside it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.tensor import DTensor
+
+from lit_fsdp.checkpoint import agree, save_checkpoint
+from lit_fsdp.random_state import collect_random_state
+
+_SPARE_BYTES = 64 * 2**20  # for metadata, and so that the disk is not filled to the last byte
+
+
+class CheckpointWriter:
+    """Saves checkpoints; at most one is in flight.
+
+    Asynchronously, ``save`` copies the shards to host memory (pinned and kept for the next time where there is a
+    GPU) and returns; a thread writes them, with a process group of its own, as the default one belongs to training.
+
+    Args:
+        is_async: Write beside training.
+        report: Called on every rank with a line for the user when a save was skipped.
+    """
+
+    def __init__(self, *, is_async: bool, report: Callable[[str], None]) -> None:
+        self.is_async = is_async
+        self.report = report
+        self._group: dist.ProcessGroup | None = None
+        self._stager: BlockingAsyncStager | None = None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._to_remove: list[Callable[[], None]] = []
+        self._is_newest_missing = False
+
+    def save(self, path: Path, state: dict[str, Any], *, meta: Mapping[str, Any]) -> bool:
+        """Write a checkpoint; all ranks must call it. Returns whether it was, or will be, written.
+
+        Waits for the one in flight. Where the disk has no room, says so and returns, and training goes on.
+
+        Raises:
+            RuntimeError: This save, or the one that was in flight, failed.
+        """
+        self.wait()
+        if missing := self._find_missing_bytes(path, state):
+            self._is_newest_missing = True
+            self.report(
+                f"checkpoint {path} was NOT saved: the disk has {missing / 2**30:.2f} GiB too little; training goes "
+                "on, older checkpoints are kept; free some space before the next one is due"
+            )
+            return False
+        if not self.is_async:
+            save_checkpoint(path, state, meta=meta)
+            self._is_newest_missing = False
+            return True
+        if self._group is None and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
+        if self._stager is None:
+            self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
+        staged = self._stager.stage(state)
+        self._thread = threading.Thread(
+            target=self._write, args=(path, staged, dict(meta), collect_random_state()), name="checkpoint", daemon=True
+        )
+        self._thread.start()  # a daemon: a run that fails must not wait for ranks that are gone
+        return True
+
+    def remove(self, remove: Callable[[], None]) -> None:
+        """Remove an older checkpoint once the newest is safe: at once, after the one in flight, or not at all."""
+        if self._thread is not None:
+            self._to_remove.append(remove)
+        elif not self._is_newest_missing:
+            remove()
+
+    def wait(self) -> None:
+        """Wait for the save in flight, and do what had to wait for it.
+
+        Raises:
+            RuntimeError: It failed.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        removals, self._to_remove = self._to_remove, []
+        self._is_newest_missing = error is not None
+        if error is not None:
+            raise RuntimeError(f"saving a checkpoint beside training failed: {error}") from error
+        for remove in removals:
+            remove()
+
+    def _write(self, path: Path, state: dict[str, Any], meta: dict[str, Any], random_state: dict[str, Any]) -> None:
+        try:
+            save_checkpoint(path, state, meta=meta, random_state=random_state, group=self._group)
+        except Exception as error:  # noqa: BLE001  raised by wait(), in the training thread
+            self._error = error
+
+    def _find_missing_bytes(self, path: Path, state: dict[str, Any]) -> int:
+        """Return how many bytes the disk lacks for this state; 0 if it fits. The same on all ranks."""
+        needed = sum(agree(lambda: _count_bytes(state))) + _SPARE_BYTES
+
+        def measure_free() -> int:
+            folder = path.parent
+            folder.mkdir(parents=True, exist_ok=True)
+            return shutil.disk_usage(folder).free
+
+        return max(needed - min(agree(measure_free)), 0)
+
+
+def _count_bytes(node: Any) -> int:
+    """Return the bytes of the tensors in nested containers, of DTensors this rank's part of what is written."""
+    if isinstance(node, DTensor):
+        sizes = zip(node.placements, node.device_mesh.mesh.shape, strict=True)
+        num_copies = math.prod(size for placement, size in sizes if placement.is_replicate())
+        return _count_bytes(node.to_local()) // num_copies
+    if isinstance(node, Tensor):
+        return node.numel() * node.element_size()
+    if isinstance(node, Mapping):
+        return sum(_count_bytes(value) for value in node.values())
+    return sum(_count_bytes(value) for value in node) if isinstance(node, list | tuple) else 0

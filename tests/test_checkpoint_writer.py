@@ -1,0 +1,235 @@
+"""Damage is found before loading, saving beside training changes nothing, a full disk ends no run."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from training import (
+    EVEN,
+    NUM_STEPS,
+    OPTIMIZER,
+    Recorder,
+    Result,
+    Rows,
+    build_trainer,
+    gather_weights,
+    list_differences,
+    save_model,
+)
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import lit_fsdp.checkpoint_writer as checkpoint_writer
+from lit_fsdp import FSDP2Strategy
+from lit_fsdp.checkpoint import agree
+from lit_fsdp.checkpoint_writer import CheckpointWriter
+from lit_fsdp.manifest import check_contents, check_sizes, describe_files, is_complete, write_manifest
+from lit_fsdp.random_state import collect_random_state, reseed, restore_random_state
+from lit_fsdp.tasks import CausalLM, Schedule
+from ranks import run_ranks
+
+
+def train(
+    folder: Path,
+    out: Path | None,
+    *,
+    max_steps: int = NUM_STEPS,
+    load: Path | None = None,
+    first_step: int = 4,
+    save: Path | None = None,
+    is_async: bool = False,
+    callbacks: Any = (),
+) -> None:
+    """Train a model with dropout, so that random states matter."""
+    recorder = Recorder()
+    strategy = FSDP2Strategy(print_plan=False, async_checkpoints=is_async)
+    trainer = build_trainer(
+        strategy, callbacks=[recorder, *callbacks], max_steps=max_steps, enable_checkpointing=bool(callbacks)
+    )
+    task = CausalLM(pretrained=str(folder), optimizer=OPTIMIZER, schedule=Schedule(shape="constant"))
+    if load is not None:
+        recorder.result = Result(losses=[0.0] * first_step, grad_norms=[0.0] * first_step)
+    trainer.fit(task, Rows(64, 8 // trainer.world_size), ckpt_path=load)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    recorder.result.weights = gather_weights(task)
+    if out is not None and trainer.is_global_zero:
+        torch.save(vars(recorder.result), out)
+
+
+@pytest.fixture
+def dropout_model(tmp_path: Path) -> Path:
+    torch.manual_seed(1)
+    config = AutoConfig.for_model("gpt2", n_layer=2, n_embd=32, n_head=4, vocab_size=64, n_positions=64)
+    assert config.resid_pdrop == 0.1
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_resumed_run_with_dropout_goes_on_bit_for_bit(dropout_model: Path, is_async: bool, tmp_path: Path) -> None:
+    def run(out: str | None, **options: Any) -> None:
+        torch.manual_seed(5)
+        train(dropout_model, tmp_path / out if out else None, is_async=is_async, **options)
+
+    run_ranks(lambda: run("whole"))
+    run_ranks(lambda: run(None, max_steps=4, save=tmp_path / "checkpoint"))
+    assert is_complete(tmp_path / "checkpoint")
+    run_ranks(lambda: run("resumed", load=tmp_path / "checkpoint"))
+    whole, resumed = torch.load(tmp_path / "whole"), torch.load(tmp_path / "resumed")
+    assert whole["losses"][4:] == resumed["losses"][4:]
+    assert all(torch.equal(whole["weights"][n], w) for n, w in resumed["weights"].items())
+
+
+def test_saving_beside_training_gives_the_same_run_and_the_same_checkpoint(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", **EVEN)
+    for name, is_async in (("sync", False), ("async", True)):
+        callbacks = [ModelCheckpoint(tmp_path / name, every_n_train_steps=1, save_last="link")]
+        run_ranks(lambda a=is_async, c=callbacks, n=name: train(folder, tmp_path / f"{n}.pt", is_async=a, callbacks=c))
+        kept = [p.name for p in (tmp_path / name).iterdir() if not p.is_symlink()]
+        assert len(kept) == 1, kept  # older ones are gone, nothing is left half-written
+        assert is_complete(tmp_path / name / "last.ckpt")
+    sync, other = (Result(**torch.load(tmp_path / f"{name}.pt")) for name in ("sync", "async"))
+    assert max(list_differences(sync, other).values()) == 0.0
+    run_ranks(lambda: train(folder, None, max_steps=10, load=tmp_path / "async" / "last.ckpt", first_step=8))
+
+
+def write_folder(folder: Path) -> None:
+    folder.mkdir()
+    for name in ("a.bin", "b.bin"):
+        (folder / name).write_bytes(name.encode() * 1000)
+    write_manifest(folder, describe_files(sorted(folder.iterdir())))
+
+
+def test_missing_cut_and_changed_files_are_named(tmp_path: Path) -> None:
+    write_folder(tmp_path / "whole")
+    check_contents(tmp_path / "whole", check_sizes(tmp_path / "whole"))
+    assert is_complete(tmp_path / "whole")
+    for damage, message in (("missing", "b.bin is missing"), ("cut", "b.bin has 4999 bytes of 5000")):
+        folder = tmp_path / damage
+        shutil.copytree(tmp_path / "whole", folder)
+        (folder / "b.bin").unlink() if damage == "missing" else (folder / "b.bin").write_bytes(b"x" * 4999)
+        assert not is_complete(folder)
+        with pytest.raises(ValueError, match=message):
+            check_sizes(folder)
+    changed = bytearray((tmp_path / "whole" / "b.bin").read_bytes())
+    changed[1234] ^= 1
+    (tmp_path / "whole" / "b.bin").write_bytes(changed)
+    with pytest.raises(ValueError, match=r"b\.bin is damaged: its checksum differs"):
+        check_contents(tmp_path / "whole", check_sizes(tmp_path / "whole"))
+    (tmp_path / "whole" / "complete.json").write_text("{")
+    with pytest.raises(ValueError, match=r"complete\.json is damaged"):
+        check_sizes(tmp_path / "whole")
+
+
+def load_damaged(folder: Path, path: Path, message: str) -> None:
+    task = CausalLM(pretrained=str(folder), optimizer=OPTIMIZER)
+    before: dict[str, Any] = {}
+
+    def remember(*_: Any) -> None:
+        before.update({n: p.detach().clone() for n, p in task.named_parameters()})
+
+    task.on_fit_start = remember  # type: ignore[method-assign]  # after the weights are in, before the checkpoint is
+    with pytest.raises(ValueError, match=message):
+        build_trainer(FSDP2Strategy(print_plan=False)).fit(task, Rows(64, 4), ckpt_path=path)
+    assert before
+    assert all(torch.equal(before[n].to_local(), p.to_local()) for n, p in task.named_parameters())
+
+
+def test_a_damaged_checkpoint_is_refused_on_every_rank_and_nothing_is_loaded(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", **EVEN)
+    run_ranks(lambda: train(folder, None, max_steps=1, save=tmp_path / "checkpoint"))
+    names = sorted(p.name for p in (tmp_path / "checkpoint").iterdir())
+    assert {"__0_0.distcp", "__1_0.distcp", "random_0.pt", "random_1.pt", "meta.pt", ".metadata"} < set(names)
+    for name in ("__1_0.distcp", ".metadata"):
+        damaged = tmp_path / f"damaged{name}"
+        shutil.copytree(tmp_path / "checkpoint", damaged)
+        content = bytearray((damaged / name).read_bytes())
+        content[len(content) // 2] ^= 0xFF
+        (damaged / name).write_bytes(content)
+        run_ranks(load_damaged, folder, damaged, f"{name} is damaged")
+
+
+def test_a_full_disk_skips_the_save_keeps_older_ones_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[str] = []
+    writer = CheckpointWriter(is_async=False, report=reports.append)
+    state = {"state_dict": {"weight": torch.ones(1000)}}
+    removed: list[str] = []
+    assert writer.save(tmp_path / "first", state, meta={})
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writer.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+        assert not writer.save(tmp_path / "second", state, meta={})
+        writer.remove(lambda: removed.append("first"))
+    assert "second was NOT saved: the disk has 0.06 GiB too little" in reports[0]
+    assert removed == []
+    assert is_complete(tmp_path / "first")
+    assert not (tmp_path / "second").exists()
+    assert writer.save(tmp_path / "third", state, meta={})
+    writer.remove(lambda: removed.append("first"))
+    assert removed == ["first"]
+
+
+def fail_beside_training(folder: Path) -> None:
+    writer = CheckpointWriter(is_async=True, report=print)
+    path = folder / "blocked" / "checkpoint"
+    assert writer.save(path, {"state_dict": {"weight": torch.ones(3)}}, meta={})
+    writer.wait()
+    assert is_complete(path)
+    removed: list[int] = []
+    assert writer.save(path.with_name("next"), {"state_dict": {"weight": _Unsavable()}}, meta={})
+    writer.remove(lambda: removed.append(1))
+    with pytest.raises(RuntimeError, match="saving a checkpoint beside training failed"):
+        writer.wait()
+    assert removed == []  # the older one is all there is
+    assert not path.with_name("next").exists()
+
+
+class _Unsavable:
+    def __deepcopy__(self, memo: Any) -> "_Unsavable":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise OSError("no space left on this imaginary device")
+
+
+def test_an_error_beside_training_surfaces_and_keeps_the_older_checkpoint(tmp_path: Path) -> None:
+    run_ranks(fail_beside_training, tmp_path)
+
+
+def test_what_fails_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    def body() -> None:
+        rank = torch.distributed.get_rank()
+
+        def work() -> int:
+            if rank == 1:
+                raise ValueError("rank 1 cannot")
+            return rank
+
+        with pytest.raises(ValueError, match="rank 1 cannot"):
+            agree(work)
+        assert agree(lambda: rank) == [0, 1, 2]
+
+    run_ranks(body, world_size=3)
+
+
+def test_random_states_are_restored_exactly_and_reseeding_depends_on_the_rank() -> None:
+    import random
+
+    import numpy as np
+
+    state = collect_random_state()
+    torch.save(state, Path("/dev/null"))
+    first = (torch.rand(3).tolist(), random.random(), np.random.rand())  # noqa: NPY002
+    restore_random_state(state)
+    assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == first  # noqa: NPY002
+    reseed(state, 0)
+    zero = torch.rand(3).tolist()
+    reseed(state, 1)
+    assert torch.rand(3).tolist() != zero
+    reseed(state, 0)
+    assert torch.rand(3).tolist() == zero
