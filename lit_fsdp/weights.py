@@ -9,14 +9,13 @@ same seed gives the same model at every world size, and a rank holds at most one
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 from collections.abc import Iterator
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -24,8 +23,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 # Private, seen in torch 2.13: which rows of a sharded parameter are this rank's.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lit_fsdp.conversion import Conversion, convert_rows, describe_sources, find_optional, plan_conversions
+from lit_fsdp.tensor_files import MAX_BLOCK_BYTES, TensorFiles
+
 _WRAPPER = "_checkpoint_wrapped_module"
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def materialize(model: nn.Module, device: torch.device, *, parameter_device: torch.device | None = None) -> None:
@@ -81,34 +82,38 @@ def init_weights(model: nn.Module, seed: int) -> None:
 def load_weights(model: nn.Module, folder: Path) -> None:
     """Read this rank's rows of every tensor from a folder of safetensors, and rebuild what is not stored.
 
+    Files of a Transformers model may have all names and layouts that Transformers itself loads: of older releases,
+    with experts one by one, with or without the prefix of the base model. A rank reads what its rows are made of and
+    takes up to 32 MiB beside its shards; see Note [Rows of converted tensors] for conversions that take more.
+
     Args:
-        model: Materialized, sharded or not. The names in the files must be those in the model.
+        model: Materialized, sharded or not. Unless it is a model of Transformers, the names in the files must be
+            those in the model.
         folder: Holds ``model.safetensors`` or ``model.safetensors.index.json`` with its parts.
 
     Raises:
         ValueError: Files or tensors are missing, unknown to the model, or of another shape.
     """
-    owners = _find_initializers(model)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for unit in _group_modules(model):
-            # Buffers outside the state dict, such as rotary frequencies: set by their module's initializer.
-            with_buffers = [(n, m) for n, m in unit if m._non_persistent_buffers_set]
-            if with_buffers:
-                _init_unit(with_buffers, owners, 0)
-    files = _find_files(folder)
     targets = _find_targets(model)
-    _check_names(model, set(files), targets, folder)
-    with ExitStack() as stack, torch.no_grad():
-        opened: dict[Path, Any] = {}
-        for name in sorted(files.keys() & targets.keys(), key=lambda n: (files[n], n)):
-            path = files[name]
-            try:
-                if path not in opened:
-                    opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-                stored = opened[path].get_slice(name)
-            except SafetensorError as error:
-                raise ValueError(f"{path}: cannot read {name}: {error}; download the file again") from error
-            _copy_rows(targets[name], stored, name, path)
+    with TensorFiles(folder) as files, torch.no_grad():
+        try:
+            conversions, unknown = plan_conversions(model, files.tensors, targets)
+        except ValueError as error:
+            raise ValueError(f"{folder} does not fit {_name_class(model)}: {error}") from error
+        optional = _check_names(model, conversions, unknown, targets, folder)
+        _check_shapes(conversions, files, targets)
+        _init_unstored(model, optional)
+        filled: dict[int, Conversion] = {}
+        for conversion in conversions:
+            before = filled.setdefault(id(targets[conversion.first_target]), conversion)
+            if before is not conversion:
+                _check_same(before, conversion, files)
+            elif conversion.converter is None:
+                target = targets[conversion.first_target]
+                begin, local = _find_own_rows(target)
+                files.copy_rows(conversion.sources[0][1], begin, local)
+            else:
+                _copy_converted(model, conversion, files, targets)
     _refuse_unset_buffers(model)
 
 
@@ -203,20 +208,6 @@ def _refuse_unset_buffers(model: nn.Module) -> None:
         )
 
 
-def _find_files(folder: Path) -> dict[str, Path]:
-    """Map every stored tensor to its file."""
-    if (index := folder / _INDEX).is_file():
-        parts = json.loads(index.read_text())["weight_map"]
-        missing = sorted({part for part in parts.values() if not (folder / part).is_file()})
-        if missing:
-            raise ValueError(f"{folder}: {_INDEX} names files that are not there: {', '.join(missing)}")
-        return {name: folder / part for name, part in parts.items()}
-    if (single := folder / _SINGLE).is_file():
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    raise ValueError(f"{folder}: expected {_SINGLE} or {_INDEX} in this folder")
-
-
 def _find_targets(model: nn.Module) -> dict[str, Tensor]:
     """Map the names in the state dict to the parameters and buffers to fill."""
     targets: dict[str, Tensor] = {}
@@ -229,26 +220,90 @@ def _find_targets(model: nn.Module) -> dict[str, Tensor]:
     return targets
 
 
-def _check_names(model: nn.Module, stored: set[str], targets: dict[str, Tensor], folder: Path) -> None:
-    filled = {id(targets[name]) for name in stored & targets.keys()}
-    missing = sorted(name for name, tensor in targets.items() if id(tensor) not in filled)
-    unknown = sorted(stored - targets.keys())
-    for what, names in (("lacks", missing), ("has tensors unknown to the model:", unknown)):
+def _check_names(
+    model: nn.Module, conversions: list[Conversion], unknown: list[str], targets: dict[str, Tensor], folder: Path
+) -> list[str]:
+    """Return the names that files may lack and do lack; refuse all others that do not fit."""
+    made = {name for conversion in conversions for name in conversion.shapes}
+    filled = {id(targets[name]) for name in made & targets.keys()}
+    absent = sorted(name for name, tensor in targets.items() if id(tensor) not in filled)
+    patterns = find_optional(model)
+    optional = [name for name in absent if any(pattern.search(name) for pattern in patterns)]
+    missing = [name for name in absent if name not in optional]
+    strange = sorted([*unknown, *(made - targets.keys())])
+    for what, names in (("lacks", missing), ("has tensors unknown to the model:", strange)):
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            raise ValueError(f"{folder} does not fit {type(model).__name__}: it {what} {shown}")
+            raise ValueError(f"{folder} does not fit {_name_class(model)}: it {what} {shown}")
+    return optional
 
 
-def _copy_rows(target: Tensor, stored: Any, name: str, path: Path) -> None:
-    if tuple(stored.get_shape()) != tuple(target.shape):
-        raise ValueError(f"{path}: {name} has shape {tuple(stored.get_shape())}, the model's {tuple(target.shape)}")
-    if not isinstance(target, DTensor):
-        target.copy_(stored[...])
+def _check_shapes(conversions: list[Conversion], files: TensorFiles, targets: dict[str, Tensor]) -> None:
+    for conversion in conversions:
+        first = conversion.sources[0][1]
+        for name, shape in conversion.shapes.items():
+            if shape != tuple(targets[name].shape):
+                made = f", made of {describe_sources(conversion)}," if conversion.converter else ""
+                raise ValueError(
+                    f"{files.tensors[first].path}: {name}{made} has shape {shape}, "
+                    f"the model's {tuple(targets[name].shape)}"
+                )
+
+
+def _init_unstored(model: nn.Module, optional: list[str]) -> None:
+    """Set what files do not hold, as its module does it: buffers such as rotary frequencies, and ``optional``."""
+    owners = _find_initializers(model)
+    holders = {name.rpartition(".")[0] for name in optional}
+    with torch.random.fork_rng(devices=[]):
+        for unit in _group_modules(model):
+            if unstored := [(n, m) for n, m in unit if m._non_persistent_buffers_set or _clean(n) in holders]:
+                _init_unit(unstored, owners, 0)
+
+
+def _check_same(first: Conversion, second: Conversion, files: TensorFiles) -> None:
+    """Refuse two stored tensors for one parameter that differ. Read in full, so that all ranks decide alike."""
+    (_, a), (_, b) = first.sources[0], second.sources[0]
+    step = max(1, MAX_BLOCK_BYTES // max(files.tensors[a].row_bytes, 1))
+    for begin in range(0, files.tensors[a].num_rows, step):
+        end = min(begin + step, files.tensors[a].num_rows)
+        if not torch.equal(files.read_rows(a, begin, end), files.read_rows(b, begin, end)):
+            raise ValueError(
+                f"{files.tensors[b].path}: {a} and {b} differ, but the model shares one parameter between "
+                f"{first.first_target} and {second.first_target}; set tie_word_embeddings to false in config.json"
+            )
+
+
+def _copy_converted(model: nn.Module, conversion: Conversion, files: TensorFiles, targets: dict[str, Tensor]) -> None:
+    """Convert in blocks of own rows where rows stay apart, else at once."""
+    own = {name: _find_own_rows(targets[name]) for name in conversion.shapes}
+    spans = {(begin, begin + len(local)) for begin, local in own.values()}
+    dtype = targets[conversion.first_target].dtype
+    convert = partial(convert_rows, model, conversion, files.tensors, files.read_rows, dtype)
+    if conversion.rows is None or len(spans) > 1:
+        for name, tensor in convert().items():
+            begin, local = own[name]
+            local.copy_(tensor[begin : begin + len(local)])
         return
-    local = target.to_local()
-    _, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    if local.numel():
-        local.copy_(stored[offset[0] : offset[0] + local.shape[0]])
+    ((first, last),) = spans
+    row_bytes = sum(math.prod(shape[1:]) for shape in conversion.shapes.values()) * dtype.itemsize
+    step = max(1, MAX_BLOCK_BYTES // row_bytes)
+    for begin in range(first, last, step):
+        end = min(begin + step, last)
+        for name, rows in convert((begin, end)).items():
+            own[name][1][begin - first : end - first].copy_(rows)
+
+
+def _find_own_rows(target: Tensor) -> tuple[int, Tensor]:
+    """Return the first of this rank's rows of a tensor, and the memory of all of them."""
+    if not isinstance(target, DTensor):
+        return 0, target.detach()
+    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    assert tuple(shape[1:]) == tuple(target.shape[1:]), "only rows are sharded"
+    return (offset[0] if offset else 0), target.to_local().detach()
+
+
+def _name_class(model: nn.Module) -> str:
+    return type(model).__name__.removeprefix("FSDP") if isinstance(model, FSDPModule) else type(model).__name__
 
 
 def _clean(name: str) -> str:

@@ -11,7 +11,10 @@ _WIDTH = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "
 _GATED = {**_WIDTH, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
 LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "llama": _GATED,
+    "qwen2": _GATED,
     "qwen3": _GATED,
+    "qwen3_moe": {**_GATED, "num_experts": 5, "moe_intermediate_size": 16, "num_experts_per_tok": 2},
+    "gemma3_text": _GATED,
     "mixtral": {**_GATED, "num_local_experts": 4},
     "gpt_neox": {**_WIDTH, "intermediate_size": 64},
     "opt": {**_WIDTH, "ffn_dim": 64, "word_embed_proj_dim": 32},

@@ -1,0 +1,158 @@
+"""Rows of tensors from the safetensors files of one model, read straight into the memory where they stay.
+
+Files are not mapped into memory: pages of a mapped file count as a process's memory until the kernel takes them
+back, and reading them one by one is slow on network file systems.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+# Private, seen in safetensors 0.8: what its names of dtypes mean.
+from safetensors.torch import _TYPES
+from torch import Tensor
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+# What is read at once where it cannot be read into place: small beside a model, large enough for any disk.
+MAX_BLOCK_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """Where one tensor lies: ``begin`` is its first byte in the file."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    begin: int
+
+    @property
+    def num_rows(self) -> int:
+        """Its size along dimension 0; a scalar is one row."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+
+class TensorFiles:
+    """The tensors of a model's files, by their stored names; a context that keeps the files open.
+
+    Args:
+        folder: Holds ``model.safetensors`` or ``model.safetensors.index.json`` with its parts.
+
+    Raises:
+        ValueError: Files are missing, cut short, or lack what the index says they hold.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.tensors: dict[str, StoredTensor] = {}
+        self._files: dict[Path, int] = {}
+        self._stack = ExitStack()
+        for path, names in _find_files(folder).items():
+            found = _read_header(path)
+            if absent := [name for name in names if name not in found]:
+                raise ValueError(f"{path}: cannot read {absent[0]}: {INDEX} says it is there; download the file again")
+            self.tensors.update({name: found[name] for name in names or found})
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
+        self._files.clear()
+
+    def read_rows(self, name: str, begin: int, end: int) -> Tensor:
+        """Return rows of a tensor on the CPU, in the dtype in which they are stored."""
+        tensor = self.tensors[name]
+        rows = torch.empty((end - begin, *tensor.shape[1:]) if tensor.shape else (), dtype=tensor.dtype)
+        self.copy_rows(name, begin, rows)
+        return rows
+
+    def copy_rows(self, name: str, begin: int, out: Tensor) -> None:
+        """Fill ``out`` with the rows of a tensor from ``begin`` on, cast to its dtype.
+
+        Takes no memory beside ``out`` if that is on the CPU and of the stored dtype; else up to 32 MiB, or one row.
+        """
+        tensor = self.tensors[name]
+        if not tensor.shape:
+            out = out.view(1)
+        if not out.numel():
+            return
+        if out.device.type == "cpu" and out.dtype == tensor.dtype and out.is_contiguous():
+            self._read(name, begin, out)
+            return
+        step = max(1, MAX_BLOCK_BYTES // tensor.row_bytes)
+        for first in range(0, len(out), step):
+            part = out[first : first + step]
+            block = torch.empty(part.shape, dtype=tensor.dtype)
+            self._read(name, begin + first, block)
+            part.copy_(block)
+
+    def _read(self, name: str, row: int, out: Tensor) -> None:
+        tensor = self.tensors[name]
+        if tensor.path not in self._files:
+            self._files[tensor.path] = os.open(tensor.path, os.O_RDONLY)
+            self._stack.callback(os.close, self._files[tensor.path])
+        left = out.detach().view(-1).view(torch.uint8).numpy().data
+        place = tensor.begin + row * tensor.row_bytes
+        while left:
+            num_bytes = os.preadv(self._files[tensor.path], [left[:MAX_BLOCK_BYTES]], place)
+            if not num_bytes:
+                raise ValueError(f"{tensor.path}: ends inside {name}: it was changed while it was read")
+            left, place = left[num_bytes:], place + num_bytes
+
+
+def _find_files(folder: Path) -> dict[Path, list[str]]:
+    """Map the files to the names that the index gives them; no names where there is no index."""
+    if (index := folder / INDEX).is_file():
+        try:
+            parts: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{index}: no index of safetensors files: {error!r}; download the file again") from error
+        missing = sorted({part for part in parts.values() if not (folder / part).is_file()})
+        if missing:
+            raise ValueError(f"{folder}: {INDEX} names files that are not there: {', '.join(missing)}")
+        files: dict[Path, list[str]] = {}
+        for name, part in parts.items():
+            files.setdefault(folder / part, []).append(name)
+        return files
+    if (single := folder / SINGLE).is_file():
+        return {single: []}
+    raise ValueError(f"{folder}: expected {SINGLE} or {INDEX} in this folder")
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    try:
+        with safe_open(path, framework="pt"):
+            pass  # checks that the file is whole, and its header in order
+    except SafetensorError as error:
+        raise ValueError(f"{path}: cannot read it: {error}; download the file again") from error
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    dtypes = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
+    for name, entry in header.items():
+        if entry["dtype"] not in dtypes:
+            raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, which torch does not have")
+    return {
+        name: StoredTensor(
+            path=path,
+            shape=tuple(entry["shape"]),
+            dtype=dtypes[entry["dtype"]],
+            begin=8 + size + entry["data_offsets"][0],
+        )
+        for name, entry in header.items()
+    }
