@@ -7,17 +7,21 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from lit_fsdp.checkpoint import agree, save_checkpoint
+from lit_fsdp.checkpoint import agree, join_states, save_checkpoint
 from lit_fsdp.random_state import collect_random_state
+from lit_fsdp.single_file import gather_model_state, gather_optimizer_state, save_single_file
 
+CheckpointFormat = Literal["sharded", "single_file"]
 _SPARE_BYTES = 64 * 2**20  # for metadata, and so that the disk is not filled to the last byte
 
 
@@ -28,11 +32,17 @@ class CheckpointWriter:
     GPU) and returns; a thread writes them, with a process group of its own, as the default one belongs to training.
 
     Args:
-        is_async: Write beside training.
+        checkpoint_format: A folder of shards, or one file that rank 0 gathers and writes.
+        is_async: Write beside training; folders only.
         report: Called on every rank with a line for the user when a save was skipped.
     """
 
-    def __init__(self, *, is_async: bool, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, *, checkpoint_format: CheckpointFormat = "sharded", is_async: bool, report: Callable[[str], None]
+    ) -> None:
+        if is_async and checkpoint_format == "single_file":
+            raise ValueError("async_checkpoints: not used by checkpoint_format 'single_file'; leave one of them out")
+        self.checkpoint_format = checkpoint_format
         self.is_async = is_async
         self.report = report
         self._group: dist.ProcessGroup | None = None
@@ -42,15 +52,33 @@ class CheckpointWriter:
         self._to_remove: list[Callable[[], None]] = []
         self._is_newest_missing = False
 
-    def save(self, path: Path, state: dict[str, Any], *, meta: Mapping[str, Any]) -> bool:
+    def get_model_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the weights as they will be written; all ranks must call it."""
+        return get_model_state_dict(model) if self.checkpoint_format == "sharded" else gather_model_state(model)
+
+    def get_optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer as it will be written; all ranks must call it."""
+        if self.checkpoint_format == "sharded":
+            return get_optimizer_state_dict(model, optimizer)
+        return gather_optimizer_state(model, optimizer)
+
+    def save(self, path: Path, checkpoint: Mapping[str, Any]) -> bool:
         """Write a checkpoint; all ranks must call it. Returns whether it was, or will be, written.
 
         Waits for the one in flight. Where the disk has no room, says so and returns, and training goes on.
+
+        Args:
+            path: Folder or file; one that exists is replaced.
+            checkpoint: As Lightning puts it together: ``state_dict`` and ``optimizer_states`` from this object, and
+                plain values.
 
         Raises:
             RuntimeError: This save, or the one that was in flight, failed.
         """
         self.wait()
+        tensors = ("state_dict", "optimizer_states")
+        state = join_states(checkpoint["state_dict"], checkpoint.get("optimizer_states", []))
+        meta = {key: value for key, value in checkpoint.items() if key not in tensors}
         if missing := self._find_missing_bytes(path, state):
             self._is_newest_missing = True
             self.report(
@@ -59,7 +87,10 @@ class CheckpointWriter:
             )
             return False
         if not self.is_async:
-            save_checkpoint(path, state, meta=meta)
+            if self.checkpoint_format == "sharded":
+                save_checkpoint(path, state, meta=meta)
+            else:
+                save_single_file(path, checkpoint)
             self._is_newest_missing = False
             return True
         if self._group is None and dist.is_initialized():

@@ -25,14 +25,13 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core import rank_zero
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_fsdp.checkpoint import find_random_state, join_states, load_checkpoint
-from lit_fsdp.checkpoint_writer import CheckpointWriter
+from lit_fsdp.checkpoint import find_random_state, load_checkpoint
+from lit_fsdp.checkpoint_writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.lightning_internals import count_micro_batches, refuse_float16_on_cpu, use_no_grad
 from lit_fsdp.mesh import Mesh, build_mesh
 from lit_fsdp.offload import Offload, build_offload_policy
@@ -51,6 +50,7 @@ from lit_fsdp.sharding import (
     shard_model,
     split_by_child,
 )
+from lit_fsdp.single_file import load_single_file
 from lit_fsdp.units import Unit, Units, iterate_blocks, plan_units
 from lit_fsdp.weights import init_weights, iterate_meta, materialize
 
@@ -76,6 +76,8 @@ class FSDP2Strategy(ParallelStrategy):
         recompute: Activation checkpointing.
         offload: Keep shards in host memory; ``null`` keeps them on the device.
         compile: Compile every block; ``null`` does not.
+        checkpoint_format: ``sharded`` writes a folder, every rank its own part. ``single_file`` gathers everything
+            on rank 0 and writes what Lightning's other strategies can read. Both are always read.
         async_checkpoints: Copy shards to host memory and write them beside training, at most one checkpoint at a
             time. Costs host memory for one copy of this rank's shards and optimizer state.
         print_plan: Print the units when training starts.
@@ -94,6 +96,7 @@ class FSDP2Strategy(ParallelStrategy):
         recompute: Recompute | None = None,
         offload: Offload | None = None,
         compile: Compile | None = None,  # noqa: A002
+        checkpoint_format: CheckpointFormat = "sharded",
         async_checkpoints: bool = False,
         print_plan: bool = True,
         timeout_s: float = 1800.0,
@@ -109,7 +112,9 @@ class FSDP2Strategy(ParallelStrategy):
             compile=compile,
         )
         self.prints_plan = print_plan
-        self._writer = CheckpointWriter(is_async=async_checkpoints, report=rank_zero.rank_zero_warn)
+        self._writer = CheckpointWriter(
+            checkpoint_format=checkpoint_format, is_async=async_checkpoints, report=rank_zero.rank_zero_warn
+        )
         self._restore_random: Callable[[], None] | None = None  # from a checkpoint, until the first batch
         self.timeout_s = timeout_s
         self.device_mesh: DeviceMesh | None = None
@@ -294,12 +299,12 @@ class FSDP2Strategy(ParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        return get_model_state_dict(self.lightning_module)
+        return self._writer.get_model_state(self.lightning_module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.lightning_module is not None
-        return get_optimizer_state_dict(self.lightning_module, getattr(optimizer, "_optimizer", optimizer))
+        return self._writer.get_optimizer_state(self.lightning_module, getattr(optimizer, "_optimizer", optimizer))
 
     @override
     def save_checkpoint(
@@ -308,11 +313,7 @@ class FSDP2Strategy(ParallelStrategy):
         if storage_options is not None:
             raise TypeError("storage_options: FSDP2Strategy writes folders with torch.distributed.checkpoint")
         assert self.lightning_module is not None
-        self._writer.save(
-            Path(self.broadcast(str(filepath))),
-            join_states(checkpoint["state_dict"], checkpoint.get("optimizer_states", [])),
-            meta={k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")},
-        )
+        self._writer.save(Path(self.broadcast(str(filepath))), checkpoint)
         if self.lightning_module.trainer.state.finished:  # saved by the user, after the run has waited for the rest
             self._writer.wait()
 
@@ -328,10 +329,8 @@ class FSDP2Strategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         path = Path(self.broadcast(str(checkpoint_path)))
-        if path.is_file():
-            raise ValueError(f"{path} is a file: FSDP2Strategy reads the checkpoint folders it writes")
-        strict = self.lightning_module.strict_loading
-        meta = load_checkpoint(path, self.lightning_module, self.optimizers, strict=strict)
+        load = load_single_file if path.is_file() else load_checkpoint
+        meta = load(path, self.lightning_module, self.optimizers, strict=self.lightning_module.strict_loading)
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._restore_random = find_random_state(path, self.global_rank, self.world_size)
         return meta

@@ -159,17 +159,17 @@ def test_a_full_disk_skips_the_save_keeps_older_ones_and_the_run_goes_on(
     writer = CheckpointWriter(is_async=False, report=reports.append)
     state = {"state_dict": {"weight": torch.ones(1000)}}
     removed: list[str] = []
-    assert writer.save(tmp_path / "first", state, meta={})
+    assert writer.save(tmp_path / "first", state)
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_writer.shutil, "disk_usage", lambda _: usage._replace(free=1000))
-        assert not writer.save(tmp_path / "second", state, meta={})
+        assert not writer.save(tmp_path / "second", state)
         writer.remove(lambda: removed.append("first"))
     assert "second was NOT saved: the disk has 0.06 GiB too little" in reports[0]
     assert removed == []
     assert is_complete(tmp_path / "first")
     assert not (tmp_path / "second").exists()
-    assert writer.save(tmp_path / "third", state, meta={})
+    assert writer.save(tmp_path / "third", state)
     writer.remove(lambda: removed.append("first"))
     assert removed == ["first"]
 
@@ -177,11 +177,11 @@ def test_a_full_disk_skips_the_save_keeps_older_ones_and_the_run_goes_on(
 def fail_beside_training(folder: Path) -> None:
     writer = CheckpointWriter(is_async=True, report=print)
     path = folder / "blocked" / "checkpoint"
-    assert writer.save(path, {"state_dict": {"weight": torch.ones(3)}}, meta={})
+    assert writer.save(path, {"state_dict": {"weight": torch.ones(3)}})
     writer.wait()
     assert is_complete(path)
     removed: list[int] = []
-    assert writer.save(path.with_name("next"), {"state_dict": {"weight": _Unsavable()}}, meta={})
+    assert writer.save(path.with_name("next"), {"state_dict": {"weight": _Unsavable()}})
     writer.remove(lambda: removed.append(1))
     with pytest.raises(RuntimeError, match="saving a checkpoint beside training failed"):
         writer.wait()

@@ -1,0 +1,119 @@
+"""Checkpoints in one file, as Lightning's own strategies write them, so that runs can move between strategies.
+
+Rank 0 holds the whole model and optimizer state in host memory while it writes or reads one.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from lit_fsdp.checkpoint import agree, to_plain
+
+_GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def gather_model_state(model: nn.Module) -> dict[str, Any]:
+    """Return all weights in full on rank 0, and nothing elsewhere. All ranks must call it."""
+    return get_model_state_dict(model, options=_GATHER)
+
+
+def gather_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state of an unsharded optimizer on rank 0, by number of the parameter. All ranks must call it."""
+    named: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_GATHER)
+    if not named:
+        return {}
+    numbers = {name: i for i, name in enumerate(n for group in named["param_groups"] for n in group["params"])}
+    groups = [{**group, "params": [numbers[n] for n in group["params"]]} for group in named["param_groups"]]
+    return {"state": {numbers[n]: state for n, state in named["state"].items()}, "param_groups": groups}
+
+
+def save_single_file(path: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Write what rank 0 has gathered, beside ``path`` first. All ranks must call it."""
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.incomplete")
+        torch.save(to_plain(checkpoint), beside)
+        beside.replace(path)
+
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    agree(lambda: write() if is_first else None)
+
+
+def load_single_file(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool) -> dict[str, Any]:
+    """Load a file into a sharded model and its optimizers; return the rest. All ranks must call it.
+
+    Args:
+        path: Written by any of Lightning's strategies that keep one file.
+        model: Sharded.
+        optimizers: With parameters in the order they had when the file was written; empty loads the model alone.
+        strict: Refuse missing and unknown parameters.
+
+    Raises:
+        ValueError: It is no such file, or of another model or number of optimizers; on all ranks.
+    """
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    checkpoint: dict[str, Any] = {}
+
+    def read() -> dict[str, Any]:
+        if is_first:
+            checkpoint.update(_read(path))
+            _check(path, checkpoint, model, optimizers, strict=strict)
+        return {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+
+    found = agree(read)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=strict)
+    set_model_state_dict(model, checkpoint.get("state_dict", {}), options=options)
+    stored = checkpoint.get("optimizer_states", [])
+    for i, optimizer in enumerate(optimizers):
+        state = _name_state(model, optimizer, stored[i] if is_first else None)
+        set_optimizer_state_dict(model, optimizer, state, options=options)
+    return found[0]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{path} is no checkpoint that can be read safely: {reason}") from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ValueError(f"{path} is no checkpoint of Lightning: it has no state_dict")
+    return checkpoint
+
+
+def _check(
+    path: Path, checkpoint: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool
+) -> None:
+    names = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    missing = sorted(names - checkpoint["state_dict"].keys())
+    if missing and strict:
+        raise ValueError(f"{path} lacks {', '.join(missing[:5])}: it was saved from another model")
+    count = len(checkpoint.get("optimizer_states", []))
+    if optimizers and count != len(optimizers):
+        raise ValueError(f"{path} holds {count} optimizers, the run has {len(optimizers)}; resume it with as many")
+
+
+def _name_state(model: nn.Module, optimizer: Optimizer, numbered: dict[str, Any] | None) -> dict[str, Any]:
+    """Return an optimizer's state by parameter name; without one (not on rank 0) nothing."""
+    present: Any = get_optimizer_state_dict(model, optimizer)  # a collective for some optimizers, so on every rank
+    if numbered is None:
+        return {}
+    names = [name for group in present["param_groups"] for name in group["params"]]
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in numbered["param_groups"]]
+    return {"state": {names[i]: state for i, state in numbered["state"].items()}, "param_groups": groups}

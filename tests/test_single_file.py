@@ -1,0 +1,92 @@
+"""A run can move between Lightning's own strategies and ours, through one checkpoint file."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from training import EVEN, TIED, Recorder, Result, Rows, build_task, build_trainer, gather_weights, save_model
+
+from lit_fsdp import FSDP2Strategy
+from lit_fsdp.checkpoint_writer import CheckpointWriter
+from ranks import run_ranks
+
+Make = Callable[[], Any]
+
+
+def single() -> SingleDeviceStrategy:
+    return SingleDeviceStrategy("cpu")
+
+
+def fsdp2(checkpoint_format: Any = "single_file") -> FSDP2Strategy:
+    return FSDP2Strategy(print_plan=False, checkpoint_format=checkpoint_format)
+
+
+def train(make: Make, folder: Path, out: Path, max_steps: int, save: Path | None, load: Path | None) -> None:
+    recorder = Recorder()
+    if load is not None:
+        recorder.result = Result(losses=[0.0] * 4, grad_norms=[0.0] * 4)
+    trainer = build_trainer(make(), callbacks=[recorder], max_steps=max_steps)
+    task = build_task(folder)
+    trainer.fit(task, Rows(64, 8 // trainer.world_size), ckpt_path=load)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    recorder.result.weights = gather_weights(task)
+    if trainer.is_global_zero:
+        torch.save(vars(recorder.result), out)
+
+
+@pytest.mark.parametrize(
+    ("first", "first_ranks", "second", "second_ranks", "config"),
+    [
+        (DDPStrategy, 2, fsdp2, 2, EVEN),
+        (single, 1, fsdp2, 4, TIED),
+        (fsdp2, 2, single, 1, TIED),
+        (fsdp2, 2, DDPStrategy, 2, EVEN),
+        (fsdp2, 2, lambda: fsdp2("sharded"), 4, EVEN),
+    ],
+    ids=["ddp to fsdp2", "single to fsdp2 tied", "fsdp2 to single tied", "fsdp2 to ddp", "file to folder"],
+)
+def test_a_run_goes_on_under_the_other_strategy(
+    first: Make, first_ranks: int, second: Make, second_ranks: int, config: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "model", **config)
+    path = tmp_path / "run.ckpt"
+    run_ranks(train, first, folder, tmp_path / "whole", 8, None, None, world_size=first_ranks)
+    run_ranks(train, first, folder, tmp_path / "half", 4, path, None, world_size=first_ranks)
+    assert path.is_file()
+    run_ranks(train, second, folder, tmp_path / "moved", 8, None, path, world_size=second_ranks)
+    whole, moved = (Result(**torch.load(tmp_path / name)) for name in ("whole", "moved"))
+    differences = [abs(a - b) for a, b in zip(whole.losses[4:], moved.losses[4:], strict=True)]
+    assert max(differences) <= 1e-6
+    assert max(float((whole.weights[n] - w).abs().max()) for n, w in moved.weights.items()) <= 1e-6
+
+
+def load_refused(path: Path, folder: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_trainer(fsdp2()).fit(build_task(folder), Rows(64, 4), ckpt_path=path)
+
+
+class NotPlain:
+    """What a safe load refuses."""
+
+
+def test_files_that_cannot_be_read_safely_or_do_not_fit_are_refused_on_every_rank(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", **EVEN)
+    path = tmp_path / "some.ckpt"
+    for content, message in (
+        ({"state_dict": {}, "extra": NotPlain()}, "no checkpoint that can be read safely"),
+        ({"weights": 1}, "no checkpoint of Lightning: it has no state_dict"),
+        ({"state_dict": {}}, "some.ckpt lacks model.lm_head.weight"),
+    ):
+        torch.save(content, path)
+        run_ranks(load_refused, path, folder, message)
+    path.write_bytes(b"not a checkpoint")
+    run_ranks(load_refused, path, folder, "that can be read safely")
+
+
+def test_one_file_is_not_written_beside_training() -> None:
+    with pytest.raises(ValueError, match="leave one of them out"):
+        CheckpointWriter(checkpoint_format="single_file", is_async=True, report=print)
