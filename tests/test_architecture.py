@@ -21,6 +21,7 @@ LAYERS = [
     {"conversion"},
     {"weights", "settings", "traffic"},
     {"checkpoint", "hub_names", "tensor_writer", "model_card"},
+    {"single_file"},
     {"precision_plugin", "lightning_internals", "checkpoint_writer", "export"},
     {"plan", "strategy"},
     {"tasks", "callbacks"},

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from copy import deepcopy
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,10 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils.import_utils import is_flash_attn_2_available
 from typing_extensions import override
 
+from lit_fsdp.export import EXPORT
 from lit_fsdp.tasks.base import Optimizer, Schedule, Task
 from lit_fsdp.tasks.causal_lm.pretrained import fetch_pretrained, find_pretrained
 from lit_fsdp.weights import init_weights, load_weights
 
+GENERATION = "generation_config.json"
 IGNORED = -100  # label of a token that is no target
 Batch = dict[str, Tensor]
 
@@ -64,6 +69,7 @@ class CausalLM(Task):
         self.sample_prompts = sample_prompts or []
         self.generation = {"max_new_tokens": 64, **(generation or {})}
         self.model: PreTrainedModel | None = None
+        self._export_files: dict[str, str | bytes] | None = None
 
     # Model
 
@@ -211,6 +217,37 @@ class CausalLM(Task):
         )
         return tokenizer.batch_decode(output[:, input_ids.shape[1] :], skip_special_tokens=True)
 
+    # Checkpoints
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        if self.trainer.is_global_zero and isinstance(self.model, PreTrainedModel):  # its metadata is that of rank 0
+            if self._export_files is None:
+                self._export_files = self._collect_export_files(self.model)
+            checkpoint[EXPORT] = self._export_files
+
+    def _collect_export_files(self, model: PreTrainedModel) -> dict[str, str | bytes]:
+        """Return the small files of a Hugging Face folder by name, so that a checkpoint is enough to export."""
+        config, generation = deepcopy(model.config), deepcopy(model.generation_config)
+        # FSDP2 puts a class of its own in front of the model's.
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        files: dict[str, str | bytes] = {}
+        if hasattr(getattr(self.trainer, "datamodule", None), "tokenizer"):
+            tokenizer = self._find_tokenizer()
+            if self.pretrained is None:  # or generation would end at a token that the model has never seen
+                for name in ("bos_token_id", "eos_token_id"):
+                    setattr(config, name, getattr(tokenizer, name))
+                    setattr(generation, name, getattr(tokenizer, name))
+                generation.pad_token_id = self._find_pad_id()
+            files |= _read_tokenizer(tokenizer)
+        files["config.json"] = config.to_json_string()
+        if model.can_generate():
+            files[GENERATION] = generation.to_json_string()
+        if self.pretrained is not None and (given := find_pretrained(self.pretrained) / GENERATION).is_file():
+            files[GENERATION] = given.read_text()
+        return files
+
     # Tokenizer
 
     def _find_tokenizer(self) -> Any:
@@ -234,3 +271,17 @@ class CausalLM(Task):
                 f"config.vocab_size: got {limit}: the tokenizer has {size} tokens: expected {size} or more, "
                 "or a tokenizer that belongs to the model"
             )
+
+
+def _read_tokenizer(tokenizer: Any) -> dict[str, str | bytes]:
+    """Return the files of a tokenizer by name: texts, but for the models of SentencePiece."""
+    files: dict[str, str | bytes] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            name, content = path.relative_to(folder).as_posix(), path.read_bytes()
+            try:
+                files[name] = content.decode()
+            except UnicodeDecodeError:
+                files[name] = content
+    return files
