@@ -36,6 +36,10 @@ COMMANDS: dict[str, Command] = {
     "validate": Command(summary="Measure on the validation data.", entry=_TRAINER),
     "test": Command(summary="Measure on the test data.", entry=_TRAINER),
     "predict": Command(summary="Run the model over the predict data.", entry=_TRAINER),
+    "export": Command(
+        summary="Write the model of a checkpoint for Transformers and other tools.",
+        entry="lit_fsdp.export_cli:run_export",
+    ),
 }
 
 _HELP = """\
@@ -53,6 +57,7 @@ examples:
   python -m lit_fsdp fit --config run.yaml
   python -m lit_fsdp fit --config run.yaml --config gpu.yaml --trainer.max_steps=100
   torchrun --nproc-per-node=4 -m lit_fsdp fit --config run.yaml
+  python -m lit_fsdp export --checkpoint runs/run --out folder
 
 options:
   -h, --help     Show this help and exit.

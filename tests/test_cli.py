@@ -222,7 +222,7 @@ def test_commands_that_do_not_exist_are_refused_with_the_nearest(capsys: pytest.
     assert main(["--config=run.yaml", "fit"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "error: fti: unknown command: did you mean fit?",
-        "error: --config=run.yaml: an option before the command: expected fit, validate, test, predict first",
+        "error: --config=run.yaml: an option before the command: expected fit, validate, test, predict, export first",
     ]
 
 
@@ -349,7 +349,7 @@ def test_help_lists_the_commands_on_one_screen_without_loading_torch() -> None:
     assert (process.returncode, err) == (0, "")
     assert out.strip() == format_help()
     assert len(out.splitlines()) <= 40
-    assert all(f"  {name} " in out for name in ("fit", "validate", "test", "predict"))
+    assert all(f"  {name} " in out for name in ("fit", "validate", "test", "predict", "export"))
     assert spent < 3
 
 
