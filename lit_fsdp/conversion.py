@@ -38,6 +38,7 @@ from transformers.core_model_loading import (
 
 from lit_fsdp.tensor_files import StoredTensor
 
+_WRAPPER = "_checkpoint_wrapped_module"
 Rows = Literal["stacked", "joined", "inside"]
 Read = Callable[[str, int, int], Tensor]
 
@@ -74,7 +75,7 @@ def plan_conversions(
         targets: What is to be filled, by the names of the model without wrappers.
 
     Raises:
-        ValueError: The stored tensors of a conversion do not fit each other.
+        ValueError: The stored tensors of a conversion do not fit each other, or one is there twice.
     """
     if not isinstance(model, PreTrainedModel):
         known = [Conversion(first_target=n, sources=[(n, n)], shapes={n: stored[n].shape}) for n in stored]
@@ -96,11 +97,18 @@ def plan_conversions(
             continue
         converter = by_pattern[pattern] if pattern is not None else None
         conversion = found.setdefault(target, Conversion(first_target=target, converter=converter))
+        if conversion.sources and (pattern is None or conversion.converter is None):
+            raise ValueError(f"{target} is stored twice, as {conversion.sources[0][1]} and as {name}; remove one")
         conversion.sources.append((pattern or name, name))
     for conversion in found.values():
         _find_shapes(model, conversion, stored)
     unread = _list_unread(model)
     return list(found.values()), [name for name in unknown if not any(p.search(name) for p in unread)]
+
+
+def clean_name(name: str) -> str:
+    """Return a name in the model as files and users know it, without the wrappers that recompute a module."""
+    return ".".join(part for part in name.split(".") if part != _WRAPPER)
 
 
 def find_optional(model: nn.Module) -> list[re.Pattern[str]]:
@@ -231,7 +239,7 @@ def _read_mapping(model: PreTrainedModel) -> list[Any]:
         mapping = get_model_conversion_mapping(model)
     for entry in mapping:
         if entry.scope_prefix:
-            entry.scope_prefix = entry.scope_prefix.replace("_checkpoint_wrapped_module.", "")
+            entry.scope_prefix = clean_name(entry.scope_prefix)
     return mapping
 
 

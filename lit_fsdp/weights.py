@@ -23,10 +23,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 # Private, seen in torch 2.13: which rows of a sharded parameter are this rank's.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lit_fsdp.conversion import Conversion, convert_rows, describe_sources, find_optional, plan_conversions
-from lit_fsdp.tensor_files import MAX_BLOCK_BYTES, TensorFiles
-
-_WRAPPER = "_checkpoint_wrapped_module"
+from lit_fsdp.conversion import Conversion, clean_name, convert_rows, describe_sources, find_optional, plan_conversions
+from lit_fsdp.tensor_files import MAX_BLOCK_BYTES, StoredTensor, TensorFiles
 
 
 def materialize(model: nn.Module, device: torch.device, *, parameter_device: torch.device | None = None) -> None:
@@ -83,8 +81,10 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     """Read this rank's rows of every tensor from a folder of safetensors, and rebuild what is not stored.
 
     Files of a Transformers model may have all names and layouts that Transformers itself loads: of older releases,
-    with experts one by one, with or without the prefix of the base model. A rank reads what its rows are made of and
-    takes up to 32 MiB beside its shards; see Note [Rows of converted tensors] for conversions that take more.
+    with experts one by one, with or without the prefix of the base model. A rank reads what its rows are made of, and
+    takes little beside its shards: nothing where files hold what the model holds, up to 32 MiB to cast, and three
+    times 32 MiB, or three times an expert if that is more, to fuse experts. See Note [Rows of converted tensors] for
+    conversions that take more.
 
     Args:
         model: Materialized, sharded or not. Unless it is a model of Transformers, the names in the files must be
@@ -154,7 +154,7 @@ def _init_unit(unit: list[tuple[str, nn.Module]], owners: dict[str, Any], seed: 
     for parameter, full in sharded.items():
         if torch.isnan(full).any():
             where = next(f"{n}.{k}" for n, m in unit for k, p in m._parameters.items() if p is parameter)
-            where = _clean(where).removeprefix(".")
+            where = clean_name(where).removeprefix(".")
             raise ValueError(
                 f"{where}: nothing initializes this parameter; give its module a reset_parameters() that "
                 f"sets {names[id(parameter)]}, or build the model on the CPU"
@@ -168,14 +168,14 @@ def _init_unit(unit: list[tuple[str, nn.Module]], owners: dict[str, Any], seed: 
 
 def _make_full(parameter: nn.Parameter, name: str) -> nn.Parameter:
     if not parameter.is_floating_point():
-        where = _clean(name).removeprefix(".")
+        where = clean_name(name).removeprefix(".")
         raise ValueError(f"{where}: a {parameter.dtype} parameter has no random values; load it from a checkpoint")
     full = torch.full(parameter.shape, float("nan"), dtype=parameter.dtype)
     return nn.Parameter(full, requires_grad=parameter.requires_grad)
 
 
 def _init_module(name: str, module: nn.Module, owners: dict[str, Any], seed: int) -> None:
-    digest = hashlib.sha256(f"{seed}/{_clean(name)}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}/{clean_name(name)}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
     inside = [owner for owner in owners if not owner or name == owner or name.startswith(f"{owner}.")]
     if inside:
@@ -200,7 +200,7 @@ def _is_unset(buffer: Tensor) -> bool:
 
 
 def _refuse_unset_buffers(model: nn.Module) -> None:
-    unset = [_clean(name) for name, buffer in model.named_buffers() if _is_unset(buffer)]
+    unset = [clean_name(name) for name, buffer in model.named_buffers() if _is_unset(buffer)]
     if unset:
         raise ValueError(
             f"{', '.join(unset)}: nothing sets these buffers after they were built on the meta device; give "
@@ -212,7 +212,7 @@ def _find_targets(model: nn.Module) -> dict[str, Tensor]:
     """Map the names in the state dict to the parameters and buffers to fill."""
     targets: dict[str, Tensor] = {}
     for name, module in model.named_modules():
-        prefix = f"{_clean(name)}." if _clean(name) else ""
+        prefix = f"{clean_name(name)}." if clean_name(name) else ""
         kept = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
         for key, tensor in (*module._parameters.items(), *kept.items()):
             if tensor is not None:
@@ -240,14 +240,20 @@ def _check_names(
 
 def _check_shapes(conversions: list[Conversion], files: TensorFiles, targets: dict[str, Tensor]) -> None:
     for conversion in conversions:
-        first = conversion.sources[0][1]
+        first = files.tensors[conversion.sources[0][1]]
         for name, shape in conversion.shapes.items():
+            _check_kind(first, name, targets[name])
             if shape != tuple(targets[name].shape):
                 made = f", made of {describe_sources(conversion)}," if conversion.converter else ""
                 raise ValueError(
-                    f"{files.tensors[first].path}: {name}{made} has shape {shape}, "
-                    f"the model's {tuple(targets[name].shape)}"
+                    f"{first.path}: {name}{made} has shape {shape}, the model's {tuple(targets[name].shape)}"
                 )
+
+
+def _check_kind(stored: StoredTensor, name: str, target: Tensor) -> None:
+    """Refuse integers for a floating tensor and the reverse: codes of a quantized model are no weights."""
+    if stored.dtype.is_floating_point != target.dtype.is_floating_point:
+        raise ValueError(f"{stored.path}: {name} is made of {stored.dtype}, which cannot be cast to {target.dtype}")
 
 
 def _init_unstored(model: nn.Module, optional: list[str]) -> None:
@@ -256,7 +262,7 @@ def _init_unstored(model: nn.Module, optional: list[str]) -> None:
     holders = {name.rpartition(".")[0] for name in optional}
     with torch.random.fork_rng(devices=[]):
         for unit in _group_modules(model):
-            if unstored := [(n, m) for n, m in unit if m._non_persistent_buffers_set or _clean(n) in holders]:
+            if unstored := [(n, m) for n, m in unit if m._non_persistent_buffers_set or clean_name(n) in holders]:
                 _init_unit(unstored, owners, 0)
 
 
@@ -304,11 +310,6 @@ def _find_own_rows(target: Tensor) -> tuple[int, Tensor]:
 
 def _name_class(model: nn.Module) -> str:
     return type(model).__name__.removeprefix("FSDP") if isinstance(model, FSDPModule) else type(model).__name__
-
-
-def _clean(name: str) -> str:
-    """Return a module's name as the user knows it, without the wrappers that recompute it."""
-    return ".".join(part for part in name.split(".") if part != _WRAPPER)
 
 
 def iterate_meta(model: nn.Module) -> Iterator[str]:

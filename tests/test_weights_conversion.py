@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from training import list_differences, train_plainly, train_sharded
-from transformers import AutoModelForCausalLM, conversion_mapping
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, ConversionOps, Transpose, WeightConverter
 
 from lit_fsdp import tensor_files, weights
+from lit_fsdp.conversion import clean_name
 from lit_fsdp.recompute import Recompute, apply_recompute
 from lit_fsdp.sharding import Sharding, shard_model
 from lit_fsdp.tasks.causal_lm.pretrained import find_pretrained
@@ -55,7 +56,7 @@ def load(
 def read_state(model: nn.Module) -> dict[str, Tensor]:
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     full = {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach() for n, t in tensors}
-    return {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in full.items()}
+    return {clean_name(name): tensor for name, tensor in full.items()}
 
 
 def list_unequal(model: nn.Module, expected: nn.Module) -> list[str]:
@@ -221,6 +222,39 @@ def test_lost_experts_are_refused_by_name_before_anything_is_read(lost: str, mes
         assert sizes == []
 
     run_ranks(body)
+
+
+def test_what_cannot_be_meant_is_refused_by_name(tmp_path: Path) -> None:
+    state = save("mixtral", tmp_path)
+    name, experts = "model.norm.weight", "model.layers.0.mlp.experts.gate_up_proj"
+    other = {"norm.weight": state[name].clone()}
+    for changed, message in [
+        (state | other, r"model.norm.weight is stored twice, as model.norm.weight and as norm.weight"),
+        (state | {experts: torch.zeros(4, 128, 32)}, rf"{experts} is stored twice, as .*w1.weight and as {experts}"),
+        (
+            state | {name: state[name].to(torch.uint8)},
+            r"model.norm.weight is made of torch.uint8, which",
+        ),
+    ]:
+        rewrite(tmp_path, changed)
+        with pytest.raises(ValueError, match=message):
+            load("mixtral", tmp_path, is_sharded=False)
+
+
+def test_what_files_may_lack_is_initialized_alike_at_every_world_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = save("llama", tmp_path)
+    rewrite(tmp_path, {name: tensor for name, tensor in state.items() if name != "lm_head.weight"})
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_missing", ["lm_head"])
+    whole = load("llama", tmp_path, is_sharded=False)
+    assert 0.01 < float(whole.lm_head.weight.detach().std()) < 0.04
+    assert torch.equal(whole.model.embed_tokens.weight, state["model.embed_tokens.weight"])
+
+    def body() -> None:
+        assert list_unequal(load("llama", tmp_path), whole) == []
+
+    run_ranks(body, world_size=3)
 
 
 def test_a_base_model_is_no_checkpoint_of_a_model_with_a_head(tmp_path: Path) -> None:
