@@ -248,12 +248,12 @@ def _own_classes(model: nn.Module) -> Iterator[None]:
     """Give sharded modules their own classes back for a while.
 
     FSDP2 makes a class for each, in a module of torch, and Transformers then takes the model for custom code that has
-    no conversions. That the own class is third in line, FSDPModule itself relies on. Seen in torch 2.13.
+    no conversions. Where the own class stands among its bases is private, seen in torch 2.13.
     """
     sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
     try:
         for module, made in sharded:
-            module.__class__ = made.__mro__[2]
+            module.__class__ = made.__mro__[made._orig_cls_mro_index]
         yield
     finally:
         for module, made in sharded:

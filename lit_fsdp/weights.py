@@ -53,8 +53,9 @@ def materialize(model: nn.Module, device: torch.device, *, parameter_device: tor
                 module._buffers[key] = buffer.to(device)
                 continue
             module._buffers[key] = torch.full_like(buffer, _find_sentinel(buffer.dtype), device=device)
+    stays = {id(p.grad) for p in model.parameters() if p.grad is not None}  # an earlier run's, where its shard is
     # Also tells FSDP about its new parameters.
-    model._apply(lambda tensor: tensor if isinstance(tensor, nn.Parameter) else tensor.to(device))
+    model._apply(lambda t: t if isinstance(t, nn.Parameter) or id(t) in stays else t.to(device))
 
 
 def init_weights(model: nn.Module, seed: int) -> None:
@@ -262,8 +263,23 @@ def _init_unstored(model: nn.Module, optional: list[str]) -> None:
     holders = {name.rpartition(".")[0] for name in optional}
     with torch.random.fork_rng(devices=[]):
         for unit in _group_modules(model):
-            if unstored := [(n, m) for n, m in unit if m._non_persistent_buffers_set or clean_name(n) in holders]:
+            if unstored := [(name, module) for name, module in unit if clean_name(name) in holders]:
                 _init_unit(unstored, owners, 0)
+            for name, module in unit:
+                if module._non_persistent_buffers_set and clean_name(name) not in holders:
+                    _init_buffers(name, module, owners)
+
+
+def _init_buffers(name: str, module: nn.Module, owners: dict[str, Any]) -> None:
+    """Run a module's initializer with its parameters on the meta device: an embedding may have a buffer too."""
+    kept = {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+    try:
+        for key, parameter in kept.items():
+            meta = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            module._parameters[key] = nn.Parameter(meta, requires_grad=False)
+        _init_module(name, module, owners, 0)
+    finally:
+        module._parameters.update(kept)
 
 
 def _check_same(first: Conversion, second: Conversion, files: TensorFiles) -> None:

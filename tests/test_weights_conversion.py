@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import list_differences, train_plainly, train_sharded
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, ConversionOps, Transpose, WeightConverter
@@ -139,6 +140,34 @@ def test_a_rank_reads_its_share_and_nothing_larger_than_its_rows(family: str, wo
         assert max(sizes) == max(p.to_local().numel() * 4 for p in model.parameters() if p.ndim < 3)
 
     run_ranks(body, world_size=world_size)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Keeps the bytes of the largest tensor that is made on the CPU."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.device.type == "cpu" and not isinstance(out, DTensor):
+            self.num_bytes = max(self.num_bytes, out.nbytes)
+        return out
+
+
+def test_a_buffer_beside_a_large_embedding_is_rebuilt_without_drawing_the_embedding(tmp_path: Path) -> None:
+    save("gemma3_text", tmp_path, vocab_size=2048)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "model.embed_tokens.embed_scale" in dict(expected.named_buffers())
+
+    def body() -> None:
+        model = shard(build_language_model("gemma3_text", vocab_size=2048))
+        materialize(model, torch.device("cpu"))
+        with LargestTensor() as largest:
+            load_weights(model, tmp_path)
+        assert list_unequal(model, expected) == []
+        assert largest.num_bytes == 2048 * 32 * 4 / 2
+
+    run_ranks(body)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
