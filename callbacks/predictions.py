@@ -63,13 +63,15 @@ class WritePredictions(Callback):
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather over all ranks, write on the first."""
         path = self._find_path(trainer)
-        if self._odd is not None:
+        # Before anything that one rank alone could leave: the others would wait for it.
+        parts = _gather((self._odd, self._records))
+        if odd := next((odd for odd, _ in parts if odd is not None), None):
             rank_zero_warn(
-                f"predictions are not written: predict_step returned {self._odd}; expected a dict with the lists "
+                f"predictions are not written: predict_step returned {odd}; expected a dict with the lists "
                 "index and prediction"
             )
             return
-        records = sorted(_gather(self._records), key=lambda record: record["index"])
+        records = sorted((record for _, part in parts for record in part), key=lambda record: record["index"])
         if trainer.is_global_zero:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
@@ -84,10 +86,10 @@ class WritePredictions(Callback):
         return Path(folder or ".") / FILE_NAME
 
 
-def _gather(records: list[Record]) -> list[Record]:
-    """Return the records of all ranks on the first one, and its own on any other."""
+def _gather(part: tuple[str | None, list[Record]]) -> list[tuple[str | None, list[Record]]]:
+    """Return the parts of all ranks on the first one, and its own on any other."""
     if not dist.is_initialized():
-        return records
-    parts: list[list[Record]] | None = [[] for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
-    dist.gather_object(records, parts)
-    return records if parts is None else [record for part in parts for record in part]
+        return [part]
+    parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(part, parts)
+    return [part] if parts is None else parts

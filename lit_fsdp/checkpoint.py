@@ -10,13 +10,16 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from enum import Enum
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -129,7 +132,7 @@ def load_checkpoint(
     set_model_state_dict(model, state["state_dict"], options=options)
     for i, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(model, optimizer, state[f"optimizer_{i}"], options=options)
-    return torch.load(path / META, weights_only=True)
+    return torch.load(path / META, map_location="cpu", weights_only=True)
 
 
 def find_random_state(path: Path, rank: int, world_size: int) -> Callable[[], None]:
@@ -142,7 +145,8 @@ def find_random_state(path: Path, rank: int, world_size: int) -> Callable[[], No
     if not count:
         return lambda: None
     is_same = count == world_size
-    state = torch.load(path / _RANDOM.format(rank=rank if is_same else 0), weights_only=True)
+    file = path / _RANDOM.format(rank=rank if is_same else 0)
+    state = torch.load(file, map_location="cpu", weights_only=True)
     return partial(restore_random_state, state) if is_same else partial(reseed, state, rank)
 
 
@@ -175,21 +179,41 @@ def agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list
     return [result for _, result in boxes]
 
 
-def to_plain(value: Any) -> Any:
-    """Return ``value`` with everything that ``weights_only`` loading refuses turned into plain types."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return to_plain({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
-    if isinstance(value, Mapping):
-        return {key if isinstance(key, int) else str(key): to_plain(v) for key, v in value.items()}
-    if isinstance(value, Enum):
-        return to_plain(value.value)
-    if isinstance(value, tuple):
-        return tuple(to_plain(v) for v in value)
-    if isinstance(value, list | set):
-        return [to_plain(v) for v in value]
-    if value is None or isinstance(value, bool | int | float | str | bytes | torch.Tensor):
+def to_plain(value: Any, name: str = "checkpoint") -> Any:
+    """Return a copy of ``value`` that ``weights_only`` loading accepts on any machine.
+
+    Tensors are copied to the CPU, so what changes afterwards does not change the copy.
+
+    Args:
+        value: Nested containers, dataclasses and values.
+        name: Of ``value``, for errors.
+
+    Raises:
+        TypeError: Something inside has no plain form.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if value is None or type(value) in (bool, int, float, str, bytes):
         return value
-    return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {to_plain(k, f"a key of {name}"): to_plain(v, f"{name}.{k}") for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        items = [to_plain(v, f"{name}[{i}]") for i, v in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy())
+    if isinstance(value, np.generic | Enum):
+        return to_plain(value.item() if isinstance(value, np.generic) else value.value, name)
+    for kind in (bool, int, float, str):  # a subclass of these
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, PurePath | torch.dtype | torch.device | timedelta | datetime):
+        return str(value)
+    raise TypeError(
+        f"{name} is a {type(value).__name__}, which a checkpoint cannot hold; let state_dict() return plain values"
+    )
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lit_fsdp.checkpoint import agree, join_states, save_checkpoint
+from lit_fsdp.checkpoint import agree, join_states, save_checkpoint, to_plain
 from lit_fsdp.random_state import collect_random_state
 from lit_fsdp.single_file import gather_model_state, gather_optimizer_state, save_single_file
 
@@ -99,7 +99,10 @@ class CheckpointWriter:
             self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
         staged = self._stager.stage(state)
         self._thread = threading.Thread(
-            target=self._write, args=(path, staged, dict(meta), collect_random_state()), name="checkpoint", daemon=True
+            target=self._write,
+            args=(path, staged, to_plain(meta), collect_random_state()),
+            name="checkpoint",
+            daemon=True,
         )
         self._thread.start()  # a daemon: a run that fails must not wait for ranks that are gone
         return True

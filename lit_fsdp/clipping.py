@@ -21,20 +21,21 @@ def compute_grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> T
         parameters: Those without a gradient are left out.
         norm_type: Power of the norm; ``inf`` is the largest absolute value, where NaN counts as infinite.
     """
-    by_mesh: dict[Any, list[Tensor]] = {}
+    by_place: dict[Any, list[Tensor]] = {}  # mesh, sharded dimensions, device of the shard
     device = torch.device("cpu")
     is_max = math.isinf(norm_type)
     for parameter in parameters:
         if parameter.grad is not None:
-            key = _find_shard_mesh(parameter.grad)
-            by_mesh.setdefault(key, []).append(_to_local(parameter.grad))
-            device = torch.device(key[0].device_type) if key else parameter.grad.device
+            mesh, local = _find_shard_mesh(parameter.grad), _to_local(parameter.grad)
+            by_place.setdefault((mesh, local.device), []).append(local)
+            device = torch.device(mesh[0].device_type) if mesh else local.device
     total = torch.zeros((), device=device)
-    for key, gradients in by_mesh.items():
-        norms = torch.stack([norm.to(device) for norm in _compute_norms(gradients, norm_type)])
+    for (mesh, _), gradients in by_place.items():
+        norms = torch.stack(_compute_norms(gradients, norm_type))
         # The largest of several ranks' numbers leaves out NaN (seen with gloo in torch 2.13), but never inf.
         part = norms.max().nan_to_num(nan=math.inf, posinf=math.inf) if is_max else (norms**norm_type).sum()
-        for group in [] if key is None else [key[0].get_group(dim) for dim in key[1]]:
+        part = part.to(device)  # one number, not one for each gradient in host memory
+        for group in [] if mesh is None else [mesh[0].get_group(dim) for dim in mesh[1]]:
             dist.all_reduce(part, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
         total = torch.maximum(total, part) if is_max else total + part
     return total if is_max else total ** (1.0 / norm_type)
@@ -52,7 +53,11 @@ def clip_grad_norm(
         max_norm: Above 0; ``inf`` only measures.
         norm_type: Power of the norm.
         norm: The norm, where it is known already.
+
+    Raises:
+        ValueError: ``max_norm`` would turn gradients around or to zero.
     """
+    _refuse_not_positive(max_norm)
     parameters = list(parameters)
     if norm is None:
         norm = compute_grad_norm(parameters, norm_type)
@@ -62,7 +67,12 @@ def clip_grad_norm(
 
 
 def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
-    """Limit every gradient element to the range from ``-max_value`` to ``max_value``, in place."""
+    """Limit every gradient element to the range from ``-max_value`` to ``max_value``, in place.
+
+    Raises:
+        ValueError: ``max_value`` is not above 0.
+    """
+    _refuse_not_positive(max_value)
     for gradients in _group_by_device(parameters).values():
         torch._foreach_clamp_min_(gradients, -max_value)
         torch._foreach_clamp_max_(gradients, max_value)
@@ -72,6 +82,11 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply every gradient by a number that may be on another device, in place."""
     for device, gradients in _group_by_device(parameters).items():
         torch._foreach_mul_(gradients, factor.to(device))
+
+
+def _refuse_not_positive(limit: float) -> None:
+    if not limit > 0:
+        raise ValueError(f"gradient clipping to {limit}: expected above 0")
 
 
 def _group_by_device(parameters: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:

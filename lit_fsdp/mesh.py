@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+# Private, seen in torch 2.13: the only way to change the timeout of a group that exists.
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +63,9 @@ class Mesh:
         )
 
 
-def build_mesh(mesh: Mesh, *, device_type: str, world_size: int, ranks_per_node: int) -> DeviceMesh:
+def build_mesh(
+    mesh: Mesh, *, device_type: str, world_size: int, ranks_per_node: int, timeout_s: float = 1800.0
+) -> DeviceMesh:
     """Make the process groups: dimensions ``("shard",)``, or ``("replicate", "shard")`` with several copies.
 
     Neighbouring ranks share a copy, so that shards are gathered inside a node where that is possible. Needs an
@@ -70,6 +76,7 @@ def build_mesh(mesh: Mesh, *, device_type: str, world_size: int, ranks_per_node:
         device_type: ``cuda`` or ``cpu``: what the collectives run on.
         world_size: How many ranks there are.
         ranks_per_node: How many of them each node has.
+        timeout_s: How long a collective may take.
 
     Raises:
         ValueError: The arrangement does not fit the number of ranks.
@@ -77,4 +84,8 @@ def build_mesh(mesh: Mesh, *, device_type: str, world_size: int, ranks_per_node:
     replicate, shard = mesh.resolve(world_size=world_size, ranks_per_node=ranks_per_node)
     if replicate == 1:
         return init_device_mesh(device_type, (shard,), mesh_dim_names=("shard",))
-    return init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+    made = init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+    for group in made.get_all_groups():
+        # New groups start with the backend's default, not with that of the world. Seen in torch 2.13.
+        _set_pg_timeout(timedelta(seconds=timeout_s), group)
+    return made

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from lit_fsdp.units import Unit
+
+_WITH_STEPS: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +168,20 @@ def broadcast_parameters(model: nn.Module) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             dist.broadcast(tensor.data, src=0)
+
+
+def register_steps(root: nn.Module, names: Iterable[str]) -> None:
+    """Let these methods of a sharded root gather and reshard like its ``forward``; once, however often it is called.
+
+    Args:
+        root: Left alone if it is not sharded itself.
+        names: Methods; those it does not have are left out.
+    """
+    if isinstance(root, FSDPModule) and root not in _WITH_STEPS:  # each registration wraps a method once more
+        _WITH_STEPS.add(root)
+        for name in names:
+            if hasattr(root, name):
+                register_fsdp_forward_method(root, name)
 
 
 def find_roots(model: nn.Module) -> list[FSDPModule]:

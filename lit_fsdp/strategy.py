@@ -26,18 +26,18 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core import rank_zero
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_fsdp.checkpoint import find_random_state, load_checkpoint
 from lit_fsdp.checkpoint_writer import CheckpointFormat, CheckpointWriter
-from lit_fsdp.lightning_internals import count_micro_batches, refuse_float16_on_cpu, use_no_grad
+from lit_fsdp.lightning_internals import check_trainer, count_micro_batches, refuse_ignored, use_no_grad
 from lit_fsdp.mesh import Mesh, build_mesh
 from lit_fsdp.offload import Offload, build_offload_policy
 from lit_fsdp.plan_table import print_plan
 from lit_fsdp.precision import MixedPrecision, cast_parameters
 from lit_fsdp.precision_plugin import FSDP2Precision, translate_precision
+from lit_fsdp.random_state import collect_random_state, reseed
 from lit_fsdp.recompute import Recompute, apply_recompute
 from lit_fsdp.settings import PRESETS, Settings
 from lit_fsdp.sharding import (
@@ -47,6 +47,7 @@ from lit_fsdp.sharding import (
     compile_blocks,
     find_roots,
     hold_gradients,
+    register_steps,
     shard_model,
     split_by_child,
 )
@@ -56,7 +57,7 @@ from lit_fsdp.weights import init_weights, iterate_meta, materialize
 
 # What each module was sharded with: a second run of it may be under another strategy object.
 _SHARDED_WITH: WeakKeyDictionary[pl.LightningModule, Settings] = WeakKeyDictionary()
-_STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step", "generate")
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step", "generate")
 
 
 class FSDP2Strategy(ParallelStrategy):
@@ -174,7 +175,7 @@ class FSDP2Strategy(ParallelStrategy):
     def _check_settings(self) -> None:
         """Refuse what cannot work, when the Trainer is built: before processes, collectives or memory."""
         self.settings.check(world_size=self.world_size, ranks_per_node=self.num_processes, device=self.root_device)
-        refuse_float16_on_cpu(self.root_device)
+        refuse_ignored(self.root_device, self._layer_sync, self._checkpoint_io)
         if self.timeout_s <= 0:
             raise ValueError(f"timeout_s: got {self.timeout_s}: expected seconds above 0")
 
@@ -200,7 +201,7 @@ class FSDP2Strategy(ParallelStrategy):
             _init_dist_connection(self.cluster_environment, backend, timeout=timeout, **options)
             atexit.register(_destroy_dist_connection)  # Lightning does it for plain "nccl" only
         sizes = {"world_size": self.world_size, "ranks_per_node": self.num_processes}
-        self.device_mesh = build_mesh(self.settings.mesh, device_type=device.type, **sizes)
+        self.device_mesh = build_mesh(self.settings.mesh, device_type=device.type, timeout_s=self.timeout_s, **sizes)
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self.device_mesh
 
@@ -222,6 +223,7 @@ class FSDP2Strategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         self.model = self.lightning_module
         use_no_grad(trainer)
+        check_trainer(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             is_automatic = self.lightning_module.automatic_optimization
             self.settings.check_accumulation(num_micro_batches=count_micro_batches(trainer), is_automatic=is_automatic)
@@ -233,6 +235,7 @@ class FSDP2Strategy(ParallelStrategy):
         self._fill(self.lightning_module)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
+            reseed(collect_random_state(), self.global_rank)  # else dropout would drop the same on all ranks
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -276,10 +279,7 @@ class FSDP2Strategy(ParallelStrategy):
         is_empty = next(iterate_meta(module), None) is not None
         parameter_device = torch.device("cpu") if self.settings.offload is not None else None
         materialize(module, self.root_device, parameter_device=parameter_device)
-        if isinstance(module, FSDPModule):
-            for name in _STEPS:
-                if hasattr(module, name):
-                    register_fsdp_forward_method(module, name)
+        register_steps(module, _STEPS)
         if is_empty and hasattr(module, "configure_weights"):
             fill: Any = module.configure_weights
             fill()

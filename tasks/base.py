@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from torchmetrics import MeanMetric
@@ -47,6 +48,22 @@ class Optimizer:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     fused: bool | None = None
+
+    def check(self) -> None:
+        """Refuse values with which AdamW would not train.
+
+        Raises:
+            ValueError: With the setting and what is expected.
+        """
+        rules = {
+            "learning_rate": (self.learning_rate > 0, "above 0"),
+            "weight_decay": (self.weight_decay >= 0, "0 or more"),
+            "betas": (all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1"),
+            "eps": (self.eps > 0, "above 0"),
+        }
+        for name, (is_right, expected) in rules.items():
+            if not is_right:
+                raise ValueError(f"optimizer.{name}: got {getattr(self, name)}: expected {expected}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +119,7 @@ class Task(LightningModule):
         self.optimizer_settings = optimizer or Optimizer()
         self.schedule = schedule or Schedule()
         self.schedule.check()
-        if self.optimizer_settings.learning_rate <= 0:
-            raise ValueError(f"optimizer.learning_rate: got {self.optimizer_settings.learning_rate}: expected above 0")
+        self.optimizer_settings.check()
         self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
         for metric in (self.val_loss, self.test_loss):
             metric.set_dtype(torch.float64)
@@ -254,6 +270,10 @@ class Task(LightningModule):
                 )
             num_steps = 0
         warmup = settings.warmup_steps or round(settings.warmup_fraction * num_steps)
+        if num_steps and warmup > num_steps:
+            rank_zero_warn(
+                f"schedule: {warmup} warm-up steps in a run of {int(num_steps)}: it ends before the peak"
+            )
         name = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}[settings.shape]
         options: dict[str, Any] = {}
         if settings.min_factor:

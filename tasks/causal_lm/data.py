@@ -119,6 +119,15 @@ class TextData(LightningDataModule):
         super().__init__()
         _check(seq_length=seq_length, batch_size=batch_size, eval_batch_size=eval_batch_size or batch_size)
         _check(pad_to_multiple_of=pad_to_multiple_of)
+        if num_workers < 0:
+            raise ValueError(f"num_workers {num_workers} must be 0 or more")
+        if validation is not None and validation_fraction:
+            raise ValueError("validation_fraction: not used, as validation names a source; leave one of them out")
+        if packing and pad_to_multiple_of != 1 and predict is None:
+            raise ValueError(
+                f"pad_to_multiple_of: got {pad_to_multiple_of}: packed rows have no padding; leave it out, or set "
+                "packing to false"
+            )
         if not 0 <= validation_fraction < 1:
             raise ValueError(f"validation_fraction {validation_fraction} must be at least 0 and below 1, such as 0.05")
         self.sources: dict[Split, tuple[Source | None, str]] = {

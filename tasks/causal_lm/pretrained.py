@@ -7,7 +7,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-_PATTERNS = ("*.safetensors", "*.json")
+_PATTERNS = ("model*.safetensors", "*.json")  # not copies in other layouts
 
 
 def fetch_pretrained(pretrained: str) -> None:

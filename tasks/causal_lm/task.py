@@ -17,12 +17,14 @@ from typing_extensions import override
 
 from lit_fsdp.export import EXPORT
 from lit_fsdp.tasks.base import Optimizer, Schedule, Task
+from lit_fsdp.tasks.causal_lm.collate import Batch
+from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_packing
+from lit_fsdp.tasks.causal_lm.packing import IGNORED
 from lit_fsdp.tasks.causal_lm.pretrained import fetch_pretrained, find_pretrained
+from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id
 from lit_fsdp.weights import init_weights, load_weights
 
 GENERATION = "generation_config.json"
-IGNORED = -100  # label of a token that is no target
-Batch = dict[str, Tensor]
 
 
 class CausalLM(Task):
@@ -69,6 +71,10 @@ class CausalLM(Task):
         self.sample_prompts = sample_prompts or []
         self.generation = {"max_new_tokens": 64, **(generation or {})}
         self.model: PreTrainedModel | None = None
+        self._is_packing_checked = False
+        check_generation(self.generation)
+        if empty := [prompt for prompt in self.sample_prompts if not prompt]:
+            raise ValueError(f"sample_prompts: {len(empty)} of them are empty; expected a word or more")
         self._export_files: dict[str, str | bytes] | None = None
 
     # Model
@@ -86,7 +92,7 @@ class CausalLM(Task):
                 "attention: got 'flash_attention_2': it needs a GPU and a package: pip install flash-attn; "
                 "or set sdpa, which is fast too"
             )
-        self._check_vocabulary()
+        check_data(self.read_config(), getattr(self.trainer, "datamodule", None))
 
     @override
     def configure_model(self) -> None:
@@ -97,8 +103,11 @@ class CausalLM(Task):
                 self.model = AutoModelForCausalLM.from_config(
                     self.read_config(), attn_implementation=self.attention, dtype=torch.float32
                 )
-            except ImportError as error:
-                raise ValueError(f"attention: got {self.attention!r}: {error}") from error
+            except (ImportError, ValueError) as error:
+                if "attention" not in str(error):
+                    raise
+                reason = str(error).strip().splitlines()[0]
+                raise ValueError(f"attention: got {self.attention!r}: {reason}; nearest: eager") from error
         self.finish_model()
 
     @override
@@ -134,6 +143,15 @@ class CausalLM(Task):
 
     # Steps
 
+    def forward(self, **inputs: Tensor) -> Tensor:
+        """Return logits [batch, length, vocabulary]. Under a sharding strategy all ranks must call it.
+
+        Args:
+            inputs: ``input_ids``, and ``position_ids`` or ``attention_mask``.
+        """
+        assert self.model is not None
+        return self.model(**inputs, use_cache=False).logits
+
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses of all target tokens, and their number.
 
@@ -142,21 +160,26 @@ class CausalLM(Task):
                 ``attention_mask`` (padded) of that shape. Labels are not shifted; -100 is no target.
         """
         assert self.model is not None
-        labels = batch["labels"]
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        output = self.model(**inputs, use_cache=False)
+        return self.sum_losses(self.model(**inputs, use_cache=False), batch["labels"])
+
+    def sum_losses(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of the losses of all target tokens, and their number: the place for a loss of your own.
+
+        Args:
+            output: Of the model, with ``logits`` [batch, length, vocabulary].
+            labels: [batch, length], not shifted; -100 is no target.
+        """
+        assert self.model is not None
+        config = self.model.config.get_text_config()
         num_targets = (labels[:, 1:] != IGNORED).sum()
         # The model's own loss, as a sum: divided by "1 item".
         loss_sum = self.model.loss_function(
-            logits=output.logits,  # [batch, length, vocabulary]
-            labels=labels,
-            vocab_size=self.model.config.get_text_config().vocab_size,
-            num_items_in_batch=1,
+            logits=output.logits, labels=labels, vocab_size=config.vocab_size, num_items_in_batch=1
         )
         if getattr(output, "aux_loss", None) is not None:
             # Of mixture-of-experts routers, a mean over tokens already.
-            factor = self.model.config.get_text_config().router_aux_loss_coef
-            loss_sum = loss_sum + factor * output.aux_loss * num_targets
+            loss_sum = loss_sum + config.router_aux_loss_coef * output.aux_loss * num_targets
         return loss_sum, num_targets
 
     @override
@@ -177,6 +200,29 @@ class CausalLM(Task):
         texts = self._continue(batch["input_ids"], batch["attention_mask"])
         return {"index": batch["index"].tolist(), "prediction": texts}
 
+    @override
+    def on_fit_start(self) -> None:
+        self._check_packing()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._check_packing()
+
+    @override
+    def on_test_start(self) -> None:
+        self._check_packing()
+
+    def _check_packing(self) -> None:
+        if self._is_packing_checked or not getattr(getattr(self.trainer, "datamodule", None), "packing", False):
+            return
+        self._is_packing_checked = True
+        assert self.model is not None
+        was_training = self.training
+        self.eval()
+        name = f"{type(self.model).__name__.removeprefix('FSDP')} with {self.attention} attention"
+        check_packing(self, self.model.config.get_text_config().vocab_size, self.device, name)
+        self.train(was_training)
+
     def generate(self, prompts: list[str]) -> list[str]:
         """Return continuations of texts. Under a sharding strategy all ranks must call it.
 
@@ -186,7 +232,7 @@ class CausalLM(Task):
         tokenizer = self._find_tokenizer()
         rows = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
         length = max(map(len, rows))
-        pad = self._find_pad_id()
+        pad = find_pad_id(self._find_tokenizer())
         ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows], device=self.device)
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=self.device)
         return self._continue(ids, mask)
@@ -210,7 +256,7 @@ class CausalLM(Task):
         output = generate(
             input_ids=input_ids,  # [batch, length], padded on the left
             attention_mask=attention_mask,
-            pad_token_id=self._find_pad_id(),
+            pad_token_id=find_pad_id(self._find_tokenizer()),
             eos_token_id=tokenizer.eos_token_id,
             synced_gpus=self.trainer.world_size > 1,  # ranks go on until the last is done: each step gathers
             **self.generation,
@@ -239,7 +285,7 @@ class CausalLM(Task):
                 for name in ("bos_token_id", "eos_token_id"):
                     setattr(config, name, getattr(tokenizer, name))
                     setattr(generation, name, getattr(tokenizer, name))
-                generation.pad_token_id = self._find_pad_id()
+                generation.pad_token_id = find_pad_id(self._find_tokenizer())
             files |= _read_tokenizer(tokenizer)
         files["config.json"] = config.to_json_string()
         if model.can_generate():
@@ -255,22 +301,6 @@ class CausalLM(Task):
         if not hasattr(data, "tokenizer"):
             raise RuntimeError("generating text needs a data module with a tokenizer, such as TextData")
         return data.tokenizer
-
-    def _find_pad_id(self) -> int:
-        tokenizer = self._find_tokenizer()
-        return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-
-    def _check_vocabulary(self) -> None:
-        """Refuse a tokenizer with ids beyond the model's embeddings, which would fail inside a kernel."""
-        data: Any = getattr(self.trainer, "datamodule", None)
-        if not hasattr(data, "tokenizer"):
-            return
-        size, limit = len(data.tokenizer), self.read_config().get_text_config().vocab_size
-        if size > limit:
-            raise ValueError(
-                f"config.vocab_size: got {limit}: the tokenizer has {size} tokens: expected {size} or more, "
-                "or a tokenizer that belongs to the model"
-            )
 
 
 def _read_tokenizer(tokenizer: Any) -> dict[str, str | bytes]:

@@ -9,11 +9,21 @@ from torch import Tensor
 from training import EVEN, build_trainer, gather_weights, make_rows, save_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp import FSDP2Strategy
-from lit_fsdp.tasks import CausalLM, TextData, TrainTokenizer
+from lit_fsdp import FSDP2Strategy, Offload
+from lit_fsdp.tasks import CausalLM, Optimizer, TextData, TrainTokenizer
 from ranks import run_ranks
 
 TINY = {"model_type": "llama", "num_hidden_layers": 2, "max_position_embeddings": 64, **EVEN, "vocab_size": 300}
+
+OPT = {
+    "model_type": "opt",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "word_embed_proj_dim": 32,
+    "ffn_dim": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 300,
+}
 
 
 def make_data(folder: Path, **options: Any) -> TextData:
@@ -168,6 +178,11 @@ def test_the_metrics_of_a_step_are_logged_and_tokens_go_on_counting_after_a_resu
         ({}, "pretrained or config"),
         ({"pretrained": "a", "config": {"model_type": "llama"}}, "pretrained or config"),
         ({"config": {"hidden_size": 8}}, "config.model_type: missing"),
+        ({"config": TINY, "generation": {"max_new_token": 5}}, "did you mean max_new_tokens?"),
+        ({"config": TINY, "sample_prompts": ["a", ""]}, "1 of them are empty"),
+        ({"config": TINY, "optimizer": Optimizer(betas=(1.5, 0.9))}, r"optimizer.betas: got \(1.5, 0.9\)"),
+        ({"config": TINY, "optimizer": Optimizer(eps=-1.0)}, "optimizer.eps: got -1.0"),
+        ({"config": TINY, "optimizer": Optimizer(weight_decay=-0.1)}, "optimizer.weight_decay: got -0.1"),
     ],
 )
 def test_settings_that_name_no_one_model_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -183,6 +198,9 @@ def test_settings_that_name_no_one_model_are_refused(settings: dict[str, Any], m
         ({"config": {**TINY, "vocab_size": 10}}, "vocab_size: got 10: the tokenizer has"),
         ({"config": {**TINY, "num_attention_heads": 5}}, "not a multiple of the number of attention heads"),
         ({"config": {**TINY, "hidden_size": "x"}}, "hidden_size"),
+        ({"config": {**TINY, "max_position_embeddings": 8}}, "rows are longer than the model has positions"),
+        ({"config": {"model_type": "bloom", "hidden_size": 32, "n_head": 4}}, "attention: got 'sdpa'.* nearest: eager"),
+        ({"config": {**OPT}}, "OPTForCausalLM with sdpa attention lets the documents of a packed row see each other"),
         ({"config": TINY, "attention": "flash_attention_2"}, "pip install flash-attn"),
         ({"pretrained": "no/such/folder"}, "no such folder"),
     ],
@@ -207,5 +225,45 @@ def test_a_second_run_of_the_same_object_keeps_its_weights(tmp_path: Path) -> No
         trainer.validate(task, datamodule=make_data(tmp_path, validation=source), verbose=False)
         after = gather_weights(task)
         assert all(torch.equal(before[name], after[name]) for name in before)
+
+    run_ranks(body)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mixtral"])
+def test_models_that_keep_documents_apart_train_on_packed_rows(model_type: str, tmp_path: Path) -> None:
+    def body() -> None:
+        config = {**TINY, "model_type": model_type, "num_key_value_heads": 4}
+        trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=1)
+        trainer.fit(CausalLM(config=config), datamodule=make_data(tmp_path))
+        assert trainer.global_step == 1
+
+    run_ranks(body)
+
+
+def test_one_task_can_be_run_many_times(tmp_path: Path) -> None:
+    def body() -> None:
+        task = CausalLM(config=TINY, generation={"max_new_tokens": 2}, sample_prompts=["the"])
+        source = str(tmp_path / "text.jsonl")
+        data = make_data(tmp_path, validation=source, test=source)
+        trainer = build_trainer(FSDP2Strategy(print_plan=False, offload=Offload()), max_steps=2)
+        trainer.fit(task, datamodule=data)
+        for _ in range(2):
+            trainer.validate(task, datamodule=data, verbose=False)
+        trainer.test(task, datamodule=data, verbose=False)
+        again = build_trainer(FSDP2Strategy(print_plan=False, offload=Offload()), max_steps=4)
+        again.fit(task, datamodule=data)
+        assert again.global_step == 4
+
+    run_ranks(body)
+
+
+def test_ranks_drop_different_units(tmp_path: Path) -> None:
+    def body() -> None:
+        torch.manual_seed(0)
+        trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=1)
+        trainer.fit(CausalLM(config=TINY), datamodule=make_data(tmp_path))
+        draws = [torch.empty(4) for _ in range(2)]
+        torch.distributed.all_gather(draws, torch.rand(4))
+        assert not torch.equal(*draws)
 
     run_ranks(body)
