@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Collection
+from signal import Signals
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+from lit_fsdp.signals import hold_signals
 
 
 def count_micro_batches(trainer: pl.Trainer) -> int | None:
@@ -23,7 +28,7 @@ def use_no_grad(trainer: pl.Trainer) -> None:
         loop.inference_mode = False
 
 
-def refuse_float16_on_cpu(device: torch.device) -> None:
+def _refuse_float16_on_cpu(device: torch.device) -> None:
     """Refuse ``Trainer(precision="16-mixed")`` where there is no GPU, while that Trainer is being built.
 
     Lightning replaces it by bf16-mixed with a warning and keeps no trace of what was asked, but its constructor is
@@ -39,3 +44,74 @@ def refuse_float16_on_cpu(device: torch.device) -> None:
                 raise ValueError(f"precision: got {asked!r}: float16 needs a GPU and the run is on cpu; set bf16-mixed")
             return
         frame = frame.f_back
+
+
+def leave_signals_alone(trainer: pl.Trainer) -> Callable[[], None]:
+    """Keep the Trainer from handling signals itself; return what lets it do so again.
+
+    Left alone, its handler of SIGTERM takes part in a collective wherever the rank happens to be, that of SLURM's
+    signal saves there, and every micro-batch begins with a broadcast whose result is waited for.
+    """
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    connector.register_signal_handlers = _do_nothing  # type: ignore[method-assign]
+    loop._broadcast_sigterm_tensor = _do_nothing  # type: ignore[method-assign]
+
+    def undo() -> None:
+        connector.__dict__.pop("register_signal_handlers", None)
+        loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+    return undo
+
+
+def hold_signals_at_launch(trainer: pl.Trainer, signals: Collection[Signals]) -> None:
+    """Start the ranks that the Trainer starts itself with these signals held back, until they listen to them."""
+    launcher = trainer.strategy.launcher
+    if isinstance(launcher, _SubprocessScriptLauncher):
+        start = launcher._call_children_scripts
+
+        def start_held() -> None:
+            with hold_signals(signals):
+                start()
+
+        launcher._call_children_scripts = start_held  # type: ignore[method-assign]
+
+
+def mark_saved(trainer: pl.Trainer) -> None:
+    """Keep every ``ModelCheckpoint`` from saving this step: somebody else did."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            callback._last_global_step_saved = trainer.global_step
+
+
+def _do_nothing() -> None:
+    return
+
+
+def refuse_ignored(device: torch.device, layer_sync: object, checkpoint_io: object) -> None:
+    """Refuse what Lightning hands to every strategy and ours would ignore.
+
+    Raises:
+        ValueError: With the setting and what to use instead.
+    """
+    _refuse_float16_on_cpu(device)
+    if layer_sync is not None:
+        raise ValueError(
+            "sync_batchnorm: got true: FSDP2Strategy does not replace layers; call "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm in configure_model instead"
+        )
+    if checkpoint_io is not None:
+        raise ValueError(
+            f"plugins: got {type(checkpoint_io).__name__}: FSDP2Strategy writes checkpoints itself; leave it out, and "
+            "set async_checkpoints to write beside training"
+        )
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuse settings of the Trainer that would harm in silence.
+
+    Raises:
+        ValueError: With the setting and the nearest fix.
+    """
+    limit = trainer.gradient_clip_val
+    if limit is not None and limit < 0:
+        raise ValueError(f"gradient_clip_val: got {limit}: gradients would point uphill; expected above 0, or null")
