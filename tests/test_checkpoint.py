@@ -1,10 +1,12 @@
 """A checkpoint is whole or not there, and is the same model and optimizer at any number of ranks."""
 
 import enum
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -248,18 +250,33 @@ def test_meta_of_any_kind_loads_with_weights_only(tmp_path: Path) -> None:
         "settings": Settings(Shape.LINEAR, Path("a/b")),
         "tuple": (1, 2.5, None, True),
         "set": {3},
-        "kind": Stack,
+        "numbers": [np.int64(3), np.float32(0.5), deque([1, 2])],
+        "array": np.arange(3),
         "tensor": torch.ones(2),
         7: [b"x", {"deep": [Shape.LINEAR]}],
     }
     save_stack(tmp_path / "ckpt", meta=meta)
     loaded = load_checkpoint(tmp_path / "ckpt", Stack())
     assert loaded.pop("tensor").tolist() == [1, 1]
+    assert loaded.pop("array").tolist() == [0, 1, 2]
     assert loaded == {
         "settings": {"shape": "linear", "where": "a/b"},
         "tuple": (1, 2.5, None, True),
         "set": [3],
-        "kind": str(Stack),
+        "numbers": [3, 0.5, [1, 2]],
         7: [b"x", {"deep": ["linear"]}],
     }
     assert to_plain(loaded) == loaded
+
+
+def test_what_a_checkpoint_cannot_hold_is_named_instead_of_stored_as_text() -> None:
+    with pytest.raises(TypeError, match=r"checkpoint\.callbacks\.mine\[1\] is a Stack"):
+        to_plain({"callbacks": {"mine": [1, Stack()]}})
+
+
+def test_a_plain_copy_does_not_follow_what_it_was_made_of() -> None:
+    score, paths = torch.ones(1), ["a"]
+    copy = to_plain({"score": score, "paths": paths})
+    score.add_(1)
+    paths.append("b")
+    assert copy == {"score": torch.ones(1), "paths": ["a"]}

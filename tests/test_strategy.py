@@ -154,7 +154,7 @@ def test_what_is_no_checkpoint_folder_is_refused_on_every_rank(tmp_path: Path) -
     (tmp_path / "empty").mkdir()
     run_ranks(load_from, tmp_path / "empty", folder, "no complete checkpoint")
     torch.save({}, tmp_path / "file.ckpt")
-    run_ranks(load_from, tmp_path / "file.ckpt", folder, "is a file")
+    run_ranks(load_from, tmp_path / "file.ckpt", folder, "no checkpoint of Lightning: it has no state_dict")
 
 
 class ShardedByUser(CausalLM):
