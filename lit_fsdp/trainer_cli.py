@@ -21,11 +21,13 @@ from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar as Lig
 # Private, seen in lightning 2.6.6: stores the YAML of model and data as their hyper-parameters.
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, _InstantiatorFn
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 import lit_fsdp.strategy  # registers `strategy: fsdp2`
 import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by its short name
-from lit_fsdp.callbacks import ProgressBar, RunSummary, WritePredictions
+from lit_fsdp.callbacks import Preemption, ProgressBar, RunSummary, WritePredictions
 from lit_fsdp.cli_errors import (
     ConfigError,
     describe_config_error,
@@ -35,6 +37,7 @@ from lit_fsdp.cli_errors import (
     nearest,
 )
 from lit_fsdp.config_files import check_config_files
+from lit_fsdp.last_checkpoint import find_last_checkpoint
 from lit_fsdp.processes import choose_processes, stop_children
 
 _KNOWN_WARNINGS = (
@@ -219,24 +222,41 @@ class TrainerCLI(LightningCLI):
             raise ConfigError(_add_path(line, self.config[self.subcommand].as_dict(), "trainer")) from error
 
     def after_instantiate_classes(self) -> None:
-        """Let ``--ckpt_path last`` find the last checkpoint of the earlier runs of this name."""
+        """Let ``--ckpt_path last`` find the newest complete checkpoint of the runs of this name."""
         command = self.config_init[self.subcommand]
         given = command.get("ckpt_path")
-        has_own_folder = any(getattr(c, "dirpath", None) for c in self.trainer.checkpoint_callbacks)
-        if given == "last" and not has_own_folder:
-            # Lightning looks into the folder of the new run only, and then starts afresh with a warning.
-            if found := list(self.run_root.glob("version_*/checkpoints/last.ckpt")):
-                command["ckpt_path"] = str(max(found, key=lambda p: p.stat().st_mtime).resolve())
-            elif self.subcommand != "fit":
+        if given is None and self.subcommand == "fit" and int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0:
+            given = "last"  # the same job, requeued
+        if given == "last":
+            # Lightning would look into the folder of the new run only.
+            found = find_last_checkpoint(self._list_checkpoint_folders(), report=rank_zero_info)
+            command["ckpt_path"] = None if found is None else str(found)
+            if found is None and self.subcommand != "fit":
                 raise ConfigError(
                     f"ckpt_path: got 'last': no run below {self.run_root} has a checkpoint: expected the path of "
                     "one, or the --run_name of the run that wrote one"
                 )
-        elif given and given not in ("last", "best", "hpc") and ":" not in given and not Path(given).exists():
+            if found is None:
+                rank_zero_info(f"ckpt_path last: no run below {self.run_root} has a checkpoint: starting afresh")
+        elif given and given not in ("best", "hpc") and ":" not in given and not Path(given).exists():
             folder = Path(given).parent
             guess = nearest(Path(given).name, [p.name for p in folder.glob("*")]) if folder.is_dir() else None
             hint = f"did you mean {folder / guess}?" if guess else "expected a checkpoint, last or best"
             raise ConfigError(f"ckpt_path: {given!r} does not exist: {hint}")
+
+    def before_fit(self) -> None:
+        """Listen to signals before the other ranks are started."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Preemption):
+                callback.listen(self.trainer)
+
+    def _list_checkpoint_folders(self) -> list[Path]:
+        """Return where runs of this configuration leave their checkpoints."""
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        own = [Path(folder) for callback in callbacks if (folder := getattr(callback, "dirpath", None))]
+        # Without a logger there are no folders by version.
+        plain = [] if self.trainer.loggers else [Path(self.trainer.default_root_dir) / "checkpoints"]
+        return [*own, *plain, *self.run_root.glob("version_*/checkpoints")]
 
     def _add_instantiators(self) -> None:
         assert isinstance(self.parser, RunParser)
@@ -263,6 +283,8 @@ class TrainerCLI(LightningCLI):
             chosen.append(RunSummary())
         if self.subcommand == "predict" and not _has(given, WritePredictions):
             chosen.append(WritePredictions(fallback_dir=str(self.run_root)))
+        if self.subcommand == "fit" and not settings["fast_dev_run"] and not _has(given, Preemption):
+            chosen.append(Preemption())
         if settings["enable_checkpointing"] is not False and not _has(given, Checkpoint):
             # A copy would be a second full checkpoint.
             chosen.append(ModelCheckpoint(save_last="link"))
@@ -280,6 +302,9 @@ class TrainerCLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         try:
             super()._run_subcommand(subcommand)
+        except SIGTERMException:
+            stop_children(self.trainer.strategy.launcher, patience_s=30)
+            raise
         except Exception as error:
             # Not in a `finally`: ranks that ended well are still leaving their last collective.
             codes = stop_children(self.trainer.strategy.launcher)

@@ -14,13 +14,13 @@ OTHER_FOLDERS = ("tests", "benchmarks", "configs", "docs", ".ci")
 
 # A module may import only from lines above its own; tasks and callbacks have rules of their own below.
 LAYERS = [
-    {"cli_errors", "processes", "manifest", "random_state"},
+    {"cli_errors", "processes", "manifest", "random_state", "signals"},
     {"mesh", "units", "precision", "offload", "clipping", "nf4", "adapters"},
     {"recompute", "plan_table"},
     {"sharding", "memory", "tensor_files"},
     {"conversion"},
     {"weights", "settings", "traffic"},
-    {"checkpoint", "hub_names", "tensor_writer", "model_card"},
+    {"checkpoint", "last_checkpoint", "hub_names", "tensor_writer", "model_card"},
     {"single_file"},
     {"precision_plugin", "lightning_internals", "checkpoint_writer", "export"},
     {"plan", "strategy"},

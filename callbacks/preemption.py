@@ -1,0 +1,232 @@
+"""When the machine is taken away: all ranks save at the same step, and the run ends as one that can go on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing_extensions import override
+
+from lit_fsdp.lightning_internals import hold_signals_at_launch, leave_signals_alone, mark_saved
+from lit_fsdp.signals import SignalListener
+from lit_fsdp.strategy import FSDP2Strategy
+
+_NOTHING, _STOP, _REQUEUE = 0, 1, 2  # what a rank was told; what all ranks do is the maximum
+
+
+class Preemption(Callback):
+    """Save a checkpoint and end the run when any rank gets SIGTERM or SIGUSR1, from a scheduler or from you.
+
+    The handler only notes the signal. After every optimizer step, and every batch of a validation, the ranks start
+    an all-reduce of their notes on a process group of its own, and read its result one step later: so all of them
+    stop at the same step, and none ever waits for it. Then they save ``preempted-step=<n>.ckpt``, wait until it is
+    complete, and leave ``fit`` with Lightning's ``SIGTERMException``, a ``SystemExit``: what follows ``fit`` in a
+    script does not take the run for a finished one. A signal before the first step ends the run there; nothing is
+    saved, as nothing would be lost. Further signals change nothing.
+
+    It replaces Lightning's own handling of these signals. Where Lightning would requeue a SLURM job (its
+    ``SLURMEnvironment`` with ``auto_requeue``, on its ``requeue_signal``), the job is requeued after the save.
+
+    Args:
+        signals: Their names.
+        dirpath: Folder of the checkpoint. By default that of ``ModelCheckpoint``, else ``checkpoints`` beside the
+            logs.
+        exit_code: Of every rank. 0 suits schedulers that requeue by themselves what they preempted; take another
+            one, such as 75, for those that start again only what failed.
+    """
+
+    def __init__(
+        self, signals: Sequence[str] = ("SIGTERM", "SIGUSR1"), dirpath: str | None = None, exit_code: int = 0
+    ) -> None:
+        known = signal.Signals.__members__
+        if not signals or not set(signals) <= set(known):
+            raise ValueError(f"signals: got {list(signals)}: expected names such as SIGTERM, at least one")
+        if stubborn := sorted({"SIGKILL", "SIGSTOP"} & set(signals)):
+            raise ValueError(f"signals: got {list(signals)}: {stubborn[0]} cannot be caught; leave it out")
+        self.signals = [known[name] for name in signals]
+        self.dirpath = dirpath
+        self.exit_code = exit_code
+        self.is_preempted = False
+        self._requeue_signal: signal.Signals | None = None
+        self._order = _NOTHING  # what this rank was told
+        self._step = -1
+        self._listener = SignalListener(self._note)
+        self._undo: Callable[[], None] | None = None
+
+    def listen(self, trainer: Trainer) -> None:
+        """Begin to listen, already before ``trainer.fit`` if called there: from then on no signal is lost."""
+        environment = getattr(trainer.strategy, "cluster_environment", None)
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            self._requeue_signal = environment.requeue_signal
+        signals = {*self.signals, *filter(None, [self._requeue_signal])}
+        if not self._listener.start(signals):
+            rank_zero_warn(f"{type(self).__name__} hears no signals: fit does not run in the main thread")
+        if self._undo is None:
+            hold_signals_at_launch(trainer, signals)
+            self._undo = leave_signals_alone(trainer)
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self.is_preempted, self._step = False, -1
+            self.listen(trainer)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._consensus = _Consensus(trainer)
+        self._step = trainer.global_step
+        self._consensus.exchange(self._order)
+        if order := self._consensus.finish():
+            self._end(trainer, order, "before the first step, so there is nothing to save")
+            self._leave()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._leave_if_preempted()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step != self._step:  # else a micro-batch without a step
+            self._step = trainer.global_step
+            # Leaves in the next hook, after the metrics of this step are logged.
+            self._save_if_told(trainer)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._leave_if_preempted()
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        # Other strategies may give the ranks unequal numbers of batches: they would disagree on when.
+        is_equal = isinstance(trainer.strategy, FSDP2Strategy)
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and is_equal:
+            self._save_if_told(trainer)
+            self._leave_if_preempted()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._leave_if_preempted()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._consensus.finish()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stop_listening()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._stop_listening()
+
+    def _note(self, number: signal.Signals) -> None:
+        self._order = max(self._order, _REQUEUE if number == self._requeue_signal else _STOP)
+
+    def _save_if_told(self, trainer: Trainer) -> None:
+        order = self._consensus.exchange(self._order)
+        if not order:
+            return
+        self._consensus.finish()
+        path = self._find_folder(trainer) / f"preempted-step={trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        trainer.strategy.on_train_end()  # where FSDP2Strategy waits for a checkpoint that is written beside training
+        if not trainer.strategy.broadcast(path.exists()):
+            raise RuntimeError(f"preempted at step {trainer.global_step}, but {path} could not be saved, see above")
+        mark_saved(trainer)
+        self._end(trainer, order, f"at step {trainer.global_step}: saved {path}")
+
+    def _find_folder(self, trainer: Trainer) -> Path:
+        if self.dirpath is not None:
+            return Path(self.dirpath)
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+                return Path(callback.dirpath)
+        return Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"  # log_dir is a broadcast
+
+    def _end(self, trainer: Trainer, order: int, what: str) -> None:
+        self.is_preempted = trainer.should_stop = True
+        rank_zero_info(f"preempted {what}")
+        if order == _REQUEUE and trainer.is_global_zero:
+            _requeue_job()
+
+    def _leave_if_preempted(self) -> None:
+        if self.is_preempted:
+            self._leave()
+
+    def _leave(self) -> NoReturn:
+        raise SIGTERMException(self.exit_code)
+
+    def _stop_listening(self) -> None:
+        # After a signal the process is about to end, well or not; the next signal must not end it half-way.
+        self._listener.stop(ignore=self._order != _NOTHING)
+        self._order = _NOTHING
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+
+class _Consensus:
+    """The largest number that any rank has given, read one round later."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            timeout_s = getattr(trainer.strategy, "timeout_s", None)
+            timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._pending: dist.Work | None = None
+        self._result = torch.zeros(1, dtype=torch.int32, device="cpu")
+
+    def exchange(self, value: int) -> int:
+        """Return the result of the round before, 0 at first, and start one with this value."""
+        previous = self.finish()
+        self._result = torch.tensor([value], dtype=torch.int32, device="cpu")
+        if self._group is None:
+            return value
+        self._pending = dist.all_reduce(self._result, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return previous
+
+    def finish(self) -> int:
+        """Wait for the round that was started, and return its result."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        return int(self._result)
+
+
+def _requeue_job() -> None:
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    if not re.fullmatch(r"\d+(_\d+)?", job):
+        rank_zero_warn(f"the job is not requeued: {job!r} is no job of SLURM")
+        return
+    try:
+        code = subprocess.call(["scontrol", "requeue", job])
+    except OSError as error:
+        rank_zero_warn(f"the job is not requeued: scontrol: {error}")
+        return
+    rank_zero_info(f"requeued job {job}" if code == 0 else f"the job is not requeued: scontrol ended with {code}")
