@@ -1,0 +1,152 @@
+"""What a checkpoint costs training: none, written in the training thread, written beside it.
+
+    python benchmarks/checkpoint_cost.py --ranks 2 --repeats 3 --out benchmarks/results/checkpoint_cost_DATE.md
+
+Each variant runs in fresh processes, in turn, ``repeats`` times. A run trains a random Llama-architecture model on
+random tokens and saves every ``--every`` steps; timed is the loop from the first to the last step, and the wait for
+the save in flight at its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+VARIANTS = ("none", "sync", "async")
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+
+
+def train(variant: str, ranks: int, steps: int, every: int) -> None:
+    """Train one variant on this rank; rank 0 prints what was measured as JSON."""
+    import lightning.pytorch as pl
+    import torch
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from lit_fsdp import FSDP2Strategy
+    from lit_fsdp.tasks import CausalLM, Schedule
+
+    class Clock(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.times.append(time.perf_counter())
+
+        def on_train_start(self, *_: Any) -> None:
+            self.times: list[float] = []
+
+    class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+        def __len__(self) -> int:
+            return 4096
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            ids = torch.randint(CONFIG["vocab_size"], (64,), generator=torch.Generator().manual_seed(index))
+            return {"input_ids": ids, "labels": ids}
+
+    with tempfile.TemporaryDirectory() as folder:
+        clock = Clock()
+        keeper = ModelCheckpoint(folder, every_n_train_steps=every, save_last=False)
+        trainer = pl.Trainer(
+            accelerator="auto",
+            devices=ranks,
+            strategy=FSDP2Strategy(print_plan=False, async_checkpoints=variant == "async"),
+            max_steps=steps,
+            callbacks=[clock] if variant == "none" else [clock, keeper],
+            enable_checkpointing=variant != "none",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        task = CausalLM(config=CONFIG, schedule=Schedule(shape="constant"))
+        trainer.fit(task, torch.utils.data.DataLoader(Rows(), batch_size=2))
+        end = time.perf_counter()
+        if trainer.is_global_zero:
+            lengths = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
+            num_params = sum(p.numel() for p in task.parameters())
+            facts = {"loop_s": end - clock.times[2], "step_s": statistics.median(lengths[2:]), "params": num_params}
+            print(json.dumps(facts))
+        trainer.strategy.barrier()
+
+
+def run(variant: str, ranks: int, steps: int, every: int) -> dict[str, float]:
+    """Return the measurements of one variant in fresh processes."""
+    options = ["--variant", variant, "--ranks", str(ranks), "--steps", str(steps), "--every", str(every)]
+    done = subprocess.run([sys.executable, __file__, *options], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return dict(json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))))
+
+
+def format_results(results: dict[str, list[dict[str, float]]], args: argparse.Namespace) -> str:
+    """Return the result page."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()}), no GPU"
+    num_saves = args.steps // args.every
+    params = results["none"][0]["params"]
+    base = statistics.median(r["loop_s"] for r in results["none"])
+    command = f"--ranks {args.ranks} --repeats {args.repeats} --steps {args.steps} --every {args.every}"
+    setting = (
+        f"`python benchmarks/checkpoint_cost.py {command}` on {device}, {args.ranks} ranks; torch {version('torch')}, "
+        f"lightning {version('lightning')}. Llama architecture, {params / 1e6:.1f} M parameters in fp32 with AdamW "
+        f"state: {params * 12 / 2**30:.2f} GiB a checkpoint, {num_saves} saves in {args.steps} steps. Medians of "
+        f"{args.repeats} runs, variants in turn. Absolute times on a shared CPU mean little. Where ranks fill all "
+        "cores, as here, the writing thread takes compute away from training; on GPUs it does not: not measured."
+    )
+    lines = [
+        f"# Cost of a checkpoint, {date.today().isoformat()}",
+        "",
+        setting,
+        "",
+        "| checkpoints | loop, s | median step, s | extra per save, s | in steps |",
+        "|---|---|---|---|---|",
+    ]
+    for variant in VARIANTS:
+        loop = statistics.median(r["loop_s"] for r in results[variant])
+        step = statistics.median(r["step_s"] for r in results[variant])
+        extra = (loop - base) / num_saves
+        shown = ("", "") if variant == "none" else (f"{extra:.2f}", f"{extra / step:.1f}")
+        lines.append(f"| {variant} | {loop:.1f} | {step:.3f} | {shown[0]} | {shown[1]} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure all variants, or be one of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--every", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--variant", choices=VARIANTS)
+    args = parser.parse_args()
+    if args.variant:
+        train(args.variant, args.ranks, args.steps, args.every)
+        return
+    results: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
+    for _ in range(args.repeats):
+        for variant in VARIANTS:
+            results[variant].append(run(variant, args.ranks, args.steps, args.every))
+    page = format_results(results, args)
+    print(page)
+    if args.out:
+        args.out.write_text(page)
+
+
+if __name__ == "__main__":
+    main()
