@@ -117,19 +117,11 @@ class TextData(LightningDataModule):
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
-        _check(seq_length=seq_length, batch_size=batch_size, eval_batch_size=eval_batch_size or batch_size)
-        _check(pad_to_multiple_of=pad_to_multiple_of)
-        if num_workers < 0:
-            raise ValueError(f"num_workers {num_workers} must be 0 or more")
-        if validation is not None and validation_fraction:
-            raise ValueError("validation_fraction: not used, as validation names a source; leave one of them out")
-        if packing and pad_to_multiple_of != 1 and predict is None:
-            raise ValueError(
-                f"pad_to_multiple_of: got {pad_to_multiple_of}: packed rows have no padding; leave it out, or set "
-                "packing to false"
-            )
-        if not 0 <= validation_fraction < 1:
-            raise ValueError(f"validation_fraction {validation_fraction} must be at least 0 and below 1, such as 0.05")
+        _check_sizes(
+            seq_length=seq_length, batch_size=batch_size, eval_batch_size=eval_batch_size, num_workers=num_workers
+        )
+        _check_held_out(validation_fraction, validation)
+        _check_padding(pad_to_multiple_of, is_used=not packing or predict is not None)
         self.sources: dict[Split, tuple[Source | None, str]] = {
             "train": (train, train_split),
             "validation": (validation, validation_split),
@@ -314,10 +306,26 @@ class TextData(LightningDataModule):
                     raise ValueError(f"{row.where}: {error}") from error
 
 
-def _check(**settings: int) -> None:
+def _check_sizes(**settings: int | None) -> None:
     for name, value in settings.items():
-        if value < 1:
-            raise ValueError(f"{name} {value} must be at least 1")
+        least = 0 if name == "num_workers" else 1
+        if value is not None and value < least:
+            raise ValueError(f"{name} {value} must be at least {least}")
+
+
+def _check_held_out(fraction: float, validation: Source | None) -> None:
+    if not 0 <= fraction < 1:
+        raise ValueError(f"validation_fraction {fraction} must be at least 0 and below 1, such as 0.05")
+    if fraction and validation is not None:
+        raise ValueError("validation_fraction: not used, as validation names a source; leave one of them out")
+
+
+def _check_padding(multiple_of: int, *, is_used: bool) -> None:
+    _check_sizes(pad_to_multiple_of=multiple_of)
+    if multiple_of != 1 and not is_used:
+        raise ValueError(
+            f"pad_to_multiple_of: got {multiple_of}: packed rows have no padding; leave it out, or set packing to false"
+        )
 
 
 def _read(parts: Iterable[Part]) -> Iterator[Row]:
