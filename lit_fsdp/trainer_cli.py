@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar as Lig
 # Private, seen in lightning 2.6.6: stores the YAML of model and data as their hyper-parameters.
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, _InstantiatorFn
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
@@ -39,6 +40,7 @@ from lit_fsdp.cli_errors import (
 from lit_fsdp.config_files import check_config_files
 from lit_fsdp.last_checkpoint import find_last_checkpoint
 from lit_fsdp.processes import choose_processes, stop_children
+from lit_fsdp.settings import PRESETS
 
 _KNOWN_WARNINGS = (
     ".*LightningCLI's args parameter.*",  # advice for scripts
@@ -189,6 +191,7 @@ class TrainerCLI(LightningCLI):
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        _check_strategy_name(trainer["strategy"])
         model = self._get(self.config, "model")["class_path"].rsplit(".", 1)[-1]
         name = self._get(self.config, "run_name") or self.default_run_name or model
         self.run_root = Path(trainer["default_root_dir"] or ".") / "runs" / name
@@ -285,7 +288,8 @@ class TrainerCLI(LightningCLI):
             chosen.append(WritePredictions(fallback_dir=str(self.run_root)))
         if self.subcommand == "fit" and not settings["fast_dev_run"] and not _has(given, Preemption):
             chosen.append(Preemption())
-        if settings["enable_checkpointing"] is not False and not _has(given, Checkpoint):
+        is_saved = settings["enable_checkpointing"] is not False and not settings["fast_dev_run"]
+        if is_saved and not _has(given, Checkpoint):
             # A copy would be a second full checkpoint.
             chosen.append(ModelCheckpoint(save_last="link"))
         return chosen
@@ -324,6 +328,15 @@ class TrainerCLI(LightningCLI):
 
 def _is_no_advertisement(record: logging.LogRecord) -> bool:
     return "Tip: For seamless" not in record.getMessage()  # Lightning's own, for its paid service
+
+
+def _check_strategy_name(strategy: Any) -> None:
+    """Refuse a name that Lightning would answer with a list of its own, without ours."""
+    known = ["auto", *StrategyRegistry.available_strategies()]
+    if isinstance(strategy, str) and strategy not in known:
+        guess = nearest(strategy, known)
+        hint = f"did you mean {guess}?" if guess else f"expected a name such as {', '.join(PRESETS)}"
+        raise ConfigError(f"trainer.strategy: got {strategy!r}: {hint}")
 
 
 def _has(callbacks: list[Callback], kind: type[Callback]) -> bool:
