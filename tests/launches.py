@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import get_context
@@ -112,11 +112,19 @@ def torchrun(*args: str, ranks: int = 2, timeout_s: float = 60.0) -> Ended:
     return run_processes(command, timeout_s=timeout_s)[0]
 
 
-def fork_ranks(*args: str, ranks: int = 2, timeout_s: float = 60.0) -> list[Ended]:
+def fork_ranks(
+    *args: str, ranks: int = 2, timeout_s: float = 60.0, meanwhile: Callable[[list[int]], None] | None = None
+) -> list[Ended]:
     """Run the command line on forked ranks with the variables that torchrun sets, in the current folder.
 
     About 1 s instead of 10 with processes that import torch. Nobody ends a rank because another one failed, as
     torchrun would: one that hangs is killed after ``timeout_s`` and has the code ``None``.
+
+    Args:
+        args: The command line.
+        ranks: How many.
+        timeout_s: From the start on.
+        meanwhile: Called with the process ids once they are started.
     """
     context = get_context("fork")
     port = find_free_port()
@@ -127,6 +135,8 @@ def fork_ranks(*args: str, ranks: int = 2, timeout_s: float = 60.0) -> list[Ende
             process.start()
         deadline = time.monotonic() + timeout_s
         codes = []
+        if meanwhile is not None:
+            meanwhile([process.pid for process in processes if process.pid is not None])
         for process in processes:
             process.join(timeout=max(deadline - time.monotonic(), 0.1))
             codes.append(process.exitcode)
