@@ -271,9 +271,7 @@ class Task(LightningModule):
             num_steps = 0
         warmup = settings.warmup_steps or round(settings.warmup_fraction * num_steps)
         if num_steps and warmup > num_steps:
-            rank_zero_warn(
-                f"schedule: {warmup} warm-up steps in a run of {int(num_steps)}: it ends before the peak"
-            )
+            rank_zero_warn(f"schedule: {warmup} warm-up steps in a run of {int(num_steps)}: it ends before the peak")
         name = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}[settings.shape]
         options: dict[str, Any] = {}
         if settings.min_factor:
