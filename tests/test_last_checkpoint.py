@@ -1,0 +1,65 @@
+"""A run goes on from the newest checkpoint that is complete, and says what it passed over."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from lit_fsdp.last_checkpoint import find_last_checkpoint
+from lit_fsdp.manifest import MANIFEST, describe_files, write_manifest
+
+
+def make(path: Path, second: int, *, is_whole: bool = True) -> Path:
+    path.mkdir(parents=True)
+    (path / "part").write_text("content")
+    dated = path
+    if is_whole:
+        write_manifest(path, describe_files([path / "part"]))
+        dated = path / MANIFEST
+    os.utime(dated, (second, second))
+    return path
+
+
+def test_the_newest_over_all_folders_is_taken_whatever_its_step_and_name(tmp_path: Path) -> None:
+    make(tmp_path / "0" / "epoch=1-step=90.ckpt", 1)
+    newest = make(tmp_path / "1" / "preempted-step=5.ckpt", 3)
+    make(tmp_path / "1" / "epoch=0-step=4.ckpt", 2)
+    (tmp_path / "1" / "last.ckpt").symlink_to("epoch=0-step=4.ckpt")
+    said: list[str] = []
+    folders = [tmp_path / "0", tmp_path / "1", tmp_path / "missing"]
+    assert find_last_checkpoint(folders, said.append) == newest
+    assert said == []
+    make(tmp_path / "0" / "step=7.ckpt", 3)
+    assert find_last_checkpoint(folders) == tmp_path / "0" / "step=7.ckpt"
+
+
+def test_what_is_newer_but_incomplete_is_passed_over_with_a_line(tmp_path: Path) -> None:
+    good = make(tmp_path / "good.ckpt", 1)
+    make(tmp_path / "cut.ckpt", 2, is_whole=False)
+    (make(tmp_path / "short.ckpt", 3) / "part").write_text("")
+    make(tmp_path / ".hidden.ckpt", 5)
+    make(tmp_path / ".cut.ckpt.incomplete", 5, is_whole=False)
+    (tmp_path / "last.ckpt").symlink_to("removed.ckpt")
+    make(tmp_path / "older.ckpt", 0, is_whole=False)
+    said: list[str] = []
+    assert find_last_checkpoint([tmp_path], said.append) == good
+    assert [line.split(":")[0] for line in said] == [
+        f"{tmp_path}/last.ckpt leads nowhere",
+        f"{tmp_path}/short.ckpt is not complete",
+        f"{tmp_path}/cut.ckpt is not complete",
+    ]
+    assert all(line.endswith(str(good)) for line in said)
+
+
+def test_without_a_complete_one_there_is_none(tmp_path: Path) -> None:
+    make(tmp_path / "cut.ckpt", 2, is_whole=False)
+    said: list[str] = []
+    assert find_last_checkpoint([tmp_path], said.append) is None
+    assert said == [f"{tmp_path}/cut.ckpt is not complete, and there is no other checkpoint"]
+
+
+def test_a_single_file_counts_if_it_is_not_cut_short(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(9)}, tmp_path / "whole.ckpt")
+    os.utime(tmp_path / "whole.ckpt", (1, 1))
+    (tmp_path / "cut.ckpt").write_bytes((tmp_path / "whole.ckpt").read_bytes()[:-30])
+    assert find_last_checkpoint([tmp_path], lambda _: None) == tmp_path / "whole.ckpt"
