@@ -27,7 +27,6 @@ def check(*ended: Ended) -> None:
     assert sum(process.out.count("Run summary") for process in ended) == 1
 
 
-@pytest.mark.slow
 def test_all_launchers_give_the_losses_of_one_device_at_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
