@@ -6,6 +6,7 @@ Rank 0 holds the whole model and optimizer state in host memory while it writes 
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,8 @@ def load_single_file(path: Path, model: nn.Module, optimizers: Sequence[Optimize
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is no checkpoint: expected a folder of ours or a file written by torch.save")
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:

@@ -334,7 +334,7 @@ def _check_strategy_name(strategy: Any) -> None:
     """Refuse a name that Lightning would answer with a list of its own, without ours."""
     known = ["auto", *StrategyRegistry.available_strategies()]
     if isinstance(strategy, str) and strategy not in known:
-        guess = nearest(strategy, known)
+        guess = nearest(strategy, PRESETS) or nearest(strategy, known)
         hint = f"did you mean {guess}?" if guess else f"expected a name such as {', '.join(PRESETS)}"
         raise ConfigError(f"trainer.strategy: got {strategy!r}: {hint}")
 

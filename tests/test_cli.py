@@ -175,7 +175,7 @@ SIMPLE = [
     # what a class of ours or of Lightning refuses while it is built
     ("{}", "--trainer.strategy=tinytask.TinyStrategy --trainer.strategy.grid.rows=7",
      f"trainer.strategy: {REFUSAL}"),
-    ("{}", "--trainer.strategy=fsdp3", "trainer: You selected an invalid strategy name: `strategy='fsdp3'`"),
+    ("{}", "--trainer.strategy=fsdp3", "trainer.strategy: got 'fsdp3': did you mean fsdp2?"),
     ("{}", "--trainer.limit_train_batches=-3",
      "trainer: You have passed invalid value -3 for limit_train_batches"),
     ("{}", "--cpu_processes=0", "cpu_processes: got 0: expected 1 or more"),

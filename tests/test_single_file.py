@@ -84,7 +84,7 @@ def test_files_that_cannot_be_read_safely_or_do_not_fit_are_refused_on_every_ran
         torch.save(content, path)
         run_ranks(load_refused, path, folder, message)
     path.write_bytes(b"not a checkpoint")
-    run_ranks(load_refused, path, folder, "that can be read safely")
+    run_ranks(load_refused, path, folder, "is no checkpoint: expected a folder of ours")
 
 
 def test_one_file_is_not_written_beside_training() -> None:
