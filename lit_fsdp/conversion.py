@@ -36,9 +36,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from lit_fsdp.adapters import clean_name
 from lit_fsdp.tensor_files import StoredTensor
 
-_WRAPPER = "_checkpoint_wrapped_module"
 Rows = Literal["stacked", "joined", "inside"]
 Read = Callable[[str, int, int], Tensor]
 
@@ -63,7 +63,7 @@ class Conversion:
 
 
 def plan_conversions(
-    model: nn.Module, stored: Mapping[str, StoredTensor], targets: Mapping[str, Tensor]
+    model: nn.Module, stored: Mapping[str, StoredTensor], targets: Mapping[str, Any]
 ) -> tuple[list[Conversion], list[str]]:
     """Return how the model's tensors are made of stored ones, and which stored ones it has no use for. Pure.
 
@@ -104,11 +104,6 @@ def plan_conversions(
         _find_shapes(model, conversion, stored)
     unread = _list_unread(model)
     return list(found.values()), [name for name in unknown if not any(p.search(name) for p in unread)]
-
-
-def clean_name(name: str) -> str:
-    """Return a name in the model as files and users know it, without the wrappers that recompute a module."""
-    return ".".join(part for part in name.split(".") if part != _WRAPPER)
 
 
 def find_optional(model: nn.Module) -> list[re.Pattern[str]]:

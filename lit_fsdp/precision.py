@@ -77,16 +77,22 @@ def read_precision(precision: str) -> MixedPrecision:
     raise ValueError(f"precision: got {precision!r}: expected one of {', '.join(PRECISIONS)}; nearest: {near}")
 
 
-def cast_parameters(model: nn.Module, mixed_precision: MixedPrecision) -> None:
+def cast_parameters(model: nn.Module, mixed_precision: MixedPrecision, *, keep: Iterable[nn.Parameter] = ()) -> None:
     """Cast floating parameters to the storage dtype, in place, before sharding.
 
     Buffers keep theirs: rotary frequencies or norm statistics in bf16 change results for no memory.
+
+    Args:
+        model: Changed in place.
+        mixed_precision: The dtypes.
+        keep: Parameters that keep theirs, such as adapters with a dtype of their own.
     """
     dtype = _to_dtype(mixed_precision.storage_dtype)
     if dtype is None:
         return
+    kept = {id(parameter) for parameter in keep}
     for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.dtype != dtype:
+        if parameter.is_floating_point() and parameter.dtype != dtype and id(parameter) not in kept:
             parameter.data = parameter.data.to(dtype)
 
 

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lit_fsdp.adapters import find_adapter_parameters
 from lit_fsdp.checkpoint import find_random_state, load_checkpoint
 from lit_fsdp.checkpoint_writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.lightning_internals import check_trainer, count_micro_batches, refuse_ignored, use_no_grad
@@ -243,7 +244,7 @@ class FSDP2Strategy(ParallelStrategy):
     def _shard(self, module: pl.LightningModule) -> None:
         assert self.device_mesh is not None
         dtypes = self.precision_plugin.mixed_precision
-        cast_parameters(module, dtypes)
+        cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
         self.plan = self._plan(module)
         blocks = list(iterate_blocks(self.plan))
         apply_recompute(module, self.settings.recompute, blocks)

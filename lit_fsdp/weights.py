@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 
-# Private, seen in torch 2.13: which rows of a sharded parameter are this rank's.
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-from lit_fsdp.conversion import Conversion, clean_name, convert_rows, describe_sources, find_optional, plan_conversions
+from lit_fsdp.adapters import clean_name, is_adapter_name, is_decomposed, iterate_adapters, reset_adapter
+from lit_fsdp.conversion import Conversion, convert_rows, describe_sources, find_optional, plan_conversions
+from lit_fsdp.own_rows import OwnRows, find_rows, init_magnitudes
 from lit_fsdp.tensor_files import MAX_BLOCK_BYTES, StoredTensor, TensorFiles
 
 
@@ -72,30 +70,33 @@ def init_weights(model: nn.Module, seed: int) -> None:
         ValueError: A parameter or buffer was left without a value.
     """
     owners = _find_initializers(model)
+    rows = {id(rows.target): rows for rows in find_rows(model).values()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for unit in _group_modules(model):
-            _init_unit(unit, owners, seed)
+            _init_unit(unit, owners, seed, rows)
+        _init_adapters(model, seed)
     _refuse_unset_buffers(model)
 
 
-def load_weights(model: nn.Module, folder: Path) -> None:
+def load_weights(model: nn.Module, folder: Path, *, seed: int = 0) -> None:
     """Read this rank's rows of every tensor from a folder of safetensors, and rebuild what is not stored.
 
     Files of a Transformers model may have all names and layouts that Transformers itself loads: of older releases,
     with experts one by one, with or without the prefix of the base model. A rank reads what its rows are made of, and
-    takes little beside its shards: nothing where files hold what the model holds, up to 32 MiB to cast, and three
-    times 32 MiB, or three times an expert if that is more, to fuse experts. See Note [Rows of converted tensors] for
-    conversions that take more.
+    takes little beside its shards: nothing where files hold what the model holds, up to 32 MiB to cast or quantize,
+    and three times 32 MiB, or three times an expert if that is more, to fuse experts. See Note [Rows of converted
+    tensors] for conversions that take more.
 
     Args:
         model: Materialized, sharded or not. Unless it is a model of Transformers, the names in the files must be
-            those in the model.
+            those in the model. All ranks must call it if weights are quantized twice or adapters made of them.
         folder: Holds ``model.safetensors`` or ``model.safetensors.index.json`` with its parts.
+        seed: For adapters, the same on all ranks.
 
     Raises:
         ValueError: Files or tensors are missing, unknown to the model, or of another shape.
     """
-    targets = _find_targets(model)
+    targets = find_rows(model)
     with TensorFiles(folder) as files, torch.no_grad():
         try:
             conversions, unknown = plan_conversions(model, files.tensors, targets)
@@ -106,27 +107,34 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         _init_unstored(model, optional)
         filled: dict[int, Conversion] = {}
         for conversion in conversions:
-            before = filled.setdefault(id(targets[conversion.first_target]), conversion)
+            before = filled.setdefault(id(targets[conversion.first_target].target), conversion)
             if before is not conversion:
                 _check_same(before, conversion, files)
-            elif conversion.converter is None:
-                target = targets[conversion.first_target]
-                begin, local = _find_own_rows(target)
-                files.copy_rows(conversion.sources[0][1], begin, local)
+                continue
+            if conversion.converter is None:
+                _copy_stored(conversion.sources[0][1], files, targets[conversion.first_target])
             else:
                 _copy_converted(model, conversion, files, targets)
+            for name in conversion.shapes:
+                targets[name].finish()
+        _init_adapters(model, seed)
     _refuse_unset_buffers(model)
 
 
 def _group_modules(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
-    """Return the modules unit by unit, inner modules first; a model that is not sharded is one unit."""
+    """Return the modules unit by unit, inner modules first; a model that is not sharded is one unit.
+
+    Adapters are left out.
+    """
+    adapters = {name for name, _ in iterate_adapters(model)}
     groups: dict[str, list[tuple[str, nn.Module]]] = {}
     roots: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             roots.append(name)
         inside = [r for r in roots if not r or name == r or name.startswith(f"{r}.")]
-        groups.setdefault(max(inside, key=len, default=""), []).append((name, module))
+        if name not in adapters and not is_adapter_name(name):
+            groups.setdefault(max(inside, key=len, default=""), []).append((name, module))
     return [list(reversed(group)) for group in groups.values()]
 
 
@@ -135,16 +143,16 @@ def _find_initializers(model: nn.Module) -> dict[str, Any]:
     return {name: m._init_weights for name, m in model.named_modules() if hasattr(m, "_init_weights")}
 
 
-def _init_unit(unit: list[tuple[str, nn.Module]], owners: dict[str, Any], seed: int) -> None:
-    sharded: dict[nn.Parameter, nn.Parameter] = {}
+def _init_unit(unit: list[tuple[str, nn.Module]], owners: dict[str, Any], seed: int, rows: dict[int, OwnRows]) -> None:
+    drawn: dict[nn.Parameter, nn.Parameter] = {}
     places: list[tuple[nn.Module, str, nn.Parameter]] = []
     for name, module in unit:
         for key, parameter in module._parameters.items():
-            if parameter is not None:
-                if parameter not in sharded:
-                    sharded[parameter] = _make_full(parameter, f"{name}.{key}")
+            if parameter is not None and id(parameter) in rows:
+                if parameter not in drawn:
+                    drawn[parameter] = _make_full(rows[id(parameter)], parameter, f"{name}.{key}")
                 places.append((module, key, parameter))
-                module._parameters[key] = sharded[parameter]
+                module._parameters[key] = drawn[parameter]
     try:
         for name, module in unit:
             _init_module(name, module, owners, seed)
@@ -152,7 +160,7 @@ def _init_unit(unit: list[tuple[str, nn.Module]], owners: dict[str, Any], seed: 
         for module, key, parameter in places:
             module._parameters[key] = parameter
     names = {id(parameter): key for _, key, parameter in places}
-    for parameter, full in sharded.items():
+    for parameter, full in drawn.items():
         if torch.isnan(full).any():
             where = next(f"{n}.{k}" for n, m in unit for k, p in m._parameters.items() if p is parameter)
             where = clean_name(where).removeprefix(".")
@@ -160,24 +168,24 @@ def _init_unit(unit: list[tuple[str, nn.Module]], owners: dict[str, Any], seed: 
                 f"{where}: nothing initializes this parameter; give its module a reset_parameters() that "
                 f"sets {names[id(parameter)]}, or build the model on the CPU"
             )
-        if isinstance(parameter, DTensor):
-            own = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            parameter.to_local().copy_(own.to_local())
-        else:
-            parameter.copy_(full)
+        target = rows[id(parameter)]
+        target.write(target.begin, (full if full.dim() else full.view(1))[target.begin : target.end])
+        target.finish()
 
 
-def _make_full(parameter: nn.Parameter, name: str) -> nn.Parameter:
-    if not parameter.is_floating_point():
+def _make_full(rows: OwnRows, parameter: nn.Parameter, name: str) -> nn.Parameter:
+    if not rows.dtype.is_floating_point:
         where = clean_name(name).removeprefix(".")
         raise ValueError(f"{where}: a {parameter.dtype} parameter has no random values; load it from a checkpoint")
-    full = torch.full(parameter.shape, float("nan"), dtype=parameter.dtype)
+    full = torch.full(rows.shape, float("nan"), dtype=rows.dtype)
     return nn.Parameter(full, requires_grad=parameter.requires_grad)
 
 
 def _init_module(name: str, module: nn.Module, owners: dict[str, Any], seed: int) -> None:
     digest = hashlib.sha256(f"{seed}/{clean_name(name)}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little") % 2**63)
+    if reset_adapter(module):
+        return
     inside = [owner for owner in owners if not owner or name == owner or name.startswith(f"{owner}.")]
     if inside:
         owners[max(inside, key=len)](module)
@@ -209,25 +217,13 @@ def _refuse_unset_buffers(model: nn.Module) -> None:
         )
 
 
-def _find_targets(model: nn.Module) -> dict[str, Tensor]:
-    """Map the names in the state dict to the parameters and buffers to fill."""
-    targets: dict[str, Tensor] = {}
-    for name, module in model.named_modules():
-        prefix = f"{clean_name(name)}." if clean_name(name) else ""
-        kept = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
-        for key, tensor in (*module._parameters.items(), *kept.items()):
-            if tensor is not None:
-                targets[prefix + key] = tensor
-    return targets
-
-
 def _check_names(
-    model: nn.Module, conversions: list[Conversion], unknown: list[str], targets: dict[str, Tensor], folder: Path
+    model: nn.Module, conversions: list[Conversion], unknown: list[str], targets: dict[str, OwnRows], folder: Path
 ) -> list[str]:
     """Return the names that files may lack and do lack; refuse all others that do not fit."""
     made = {name for conversion in conversions for name in conversion.shapes}
-    filled = {id(targets[name]) for name in made & targets.keys()}
-    absent = sorted(name for name, tensor in targets.items() if id(tensor) not in filled)
+    filled = {id(targets[name].target) for name in made & targets.keys()}
+    absent = sorted(name for name, rows in targets.items() if id(rows.target) not in filled)
     patterns = find_optional(model)
     optional = [name for name in absent if any(pattern.search(name) for pattern in patterns)]
     missing = [name for name in absent if name not in optional]
@@ -239,35 +235,45 @@ def _check_names(
     return optional
 
 
-def _check_shapes(conversions: list[Conversion], files: TensorFiles, targets: dict[str, Tensor]) -> None:
+def _check_shapes(conversions: list[Conversion], files: TensorFiles, targets: dict[str, OwnRows]) -> None:
     for conversion in conversions:
         first = files.tensors[conversion.sources[0][1]]
         for name, shape in conversion.shapes.items():
-            _check_kind(first, name, targets[name])
-            if shape != tuple(targets[name].shape):
+            _check_kind(first, name, targets[name].dtype)
+            if shape != targets[name].shape:
                 made = f", made of {describe_sources(conversion)}," if conversion.converter else ""
-                raise ValueError(
-                    f"{first.path}: {name}{made} has shape {shape}, the model's {tuple(targets[name].shape)}"
-                )
+                raise ValueError(f"{first.path}: {name}{made} has shape {shape}, the model's {targets[name].shape}")
 
 
-def _check_kind(stored: StoredTensor, name: str, target: Tensor) -> None:
+def _check_kind(stored: StoredTensor, name: str, dtype: torch.dtype) -> None:
     """Refuse integers for a floating tensor and the reverse: codes of a quantized model are no weights."""
-    if stored.dtype.is_floating_point != target.dtype.is_floating_point:
-        raise ValueError(f"{stored.path}: {name} is made of {stored.dtype}, which cannot be cast to {target.dtype}")
+    if stored.dtype.is_floating_point != dtype.is_floating_point:
+        raise ValueError(f"{stored.path}: {name} is made of {stored.dtype}, which cannot be cast to {dtype}")
 
 
 def _init_unstored(model: nn.Module, optional: list[str]) -> None:
     """Set what files do not hold, as its module does it: buffers such as rotary frequencies, and ``optional``."""
     owners = _find_initializers(model)
+    rows = {id(rows.target): rows for rows in find_rows(model).values()} if optional else {}
     holders = {name.rpartition(".")[0] for name in optional}
     with torch.random.fork_rng(devices=[]):
         for unit in _group_modules(model):
             if unstored := [(name, module) for name, module in unit if clean_name(name) in holders]:
-                _init_unit(unstored, owners, 0)
+                _init_unit(unstored, owners, 0, rows)
             for name, module in unit:
                 if module._non_persistent_buffers_set and clean_name(name) not in holders:
                     _init_buffers(name, module, owners)
+
+
+def _init_adapters(model: nn.Module, seed: int) -> None:
+    """Draw what adapters start with, unless it was made of the base weights, which must be in place."""
+    with torch.random.fork_rng(devices=[]):
+        for name, layer in iterate_adapters(model):
+            if not is_decomposed(layer):
+                inside = [(f"{name}.{n}", m) for n, m in layer.named_modules() if n and is_adapter_name(n)]
+                parameters = {id(p): OwnRows(p) for _, m in inside for p in m.parameters(recurse=False)}
+                _init_unit([*inside, (name, layer)], {}, seed, parameters)
+            init_magnitudes(layer)
 
 
 def _init_buffers(name: str, module: nn.Module, owners: dict[str, Any]) -> None:
@@ -295,16 +301,25 @@ def _check_same(first: Conversion, second: Conversion, files: TensorFiles) -> No
             )
 
 
-def _copy_converted(model: nn.Module, conversion: Conversion, files: TensorFiles, targets: dict[str, Tensor]) -> None:
+def _copy_stored(name: str, files: TensorFiles, target: OwnRows) -> None:
+    """Copy own rows as they are stored: at once into place, or in blocks if something becomes of them."""
+    if type(target) is OwnRows:
+        files.copy_rows(name, target.begin, target.local)
+        return
+    step = max(1, MAX_BLOCK_BYTES // files.tensors[name].row_bytes)
+    for begin in range(target.begin, target.end, step):
+        target.write(begin, files.read_rows(name, begin, min(begin + step, target.end)))
+
+
+def _copy_converted(model: nn.Module, conversion: Conversion, files: TensorFiles, targets: dict[str, OwnRows]) -> None:
     """Convert in blocks of own rows where rows stay apart, else at once."""
-    own = {name: _find_own_rows(targets[name]) for name in conversion.shapes}
-    spans = {(begin, begin + len(local)) for begin, local in own.values()}
+    own = {name: targets[name] for name in conversion.shapes}
+    spans = {(rows.begin, rows.end) for rows in own.values()}
     dtype = targets[conversion.first_target].dtype
     convert = partial(convert_rows, model, conversion, files.tensors, files.read_rows, dtype)
     if conversion.rows is None or len(spans) > 1:
         for name, tensor in convert().items():
-            begin, local = own[name]
-            local.copy_(tensor[begin : begin + len(local)])
+            own[name].write(own[name].begin, tensor[own[name].begin : own[name].end])
         return
     ((first, last),) = spans
     row_bytes = sum(math.prod(shape[1:]) for shape in conversion.shapes.values()) * dtype.itemsize
@@ -312,16 +327,7 @@ def _copy_converted(model: nn.Module, conversion: Conversion, files: TensorFiles
     for begin in range(first, last, step):
         end = min(begin + step, last)
         for name, rows in convert((begin, end)).items():
-            own[name][1][begin - first : end - first].copy_(rows)
-
-
-def _find_own_rows(target: Tensor) -> tuple[int, Tensor]:
-    """Return the first of this rank's rows of a tensor, and the memory of all of them."""
-    if not isinstance(target, DTensor):
-        return 0, target.detach()
-    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    assert tuple(shape[1:]) == tuple(target.shape[1:]), "only rows are sharded"
-    return (offset[0] if offset else 0), target.to_local().detach()
+            own[name].write(begin, rows)
 
 
 def _name_class(model: nn.Module) -> str:

@@ -19,11 +19,14 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
+from lit_fsdp.adapters import LoRA, add_adapters
 from lit_fsdp.clipping import clip_grad_norm, clip_grad_value, compute_grad_norm, scale_gradients
+from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantized_layers import quantize_model
 from lit_fsdp.strategy import FSDP2Strategy
 from lit_fsdp.weights import init_weights, materialize
 
@@ -129,6 +132,15 @@ class Task(LightningModule):
         self._grad_norm: Tensor | None = None
 
     # Model
+
+    def adapt_model(self, model: nn.Module, *, lora: LoRA | None, quantization: Quantization | None) -> None:
+        """Quantize a model that is on the meta device, and add adapters, as far as asked for."""
+        if quantization is not None:
+            left = quantize_model(model, quantization, keep=lora.modules_to_save if lora is not None else ())
+            if left:
+                rank_zero_warn(f"quantization: not quantized: {', '.join(left[:10])}, {len(left)} in all")
+        if lora is not None:
+            add_adapters(model, lora)
 
     def finish_model(self) -> None:
         """Give a model that was built on the meta device its weights, unless the strategy will do it sharded.

@@ -15,7 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils.import_utils import is_flash_attn_2_available
 from typing_extensions import override
 
+from lit_fsdp.adapters import LoRA
 from lit_fsdp.export import EXPORT
+from lit_fsdp.quantization import Quantization
 from lit_fsdp.tasks.base import Optimizer, Schedule, Task
 from lit_fsdp.tasks.causal_lm.collate import Batch
 from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_packing
@@ -40,6 +42,8 @@ class CausalLM(Task):
             Transformers configuration.
         attention: Implementation of attention. ``sdpa`` is that of torch; ``flash_attention_2`` needs the
             package flash-attn and a GPU.
+        lora: Train low-rank adapters and leave the model as it is; ``null`` trains all of it.
+        quantization: Keep the weights that do not train in 4 or 8 bits; needs ``lora``.
         optimizer: AdamW's settings.
         schedule: How the learning rate moves.
         sample_prompts: Texts to continue when training ends, printed.
@@ -52,6 +56,8 @@ class CausalLM(Task):
         pretrained: str | None = None,
         config: dict[str, Any] | None = None,
         attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa",
+        lora: LoRA | None = None,
+        quantization: Quantization | None = None,
         optimizer: Optimizer | None = None,
         schedule: Schedule | None = None,
         sample_prompts: list[str] | None = None,
@@ -68,6 +74,11 @@ class CausalLM(Task):
         self.pretrained = pretrained
         self.config_settings = config
         self.attention = attention
+        self.lora, self.quantization = lora, quantization
+        if quantization is not None:
+            quantization.check()
+        if lora is not None:
+            lora.check(is_quantized=quantization is not None)
         self.sample_prompts = sample_prompts or []
         self.generation = {"max_new_tokens": 64, **(generation or {})}
         self.model: PreTrainedModel | None = None
@@ -87,6 +98,10 @@ class CausalLM(Task):
 
     @override
     def setup(self, stage: str) -> None:
+        if stage == "fit" and self.quantization is not None and self.lora is None:
+            raise ValueError(
+                "quantization: quantized weights cannot be trained; set lora, such as {r: 16}, or leave it out"
+            )
         if self.attention == "flash_attention_2" and not is_flash_attn_2_available():
             raise ValueError(
                 "attention: got 'flash_attention_2': it needs a GPU and a package: pip install flash-attn; "
@@ -108,6 +123,7 @@ class CausalLM(Task):
                     raise
                 reason = str(error).strip().splitlines()[0]
                 raise ValueError(f"attention: got {self.attention!r}: {reason}; nearest: eager") from error
+        self.adapt_model(self.model, lora=self.lora, quantization=self.quantization)
         self.finish_model()
 
     @override
@@ -117,7 +133,7 @@ class CausalLM(Task):
         if self.pretrained is None:
             init_weights(self.model, self.find_seed())
         else:
-            load_weights(self.model, find_pretrained(self.pretrained))
+            load_weights(self.model, find_pretrained(self.pretrained), seed=self.find_seed())
 
     def read_config(self) -> PreTrainedConfig:
         """Return the model's configuration."""

@@ -1,0 +1,270 @@
+"""Low-rank adapters of peft in a model that has not been sharded yet, and which parameters train.
+
+The adapters are peft's own layers, put into the model in place, so that names of its modules stay, and FSDP units,
+checkpoints and generation need to know nothing of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lit_fsdp.quantized_layers import QuantizedLayer, iterate_quantized
+
+ADAPTER = "default"  # the name under which peft keeps it
+Init = Literal["default", "gaussian", "pissa", "pissa_niter_16", "olora", "loftq"]
+_DTypeName = Literal["float32", "bfloat16", "float16"]
+_WRAPPERS = ("base_layer", "_checkpoint_wrapped_module")
+_ADAPTER_PARTS = frozenset(LoraLayer.adapter_layer_names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Train low-rank additions to frozen weights (arXiv:2106.09685), with peft.
+
+    Args:
+        r: Rank of the additions.
+        alpha: They are multiplied by ``alpha / r``.
+        dropout: Of the inputs of the additions.
+        targets: Which layers get one: ``all-linear`` for all linear layers but the output head, a list of names or
+            their last parts, or a string that is a regular expression of whole names.
+        exclude: Names, or their last parts, that get none.
+        modules_to_save: Modules that are trained in full beside them, by name or last part, such as a new head.
+        rslora: Multiply by ``alpha / sqrt(r)`` instead (arXiv:2312.03732), which suits large ranks.
+        dora: Train the lengths of the weights' rows too (arXiv:2402.09353). Slower: dequantizes every weight again.
+        init: ``default`` and ``gaussian`` start as the base model. ``pissa`` (arXiv:2404.02948) and ``olora``
+            (arXiv:2406.01775) move the strongest directions of each weight into its adapter, ``pissa_niter_16``
+            with a fast randomized decomposition; what is left may be quantized. ``loftq`` (arXiv:2310.08659) fits
+            the adapter to the error of quantization.
+        rank_pattern: Other ranks for some layers, by name, last part or regular expression.
+        alpha_pattern: The same for ``alpha``.
+        dtype: Of the trained parameters and their optimizer state; computed with in the precision of the run.
+    """
+
+    r: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: str | Sequence[str] = "all-linear"
+    exclude: Sequence[str] = ()
+    modules_to_save: Sequence[str] = ()
+    rslora: bool = False
+    dora: bool = False
+    init: Init = "default"
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    dtype: _DTypeName = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("exclude", "modules_to_save"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # YAML gives lists
+        if not isinstance(self.targets, str):
+            object.__setattr__(self, "targets", tuple(self.targets))
+
+    def check(self, *, is_quantized: bool) -> None:
+        """Refuse values with which nothing would be trained, or which contradict each other.
+
+        Args:
+            is_quantized: Whether the base weights are.
+
+        Raises:
+            ValueError: With the setting and what is expected.
+        """
+        rules = {
+            "r": (self.r >= 1 and all(r >= 1 for r in self.rank_pattern.values()), "1 or more"),
+            "alpha": (self.alpha > 0 and all(a > 0 for a in self.alpha_pattern.values()), "above 0"),
+            "dropout": (0 <= self.dropout < 1, "from 0 to below 1"),
+            "targets": (bool(self.targets), "all-linear, names or a regular expression"),
+        }
+        for name, (is_right, expected) in rules.items():
+            if not is_right:
+                raise ValueError(f"lora.{name}: got {getattr(self, name)!r}: expected {expected}")
+        if self.init == "loftq" and not is_quantized:
+            raise ValueError(
+                "lora.init: got 'loftq': it fits adapters to the error of quantization, and there is none; set "
+                "quantization, or init to default or pissa"
+            )
+        if self.dora and self.init != "default":
+            raise ValueError(f"lora.init: got {self.init!r} with dora, which starts as the base model; leave one out")
+
+    def build_config(self, base_model: str | None = None) -> LoraConfig:
+        """Return the configuration of peft, as it is exported.
+
+        Args:
+            base_model: Name or folder of the model that the adapter belongs to.
+        """
+        return LoraConfig(
+            r=self.r,
+            lora_alpha=_to_whole(self.alpha),
+            lora_dropout=self.dropout,
+            target_modules=self.targets if isinstance(self.targets, str) else list(self.targets),
+            exclude_modules=[*self.exclude, *self.modules_to_save] or None,
+            modules_to_save=list(self.modules_to_save) or None,
+            use_rslora=self.rslora,
+            use_dora=self.dora,
+            rank_pattern=dict(self.rank_pattern),
+            alpha_pattern={name: _to_whole(alpha) for name, alpha in self.alpha_pattern.items()},
+            bias="none",
+            base_model_name_or_path=base_model,
+        )
+
+
+def add_adapters(model: nn.Module, lora: LoRA) -> None:
+    """Freeze a model and add adapters, in place; what trains is then what needs a gradient.
+
+    Call it after quantizing and before sharding. On the meta device it costs nothing; ``load_weights`` and
+    ``init_weights`` give values.
+
+    Args:
+        model: Changed in place.
+        lora: The settings.
+
+    Raises:
+        ValueError: A target is not in the model, or cannot be trained.
+    """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError("lora: the model is sharded already, and adapters would not be; add them before")
+    lora.check(is_quantized=next(iterate_quantized(model), None) is not None)
+    _check_names(model, lora)
+    config = lora.build_config()
+    config.modules_to_save = None  # trained in place, without the copy that peft would make
+    try:
+        inject_adapter_in_model(config, model, ADAPTER)
+    except (ValueError, NotImplementedError, TypeError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"lora.targets: got {lora.targets!r}: {reason}") from error
+    for _, module in _find_saved(model, lora):
+        module.requires_grad_()
+    dtype = getattr(torch, lora.dtype)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    for _, layer in iterate_adapters(model):
+        layer.initialization = lora.init
+        if isinstance(layer.get_base_layer(), QuantizedLayer):
+            layer.merge = _refuse_merge
+
+
+def iterate_adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layers that have an adapter, with their names."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+
+
+def find_adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return all trainable parameters of a model with adapters; of one without, nothing."""
+    if next(iterate_adapters(model), None) is None:
+        return []
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def is_adapter_name(name: str) -> bool:
+    """Whether a parameter belongs to an adapter, and so is in no file of the base model."""
+    return not _ADAPTER_PARTS.isdisjoint(name.split("."))
+
+
+def clean_name(name: str) -> str:
+    """Return a name in the model as files and users know it, without the wrappers around a module."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def reset_adapter(module: nn.Module) -> bool:
+    """Give an adapter its first values, if ``module`` is a layer that has one; returns whether it is."""
+    if not isinstance(module, LoraLayer):
+        return False
+    layer: Any = module
+    layer.reset_lora_parameters(ADAPTER, True if layer.initialization == "default" else layer.initialization)
+    for magnitude in layer.lora_magnitude_vector.parameters():
+        nn.init.ones_(magnitude)  # until the base weight is in place
+    return True
+
+
+def is_decomposed(layer: Any) -> bool:
+    """Whether the adapter of a layer starts from its base weight, see :func:`decompose`."""
+    return ADAPTER in layer.lora_A and layer.initialization not in ("default", "gaussian")
+
+
+def decompose(layer: Any, weight: Tensor, requantize: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return where an adapter starts that is made of its base weight, and what becomes of that.
+
+    Args:
+        layer: Whose rank, scaling and initialization count.
+        weight: Dense, ``float32`` [out, in].
+        requantize: Returns what quantization makes of a weight, for LoftQ.
+
+    Returns:
+        ``A`` [r, in], ``B`` [out, r], and the base weight to store [out, in].
+    """
+    r, scaling = layer.r[ADAPTER], layer.scaling[ADAPTER]
+    if layer.initialization == "olora":
+        q, triangle = torch.linalg.qr(weight)
+        left, right = q[:, :r].contiguous(), triangle[:r].contiguous()
+        return right, left, weight - scaling * left @ right
+    # LoftQ: its algorithm 1 with one iteration, the default of peft.
+    strong = weight - requantize(weight) if layer.initialization == "loftq" else weight
+    left, right = _find_strongest(strong, r, is_exact=layer.initialization != "pissa_niter_16")
+    rest = weight if layer.initialization == "loftq" else weight - left @ right
+    return right / math.sqrt(scaling), left / math.sqrt(scaling), rest
+
+
+def _find_strongest(weight: Tensor, r: int, *, is_exact: bool) -> tuple[Tensor, Tensor]:
+    """Return the factors of the best approximation of rank ``r``: [out, r] and [r, in]."""
+    if is_exact:
+        u, s, vh = torch.linalg.svd(weight, full_matrices=False)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # on the CPU: the same on all ranks and machines
+            u, s, v = (factor.to(weight.device) for factor in torch.svd_lowrank(weight.cpu(), q=r, niter=16))
+        vh = v.T
+    root = s[:r].sqrt()
+    return u[:, :r] * root, root[:, None] * vh[:r]
+
+
+def _to_whole(alpha: float) -> Any:
+    return int(alpha) if alpha == int(alpha) else alpha  # peft means an int, and takes both
+
+
+def _check_names(model: nn.Module, lora: LoRA) -> None:
+    """Refuse names that no module has; peft would leave them out in silence."""
+    names = [name for name, _ in model.named_modules() if name]
+    wanted = {"targets": () if isinstance(lora.targets, str) else lora.targets, "exclude": lora.exclude}
+    for setting, parts in {**wanted, "modules_to_save": lora.modules_to_save}.items():
+        for part in parts:
+            if not any(_ends_with(name, part) for name in names):
+                near = difflib.get_close_matches(part, {name.rpartition(".")[2] for name in names}, n=1)
+                hint = f"did you mean {near[0]}?" if near else "expected the name of a module, or its last part"
+                raise ValueError(f"lora.{setting}: got {part!r}: the model has no such module; {hint}")
+    owners: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), set()).add(name)
+    for name, module in _find_saved(model, lora):
+        if next(iterate_quantized(module), None) is not None:
+            raise ValueError(f"lora.modules_to_save: {name} is quantized, and cannot be trained; name it in skip too")
+        for parameter in module.parameters():
+            if others := sorted(n for n in owners[id(parameter)] if not n.startswith(f"{name}.")):
+                raise ValueError(
+                    f"lora.modules_to_save: {name} shares its weight with {others[0].rpartition('.')[0]}, and the "
+                    "exported adapter could not; make it one of targets instead"
+                )
+
+
+def _find_saved(model: nn.Module, lora: LoRA) -> list[tuple[str, nn.Module]]:
+    return [(n, m) for n, m in model.named_modules() if any(_ends_with(n, part) for part in lora.modules_to_save)]
+
+
+def _ends_with(name: str, part: str) -> bool:
+    return name == part or name.endswith(f".{part}")
+
+
+def _refuse_merge(*_: Any, **__: Any) -> None:
+    raise ValueError(
+        "an adapter cannot be merged into quantized weights without rounding them again; "
+        "`python -m lit_fsdp export --merge true` merges it into the original ones"
+    )

@@ -1,0 +1,210 @@
+"""This rank's rows of one tensor of a sharded model: where they begin, and how they are stored.
+
+Whoever fills a model writes dense rows here, in any number of blocks, and then calls ``finish``. What becomes of
+them, whether they are cast, quantized or split between a weight and its adapter, is decided here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+# Private, seen in torch 2.13: which rows of a sharded parameter are this rank's.
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from typing_extensions import override
+
+from lit_fsdp.adapters import ADAPTER, clean_name, decompose, is_adapter_name, is_decomposed, iterate_adapters
+from lit_fsdp.quantization import compress_absmax, dequantize, dequantize_shard, quantize_rows
+from lit_fsdp.quantized_layers import ABSMAX, NESTED, QuantizedLayer
+
+
+class OwnRows:
+    """Rows that are stored as they are, cast to the dtype of the tensor.
+
+    Args:
+        target: Parameter or buffer, sharded by rows or not at all, with memory.
+    """
+
+    def __init__(self, target: Tensor) -> None:
+        self.target = target
+        self.shape: tuple[int, ...] = tuple(target.shape)
+        self.dtype = target.dtype
+        self.begin, self.local = find_own_rows(target)
+
+    @property
+    def end(self) -> int:
+        """The row after the last of this rank's; a scalar is one row."""
+        return self.begin + (len(self.local) if self.local.dim() else 1)
+
+    def write(self, first: int, rows: Tensor) -> None:
+        """Store ``rows``, of which the first is row ``first`` of the whole tensor."""
+        local = self.local if self.local.dim() else self.local.view(1)
+        local[first - self.begin : first - self.begin + len(rows)].copy_(rows)
+
+    def finish(self) -> None:
+        """To be called when all rows are written, on all ranks in the same order, as ranks may exchange rows."""
+
+
+class QuantizedRows(OwnRows):
+    """Rows that are quantized on the way. Double quantization gathers the maxima of all ranks once.
+
+    Args:
+        layer: The quantized layer, with memory.
+        name: Of one of its weights.
+    """
+
+    def __init__(self, layer: QuantizedLayer, name: str) -> None:
+        super().__init__(getattr(layer, name))
+        self.shape, self.dtype = tuple(layer.dense_shapes[name]), torch.float32
+        self.layer, self.name = layer, name
+        self._absmax: Tensor | None = None
+
+    @override
+    def write(self, first: int, rows: Tensor) -> None:
+        place = slice(first - self.begin, first - self.begin + len(rows))
+        rows = rows.to(self.local.device).reshape(-1, self.shape[-1])
+        rows = rows.float() if rows.dtype == torch.float64 else rows
+        codes, absmax = quantize_rows(rows, self.layer.quantization)
+        self.local[place].copy_(codes.view(self.local[place].shape))
+        found = self._get_absmax()[place]
+        found.copy_(absmax.view(found.shape))
+
+    @override
+    def finish(self) -> None:
+        own, self._absmax = self._get_absmax(), None
+        _, stored = find_own_rows(getattr(self.layer, self.name + ABSMAX))
+        if not self.layer.quantization.is_double:
+            stored.copy_(own.view(torch.uint8))
+            return
+        nested = getattr(self.layer, self.name + NESTED)
+        if len(self.shape) == 2:
+            codes, second = compress_absmax(gather_rows(own, self.target, self.shape[0]))
+            stored.copy_(codes[self.begin : self.end])
+            nested.copy_(second)
+            return
+        seconds = torch.empty(len(own), nested.shape[-1], dtype=torch.uint8, device=own.device)
+        for i, absmax in enumerate(own):  # each matrix lies on one rank
+            codes, seconds[i] = compress_absmax(absmax)
+            stored[i].copy_(codes)
+        nested.copy_(gather_rows(seconds, self.target, self.shape[0]))
+
+    def _get_absmax(self) -> Tensor:
+        if self._absmax is None:
+            num_blocks = self.layer.quantization.count_blocks(self.shape[-1])
+            self._absmax = torch.empty(*self.local.shape[:-1], num_blocks, device=self.local.device)
+        return self._absmax
+
+
+class DecomposedRows(OwnRows):
+    """Rows of a weight out of which an adapter is made before they are stored; see ``decompose``.
+
+    Every rank holds the whole weight, in ``float32``, while it is decomposed.
+
+    Args:
+        rows: Where they go.
+        layer: The layer of peft around it, with memory.
+    """
+
+    def __init__(self, rows: OwnRows, layer: Any) -> None:
+        super().__init__(rows.target)
+        self.shape, self.dtype = rows.shape, rows.dtype
+        self.rows, self.layer = rows, layer
+        self._dense: Tensor | None = None
+
+    @override
+    def write(self, first: int, rows: Tensor) -> None:
+        if self._dense is None:
+            self._dense = torch.empty(self.end - self.begin, *self.shape[1:], device=self.local.device)
+        self._dense[first - self.begin : first - self.begin + len(rows)].copy_(rows)
+
+    @override
+    def finish(self) -> None:
+        dense, self._dense = self._dense, None
+        if dense is None:
+            dense = torch.empty(0, *self.shape[1:], device=self.local.device)
+        whole = gather_rows(dense, self.target, self.shape[0])
+        a, b, rest = decompose(self.layer, whole, self._requantize)
+        for tensor in (a, b, rest):
+            if dist.is_initialized():  # the last bits need not be the same everywhere
+                dist.broadcast(tensor, src=0)
+        self.rows.write(self.begin, rest[self.begin : self.end])
+        self.rows.finish()
+        for full, holder in ((a, self.layer.lora_A), (b, self.layer.lora_B)):
+            factor = OwnRows(holder[ADAPTER].weight)
+            factor.write(factor.begin, full[factor.begin : factor.end])
+
+    def _requantize(self, weight: Tensor) -> Tensor:
+        settings = self.layer.get_base_layer().quantization
+        codes, absmax = quantize_rows(weight, settings)
+        stored, nested = compress_absmax(absmax) if settings.is_double else (absmax.view(torch.uint8), None)
+        return dequantize(codes, stored, nested, settings, torch.float32)
+
+
+def find_rows(model: nn.Module) -> dict[str, OwnRows]:
+    """Map names as they are in files to the rows to fill. What adapters add is left out, as it is in no file."""
+    around = {id(layer.get_base_layer()): layer for _, layer in iterate_adapters(model) if is_decomposed(layer)}
+    found: dict[str, OwnRows] = {}
+    for name, module in model.named_modules():
+        kept = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        quantized = module.dense_shapes if isinstance(module, QuantizedLayer) else {}
+        parts = {key + end for key in quantized for end in (ABSMAX, NESTED)}
+        for key, tensor in (*module._parameters.items(), *kept.items()):
+            full_name = f"{name}.{key}" if name else key
+            if tensor is None or key in parts or is_adapter_name(full_name):
+                continue
+            rows = QuantizedRows(module, key) if key in quantized else OwnRows(tensor)
+            if key == "weight" and id(module) in around:
+                rows = DecomposedRows(rows, around[id(module)])
+            found[clean_name(full_name)] = rows
+    return found
+
+
+def init_magnitudes(layer: Any) -> None:
+    """Let DoRA start at the lengths of the rows of the base weight, as it is stored; nothing without DoRA.
+
+    Args:
+        layer: Of peft; its base weight has values, and its adapter adds nothing yet.
+    """
+    if ADAPTER not in layer.lora_magnitude_vector:
+        return
+    base = layer.get_base_layer()
+    magnitude = OwnRows(layer.lora_magnitude_vector[ADAPTER].weight)
+    if isinstance(base, QuantizedLayer):
+        codes, absmax = (find_own_rows(getattr(base, key))[1] for key in ("weight", f"weight{ABSMAX}"))
+        nested = getattr(base, f"weight{NESTED}", None)
+        own = dequantize_shard(codes, absmax, nested, base.quantization, first=magnitude.begin)
+    else:
+        own = find_own_rows(base.weight)[1]
+    magnitude.write(magnitude.begin, torch.linalg.norm(own.float(), dim=1))
+
+
+def find_own_rows(target: Tensor) -> tuple[int, Tensor]:
+    """Return the first of this rank's rows of a tensor, and the memory of all of them."""
+    if not isinstance(target, DTensor):
+        return 0, target.detach()
+    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    assert tuple(shape[1:]) == tuple(target.shape[1:]), "only rows are sharded"
+    return (offset[0] if offset else 0), target.to_local().detach()
+
+
+def gather_rows(local: Tensor, like: Tensor, num_rows: int) -> Tensor:
+    """Return all rows of a tensor that is split between ranks like another one. All ranks must call it.
+
+    Args:
+        local: This rank's rows.
+        like: Sharded by rows, or not at all.
+        num_rows: How many there are on all ranks together.
+    """
+    if not isinstance(like, DTensor):
+        return local
+    shape = torch.Size((num_rows, *local.shape[1:]))
+    there = local.to(like.device_mesh.device_type).contiguous()  # where ranks can talk, with parameters in host memory
+    stride = torch.empty(shape, device="meta").stride()
+    whole = DTensor.from_local(
+        there, like.device_mesh, like.placements, shape=shape, stride=stride, run_check=False
+    ).full_tensor()
+    return whole.to(local.device)

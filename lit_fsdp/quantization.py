@@ -1,0 +1,244 @@
+"""4-bit and 8-bit weights as rows of bytes, with the kernels of bitsandbytes.
+
+Note [Rows of bytes]: a frozen weight [out, in] is stored as ordinary ``uint8`` tensors of ``out`` rows, one row per
+output: its codes, and the maxima of its blocks. Blocks never cross a row, so a shard of rows is complete in itself,
+may be of any number of rows, and moves between numbers of ranks like any other parameter. Only the second level of
+double quantization, 4 bytes per 256 blocks, belongs to the weight as a whole; every rank keeps it in full.
+Floating numbers are stored as their bytes too: nothing that casts a model changes them.
+
+The formats are those of bitsandbytes, byte for byte: NF4 and double quantization of QLoRA (arXiv:2305.14314), FP4,
+and the int8 weights of LLM.int8 (arXiv:2208.07339) with one maximum per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from bitsandbytes import functional, matmul_4bit  # type: ignore[attr-defined]
+from torch import Tensor
+
+# Of maxima that share one second-level maximum; bitsandbytes knows no other number.
+_NESTED_BLOCK_SIZE = 256
+BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """Keep frozen weights in 4 or 8 bits; they are computed with in the precision of the run.
+
+    Args:
+        type: ``nf4`` suits normally distributed weights best, ``fp4`` is a 4-bit float, ``int8`` takes twice the
+            memory of these for a twentieth of the error.
+        block_size: How many weights of a row share one maximum, for the 4-bit types: 64 takes 0.5 bits per weight
+            for maxima (0.127 with ``double``), 128 half of that and is less exact.
+        double: Keep these maxima in 8 bits as well. ``null`` does for the 4-bit types.
+        skip: Names of modules to leave as they are, in full, or their last part, or patterns such as
+            ``*.layers.0.*``. ``null`` leaves the output head.
+    """
+
+    type: Literal["nf4", "fp4", "int8"] = "nf4"
+    block_size: int = 64
+    double: bool | None = None
+    skip: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.skip is not None:
+            object.__setattr__(self, "skip", tuple(self.skip))  # YAML gives a list
+
+    def check(self) -> None:
+        """Refuse values for which there is no kernel, or which would be ignored.
+
+        Raises:
+            ValueError: With the setting and the nearest fix.
+        """
+        if self.type == "int8" and (self.double or self.block_size != Quantization.block_size):
+            name = "double" if self.double else "block_size"
+            raise ValueError(f"quantization.{name}: not used by type int8, which has one maximum per row; leave it out")
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(
+                f"quantization.block_size: got {self.block_size}: expected one of {', '.join(map(str, BLOCK_SIZES))}"
+            )
+
+    @property
+    def is_double(self) -> bool:
+        """Whether maxima are kept in 8 bits."""
+        return self.type != "int8" if self.double is None else self.double
+
+    @property
+    def codes_per_byte(self) -> int:
+        """How many weights share a byte."""
+        return 1 if self.type == "int8" else 2
+
+    def count_blocks(self, num_columns: int) -> int:
+        """Return the number of maxima of a row.
+
+        Raises:
+            ValueError: The row does not divide into blocks.
+        """
+        if self.type == "int8":
+            return 1
+        if num_columns % self.block_size:
+            raise ValueError(f"rows of {num_columns} weights do not divide into blocks of {self.block_size}")
+        return num_columns // self.block_size
+
+    def count_nested_bytes(self, num_blocks: int) -> int:
+        """Return the bytes of the second level of a weight with ``num_blocks`` blocks: its maxima and their mean."""
+        return 4 * (-(-num_blocks // _NESTED_BLOCK_SIZE) + 1)
+
+
+def quantize_rows(rows: Tensor, settings: Quantization) -> tuple[Tensor, Tensor]:
+    """Return codes ``uint8`` [rows, bytes] and absmax ``float32`` [rows, blocks] of weights [rows, in]."""
+    num_rows, num_columns = rows.shape
+    num_blocks = settings.count_blocks(num_columns)
+    if not num_rows:
+        codes = rows.new_empty(0, num_columns // settings.codes_per_byte, dtype=torch.uint8)
+        return codes, rows.new_empty(0, num_blocks, dtype=torch.float32)
+    if settings.type == "int8":
+        # In float16, as Linear8bitLt does before.
+        codes, absmax, _ = functional.int8_vectorwise_quant(rows.to(torch.float16))
+        return codes.view(torch.uint8), absmax.float().view(num_rows, 1)
+    codes, state = functional.quantize_4bit(
+        rows.contiguous(), blocksize=settings.block_size, quant_type=settings.type, compress_statistics=False
+    )
+    return codes.view(num_rows, -1), state.absmax.view(num_rows, num_blocks)
+
+
+def compress_absmax(absmax: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the second level of double quantization.
+
+    Args:
+        absmax: Of the whole weight, ``float32`` [rows, blocks].
+
+    Returns:
+        Codes ``uint8`` [rows, blocks], and the bytes of their absmax and of the mean [bytes].
+    """
+    flat = absmax.reshape(-1)
+    mean = flat.mean()
+    codes, state = functional.quantize_blockwise(flat - mean, blocksize=_NESTED_BLOCK_SIZE)
+    return codes.view(absmax.shape), torch.cat([state.absmax, mean.view(1)]).view(torch.uint8)
+
+
+def multiply(
+    x: Tensor,
+    codes: Tensor,
+    absmax: Tensor,
+    nested: Tensor | None,
+    settings: Quantization,
+    *,
+    bias: Tensor | None = None,
+    is_transposed: bool = False,
+) -> Tensor:
+    """Return ``x @ weight.T + bias`` [..., out], with a gradient for ``x`` and ``bias``; keeps no dense weight.
+
+    Args:
+        x: Floating [..., in]; the weight is dequantized to its dtype.
+        codes: Of the weight, ``uint8`` [rows, bytes].
+        absmax: Stored, ``uint8`` [rows, bytes].
+        nested: The second level of double quantization, ``None`` without one.
+        settings: How the weight was quantized.
+        bias: [out].
+        is_transposed: The weight is [in, out].
+    """
+    if settings.type == "int8" or is_transposed:
+        apply: Any = _Multiply.apply
+        return apply(x, bias, (codes, absmax, nested), settings, is_transposed)
+    state = _build_state(codes, absmax, nested, x.dtype, settings)
+    return matmul_4bit(x, codes.view(-1, 1), quant_state=state, bias=bias)
+
+
+def dequantize(
+    codes: Tensor, absmax: Tensor, nested: Tensor | None, settings: Quantization, dtype: torch.dtype
+) -> Tensor:
+    """Return a weight [rows, columns] in ``dtype``; see :func:`multiply`. Of a weight on the meta device, its shape."""
+    num_rows, num_columns = codes.shape[0], codes.shape[1] * settings.codes_per_byte
+    if codes.is_meta or not num_rows:
+        return codes.new_empty(num_rows, num_columns, dtype=dtype)
+    if settings.type == "int8":
+        return (codes.view(torch.int8).float() * (absmax.view(torch.float32) / 127)).to(dtype)
+    return functional.dequantize_4bit(codes.view(-1, 1), _build_state(codes, absmax, nested, dtype, settings))
+
+
+def dequantize_shard(
+    codes: Tensor, absmax: Tensor, nested: Tensor | None, settings: Quantization, *, first: int
+) -> Tensor:
+    """Return some rows of a weight, ``float32``, from a shard of it.
+
+    Args:
+        codes: Of these rows.
+        absmax: Of these rows, stored.
+        nested: The second level, of the whole weight.
+        settings: How the weight was quantized.
+        first: Which row of the weight is the first of these.
+    """
+    if nested is not None:
+        values = nested.view(torch.float32)
+        begin = first * absmax.shape[1]
+        places = torch.arange(begin, begin + absmax.numel(), device=absmax.device) // _NESTED_BLOCK_SIZE
+        found = _find_code("dynamic", absmax.device)[absmax.reshape(-1).long()] * values[places] + values[-1]
+        absmax = found.view(absmax.shape).view(torch.uint8)
+    return dequantize(codes, absmax, None, settings, torch.float32)
+
+
+class _Multiply(torch.autograd.Function):
+    """Dequantizes in forward and again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        stored: tuple[Tensor, Tensor, Tensor | None],
+        settings: Quantization,
+        is_transposed: bool,
+    ) -> Tensor:
+        # Not saved for backward: FSDP frees the storage of what it has gathered, and fills it again.
+        ctx.stored, ctx.settings, ctx.is_transposed = stored, settings, is_transposed
+        weight = dequantize(*stored, settings, x.dtype)
+        return torch.nn.functional.linear(x, weight.T if is_transposed else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        (grad,) = grads  # [..., out]
+        codes, absmax, nested = ctx.stored
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            weight = dequantize(codes, absmax, nested, ctx.settings, grad.dtype)
+            grad_x = grad @ (weight.T if ctx.is_transposed else weight)
+        if ctx.needs_input_grad[1]:
+            grad_bias = grad.flatten(0, -2).sum(0)
+        return grad_x, grad_bias, None, None, None
+
+
+def _build_state(
+    codes: Tensor, absmax: Tensor, nested: Tensor | None, dtype: torch.dtype, settings: Quantization
+) -> functional.QuantState:
+    """Describe a weight to bitsandbytes, whose backward dequantizes to the dtype named here."""
+    common: dict[str, Any] = {
+        "shape": torch.Size((codes.shape[0], codes.shape[1] * settings.codes_per_byte)),
+        "code": _find_code(settings.type, codes.device),
+        "blocksize": settings.block_size,
+        "quant_type": settings.type,
+        "dtype": dtype,
+    }
+    if nested is None:
+        return functional.QuantState(absmax=absmax.view(torch.float32).view(-1), **common)
+    values = nested.view(torch.float32)
+    second = functional.QuantState(
+        absmax=values[:-1],
+        blocksize=_NESTED_BLOCK_SIZE,
+        code=_find_code("dynamic", nested.device),
+        dtype=torch.float32,
+    )
+    return functional.QuantState(absmax=absmax.view(-1), offset=values[-1], state2=second, **common)
+
+
+@cache
+def _find_code(kind: str, device: torch.device) -> Tensor:
+    """Return the values that codes stand for."""
+    if kind == "dynamic":
+        return functional.create_dynamic_map().to(device)
+    return functional.get_4bit_type(kind, device=device)

@@ -1,0 +1,247 @@
+"""Layers whose frozen weights are rows of bytes, and a model whose linear layers become such layers.
+
+See Note [Rows of bytes] in ``quantization.py``. No tensor subclass and no hook is involved: for FSDP2, for
+checkpoints and for state dicts these are ``uint8`` parameters.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lit_fsdp.quantization import Quantization, dequantize, multiply
+
+ABSMAX, NESTED = "_absmax", "_nested"  # what stands beside the codes of a weight
+
+
+class QuantizedLayer(nn.Module):
+    """What all quantized layers have in common: weights, of which each is a parameter and what stands beside it.
+
+    ``<name>`` holds codes, ``<name>_absmax`` the maxima of blocks, with double quantization as codes as well, and the
+    buffer ``<name>_nested`` then the second level. Weights of three dimensions are several matrices, quantized one
+    by one.
+    """
+
+    quantization: Quantization
+    dense_shapes: dict[str, torch.Size]  # of its quantized weights, by name
+
+    def add_quantized(self, name: str, dense: Tensor) -> None:
+        """Make room for a weight in place of a dense one [out, in] or [matrices, out, in], without values."""
+        settings = self.quantization
+        *rows, num_columns = dense.shape
+        num_blocks = settings.count_blocks(num_columns)
+        absmax_bytes = num_blocks if settings.is_double else 4 * num_blocks
+        self.dense_shapes[name] = dense.shape
+        for key, width in ((name, num_columns // settings.codes_per_byte), (name + ABSMAX, absmax_bytes)):
+            empty = torch.empty(*rows, width, dtype=torch.uint8, device=dense.device)
+            setattr(self, key, nn.Parameter(empty, requires_grad=False))
+        if settings.is_double:
+            width = settings.count_nested_bytes(rows[-1] * num_blocks)
+            empty = torch.empty(*rows[:-1], width, dtype=torch.uint8, device=dense.device)
+            self.register_buffer(name + NESTED, empty)
+
+    def get_stored(self, name: str, matrix: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return codes, absmax and second level of a weight, or of one of its matrices; gathered ones."""
+        stored = getattr(self, name), getattr(self, name + ABSMAX), getattr(self, name + NESTED, None)
+        if matrix is None:
+            return stored
+        codes, absmax, nested = stored
+        return codes[matrix], absmax[matrix], None if nested is None else nested[matrix]
+
+
+class QuantizedLinear(QuantizedLayer, nn.Linear):
+    """A frozen linear layer that stores its weight as rows of bytes.
+
+    Args:
+        dense: The layer in whose place it comes; gives sizes, device and bias.
+        settings: How to quantize.
+    """
+
+    def __init__(self, dense: nn.Linear, settings: Quantization) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = dense.in_features, dense.out_features
+        self.quantization = settings
+        self.dense_shapes = {}
+        self.add_quantized("weight", dense.weight)
+        self.bias = dense.bias
+        self.requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out]; ``x`` is [..., in], and the weight is computed with in its dtype."""
+        bias: Any = self.bias
+        bias = None if bias is None else bias.to(x.dtype)
+        return multiply(x, *self.get_stored("weight"), self.quantization, bias=bias)
+
+    @property
+    def W_q(self) -> Tensor:  # noqa: N802
+        """Codes. The name by which peft, seen in 0.21, knows that a layer has ``dequantize``."""
+        return self.weight
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight [out, in]; the layer must be gathered."""
+        return dequantize(*self.get_stored("weight"), self.quantization, dtype)
+
+    def extra_repr(self) -> str:
+        """Describe it in ``print(model)``."""
+        settings = self.quantization
+        double = ", double" if settings.is_double else ""
+        return f"{self.in_features}, {self.out_features}, {settings.type}, block_size={settings.block_size}{double}"
+
+
+class QuantizedExperts(QuantizedLayer):
+    """Experts of a mixture whose matrices are rows of bytes; mixed into the class of Transformers that they have.
+
+    One expert after another is dequantized and multiplied, whatever ``experts_implementation`` says.
+    """
+
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    has_post_expert_norm: bool
+    is_transposed: bool
+    act_fn: Callable[[Tensor], Tensor]
+    post_expert_norm: nn.Module
+    _apply_gate: Callable[[Tensor], Tensor]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return [tokens, hidden].
+
+        Args:
+            hidden_states: [tokens, hidden].
+            top_k_index: Which experts each token goes to [tokens, k].
+            top_k_weights: How much each of them counts [tokens, k].
+        """
+        result = torch.zeros_like(hidden_states)
+        activate: Any = self._apply_gate if self.has_gate else self.act_fn
+        norm: Any = self.post_expert_norm if self.has_post_expert_norm else None
+        for expert in top_k_index.unique().tolist():
+            if expert >= self.num_experts:  # of another rank, under expert parallelism
+                continue
+            token, place = torch.where(top_k_index == expert)
+            x = self._multiply("gate_up_proj" if self.has_gate else "up_proj", expert, hidden_states[token])
+            x = activate(x)
+            x = self._multiply("down_proj", expert, x)
+            if norm is not None:
+                x = norm(x)
+            result.index_add_(0, token, (x * top_k_weights[token, place, None]).to(result.dtype))
+        return result
+
+    def _multiply(self, name: str, expert: int, x: Tensor) -> Tensor:
+        bias = getattr(self, f"{name}_bias")[expert].to(x.dtype) if self.has_bias else None
+        stored = self.get_stored(name, expert)
+        return multiply(x, *stored, self.quantization, bias=bias, is_transposed=self.is_transposed)
+
+
+def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[str] = ()) -> list[str]:
+    """Replace linear layers, and experts of mixtures, by quantized ones without values, in place.
+
+    Call it on the meta device, before adapters and sharding; ``load_weights`` or ``init_weights`` gives them values.
+
+    Args:
+        model: Changed in place. A layer whose rows do not divide into blocks, or which shares its weight with another,
+            stays as it is.
+        settings: How to quantize.
+        keep: More modules to leave as they are, by name or last part, such as those that shall train.
+
+    Returns:
+        Names of layers that were left although nothing said so, with the reason, to be told to the user.
+
+    Raises:
+        ValueError: A name to skip is none of the model, nothing is left to quantize, or the model is sharded.
+    """
+    settings.check()
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError("quantization: the model is sharded already; quantize it before")
+    candidates = {n: m for n, m in model.named_modules() if type(m) is nn.Linear or _is_experts(m)}
+    skipped = _find_skipped(model, settings, candidates) | {n for n in candidates if _is_named(n, keep)}
+    num_owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    left: list[str] = []
+    done = 0
+    for name, module in candidates.items():
+        if name in skipped:
+            continue
+        weights = {key: p for key, p in module.named_parameters(recurse=False) if _is_weight(key, p)}
+        if reason := _find_obstacle(weights, settings, num_owners):
+            left.append(f"{name} ({reason})")
+            continue
+        if isinstance(module, nn.Linear):
+            model.set_submodule(name, QuantizedLinear(module, settings))
+        else:
+            _quantize_experts(module, weights, settings)
+        done += 1
+    if not done:
+        reasons = f": {', '.join(left[:3])}" if left else ""
+        raise ValueError(f"quantization: nothing to quantize in {type(model).__name__}{reasons}; leave it out")
+    return left
+
+
+def iterate_quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedLayer]]:
+    """Yield the quantized layers of a model with their names."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLayer))
+
+
+def _find_skipped(model: nn.Module, settings: Quantization, candidates: dict[str, nn.Module]) -> set[str]:
+    if settings.skip is None:
+        head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        return {name for name, module in candidates.items() if module is head}
+    skipped: set[str] = set()
+    for pattern in settings.skip:
+        found = {name for name in candidates if _is_named(name, [pattern])}
+        if not found:
+            known = {name.rpartition(".")[2] for name in candidates}
+            near = difflib.get_close_matches(pattern.rpartition(".")[2], known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"expected one such as {', '.join(sorted(known)[:8])}"
+            raise ValueError(f"quantization.skip: got {pattern!r}: no layer that could be quantized; {hint}")
+        skipped |= found
+    return skipped
+
+
+def _is_named(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a module, or one around it, has a name that fits a pattern, in full or in its last parts."""
+    parts = name.split(".")
+    around = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    return any(fnmatch.fnmatchcase(n, p) or fnmatch.fnmatchcase(n, f"*.{p}") for n in around for p in patterns)
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Whether Transformers could run it with any of its implementations of experts; seen in 5.23."""
+    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
+
+
+def _is_weight(key: str, parameter: Tensor) -> bool:
+    return parameter.dim() == 3 or key == "weight"
+
+
+def _find_obstacle(weights: Mapping[str, nn.Parameter], settings: Quantization, num_owners: Mapping[int, int]) -> str:
+    for weight in weights.values():
+        if num_owners[id(weight)] > 1:
+            return "its weight is that of another layer too"
+        if settings.type != "int8" and weight.shape[-1] % settings.block_size:
+            return f"its rows of {weight.shape[-1]} do not divide into blocks of {settings.block_size}"
+    return ""
+
+
+def _quantize_experts(module: nn.Module, weights: dict[str, nn.Parameter], settings: Quantization) -> None:
+    kind: Any = type(module)
+    module.__class__ = _mix_into(kind)
+    assert isinstance(module, QuantizedExperts)
+    module.quantization = settings
+    module.dense_shapes = {}
+    for key, weight in weights.items():
+        delattr(module, key)
+        module.add_quantized(key, weight)
+    module.requires_grad_(requires_grad=False)
+
+
+@cache
+def _mix_into(kind: Any) -> Any:
+    # Still one of its own class, so that the model's initializer knows it.
+    return type(f"Quantized{kind.__name__}", (QuantizedExperts, kind), {})
