@@ -37,12 +37,21 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lit_fsdp.manifest import check_contents, check_sizes, describe_files, write_manifest
+from lit_fsdp.quantized_layers import iterate_quantized
 from lit_fsdp.random_state import collect_random_state, reseed, restore_random_state
 
 META = "meta.pt"  # everything that is not a tensor of model or optimizer: plain types, loads with weights_only
+LEAVES_OUT_FROZEN = "leaves_out_frozen"  # in meta: whether it holds only what trains
 _RANDOM = "random_{rank}.pt"
 
 T = TypeVar("T")
+
+
+def get_trained_state(model: nn.Module) -> dict[str, Any]:
+    """Return this rank's shards of all parameters that train, and all buffers but those of quantized weights."""
+    fixed = {f"{name}.{key}" for name, layer in iterate_quantized(model) for key, _ in layer.named_buffers()}
+    state = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    return {name: value for name, value in state.items() if name not in fixed}
 
 
 def join_states(
@@ -121,7 +130,9 @@ def load_checkpoint(
     count = len({key.split(".")[0] for key in stored if key.startswith("optimizer_")})
     if optimizers and count != len(optimizers):
         raise ValueError(f"{path} holds {count} optimizers, the run has {len(optimizers)}; resume it with as many")
-    state: dict[str, Any] = {"state_dict": get_model_state_dict(model, options=options)}
+    meta: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=True)
+    is_part = meta.get(LEAVES_OUT_FROZEN, False)
+    state: dict[str, Any] = {"state_dict": get_trained_state(model) if is_part else get_model_state_dict(model)}
     for i, optimizer in enumerate(optimizers):
         state[f"optimizer_{i}"] = get_optimizer_state_dict(model, optimizer, options=options)
     _check_model(path, state["state_dict"], stored, strict=strict)
@@ -129,10 +140,10 @@ def load_checkpoint(
     state["state_dict"] = {n: value for n, value in state["state_dict"].items() if f"state_dict.{n}" in stored}
     with _as_plain_errors("read", path):
         load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
-    set_model_state_dict(model, state["state_dict"], options=options)
+    set_model_state_dict(model, state["state_dict"], options=StateDictOptions(strict=strict and not is_part))
     for i, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(model, optimizer, state[f"optimizer_{i}"], options=options)
-    return torch.load(path / META, map_location="cpu", weights_only=True)
+    return meta
 
 
 def find_random_state(path: Path, rank: int, world_size: int) -> Callable[[], None]:

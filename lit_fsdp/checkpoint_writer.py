@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lit_fsdp.checkpoint import agree, join_states, save_checkpoint, to_plain
+from lit_fsdp.checkpoint import LEAVES_OUT_FROZEN, agree, get_trained_state, join_states, save_checkpoint, to_plain
 from lit_fsdp.random_state import collect_random_state
 from lit_fsdp.single_file import gather_model_state, gather_optimizer_state, save_single_file
 
@@ -33,16 +33,28 @@ class CheckpointWriter:
 
     Args:
         checkpoint_format: A folder of shards, or one file that rank 0 gathers and writes.
+        save_frozen: Whether to write parameters that do not train; ``None`` leaves it to the module.
         is_async: Write beside training; folders only.
         report: Called on every rank with a line for the user when a save was skipped.
     """
 
     def __init__(
-        self, *, checkpoint_format: CheckpointFormat = "sharded", is_async: bool, report: Callable[[str], None]
+        self,
+        *,
+        checkpoint_format: CheckpointFormat = "sharded",
+        save_frozen: bool | None = None,
+        is_async: bool,
+        report: Callable[[str], None],
     ) -> None:
         if is_async and checkpoint_format == "single_file":
             raise ValueError("async_checkpoints: not used by checkpoint_format 'single_file'; leave one of them out")
+        if save_frozen is False and checkpoint_format == "single_file":
+            raise ValueError(
+                "save_frozen: got false: not used by checkpoint_format 'single_file'; leave one of them out"
+            )
         self.checkpoint_format = checkpoint_format
+        self.save_frozen = save_frozen
+        self._leaves_out_frozen = False
         self.is_async = is_async
         self.report = report
         self._group: dist.ProcessGroup | None = None
@@ -52,9 +64,30 @@ class CheckpointWriter:
         self._to_remove: list[Callable[[], None]] = []
         self._is_newest_missing = False
 
+    def choose_parameters(self, model: nn.Module) -> None:
+        """Find out which parameters to write.
+
+        Args:
+            model: With the attribute ``restores_frozen`` where it fills its frozen parameters by itself.
+
+        Raises:
+            ValueError: Parameters shall be left out that the model would not get back.
+        """
+        is_restored = getattr(model, "restores_frozen", False)
+        if self.save_frozen is False and not is_restored:
+            raise ValueError(
+                "save_frozen: got false: the frozen parameters have random values, which no run could get back; set "
+                "pretrained, or leave it out"
+            )
+        is_partly_frozen = any(not parameter.requires_grad for parameter in model.parameters())
+        is_folder = self.checkpoint_format == "sharded"
+        self._leaves_out_frozen = is_restored and is_partly_frozen and is_folder and not self.save_frozen
+
     def get_model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the weights as they will be written; all ranks must call it."""
-        return get_model_state_dict(model) if self.checkpoint_format == "sharded" else gather_model_state(model)
+        if self.checkpoint_format == "single_file":
+            return gather_model_state(model)
+        return get_trained_state(model) if self._leaves_out_frozen else get_model_state_dict(model)
 
     def get_optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer as it will be written; all ranks must call it."""
@@ -79,6 +112,7 @@ class CheckpointWriter:
         tensors = ("state_dict", "optimizer_states")
         state = join_states(checkpoint["state_dict"], checkpoint.get("optimizer_states", []))
         meta = {key: value for key, value in checkpoint.items() if key not in tensors}
+        meta[LEAVES_OUT_FROZEN] = self._leaves_out_frozen
         if missing := self._find_missing_bytes(path, state):
             self._is_newest_missing = True
             self.report(

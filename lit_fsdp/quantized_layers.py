@@ -190,7 +190,8 @@ def iterate_quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedLayer]]:
 
 def _find_skipped(model: nn.Module, settings: Quantization, candidates: dict[str, nn.Module]) -> set[str]:
     if settings.skip is None:
-        head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+        head = find_head()
         return {name for name, module in candidates.items() if module is head}
     skipped: set[str] = set()
     for pattern in settings.skip:

@@ -53,7 +53,7 @@ from lit_fsdp.sharding import (
     split_by_child,
 )
 from lit_fsdp.single_file import load_single_file
-from lit_fsdp.units import Unit, Units, iterate_blocks, plan_units
+from lit_fsdp.units import Unit, Units, iterate_blocks, plan_module
 from lit_fsdp.weights import init_weights, iterate_meta, materialize
 
 # What each module was sharded with: a second run of it may be under another strategy object.
@@ -80,6 +80,8 @@ class FSDP2Strategy(ParallelStrategy):
         compile: Compile every block; ``null`` does not.
         checkpoint_format: ``sharded`` writes a folder, every rank its own part. ``single_file`` gathers everything
             on rank 0 and writes what Lightning's other strategies can read. Both are always read.
+        save_frozen: Whether checkpoints hold parameters that do not train. ``null`` leaves them out of folders where
+            the module gets them back by itself, such as the pretrained model below adapters.
         async_checkpoints: Copy shards to host memory and write them beside training, at most one checkpoint at a
             time. Costs host memory for one copy of this rank's shards and optimizer state.
         print_plan: Print the units when training starts.
@@ -99,6 +101,7 @@ class FSDP2Strategy(ParallelStrategy):
         offload: Offload | None = None,
         compile: Compile | None = None,  # noqa: A002
         checkpoint_format: CheckpointFormat = "sharded",
+        save_frozen: bool | None = None,
         async_checkpoints: bool = False,
         print_plan: bool = True,
         timeout_s: float = 1800.0,
@@ -115,7 +118,10 @@ class FSDP2Strategy(ParallelStrategy):
         )
         self.prints_plan = print_plan
         self._writer = CheckpointWriter(
-            checkpoint_format=checkpoint_format, is_async=async_checkpoints, report=rank_zero.rank_zero_warn
+            checkpoint_format=checkpoint_format,
+            save_frozen=save_frozen,
+            is_async=async_checkpoints,
+            report=rank_zero.rank_zero_warn,
         )
         self._restore_random: Callable[[], None] | None = None  # from a checkpoint, until the first batch
         self.timeout_s = timeout_s
@@ -233,6 +239,7 @@ class FSDP2Strategy(ParallelStrategy):
             self.settings.check_unchanged(used, type(self.lightning_module).__name__)
         else:
             self._shard(self.lightning_module)
+        self._writer.choose_parameters(self.lightning_module)
         self._fill(self.lightning_module)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -245,7 +252,7 @@ class FSDP2Strategy(ParallelStrategy):
         assert self.device_mesh is not None
         dtypes = self.precision_plugin.mixed_precision
         cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
-        self.plan = self._plan(module)
+        self.plan = plan_module(module, self.settings.units)
         blocks = list(iterate_blocks(self.plan))
         apply_recompute(module, self.settings.recompute, blocks)
         if self.settings.compile is not None:
@@ -264,16 +271,6 @@ class FSDP2Strategy(ParallelStrategy):
                 mp_policy=dtypes.build_policy(),
                 offload_policy=build_offload_policy(self.settings.offload, self.root_device),
             )
-
-    def _plan(self, module: pl.LightningModule) -> list[Unit]:
-        if hasattr(module, "configure_units"):
-            if self.settings.units != Units():
-                raise ValueError(
-                    f"units: {type(module).__name__}.configure_units decides, so this would be ignored; leave it out"
-                )
-            configure: Any = module.configure_units
-            return list(configure(module))
-        return plan_units(module, self.settings.units)
 
     def _fill(self, module: pl.LightningModule) -> None:
         """Give memory to what was built on the meta device, and values."""

@@ -9,7 +9,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -103,6 +103,22 @@ def plan_units(model: nn.Module, units: Units) -> list[Unit]:
     found = [unit for unit in found if _has_parameters(modules, unit)]
     found = _drop_shared(model, found)
     return _count_parameters(model, [*found, Unit(names=("",), kind="root")])
+
+
+def plan_module(module: nn.Module, units: Units) -> list[Unit]:
+    """Return the units of a module: those of its method ``configure_units(model)``, or else those of the rule.
+
+    Raises:
+        ValueError: The module decides itself, and a rule is set too.
+    """
+    configure: Any = getattr(module, "configure_units", None)
+    if configure is None:
+        return plan_units(module, units)
+    if units != Units():
+        raise ValueError(
+            f"units: {type(module).__name__}.configure_units decides, so this would be ignored; leave it out"
+        )
+    return list(configure(module))
 
 
 def count_shard_bytes(model: nn.Module, unit: Unit, num_shards: int) -> int:

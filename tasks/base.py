@@ -151,6 +151,11 @@ class Task(LightningModule):
             materialize(self, torch.device("cpu"))
             self.configure_weights()
 
+    @property
+    def restores_frozen(self) -> bool:
+        """Whether ``configure_weights`` gives parameters that do not train the same values in every run."""
+        return False
+
     def configure_weights(self) -> None:
         """Fill the parameters, which have memory by now but no values. Random weights, unless overridden."""
         init_weights(self, self.find_seed())

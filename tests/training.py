@@ -99,13 +99,13 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 class Rows(pl.LightningDataModule):
     """The rows of ``make_rows`` in global order."""
 
-    def __init__(self, vocab_size: int, batch_size: int) -> None:
+    def __init__(self, vocab_size: int, batch_size: int, num_rows: int = NUM_STEPS * GLOBAL_BATCH) -> None:
         super().__init__()
-        self.vocab_size, self.batch_size = vocab_size, batch_size
+        self.vocab_size, self.batch_size, self.num_rows = vocab_size, batch_size, num_rows
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return this rank's share."""
-        rows = make_rows(self.vocab_size)
+        rows = make_rows(self.vocab_size, self.num_rows)
         return build_train_loader(
             rows, batch_size=self.batch_size, collate=collate, shuffle=False, trainer=self.trainer
         )

@@ -22,7 +22,7 @@ from lit_fsdp.tasks.base import Optimizer, Schedule, Task
 from lit_fsdp.tasks.causal_lm.collate import Batch
 from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_packing
 from lit_fsdp.tasks.causal_lm.packing import IGNORED
-from lit_fsdp.tasks.causal_lm.pretrained import fetch_pretrained, find_pretrained
+from lit_fsdp.tasks.causal_lm.pretrained import BASE, check_base, describe_base, fetch_pretrained, find_pretrained
 from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id
 from lit_fsdp.weights import init_weights, load_weights
 
@@ -87,6 +87,7 @@ class CausalLM(Task):
         if empty := [prompt for prompt in self.sample_prompts if not prompt]:
             raise ValueError(f"sample_prompts: {len(empty)} of them are empty; expected a word or more")
         self._export_files: dict[str, str | bytes] | None = None
+        self._base: dict[str, Any] | None = None
 
     # Model
 
@@ -134,6 +135,11 @@ class CausalLM(Task):
             init_weights(self.model, self.find_seed())
         else:
             load_weights(self.model, find_pretrained(self.pretrained), seed=self.find_seed())
+
+    @property
+    @override
+    def restores_frozen(self) -> bool:
+        return self.pretrained is not None
 
     def read_config(self) -> PreTrainedConfig:
         """Return the model's configuration."""
@@ -288,6 +294,14 @@ class CausalLM(Task):
             if self._export_files is None:
                 self._export_files = self._collect_export_files(self.model)
             checkpoint[EXPORT] = self._export_files
+            if self.lora is not None and self.pretrained is not None:
+                checkpoint[BASE] = self._base = self._base or describe_base(self.pretrained, self.quantization)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        if BASE in checkpoint and self.pretrained is not None:
+            check_base(checkpoint[BASE], self.pretrained, self.quantization)
 
     def _collect_export_files(self, model: PreTrainedModel) -> dict[str, str | bytes]:
         """Return the small files of a Hugging Face folder by name, so that a checkpoint is enough to export."""
