@@ -16,6 +16,7 @@ LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_GATED, "num_experts": 5, "moe_intermediate_size": 16, "num_experts_per_tok": 2},
     "gemma3_text": _GATED,
     "mixtral": {**_GATED, "num_local_experts": 4},
+    "gpt_oss": {**_GATED, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_neox": {**_WIDTH, "intermediate_size": 64},
     "opt": {**_WIDTH, "ffn_dim": 64, "word_embed_proj_dim": 32},
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 67, "n_positions": 32, **_ENDS},
