@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -139,7 +140,9 @@ def add_adapters(model: nn.Module, lora: LoRA) -> None:
     try:
         inject_adapter_in_model(config, model, ADAPTER)
     except (ValueError, NotImplementedError, TypeError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (
+            re.sub(r"\(\n.*\n\)", "", str(error), flags=re.DOTALL).strip().splitlines()[0]
+        )  # without a printed module
         raise ValueError(f"lora.targets: got {lora.targets!r}: {reason}") from error
     for _, module in _find_saved(model, lora):
         module.requires_grad_()

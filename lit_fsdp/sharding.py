@@ -127,8 +127,12 @@ def shard_model(
         sharding: What happens between the uses of a unit.
         mp_policy: Dtypes.
         offload_policy: Where shards are kept.
+
+    Raises:
+        ValueError: Parameters that train together have several dtypes.
     """
     modules = dict(model.named_modules())
+    _check_dtypes(model, plan)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy, "offload_policy": offload_policy}
     for unit in sorted(plan, key=_find_depth, reverse=True):
         members = [modules[name] for name in unit.names]
@@ -218,6 +222,20 @@ def split_by_child(model: nn.Module, plan: Sequence[Unit]) -> list[tuple[nn.Modu
         units = [replace(u, names=tuple(n.removeprefix(prefix) for n in u.names)) for u in inside]
         parts.append((child, [*units, Unit(names=("",), kind="root")]))
     return parts
+
+
+def _check_dtypes(model: nn.Module, plan: Sequence[Unit]) -> None:
+    """Refuse what FSDP2 would fail on in backward: it reduces the gradients of a unit together."""
+    parameters = dict(model.named_parameters())
+    for unit in plan:
+        trained = {name: parameters[name] for name in unit.parameters if parameters[name].requires_grad}
+        first = next(iter(trained), "")
+        for name, parameter in trained.items():
+            if parameter.dtype != trained[first].dtype:
+                raise ValueError(
+                    f"{name} is {parameter.dtype} and {first} is {trained[first].dtype}: what trains in one unit must "
+                    "have one dtype; set mixed_precision.storage_dtype, or lora.dtype for adapters"
+                )
 
 
 def _find_depth(unit: Unit) -> int:

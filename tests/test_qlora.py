@@ -4,6 +4,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes as bnb
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -28,6 +29,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from lit_fsdp import FSDP2Strategy, Mesh, Offload, Recompute, Sharding
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.quantization import Quantization
+from lit_fsdp.sharding import Compile
+from lit_fsdp.tensor_files import TensorFiles
 from ranks import run_ranks
 
 # Rows of 64 and 192 weights make blocks; 32, 67 and 192 rows on 3 ranks make uneven shards.
@@ -102,7 +105,10 @@ def train_plainly(folder: Path, start: dict[str, Tensor], quantization: Quantiza
     with torch.no_grad():
         for name, parameter in names.items():
             if parameter.requires_grad:
-                parameter.copy_(start[name.replace("modules_to_save.default.", "")])
+                first = start[name.replace("modules_to_save.default.", "")]
+                if "magnitude" in name:  # of DoRA: not drawn, so both must have found the same
+                    assert float((parameter - first).abs().max()) <= TOLERANCE
+                parameter.copy_(first)
     trained = [p for p in names.values() if p.requires_grad]
     matrices, vectors = ([p for p in trained if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -216,3 +222,150 @@ def test_sharded_adapters_train_as_stock_libraries_do_on_one_device(
     assert result.losses[-1] != result.losses[0]
     differences = compare(result, truths[base])
     assert max(differences.values()) <= TOLERANCE, differences
+
+
+@pytest.mark.parametrize(
+    ("lora", "quantization"),
+    [
+        (LoRA(r=4, alpha=8, targets=["q_proj", "embed_tokens", "lm_head"]), Quantization()),
+        (LoRA(r=4, alpha=8, targets=r".*layers\.[02]\.(self_attn|mlp)\.[gv].*", rslora=True), None),
+        (
+            LoRA(r=4, modules_to_save=["lm_head"], rank_pattern={"v_proj": 2}, alpha_pattern={"v_proj": 3}),
+            Quantization(),
+        ),
+        (LoRA(r=4, alpha=8, dora=True), Quantization()),
+        (LoRA(r=4, alpha=8, dora=True, targets=["up_proj", "k_proj"]), None),
+    ],
+    ids=["embeddings", "regex rslora", "modules_to_save patterns", "dora nf4", "dora full"],
+)
+def test_relatives_of_lora_train_as_those_of_peft(
+    lora: LoRA, quantization: Quantization | None, folder: Path, tmp_path: Path
+) -> None:
+    for world_size in (1, 3):
+        result, start = train_sharded(folder, tmp_path, world_size, lora=lora, quantization=quantization)
+        if world_size == 1:
+            truth = train_plainly(folder, start, quantization, lora)
+        differences = compare(result, truth)
+        assert len(truth.weights) >= 3
+        assert max(differences.values()) <= TOLERANCE, (world_size, differences)
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_16", "olora", "loftq"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_decomposed_weights_and_adapters_add_up_to_the_model(
+    init: Any, world_size: int, folder: Path, tmp_path: Path
+) -> None:
+    quantization = None if init != "loftq" else Quantization(double=False)
+    lora = LoRA(r=4, alpha=8, init=init)
+    _, start = train_sharded(folder, tmp_path, world_size, lora=lora, quantization=quantization, max_steps=1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    plain = load_stock(folder, quantization)
+    for name, weight in model.named_parameters():
+        base = f"{name.removesuffix('.weight')}.base_layer.weight"
+        if base not in start:
+            continue
+        a, b = (start[base.replace("base_layer.weight", f"{key}.default.weight")] for key in ("lora_A", "lora_B"))
+        added = lora.alpha / lora.r * b @ a
+        if quantization is None:
+            assert float((start[base] + added - weight).abs().max()) <= TOLERANCE, name
+            strongest = torch.linalg.svdvals(weight.detach())[0]
+            assert float(torch.linalg.svdvals(start[base])[0]) < strongest or init == "olora"
+            assert float(added.abs().max()) > 0
+        else:
+            stock = plain.get_submodule(name.removesuffix(".weight"))
+            assert torch.equal(start[base].view(-1), stock.weight.view(-1))
+            rounded = bnb.functional.dequantize_4bit(stock.weight, stock.weight.quant_state)  # type: ignore[attr-defined]
+            assert float((rounded + added - weight).norm()) < 0.95 * float((rounded - weight).norm()), name
+
+
+def test_pissa_starts_where_that_of_peft_does(folder: Path, tmp_path: Path) -> None:
+    lora = LoRA(r=4, alpha=8, init="pissa")
+    _, start = train_sharded(folder, tmp_path, 2, lora=lora, max_steps=1)
+    config = lora.build_config()
+    config.init_lora_weights = "pissa"
+    stock = get_peft_model(load_stock(folder, None), config)
+    for name, parameter in stock.named_parameters():
+        own = start[name.removeprefix("base_model.model.")]
+        # A singular vector may have either sign, the product has not.
+        if "lora_" not in name:
+            assert float((own - parameter).abs().max()) <= TOLERANCE, name
+        assert own.shape == parameter.shape
+
+
+def fit_validated(folder: Path, out: Path) -> None:
+    task = build_task(folder, lora=LORA, quantization=Quantization())
+    strategy = FSDP2Strategy(print_plan=False)
+    rows = Validated(67, BATCH // dist.get_world_size(), num_rows=NUM_STEPS * BATCH)
+    build_trainer(strategy).validate(task, rows, verbose=False)
+    recorder = Recorder()
+    start = Start()
+    build_trainer(FSDP2Strategy(print_plan=False), callbacks=[recorder, start]).fit(task, rows)
+    recorder.result.weights = gather_weights(task)
+    if dist.get_rank() == 0:
+        torch.save(vars(recorder.result), out)
+
+
+class Validated(Rows):
+    """Also validates, between the steps."""
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def test_a_model_that_was_evaluated_trains_as_before(folder: Path, truths: dict[str, Result], tmp_path: Path) -> None:
+    run_ranks(fit_validated, folder, tmp_path / "out")
+    differences = compare(Result(**torch.load(tmp_path / "out")), truths["nf4 double"])
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
+@pytest.mark.parametrize("compile_", [Compile(backend="aot_eager")], ids=["aot_eager"])
+def test_compiled_blocks_train_as_before(
+    compile_: Compile, folder: Path, truths: dict[str, Result], tmp_path: Path
+) -> None:
+    result, _ = train_sharded(folder, tmp_path, 2, quantization=Quantization(), strategy={"compile": compile_})
+    differences = compare(result, truths["nf4 double"])
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
+def test_bfloat16_on_two_ranks_is_bit_for_bit_two_halves_on_one(folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"quantization": Quantization(), "precision": "bf16-true"}
+    one, start = train_sharded(folder, tmp_path, 1, accumulate_grad_batches=2, **options)
+    two, _ = train_sharded(folder, tmp_path, 2, **options)
+    differences = compare(two, one)
+    assert differences.pop("grad_norms") <= 1e-7  # a sum over ranks, in another order
+    assert max(differences.values()) == 0
+    dtypes = {name.split(".")[-2]: value.dtype for name, value in start.items()}
+    assert {value.dtype for name, value in start.items() if "lora_" in name} == {torch.float32}
+    assert {value.dtype for name, value in start.items() if "base_layer" in name} == {torch.uint8}
+    assert dtypes["embed_tokens"] == dtypes["lm_head"] == dtypes["norm"] == torch.bfloat16
+
+
+def train_reading(folder: Path, out: Path) -> None:
+    """Count what each rank reads and holds of the quantized weights."""
+    reads: list[int] = []
+    original = TensorFiles.read_rows
+
+    def read_rows(self: TensorFiles, name: str, begin: int, end: int) -> Tensor:
+        rows = original(self, name, begin, end)
+        reads.append(rows.numel() * rows.element_size())
+        return rows
+
+    TensorFiles.read_rows = read_rows  # type: ignore[method-assign]
+    task = build_task(folder, lora=LORA, quantization=Quantization())
+    build_trainer(FSDP2Strategy(print_plan=False), max_steps=1).fit(task, Rows(67, BATCH // dist.get_world_size()))
+    held = {name: p.to_local().numel() for name, p in task.named_parameters() if p.dtype == torch.uint8}  # type: ignore[operator]
+    torch.save({"read": sum(reads), "largest": max(reads), "held": held}, out / f"{dist.get_rank()}.pt")
+
+
+def test_a_rank_reads_and_holds_its_own_rows(folder: Path, tmp_path: Path) -> None:
+    run_ranks(train_reading, folder, tmp_path, world_size=2)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    dense = [p for name, p in model.named_parameters() if "_proj" in name]
+    for found in ranks:
+        assert found["read"] == sum(p.numel() * 4 for p in dense) // 2
+        assert found["largest"] == max(p.numel() * 4 for p in dense) // 2
+        codes = sum(n for name, n in found["held"].items() if not name.endswith("_absmax"))
+        maxima = sum(n for name, n in found["held"].items() if name.endswith("_absmax"))
+        assert codes == sum(p.numel() for p in dense) // 2 // 2  # half of the rows, two weights a byte
+        assert maxima == sum(p.numel() for p in dense) // 2 // 64

@@ -1,0 +1,133 @@
+"""Which parameters an adapter makes trainable, and what is refused before anything runs."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import build_language_model
+from peft.tuners.lora import LoraLayer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from lit_fsdp.adapters import LoRA, add_adapters, clean_name, find_adapter_parameters, iterate_adapters
+from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantized_layers import quantize_model
+from lit_fsdp.sharding import Sharding, shard_model
+from lit_fsdp.units import Units, plan_units
+from lit_fsdp.weights import init_weights, materialize
+from ranks import run_ranks
+
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+
+
+def build(lora: LoRA, quantization: Quantization | None = None, **config: Any) -> Any:
+    model = build_language_model("llama", **WIDE, **config)
+    if quantization is not None:
+        quantize_model(model, quantization, keep=lora.modules_to_save)
+    add_adapters(model, lora)
+    return model
+
+
+def list_adapted(model: Any) -> set[str]:
+    return {name.rpartition(".")[2] for name, _ in iterate_adapters(model)}
+
+
+@pytest.mark.parametrize("quantization", [None, Quantization()])
+def test_all_linear_means_all_but_the_head_and_what_is_trained_in_full(quantization: Quantization | None) -> None:
+    model = build(LoRA(modules_to_save=["lm_head", "up_proj"]), quantization)
+    assert list_adapted(model) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"}
+    trained = {n.split(".")[-2] for n, p in model.named_parameters() if p.requires_grad and "lora" not in n}
+    assert trained == {"lm_head", "up_proj"}
+    assert {id(p) for p in find_adapter_parameters(model)} == {id(p) for p in model.parameters() if p.requires_grad}
+
+
+def test_only_adapters_train_in_their_own_dtype() -> None:
+    model = build(LoRA(r=3, dtype="bfloat16", targets=["q_proj"], exclude=["layers.0.self_attn.q_proj"]))
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 2
+    assert {p.dtype for p in trained.values()} == {torch.bfloat16}
+    assert {p.shape for p in trained.values()} == {(3, 64), (64, 3)}
+
+
+def test_names_in_files_have_no_trace_of_adapters() -> None:
+    names = {clean_name(n) for n, _ in build(LoRA()).named_parameters() if "lora_" not in n}
+    assert names == {n for n, _ in build_language_model("llama", **WIDE).named_parameters()}
+
+
+def test_a_seed_draws_the_same_model_below_adapters_and_a_start_that_adds_nothing() -> None:
+    plain, model = build_language_model("llama", **WIDE), build(LoRA(init="gaussian", r=8))
+    for each in (plain, model):
+        materialize(each, torch.device("cpu"))
+        init_weights(each, 5)
+    own = {clean_name(name): p for name, p in model.named_parameters()}
+    assert all(torch.equal(p, own[name]) for name, p in plain.named_parameters())
+    a = torch.cat([p.flatten() for n, p in own.items() if "lora_A" in n])
+    assert float(a.std().detach()) == pytest.approx(1 / 8, rel=0.05)
+    assert all(not p.any() for n, p in own.items() if "lora_B" in n)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"r": 0}, "lora.r: got 0: expected 1 or more"),
+        ({"alpha": 0}, "lora.alpha: got 0: expected above 0"),
+        ({"dropout": 1.0}, "lora.dropout: got 1.0: expected from 0 to below 1"),
+        ({"targets": []}, r"lora.targets: got \(\): expected all-linear, names or"),
+        ({"targets": ["q_prj"]}, r"lora.targets: got 'q_prj': the model has no such module; did you mean q_proj\?"),
+        ({"targets": ["q_proj", "qq"]}, "lora.targets: got 'qq': the model has no such module"),
+        ({"targets": "q_.*"}, "lora.targets: got 'q_.*': .*not found"),
+        ({"targets": ["mlp"]}, "lora.targets: got .*mlp.*: Target module LlamaMLP is not supported"),
+        ({"exclude": ["q_prj"]}, "lora.exclude: got 'q_prj': the model has no such module"),
+        ({"modules_to_save": ["head"]}, r"lora.modules_to_save: got 'head': .*did you mean lm_head\?"),
+        ({"init": "loftq"}, "lora.init: got 'loftq': it fits adapters to the error of quantization"),
+        ({"init": "pissa", "dora": True}, "lora.init: got 'pissa' with dora"),
+    ],
+)
+def test_settings_that_would_train_nothing_or_something_else_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(LoRA(**options))
+
+
+def test_what_shares_its_weight_is_not_trained_in_full() -> None:
+    with pytest.raises(ValueError, match=r"lm_head shares its weight with model.embed_tokens"):
+        build(LoRA(modules_to_save=["lm_head"]), tie_word_embeddings=True)
+
+
+def test_what_is_quantized_is_not_trained_in_full() -> None:
+    model = build_language_model("llama", **WIDE)
+    quantize_model(model, Quantization(skip=[]))
+    with pytest.raises(ValueError, match=r"lora.modules_to_save: lm_head is quantized, and cannot be trained"):
+        add_adapters(model, LoRA(modules_to_save=["lm_head"]))
+
+
+def test_merging_into_quantized_weights_names_the_export() -> None:
+    model = build(LoRA(), Quantization())
+    layer = next(m for m in model.modules() if isinstance(m, LoraLayer))
+    with pytest.raises(ValueError, match="python -m lit_fsdp export --merge true"):
+        layer.merge()
+
+
+def test_a_sharded_model_is_neither_quantized_nor_adapted() -> None:
+    def body() -> None:
+        model = build_language_model("llama", **WIDE)
+        fully_shard(model)
+        with pytest.raises(ValueError, match="lora: the model is sharded already"):
+            add_adapters(model, LoRA())
+        with pytest.raises(ValueError, match="quantization: the model is sharded already"):
+            quantize_model(model, Quantization())
+
+    run_ranks(body)
+
+
+def test_several_dtypes_that_train_in_one_unit_are_refused() -> None:
+    def body() -> None:
+        model = build(LoRA(dtype="float32"))
+        model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.bfloat16())
+        model.lm_head.weight.requires_grad_()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+        options = {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy()}
+        with pytest.raises(ValueError, match="what trains in one unit must have one dtype"):
+            shard_model(model, plan_units(model, Units()), mesh=mesh, sharding=Sharding(), **options)
+
+    run_ranks(body)
