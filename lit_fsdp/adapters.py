@@ -18,6 +18,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from transformers.pytorch_utils import Conv1D
 
 from lit_fsdp.quantized_layers import QuantizedLayer, iterate_quantized
 
@@ -37,7 +38,8 @@ class LoRA:
         alpha: They are multiplied by ``alpha / r``.
         dropout: Of the inputs of the additions.
         targets: Which layers get one: ``all-linear`` for all linear layers but the output head, a list of names or
-            their last parts, or a string that is a regular expression of whole names.
+            their last parts, or a string that is a regular expression of whole names. Fused experts of mixtures are
+            no layers, and get none.
         exclude: Names, or their last parts, that get none.
         modules_to_save: Modules that are trained in full beside them, by name or last part, such as a new head.
         rslora: Multiply by ``alpha / sqrt(r)`` instead (arXiv:2312.03732), which suits large ranks.
@@ -136,14 +138,15 @@ def add_adapters(model: nn.Module, lora: LoRA) -> None:
     lora.check(is_quantized=next(iterate_quantized(model), None) is not None)
     _check_names(model, lora)
     config = lora.build_config()
-    config.modules_to_save = None  # trained in place, without the copy that peft would make
+    config.target_modules = [f"model.{name}" for name in find_targets(model, lora)]
+    config.modules_to_save = config.exclude_modules = None  # trained in place, without the copy that peft would make
+    holder = nn.Module()  # without a config, by which peft 0.21 takes names of experts for those of Transformers 4
+    holder.model = model
     try:
-        inject_adapter_in_model(config, model, ADAPTER)
+        inject_adapter_in_model(config, holder, ADAPTER)
     except (ValueError, NotImplementedError, TypeError, AttributeError) as error:
-        reason = (
-            re.sub(r"\(\n.*\n\)", "", str(error), flags=re.DOTALL).strip().splitlines()[0]
-        )  # without a printed module
-        raise ValueError(f"lora.targets: got {lora.targets!r}: {reason}") from error
+        reason = re.sub(r"\(\n.*\n\)", "", str(error), flags=re.DOTALL)  # a module as it prints itself
+        raise ValueError(f"lora.targets: got {lora.targets!r}: {reason.strip().splitlines()[0]}") from error
     for _, module in _find_saved(model, lora):
         module.requires_grad_()
     dtype = getattr(torch, lora.dtype)
@@ -154,6 +157,31 @@ def add_adapters(model: nn.Module, lora: LoRA) -> None:
         layer.initialization = lora.init
         if isinstance(layer.get_base_layer(), QuantizedLayer):
             layer.merge = _refuse_merge
+
+
+def find_targets(model: nn.Module, lora: LoRA) -> list[str]:
+    """Return the names of the modules that get an adapter. Pure.
+
+    Args:
+        model: Without adapters.
+        lora: The settings.
+
+    Raises:
+        ValueError: There are none.
+    """
+    left_out = (*lora.exclude, *lora.modules_to_save)
+    names = {n: m for n, m in model.named_modules() if n and not any(_is_inside(n, part) for part in left_out)}
+    if lora.targets == "all-linear":
+        find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+        head = find_head()
+        found = [n for n, m in names.items() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    elif isinstance(lora.targets, str):
+        found = [name for name in names if re.fullmatch(lora.targets, name)]
+    else:
+        found = [name for name in names if any(_ends_with(name, part) for part in lora.targets)]
+    if not found:
+        raise ValueError(f"lora.targets: got {lora.targets!r}: no module of the model has such a name")
+    return found
 
 
 def iterate_adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -264,6 +292,10 @@ def _find_saved(model: nn.Module, lora: LoRA) -> list[tuple[str, nn.Module]]:
 
 def _ends_with(name: str, part: str) -> bool:
     return name == part or name.endswith(f".{part}")
+
+
+def _is_inside(name: str, part: str) -> bool:
+    return f".{name}.".find(f".{part}.") >= 0
 
 
 def _refuse_merge(*_: Any, **__: Any) -> None:

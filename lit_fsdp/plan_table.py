@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lit_fsdp.quantized_layers import count_weights
 from lit_fsdp.units import Unit, count_shard_bytes
 
 
@@ -35,10 +36,12 @@ def make_table(model: nn.Module, plan: Sequence[Unit], mesh_shape: tuple[int, ..
     for name in ("parameters", "trainable", "bytes per rank"):
         table.add_column(name, justify="right")
     sizes = {id(unit): count_shard_bytes(model, unit, num_shards) for unit in plan}
+    weights = count_weights(model)
+    counts = {id(unit): sum(weights[name] for name in unit.parameters) for unit in plan}
 
     def describe(unit: Unit) -> tuple[object, ...]:
         is_alone = unit.kind != "block"
-        return (is_alone and unit.names, unit.num_params, unit.num_trainable, sizes[id(unit)])
+        return (is_alone and unit.names, counts[id(unit)], unit.num_trainable, sizes[id(unit)])
 
     for _, group in groupby(plan, key=describe):
         units = list(group)
@@ -46,9 +49,9 @@ def make_table(model: nn.Module, plan: Sequence[Unit], mesh_shape: tuple[int, ..
         name = " + ".join(n or "(root)" for n in first.names)
         if len(units) > 1:
             name += f" .. {last.names[0].rsplit('.', 1)[-1]}"
-        numbers = (first.num_params, first.num_trainable, sizes[id(first)])
+        numbers = (counts[id(first)], first.num_trainable, sizes[id(first)])
         table.add_row(name, *(f"{times}{number:,}" for number in numbers))
     table.add_section()
-    totals = (sum(u.num_params for u in plan), sum(u.num_trainable for u in plan), sum(sizes.values()))
+    totals = (sum(counts.values()), sum(u.num_trainable for u in plan), sum(sizes.values()))
     table.add_row(f"all {len(plan)} units", *(f"{number:,}" for number in totals))
     return table

@@ -188,6 +188,16 @@ def iterate_quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedLayer]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLayer))
 
 
+def count_weights(model: nn.Module) -> dict[str, int]:
+    """Map the names of parameters to the numbers of weights that they stand for: codes are not elements."""
+    counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    for name, layer in iterate_quantized(model):
+        for key, shape in layer.dense_shapes.items():
+            counts[f"{name}.{key}"] = shape.numel()
+            counts[f"{name}.{key}{ABSMAX}"] = 0
+    return counts
+
+
 def _find_skipped(model: nn.Module, settings: Quantization, candidates: dict[str, nn.Module]) -> set[str]:
     if settings.skip is None:
         find_head: Any = getattr(model, "get_output_embeddings", lambda: None)

@@ -227,7 +227,7 @@ def test_a_setting_that_would_be_ignored_is_refused(units: Units, message: str) 
 
 def build_mixed() -> nn.Module:
     model = Stack(width=7)
-    model.first.to(torch.bfloat16)
+    model.first.to(torch.bfloat16).requires_grad_(requires_grad=False)  # two that train must have one
     return model
 
 

@@ -1,0 +1,133 @@
+"""Trains adapters on forked ranks, and with stock Transformers + bitsandbytes + peft on one device."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from peft import get_peft_model
+from torch import Tensor, nn
+from training import (
+    NUM_STEPS,
+    OPTIMIZER,
+    Recorder,
+    Result,
+    Rows,
+    build_task,
+    build_trainer,
+    collate,
+    gather_weights,
+    make_rows,
+)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from lit_fsdp import FSDP2Strategy
+from lit_fsdp.adapters import LoRA
+from lit_fsdp.quantization import Quantization
+from ranks import run_ranks
+
+# Rows of 64 and 192 weights make blocks; 32, 67 and 192 rows on 3 ranks make uneven shards.
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
+BATCH = 24  # per step, on all ranks together
+TOLERANCE = 1e-6
+LORA = LoRA(r=4, alpha=8)
+BASES: dict[str, Quantization | None] = {
+    "full": None,
+    "nf4": Quantization(double=False),
+    "nf4 double": Quantization(),
+    "fp4": Quantization(type="fp4", double=False),
+}
+
+
+class Start(pl.Callback):
+    """Keeps the weights that training starts with."""
+
+    def on_train_start(self, _: pl.Trainer, task: pl.LightningModule) -> None:
+        self.weights = {name: value.clone() for name, value in gather_weights(task).items()}  # type: ignore[arg-type]
+
+
+def fit(
+    folder: Path, out: Path, task_options: dict[str, Any], strategy: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Train on this rank; rank 0 writes the result and the start."""
+    accumulate = options.get("accumulate_grad_batches", 1)
+    recorder, start = Recorder(), Start()
+    trainer = build_trainer(FSDP2Strategy(print_plan=False, **strategy), callbacks=[recorder, start], **options)
+    task = build_task(folder, **{"lora": LORA, **task_options})
+    trainer.fit(task, Rows(67, BATCH // dist.get_world_size() // accumulate, num_rows=NUM_STEPS * BATCH))
+    recorder.result.weights = gather_weights(task)
+    if trainer.is_global_zero:
+        torch.save({"result": vars(recorder.result), "start": start.weights}, out)
+
+
+def train_sharded(
+    folder: Path, tmp_path: Path, world_size: int, *, strategy: dict[str, Any] | None = None, **options: Any
+) -> tuple[Result, dict[str, Tensor]]:
+    """Train on forked ranks; return the result and the weights it started with."""
+    task_options = {key: options.pop(key) for key in ("lora", "quantization") if key in options}
+    run_ranks(fit, folder, tmp_path / "out", task_options, strategy or {}, options, world_size=world_size)
+    found = torch.load(tmp_path / "out")
+    return Result(**found["result"]), found["start"]
+
+
+def load_stock(folder: Path, quantization: Quantization | None) -> nn.Module:
+    """Return the model as Transformers and bitsandbytes load it."""
+    options: dict[str, Any] = {}
+    if quantization is not None:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quantization.type,
+            bnb_4bit_use_double_quant=quantization.is_double,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+
+
+def train_plainly(folder: Path, start: dict[str, Tensor], quantization: Quantization | None, lora: LoRA) -> Result:
+    """Train stock libraries on one device, from the same first values of adapters."""
+    model = get_peft_model(load_stock(folder, quantization), lora.build_config())
+    model.train()
+    names = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in names.items():
+            if parameter.requires_grad:
+                first = start[name.replace("modules_to_save.default.", "")]
+                if "magnitude" in name:  # of DoRA: not drawn, so both must have found the same
+                    assert float((parameter - first).abs().max()) <= TOLERANCE
+                parameter.copy_(first)
+    trained = [p for p in names.values() if p.requires_grad]
+    matrices, vectors = ([p for p in trained if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps)
+    rows = make_rows(67, NUM_STEPS * BATCH)
+    result = Result()
+    for step in range(NUM_STEPS):
+        loss = model(**collate(rows[step * BATCH : (step + 1) * BATCH])).loss
+        optimizer.zero_grad()
+        loss.backward()
+        result.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
+        optimizer.step()
+        result.losses.append(float(loss.detach()))
+    result.weights = {
+        name.replace("modules_to_save.default.", ""): p.detach() for name, p in names.items() if p.requires_grad
+    }
+    return result
+
+
+def compare(result: Result, truth: Result) -> dict[str, float]:
+    """Return the largest differences of losses, gradient norms and trained weights."""
+    differences = {
+        "losses": max(abs(a - b) for a, b in zip(result.losses, truth.losses, strict=True)),
+        "grad_norms": max(abs(a - b) for a, b in zip(result.grad_norms, truth.grad_norms, strict=True)),
+    }
+    for name, weight in truth.weights.items():
+        differences[name] = float((result.weights[name] - weight).abs().max())
+    return differences
