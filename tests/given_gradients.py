@@ -1,6 +1,5 @@
 """Steps optimizers with gradients that are given, so that runs on different meshes must agree to the last bit."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lit_fsdp.checkpoint import join_states, load_checkpoint, save_checkpoint
 from lit_fsdp.single_file import gather_model_state, gather_optimizer_state, load_single_file, save_single_file
-from ranks import run_ranks
 
 # Rows on 1, 2, 3 and 2x2 ranks: even, uneven, and none at all on the last of three.
 SHAPES = {
@@ -56,7 +54,7 @@ def set_gradients(module: nn.Module, step: int) -> None:
         gradient = gradient.to(parameter.dtype)
         if isinstance(parameter, DTensor):
             gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.grad = gradient
+        parameter.grad = gradient.to(parameter.device)
 
 
 def run_steps(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -81,26 +79,21 @@ def list_unequal(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     return [n for n in a.keys() | b.keys() if n not in a or n not in b or not torch.equal(a[n], b[n])]
 
 
-def save_run(folder: Path, build: Callable[[int], tuple[nn.Module, torch.optim.Optimizer]]) -> None:
-    """Write checkpoints of 2 ranks after 3 steps, as ``folder`` and as ``file``.
+def save_run(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write checkpoints after 3 steps, as ``folder`` and as ``file``; all ranks must call it.
 
     ``truth`` gets what all numbers are then, and 2 steps later.
     """
-
-    def body() -> None:
-        module, optimizer = build(1)
-        run_steps(module, optimizer, range(3))
-        state = join_states(get_model_state_dict(module), [get_optimizer_state_dict(module, optimizer)])
-        save_checkpoint(folder / "folder", state, meta={})
-        whole = {"state_dict": gather_model_state(module)}
-        save_single_file(folder / "file", whole | {"optimizer_states": [gather_optimizer_state(module, optimizer)]})
-        truth = [read_all(module, optimizer)]
-        run_steps(module, optimizer, range(3, 5))
-        truth.append(read_all(module, optimizer))
-        if dist.get_rank() == 0:
-            torch.save(truth, folder / "truth")
-
-    run_ranks(body)
+    run_steps(module, optimizer, range(3))
+    state = join_states(get_model_state_dict(module), [get_optimizer_state_dict(module, optimizer)])
+    save_checkpoint(folder / "folder", state, meta={})
+    whole = {"state_dict": gather_model_state(module)}
+    save_single_file(folder / "file", whole | {"optimizer_states": [gather_optimizer_state(module, optimizer)]})
+    truth = [read_all(module, optimizer)]
+    run_steps(module, optimizer, range(3, 5))
+    truth.append(read_all(module, optimizer))
+    if dist.get_rank() == 0:
+        torch.save(truth, folder / "truth")
 
 
 def load_run(folder: Path, kind: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

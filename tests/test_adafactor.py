@@ -101,9 +101,9 @@ def test_bfloat16_parameters_keep_statistics_in_float32() -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``save_run`` writes."""
+    """What ``save_run`` writes on 2 ranks."""
     folder = tmp_path_factory.mktemp("saved")
-    save_run(folder, build)
+    run_ranks(lambda: save_run(folder, *build(1)))
     return folder
 
 

@@ -157,9 +157,9 @@ def test_pieces_and_memory_layouts_do_not_change_a_bit(monkeypatch: pytest.Monke
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``save_run`` writes."""
+    """What ``save_run`` writes on 2 ranks."""
     folder = tmp_path_factory.mktemp("saved")
-    save_run(folder, build)
+    run_ranks(lambda: save_run(folder, *build(1)))
     return folder
 
 

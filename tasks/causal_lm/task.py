@@ -16,7 +16,8 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from typing_extensions import override
 
 from lit_fsdp.export import EXPORT
-from lit_fsdp.tasks.base import Optimizer, Schedule, Task
+from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.tasks.base import Schedule, Task
 from lit_fsdp.tasks.causal_lm.collate import Batch
 from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_packing
 from lit_fsdp.tasks.causal_lm.packing import IGNORED
@@ -40,7 +41,7 @@ class CausalLM(Task):
             Transformers configuration.
         attention: Implementation of attention. ``sdpa`` is that of torch; ``flash_attention_2`` needs the
             package flash-attn and a GPU.
-        optimizer: AdamW's settings.
+        optimizer: Which one, and its settings.
         schedule: How the learning rate moves.
         sample_prompts: Texts to continue when training ends, printed.
         generation: Arguments of ``generate`` for samples and predictions, such as ``max_new_tokens``.
