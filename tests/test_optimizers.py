@@ -120,7 +120,7 @@ def compare(run: Result, truth: Result) -> dict[str, float]:
     [
         (1, {}, {}),
         (2, {"offload": Offload()}, {"accumulate_grad_batches": 2}),
-        (4, {"mesh": Mesh(replicate=2)}, {}),
+        pytest.param(4, {"mesh": Mesh(replicate=2)}, {}, marks=pytest.mark.slow),
         (4, {}, {}),
     ],
     ids=["1", "2 offload accumulating", "2x2", "4 uneven"],
@@ -172,7 +172,7 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, R
     [
         ("adamw_8bit", 2, {"async_checkpoints": True}),
         ("adamw_8bit", 2, {"checkpoint_format": "single_file"}),
-        ("adamw_8bit", 4, {}),
+        pytest.param("adamw_8bit", 4, {}, marks=pytest.mark.slow),
         ("adafactor", 2, {}),
     ],
     ids=["adamw_8bit 2 async", "adamw_8bit 2 file", "adamw_8bit 4", "adafactor 2"],
