@@ -11,7 +11,7 @@ import dataclasses
 import shutil
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from enum import Enum
@@ -136,6 +136,10 @@ def load_checkpoint(
     for i, optimizer in enumerate(optimizers):
         state[f"optimizer_{i}"] = get_optimizer_state_dict(model, optimizer, options=options)
     _check_model(path, state["state_dict"], stored, strict=strict)
+    for i, optimizer in enumerate(optimizers):
+        names = _list_state_names(state[f"optimizer_{i}"])
+        present = {key.removeprefix(f"optimizer_{i}.state.") for key in stored}
+        check_same_optimizer(path, optimizer, (name for name in names if name not in present))
     # Without strict, parameters that are not stored keep their values.
     state["state_dict"] = {n: value for n, value in state["state_dict"].items() if f"state_dict.{n}" in stored}
     with _as_plain_errors("read", path):
@@ -225,6 +229,28 @@ def to_plain(value: Any, name: str = "checkpoint") -> Any:
     raise TypeError(
         f"{name} is a {type(value).__name__}, which a checkpoint cannot hold; let state_dict() return plain values"
     )
+
+
+def check_same_optimizer(path: Path, optimizer: Optimizer, missing: Iterable[str]) -> None:
+    """Refuse the state of another optimizer, which would leave parts of this one's at zero.
+
+    Args:
+        path: Where it is from.
+        optimizer: Of the run.
+        missing: What the optimizer keeps and is not there.
+
+    Raises:
+        ValueError: Something is missing.
+    """
+    if first := next(iter(missing), None):
+        raise ValueError(
+            f"{path} has no {first} for {type(optimizer).__name__}: it was saved with another optimizer; resume it "
+            "with the same optimizer.name"
+        )
+
+
+def _list_state_names(state: Mapping[str, Any]) -> list[str]:
+    return [f"{name}.{key}" for name, values in state["state"].items() for key in values]
 
 
 @contextmanager

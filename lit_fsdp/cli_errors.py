@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import get_args, get_type_hints
 
 _EXTRAS = {"wandb": "wandb", "mlflow": "mlflow"}
 _NOISE = re.compile(
@@ -268,6 +269,8 @@ def _explain_class(text: str, owner: str, value: str, bases: list[str]) -> tuple
             known = "lit_fsdp.FSDP2Strategy" if found[1] == "fsdp2" else "one"
             settings = value.split("'")[1]
             return "", f"got {found[1]!r} before, which has no {settings}: expected class_path: {known}"
+        if base := next(filter(_is_dataclass, bases), None):
+            return "", f"got {found[1]!r}: expected a mapping of the keys of {_name_keys(base, found[1])}"
         guess = nearest(found[1], _list_subclasses(bases))
         hint = f"did you mean {guess}?" if guess else "expected module.Class, or the name of a class of ours"
         return suffix, f"got {found[1]!r}: no class of this name: {hint}"
@@ -310,6 +313,14 @@ def _find_class(class_path: str) -> object:
 
 def _is_dataclass(class_path: str) -> bool:
     return dataclasses.is_dataclass(_find_class(class_path))
+
+
+def _name_keys(base: str, value: str) -> str:
+    """Return the name of a dataclass, and the key of it that takes the value, if one does."""
+    found = _find_class(base)
+    hints = get_type_hints(found) if isinstance(found, type) else {}
+    key = next((name for name, hint in hints.items() if value in get_args(hint)), None)
+    return base.rpartition(".")[2] + (f", such as {{{key}: {value}}}" if key else "")
 
 
 def _list_subclasses(class_paths: list[str]) -> set[str]:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from lit_fsdp.checkpoint import agree, to_plain
+from lit_fsdp.checkpoint import agree, check_same_optimizer, to_plain
 
 _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -78,11 +78,19 @@ def load_single_file(path: Path, model: nn.Module, optimizers: Sequence[Optimize
         return {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
 
     found = agree(read)
+    # A collective for some optimizers, so on every rank.
+    present: list[Any] = [get_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
+    states: list[dict[str, Any]] = [{} for _ in optimizers]
+
+    def name_states() -> None:
+        for i, optimizer in enumerate(optimizers if is_first else []):
+            states[i] = _name_state(checkpoint["optimizer_states"][i], present[i])
+            _check_optimizer(path, optimizer, states[i], present[i])
+
+    agree(name_states)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=strict)
     set_model_state_dict(model, checkpoint.get("state_dict", {}), options=options)
-    stored = checkpoint.get("optimizer_states", [])
-    for i, optimizer in enumerate(optimizers):
-        state = _name_state(model, optimizer, stored[i] if is_first else None)
+    for optimizer, state in zip(optimizers, states, strict=True):
         set_optimizer_state_dict(model, optimizer, state, options=options)
     return found[0]
 
@@ -112,11 +120,18 @@ def _check(
         raise ValueError(f"{path} holds {count} optimizers, the run has {len(optimizers)}; resume it with as many")
 
 
-def _name_state(model: nn.Module, optimizer: Optimizer, numbered: dict[str, Any] | None) -> dict[str, Any]:
-    """Return an optimizer's state by parameter name; without one (not on rank 0) nothing."""
-    present: Any = get_optimizer_state_dict(model, optimizer)  # a collective for some optimizers, so on every rank
-    if numbered is None:
-        return {}
+def _name_state(numbered: dict[str, Any], present: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state by parameter name, in the order of the one at present."""
     names = [name for group in present["param_groups"] for name in group["params"]]
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in numbered["param_groups"]]
     return {"state": {names[i]: state for i, state in numbered["state"].items()}, "param_groups": groups}
+
+
+def _check_optimizer(path: Path, optimizer: Optimizer, state: dict[str, Any], present: dict[str, Any]) -> None:
+    missing = (
+        f"{name}.{key}"
+        for name, values in state["state"].items()
+        for key in present["state"].get(name, {})
+        if key not in values
+    )
+    check_same_optimizer(path, optimizer, missing)

@@ -1,6 +1,7 @@
 """Tasks: what is trained, on what data, by which loss."""
 
-from lit_fsdp.tasks.base import Optimizer, Schedule, Task
+from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.tasks.base import Schedule, Task
 from lit_fsdp.tasks.causal_lm import CausalLM, TextData, TrainTokenizer
 
 __all__ = ["CausalLM", "Optimizer", "Schedule", "Task", "TextData", "TrainTokenizer"]

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
@@ -25,48 +26,13 @@ from typing_extensions import override
 
 from lit_fsdp.adapters import LoRA, add_adapters
 from lit_fsdp.clipping import clip_grad_norm, clip_grad_value, compute_grad_norm, scale_gradients
+from lit_fsdp.optimizers import Optimizer, build_optimizer
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_layers import quantize_model
 from lit_fsdp.strategy import FSDP2Strategy
 from lit_fsdp.weights import init_weights, materialize
 
 LOSS_UNIT = 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """AdamW.
-
-    Args:
-        learning_rate: At the peak of the schedule.
-        weight_decay: Of matrices. Norms and biases are not decayed.
-        betas: Decay of the running means of gradient and squared gradient.
-        eps: Keeps steps of tiny gradients finite.
-        fused: One kernel for all parameters. ``null`` uses it, except with float16 gradients, which it cannot
-            skip when they overflow.
-    """
-
-    learning_rate: float = 1e-4
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    fused: bool | None = None
-
-    def check(self) -> None:
-        """Refuse values with which AdamW would not train.
-
-        Raises:
-            ValueError: With the setting and what is expected.
-        """
-        rules = {
-            "learning_rate": (self.learning_rate > 0, "above 0"),
-            "weight_decay": (self.weight_decay >= 0, "0 or more"),
-            "betas": (all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1"),
-            "eps": (self.eps > 0, "above 0"),
-        }
-        for name, (is_right, expected) in rules.items():
-            if not is_right:
-                raise ValueError(f"optimizer.{name}: got {getattr(self, name)}: expected {expected}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +77,7 @@ class Task(LightningModule):
     :meth:`weigh_loss` from ``training_step``; see Note [Loss of a step].
 
     Args:
-        optimizer: AdamW's settings.
+        optimizer: Which one, and its settings.
         schedule: How the learning rate moves.
     """
 
@@ -145,9 +111,13 @@ class Task(LightningModule):
     def finish_model(self) -> None:
         """Give a model that was built on the meta device its weights, unless the strategy will do it sharded.
 
-        To be called at the end of ``configure_model``.
+        To be called at the end of ``configure_model``. Refuses here what would only fail after the weights were read.
         """
-        if not isinstance(self.trainer.strategy, FSDP2Strategy):
+        strategy = self.trainer.strategy
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            is_offloaded = isinstance(strategy, FSDP2Strategy) and strategy.settings.offload is not None
+            self.optimizer_settings.check_device(torch.device("cpu") if is_offloaded else strategy.root_device)
+        if not isinstance(strategy, FSDP2Strategy):
             materialize(self, torch.device("cpu"))
             self.configure_weights()
 
@@ -248,31 +218,12 @@ class Task(LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        settings = self.optimizer_settings
-        trainable = [p for p in self.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": settings.weight_decay},
-            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=self._choose_fused(),
-        )
+        is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        optimizer = build_optimizer(self.parameters(), self.optimizer_settings, is_scaled=is_scaled)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": self._build_schedule(optimizer), "interval": "step"},
         }
-
-    def _choose_fused(self) -> bool:
-        is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        if is_scaled and self.optimizer_settings.fused:
-            raise ValueError(
-                "optimizer.fused: got true: it cannot skip a step whose float16 gradients overflow; leave it out"
-            )
-        return not is_scaled if self.optimizer_settings.fused is None else self.optimizer_settings.fused
 
     def _build_schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         from transformers import get_scheduler

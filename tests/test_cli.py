@@ -146,6 +146,7 @@ SIMPLE = [
      "model.init_args.size.kind: got 'tiny': expected small or large"),
     ("{model: {init_args: {size: 3}}}", "",
      "model.init_args.size: got 3: expected a mapping of the keys of Size"),
+    ("{model: {init_args: {size: large}}}", "", "got 'large': expected a mapping of the keys of Size, such as {kind"),
     ("{trainer: {strategy: {class_path: tinytask.TinyStrategy, init_args: {grid: 3}}}}", "",
      "trainer.strategy.init_args.grid: got 3: expected mapping"),
     ("{}", "--trainer.precision=bf17", "trainer.precision: got 'bf17': expected one of"),

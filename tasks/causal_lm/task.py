@@ -17,8 +17,9 @@ from typing_extensions import override
 
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.export import EXPORT
+from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.quantization import Quantization
-from lit_fsdp.tasks.base import Optimizer, Schedule, Task
+from lit_fsdp.tasks.base import Schedule, Task
 from lit_fsdp.tasks.causal_lm.collate import Batch
 from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_packing
 from lit_fsdp.tasks.causal_lm.packing import IGNORED
@@ -44,7 +45,7 @@ class CausalLM(Task):
             package flash-attn and a GPU.
         lora: Train low-rank adapters and leave the model as it is; ``null`` trains all of it.
         quantization: Keep the weights that do not train in 4 or 8 bits; needs ``lora``.
-        optimizer: AdamW's settings.
+        optimizer: Which one, and its settings.
         schedule: How the learning rate moves.
         sample_prompts: Texts to continue when training ends, printed.
         generation: Arguments of ``generate`` for samples and predictions, such as ``max_new_tokens``.

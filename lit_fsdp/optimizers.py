@@ -1,0 +1,123 @@
+"""Which optimizer trains the parameters, chosen by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from lit_fsdp.adafactor import Adafactor
+from lit_fsdp.adamw_8bit import AdamW8bit
+
+OptimizerName = Literal["adamw", "adamw_8bit", "adamw_8bit_paged", "adafactor"]
+
+# Settings that some do not use.
+_USED_BY: dict[str, tuple[OptimizerName, ...]] = {
+    "betas": ("adamw", "adamw_8bit", "adamw_8bit_paged"),
+    "eps": ("adamw", "adamw_8bit", "adamw_8bit_paged"),
+    "fused": ("adamw",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Which optimizer steps, and how.
+
+    Args:
+        name: ``adamw`` keeps two running means of the gradient in the dtype of the parameters, 8 bytes for each of
+            float32. ``adamw_8bit`` keeps them in 8 bits each, about 2 bytes; ``adamw_8bit_paged`` also lets the
+            GPU's driver move them to host memory when the GPU runs out. ``adafactor`` keeps only sums over rows and
+            columns, and takes other learning rates. See docs/optimizers.md.
+        learning_rate: At the peak of the schedule. For ``adafactor`` relative to the root mean square of each
+            parameter: 1e-2 is usual, the default hardly trains.
+        weight_decay: Of matrices. Norms and biases are not decayed.
+        betas: Decay of the running means of gradient and squared gradient. Not used by ``adafactor``.
+        eps: Keeps steps of tiny gradients finite. Not used by ``adafactor``.
+        fused: For ``adamw``: one kernel for all parameters. ``null`` uses it, except with float16 gradients, which it
+            cannot skip when they overflow.
+    """
+
+    name: OptimizerName = "adamw"
+    learning_rate: float = 1e-4
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    fused: bool | None = None
+
+    def check(self) -> None:
+        """Refuse values with which the optimizer would not train, and what it would not use.
+
+        Raises:
+            ValueError: With the setting and what is expected.
+        """
+        rules = {
+            "learning_rate": (self.learning_rate > 0, "above 0"),
+            "weight_decay": (self.weight_decay >= 0, "0 or more"),
+            "betas": (all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1"),
+            "eps": (self.eps > 0, "above 0"),
+        }
+        for name, (is_right, expected) in rules.items():
+            if not is_right:
+                raise ValueError(f"optimizer.{name}: got {getattr(self, name)}: expected {expected}")
+        for field in fields(self):
+            users = _USED_BY.get(field.name, (self.name,))
+            value = getattr(self, field.name)
+            if value != field.default and self.name not in users:
+                raise ValueError(
+                    f"optimizer.{field.name}: got {value}: not used by {self.name}; leave it out, or set "
+                    f"optimizer.name to {' or '.join(users)}"
+                )
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuse an optimizer that cannot step parameters that lie there.
+
+        Raises:
+            ValueError: With the setting, the reason and the nearest fix.
+        """
+        if self.name == "adamw_8bit_paged" and device.type != "cuda":
+            raise ValueError(
+                f"optimizer.name: got adamw_8bit_paged with parameters on {device.type}: pages move between GPU and "
+                "host memory, and here all state is in host memory anyway; set adamw_8bit"
+            )
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], settings: Optimizer, *, is_scaled: bool = False
+) -> torch.optim.Optimizer:
+    """Return the optimizer of the trainable parameters; without collectives.
+
+    Args:
+        parameters: As they will be trained, sharded or whole.
+        settings: Which optimizer.
+        is_scaled: Whether float16 losses are scaled, so that steps are skipped when gradients overflow.
+
+    Raises:
+        ValueError: The settings cannot work with these parameters.
+        ModuleNotFoundError: The optimizer needs a package that is not installed.
+    """
+    settings.check()
+    trainable = [p for p in parameters if p.requires_grad]
+    for parameter in trainable:
+        settings.check_device(parameter.device)
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if settings.name == "adafactor":
+        return Adafactor(groups, lr=settings.learning_rate)
+    options: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, **options, fused=_choose_fused(settings.fused, is_scaled=is_scaled))
+    return AdamW8bit(groups, **options, is_paged=settings.name == "adamw_8bit_paged")
+
+
+def _choose_fused(fused: bool | None, *, is_scaled: bool) -> bool:
+    if is_scaled and fused:
+        raise ValueError(
+            "optimizer.fused: got true: it cannot skip a step whose float16 gradients overflow; leave it out"
+        )
+    return not is_scaled if fused is None else fused

@@ -1,0 +1,90 @@
+"""What optimizers that work on local shards have in common: which parameters they take, how state is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+
+class ShardOptimizer(Optimizer):
+    """An optimizer whose state has dtypes and shapes of its own, in the same shards as the parameters.
+
+    Tensors of the state that belong to rows of a parameter are DTensors with its placements, so checkpoints reshard
+    them together with it.
+    """
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if not isinstance(parameter, DTensor):
+                continue
+            # Rows of other shardings would be cut into pieces.
+            if not all(p.is_replicate() or p.is_shard(0) for p in parameter.placements):
+                raise ValueError(
+                    f"{type(self).__name__}: got a parameter with placements {parameter.placements}: it works on "
+                    "whole rows, sharded over dimension 0; use AdamW"
+                )
+
+    @override
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        before = self.state
+        # The stock method would cast every tensor of the state to the dtype of its parameter.
+        super().load_state_dict({**state_dict, "state": {}})
+        for number, parameter in zip(numbers, parameters, strict=True):
+            loaded = state_dict["state"].get(number)
+            if loaded is None:
+                continue
+            expected = self.name_state(parameter)
+            if loaded.keys() != set(expected):
+                raise ValueError(
+                    f"{type(self).__name__}: got a state of {', '.join(loaded)} for a parameter of shape "
+                    f"{tuple(parameter.shape)}, expected {', '.join(expected)}: it was saved by another optimizer"
+                )
+            old = before.get(parameter, {})
+            self.state[parameter] = {n: self.take_over(parameter, v, old.get(n)) for n, v in loaded.items()}
+
+    def name_state(self, parameter: Tensor) -> list[str]:
+        """Return the names of the tensors kept for a parameter."""
+        raise NotImplementedError
+
+    def take_over(self, parameter: Tensor, value: Tensor, old: Tensor | None) -> Tensor:  # noqa: ARG002
+        """Return what is kept of a loaded tensor.
+
+        Args:
+            parameter: To which it belongs.
+            value: The tensor.
+            old: What was kept before.
+        """
+        return value.to(parameter.device) if value.ndim else value  # the number of steps stays on the CPU
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor; it shares its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def make_zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return contiguous zeros with the shape, device, mesh and placements of ``like``."""
+    return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def sum_over_shards(values: Tensor, parameter: Tensor) -> Tensor:
+    """Return the sum of ``values`` over the ranks among which a parameter is split."""
+    if not isinstance(parameter, DTensor):
+        return values
+    mesh = parameter.device_mesh
+    total = values.to(mesh.device_type)  # the parameter may be in host memory
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_shard():
+            dist.all_reduce(total, group=mesh.get_group(dim))
+    return total.to(values.device)
