@@ -81,7 +81,7 @@ class FSDP2Strategy(ParallelStrategy):
             on rank 0 and writes what Lightning's other strategies can read. Both are always read.
         async_checkpoints: Copy shards to host memory and write them beside training, at most one checkpoint at a
             time. Costs host memory for one copy of this rank's shards and optimizer state.
-        print_plan: Print the units when training starts.
+        print_plan: Print the units when ``fit`` starts.
         timeout_s: How long a collective may take before the run fails.
     """
 
@@ -250,7 +250,7 @@ class FSDP2Strategy(ParallelStrategy):
         if self.settings.compile is not None:
             compile_blocks(module, self.settings.compile, blocks)
         broadcast_parameters(module)
-        if self.prints_plan and self.is_global_zero:
+        if self.prints_plan and self.is_global_zero and module.trainer.state.fn == TrainerFn.FITTING:
             print_plan(module, self.plan, self.device_mesh)
         is_whole = module.automatic_optimization
         _SHARDED_WITH[module] = self.settings

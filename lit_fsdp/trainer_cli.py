@@ -181,7 +181,7 @@ class TrainerCLI(LightningCLI):
             help="How many processes to start where there is no GPU and trainer.devices is 'auto'. Lightning "
             "starts one; 2 lets a configuration try its sharding anywhere. No effect where there are GPUs.",
         )
-        parser.add_argument("--run_summary", type=bool, default=True, help="Print a table at the end of fit.")
+        parser.add_argument("--run_summary", type=bool, default=True, help="Print a table at the end.")
         parser.add_class_arguments(ProgressBar, "progress_bar")
 
     def before_instantiate_classes(self) -> None:
