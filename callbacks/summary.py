@@ -113,7 +113,7 @@ class RunSummary(Callback):
         checkpoint = trainer.checkpoint_callback
         if isinstance(checkpoint, ModelCheckpoint):
             for name, path in (("best", checkpoint.best_model_path), ("last", checkpoint.last_model_path)):
-                if path:
+                if path and (Path(path).exists() or "://" in path):  # else skipped, as the disk is full
                     rows[f"{name} checkpoint"] = _shorten_path(path)
         if log_dir is not None and trainer.loggers:
             rows["logs"] = _shorten_path(log_dir)

@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from lit_fsdp.checkpoint import find_random_state, load_checkpoint
 from lit_fsdp.checkpoint_writer import CheckpointFormat, CheckpointWriter
-from lit_fsdp.lightning_internals import check_trainer, count_micro_batches, refuse_ignored, use_no_grad
+from lit_fsdp.lightning_internals import check_trainer, count_micro_batches, keep_links, refuse_ignored, use_no_grad
 from lit_fsdp.mesh import Mesh, build_mesh
 from lit_fsdp.offload import Offload, build_offload_policy
 from lit_fsdp.plan_table import print_plan
@@ -224,6 +224,7 @@ class FSDP2Strategy(ParallelStrategy):
         self.model = self.lightning_module
         use_no_grad(trainer)
         check_trainer(trainer)
+        keep_links(trainer, self._writer.skipped)
         if trainer.state.fn == TrainerFn.FITTING:
             is_automatic = self.lightning_module.automatic_optimization
             self.settings.check_accumulation(num_micro_batches=count_micro_batches(trainer), is_automatic=is_automatic)
