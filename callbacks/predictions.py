@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 FILE_NAME = "predictions.jsonl"
-_FILLER = -1  # index of rows that only fill up the last batch
+_FILLER = -1  # index of rows that only fill up the last batch: part of what predict_step returns
 
 Record = dict[str, Any]
 
@@ -72,6 +72,9 @@ class WritePredictions(Callback):
             )
             return
         records = sorted((record for _, part in parts for record in part), key=lambda record: record["index"])
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            rank_zero_info(f"{len(records):,} predictions, not written: this is a fast_dev_run")
+            return
         if trainer.is_global_zero:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from typing_extensions import override
 
-_GIB = 2**30
+from lit_fsdp.callbacks.readings import read_metric, read_peak_gib
 
 
 class ProgressBar(TQDMProgressBar):
@@ -72,7 +69,7 @@ class ProgressBar(TQDMProgressBar):
         self.val_progress_bar.close()
         self.reset_dataloader_idx_tracker()
         self._last = None
-        loss = _read_metric(trainer, "val/loss")
+        loss = read_metric(trainer, "val/loss")
         if self.is_enabled and loss is not None and not trainer.sanity_checking:
             self.print(f"step {trainer.global_step} val/loss {loss:.3f}")
 
@@ -80,12 +77,12 @@ class ProgressBar(TQDMProgressBar):
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
         """Return what is shown after the bar, and what the user's module logs with ``prog_bar=True``."""
         shown = {k: v for k, v in super().get_metrics(trainer, pl_module).items() if k != "v_num"}
-        loss = _read_metric(trainer, "train/loss")
+        loss = read_metric(trainer, "train/loss")
         for name in ("train/loss", "train/loss_step"):
             shown.pop(name, None)
         own: dict[str, Any] = {} if loss is None else {"loss": f"{loss:.3f}"}
         own |= self._measure_rate(trainer)
-        own["mem"] = f"{_read_memory_gib(trainer.strategy.root_device):.2f} GiB"
+        own["mem"] = f"{read_peak_gib(trainer.strategy.root_device):.2f} GiB"
         return own | {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in shown.items()}
 
     @override
@@ -104,7 +101,7 @@ class ProgressBar(TQDMProgressBar):
 
     def _measure_rate(self, trainer: Trainer) -> dict[str, str]:
         for unit in ("tokens", "samples"):
-            count = _read_metric(trainer, f"train/{unit}_seen")
+            count = read_metric(trainer, f"train/{unit}_seen")
             if count is None:
                 continue
             now, last = time.perf_counter(), self._last
@@ -114,23 +111,6 @@ class ProgressBar(TQDMProgressBar):
                 self._rate = _shorten((count - last[1]) / (now - last[0]))
             return {f"{unit}/s": self._rate} if self._rate else {}
         return {}
-
-
-def _read_metric(trainer: Trainer, name: str) -> float | None:
-    metrics = trainer.callback_metrics
-    value = metrics.get(name, metrics.get(f"{name}_step"))
-    return None if value is None else float(value)
-
-
-def _read_memory_gib(device: torch.device) -> float:
-    """Return the peak: allocated by torch on the GPU, resident for a process on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / _GIB
-    # Of /proc where it is told: ru_maxrss starts at the peak of the process that started this one.
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024 / _GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
 
 
 def _shorten(value: float) -> str:

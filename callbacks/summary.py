@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 import sys
 import time
@@ -13,11 +12,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-_GIB = 2**30
+from lit_fsdp.callbacks.readings import read_metric, read_peak_gib
 
 
 class RunSummary(Callback):
@@ -26,6 +26,9 @@ class RunSummary(Callback):
     Throughput is the median over windows of a few steps, without the first ones and without validation: the
     speed of training alone. It comes from ``train/tokens_seen`` or ``train/samples_seen``, which a task logs
     with the counts of all ranks.
+
+    After ``validate`` and ``test`` the table holds the metrics, in place of Lightning's with all the digits of a
+    double.
 
     Args:
         num_warmup_steps: Steps at the start that do not count for the throughput.
@@ -76,17 +79,20 @@ class RunSummary(Callback):
         """Gather over all ranks, print on the first."""
         log_dir = trainer.log_dir  # a broadcast, so on every rank
         device = trainer.strategy.root_device
-        peak = torch.tensor([_read_peak_gib(device)], dtype=torch.float32, device=device)
+        peak = torch.tensor([read_peak_gib(device)], dtype=torch.float32, device=device)
         peaks = trainer.strategy.all_gather(peak).flatten().tolist()
         if not trainer.is_global_zero:
             return
-        table = Table(title="Run summary", show_header=False, title_justify="left")
-        table.add_column()
-        table.add_column(overflow="fold")
-        for name, value in self._collect(trainer, peaks, log_dir).items():
-            table.add_row(name, value, end_section=False)
-        # A file or pipe has no width that the paths would have to be cut to.
-        Console(width=None if sys.stdout.isatty() else 200).print(table)
+        _print_table("Run summary", self._collect(trainer, peaks, log_dir))
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.VALIDATING:
+            _print_metrics(trainer, trainer.validate_loop, "Validation")
+
+    @override
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _print_metrics(trainer, trainer.test_loop, "Test")
 
     def _collect(self, trainer: Trainer, peaks_gib: list[float], log_dir: str | None) -> dict[str, str]:
         rows = {
@@ -102,12 +108,12 @@ class RunSummary(Callback):
             rows[f"{self._unit}/s"] = f"{rate:,.1f} ({rate / len(peaks_gib):,.1f} per rank)"
         rows["peak memory"] = _format_peaks(peaks_gib)
         for name in ("train/loss", "val/loss"):
-            if (loss := _read_metric(trainer, name)) is not None:
+            if (loss := read_metric(trainer, name)) is not None:
                 rows[name] = f"{loss:.4f}"
         checkpoint = trainer.checkpoint_callback
         if isinstance(checkpoint, ModelCheckpoint):
             for name, path in (("best", checkpoint.best_model_path), ("last", checkpoint.last_model_path)):
-                if path:
+                if path and (Path(path).exists() or "://" in path):  # else skipped, as the disk is full
                     rows[f"{name} checkpoint"] = _shorten_path(path)
         if log_dir is not None and trainer.loggers:
             rows["logs"] = _shorten_path(log_dir)
@@ -115,26 +121,27 @@ class RunSummary(Callback):
 
     def _read_count(self, trainer: Trainer) -> float | None:
         for unit in ("tokens", "samples"):
-            if (count := _read_metric(trainer, f"train/{unit}_seen")) is not None:
+            if (count := read_metric(trainer, f"train/{unit}_seen")) is not None:
                 self._unit = unit
                 return count
         return None
 
 
-def _read_metric(trainer: Trainer, name: str) -> float | None:
-    metrics = trainer.callback_metrics
-    value = metrics.get(name, metrics.get(f"{name}_step"))
-    return None if value is None else float(value)
+def _print_metrics(trainer: Trainer, loop: Any, title: str) -> None:
+    """Print what was logged, unless the user wants no such table, and keep Lightning from doing so."""
+    if loop.verbose and trainer.is_global_zero:
+        _print_table(title, {name: f"{float(value):.6g}" for name, value in sorted(trainer.callback_metrics.items())})
+    loop.verbose = False
 
 
-def _read_peak_gib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / _GIB
-    # Of /proc where it is told: ru_maxrss starts at the peak of the process that started this one.
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024 / _GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+def _print_table(title: str, rows: dict[str, str]) -> None:
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value, end_section=False)
+    # A file or pipe has no width that the paths would have to be cut to.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def _format_peaks(peaks_gib: list[float]) -> str:

@@ -57,6 +57,7 @@ class CheckpointWriter:
         self._leaves_out_frozen = False
         self.is_async = is_async
         self.report = report
+        self.skipped: set[Path] = set()  # for want of space; the same on all ranks
         self._group: dist.ProcessGroup | None = None
         self._stager: BlockingAsyncStager | None = None
         self._thread: threading.Thread | None = None
@@ -115,11 +116,13 @@ class CheckpointWriter:
         meta[LEAVES_OUT_FROZEN] = self._leaves_out_frozen
         if missing := self._find_missing_bytes(path, state):
             self._is_newest_missing = True
+            self.skipped.add(path)
             self.report(
                 f"checkpoint {path} was NOT saved: the disk has {missing / 2**30:.2f} GiB too little; training goes "
                 "on, older checkpoints are kept; free some space before the next one is due"
             )
             return False
+        self.skipped.discard(path)
         if not self.is_async:
             if self.checkpoint_format == "sharded":
                 save_checkpoint(path, state, meta=meta)

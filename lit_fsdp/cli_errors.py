@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 _EXTRAS = {"wandb": "wandb", "mlflow": "mlflow"}
 _NOISE = re.compile(
@@ -267,18 +267,19 @@ def _explain_class(text: str, owner: str, value: str, bases: list[str]) -> tuple
     if found := re.match(r"Expected a dot import path string: (.*?)(?:\. Got value.*)?$", text):
         if value.startswith("NestedArg("):
             known = "lit_fsdp.FSDP2Strategy" if found[1] == "fsdp2" else "one"
-            settings = value.split("'")[1]
-            return "", f"got {found[1]!r} before, which has no {settings}: expected class_path: {known}"
-        if base := next(filter(_is_dataclass, bases), None):
-            return "", f"got {found[1]!r}: expected a mapping of the keys of {_name_keys(base, found[1])}"
+            key = value.split("'")[1]
+            return "", f"got {found[1]!r} before, which has no {key}: expected class_path: {known}"
         guess = nearest(found[1], _list_subclasses(bases))
+        settings = next(filter(_is_dataclass, bases), "")
+        if settings and not guess and "." not in found[1]:
+            return "", f"got {_quote(found[1])}: expected {_describe_mapping(settings, found[1])}"
         hint = f"did you mean {guess}?" if guess else "expected module.Class, or the name of a class of ours"
         return suffix, f"got {found[1]!r}: no class of this name: {hint}"
     if found := re.match(r"Import path (?:(\S+) )?does not correspond to a subclass of (\w+)", text):
         return suffix, f"got {found[1] or value!r}: expected a subclass of {found[2]}"
     if found := re.match(r"Not a valid subclass of (\w+)(?:\. Got value: (.*))?", text):
         base = next((b for b in bases if b.endswith(f".{found[1]}")), "")
-        what = f"a mapping of the keys of {found[1]}" if _is_dataclass(base) else f"a class_path of a {found[1]}"
+        what = _describe_mapping(base, found[2] or value) if _is_dataclass(base) else f"a class_path of a {found[1]}"
         return "", f"got {_quote(found[2] or value)}: expected {what}"
     if found := re.match(r"argument (?:-c/)?--(\S+): (expected .*)", text):
         return found[1], f"no value given: {found[2]}"
@@ -315,12 +316,14 @@ def _is_dataclass(class_path: str) -> bool:
     return dataclasses.is_dataclass(_find_class(class_path))
 
 
-def _name_keys(base: str, value: str) -> str:
-    """Return the name of a dataclass, and the key of it that takes the value, if one does."""
-    found = _find_class(base)
-    hints = get_type_hints(found) if isinstance(found, type) else {}
-    key = next((name for name, hint in hints.items() if value in get_args(hint)), None)
-    return base.rpartition(".")[2] + (f", such as {{{key}: {value}}}" if key else "")
+def _describe_mapping(class_path: str, value: str) -> str:
+    """Return what to write instead of a plain value: the key that takes it, if one does."""
+    settings: Any = _find_class(class_path)
+    key = next((name for name, hint in get_type_hints(settings).items() if value in get_args(hint)), None)
+    missing = (dataclasses.MISSING, dataclasses.MISSING)
+    has_defaults = all((field.default, field.default_factory) != missing for field in dataclasses.fields(settings))
+    example = f", such as {{{key}: {value}}}" if key else ", {} for its defaults" if has_defaults else ""
+    return f"a mapping of the keys of {settings.__name__}{example}"
 
 
 def _list_subclasses(class_paths: list[str]) -> set[str]:

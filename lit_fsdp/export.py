@@ -30,6 +30,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from lit_fsdp.checkpoint import META
 from lit_fsdp.hub_names import Part, convert_part, list_saved_names, plan_parts
+from lit_fsdp.last_checkpoint import find_last_checkpoint
 from lit_fsdp.manifest import check_contents, check_sizes
 from lit_fsdp.model_card import write_model_card
 from lit_fsdp.tensor_writer import TensorWriter
@@ -72,7 +73,7 @@ def export_model(
     its largest tensor. All files of the checkpoint are read once to verify them, those of the optimizer too.
 
     Args:
-        checkpoint: Folder of a checkpoint, or of a run, of which the newest ``last.ckpt`` is taken.
+        checkpoint: Folder of a checkpoint, or of a run, of which the newest complete one is taken.
         out: The folder to make.
         dtype: Of the weights; ``keep`` leaves them as they were stored.
         max_shard_gb: Begin another file of weights above this size, in 10^9 bytes.
@@ -112,7 +113,7 @@ def export_model(
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return the folder of a checkpoint: ``path`` itself, or the newest ``last.ckpt`` of the run there.
+    """Return the folder of a checkpoint: ``path`` itself, or the newest complete one of the run there.
 
     Raises:
         ValueError: There is none.
@@ -123,14 +124,13 @@ def find_checkpoint(path: Path) -> Path:
         raise ValueError(f"checkpoint: {path} is a file: expected a folder that FSDP2Strategy has written")
     if (path / META).is_file() or (path / ".metadata").is_file():
         return path.resolve()
-    patterns = ("last.ckpt", "checkpoints/last.ckpt", "version_*/checkpoints/last.ckpt")
-    found = [link.resolve() for pattern in patterns for link in path.glob(pattern) if link.exists()]
-    if not found:
+    found = find_last_checkpoint([path, path / "checkpoints", *path.glob("version_*/checkpoints")])
+    if found is None or found.is_file():
         raise ValueError(
             f"checkpoint: {path} is no checkpoint, and no run that wrote one: expected a folder with {META}, or one "
-            "with version_*/checkpoints/last.ckpt"
+            "with version_*/checkpoints/*.ckpt"
         )
-    return max(found, key=lambda folder: folder.stat().st_mtime)
+    return found
 
 
 # Checkpoint

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
 from signal import Signals
 
 import lightning.pytorch as pl
@@ -26,6 +28,24 @@ def use_no_grad(trainer: pl.Trainer) -> None:
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     for loop in (val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         loop.inference_mode = False
+
+
+def keep_links(trainer: pl.Trainer, skipped: Collection[Path]) -> None:
+    """Leave the ``last.ckpt`` of every ``ModelCheckpoint`` where it is instead of linking it to a skipped save.
+
+    Args:
+        trainer: About to train.
+        skipped: Checkpoints that were not written; looked at when a link is due, the same on all ranks.
+    """
+
+    def link(linker: Callable[..., None], trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
+        if Path(trainer.strategy.broadcast(filepath)) not in skipped:
+            linker(trainer, filepath, linkpath)
+
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            linker = type(callback)._link_checkpoint
+            callback._link_checkpoint = partial(link, linker)  # type: ignore[method-assign]
 
 
 def _refuse_float16_on_cpu(device: torch.device) -> None:

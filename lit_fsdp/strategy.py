@@ -32,7 +32,7 @@ from typing_extensions import override
 from lit_fsdp.adapters import find_adapter_parameters
 from lit_fsdp.checkpoint import find_random_state, load_checkpoint
 from lit_fsdp.checkpoint_writer import CheckpointFormat, CheckpointWriter
-from lit_fsdp.lightning_internals import check_trainer, count_micro_batches, refuse_ignored, use_no_grad
+from lit_fsdp.lightning_internals import check_trainer, count_micro_batches, keep_links, refuse_ignored, use_no_grad
 from lit_fsdp.mesh import Mesh, build_mesh
 from lit_fsdp.offload import Offload, build_offload_policy
 from lit_fsdp.plan_table import print_plan
@@ -84,7 +84,7 @@ class FSDP2Strategy(ParallelStrategy):
             the module gets them back by itself, such as the pretrained model below adapters.
         async_checkpoints: Copy shards to host memory and write them beside training, at most one checkpoint at a
             time. Costs host memory for one copy of this rank's shards and optimizer state.
-        print_plan: Print the units when training starts.
+        print_plan: Print the units when ``fit`` starts.
         timeout_s: How long a collective may take before the run fails.
     """
 
@@ -231,6 +231,7 @@ class FSDP2Strategy(ParallelStrategy):
         self.model = self.lightning_module
         use_no_grad(trainer)
         check_trainer(trainer)
+        keep_links(trainer, self._writer.skipped)
         if trainer.state.fn == TrainerFn.FITTING:
             is_automatic = self.lightning_module.automatic_optimization
             self.settings.check_accumulation(num_micro_batches=count_micro_batches(trainer), is_automatic=is_automatic)
@@ -258,7 +259,7 @@ class FSDP2Strategy(ParallelStrategy):
         if self.settings.compile is not None:
             compile_blocks(module, self.settings.compile, blocks)
         broadcast_parameters(module)
-        if self.prints_plan and self.is_global_zero:
+        if self.prints_plan and self.is_global_zero and module.trainer.state.fn == TrainerFn.FITTING:
             print_plan(module, self.plan, self.device_mesh)
         is_whole = module.automatic_optimization
         _SHARDED_WITH[module] = self.settings

@@ -140,7 +140,8 @@ def _find_units(model: nn.Module, modules: dict[str, nn.Module], units: Units) -
     if units.rule == "classes" or (units.rule == "auto" and units.classes):
         blocks = _find_by_class(modules, units.classes)
         if not blocks:
-            have = ", ".join(sorted({type(module).__name__ for module in modules.values()}))
+            filled = [module for module in modules.values() if next(module.parameters(), None) is not None]
+            have = ", ".join(sorted({type(module).__name__ for module in filled}))
             raise ValueError(
                 f"units.classes: got {list(units.classes)}: no module has such a class; the model has: {have}"
             )

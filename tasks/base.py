@@ -10,8 +10,10 @@ two, so dividing by it and undoing that is exact; it keeps sums in the range of 
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -68,6 +70,19 @@ class Schedule:
             raise ValueError(f"schedule.min_factor: not used by shape {self.shape!r}; set shape to 'cosine'")
         if not 0 <= self.min_factor <= 1:
             raise ValueError(f"schedule.min_factor: got {self.min_factor}: expected 0 to 1")
+
+    def compute_factor(self, step: int, *, num_warmup_steps: int, num_steps: int) -> float:
+        """Return the learning rate of a step as a share of the peak."""
+        # As Transformers' get_scheduler, whose import brings peft and bitsandbytes along: more than a second.
+        if step < num_warmup_steps:
+            return step / num_warmup_steps
+        if self.shape == "constant":
+            return 1.0
+        num_left, num_falling = max(num_steps - step, 0), max(num_steps - num_warmup_steps, 1)
+        if self.shape == "linear":
+            return num_left / num_falling
+        progress = min((step - num_warmup_steps) / num_falling, 1.0)
+        return 0.5 * (1.0 + math.cos(math.pi * progress)) * (1 - self.min_factor) + self.min_factor
 
 
 class Task(LightningModule):
@@ -226,8 +241,6 @@ class Task(LightningModule):
         }
 
     def _build_schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-        from transformers import get_scheduler
-
         settings = self.schedule
         num_steps = self.trainer.estimated_stepping_batches
         if num_steps == float("inf"):
@@ -240,17 +253,8 @@ class Task(LightningModule):
         warmup = settings.warmup_steps or round(settings.warmup_fraction * num_steps)
         if num_steps and warmup > num_steps:
             rank_zero_warn(f"schedule: {warmup} warm-up steps in a run of {int(num_steps)}: it ends before the peak")
-        name = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}[settings.shape]
-        options: dict[str, Any] = {}
-        if settings.min_factor:
-            name, options = "cosine_with_min_lr", {"min_lr_rate": settings.min_factor}
-        return get_scheduler(
-            name,
-            optimizer,
-            num_warmup_steps=warmup,
-            num_training_steps=int(num_steps),
-            scheduler_specific_kwargs=options,
-        )
+        factor = partial(settings.compute_factor, num_warmup_steps=warmup, num_steps=int(num_steps))
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     # Checkpoints
 

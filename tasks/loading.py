@@ -159,7 +159,8 @@ class ResumableLoader(DataLoader[Any]):
             changed = ", ".join(f"{k} {v}, now {self._order[k]}" for k, v in saved_order.items() if v != self._order[k])
             raise ValueError(
                 f"the checkpoint was saved {seen} samples into an epoch whose order has changed since "
-                f"({changed}); restore what it was, or start anew from the checkpoint's weights only"
+                f"({changed}); restore what it was, or start a new run from its weights: python -m lit_fsdp export "
+                "makes a folder of them, which model.init_args.pretrained can name"
             )
         place.epoch = state_dict["epoch"]
         place.samples_seen = place.dataset_size if is_over else seen

@@ -1,5 +1,6 @@
 """What holds for every test: one thread, no network, no shared caches, no process group left behind."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ torch.set_num_threads(1)
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none."""
+    gc.freeze()  # what the imports left would be searched for garbage again and again
     # Counted, not torch.cuda.is_available(): forked ranks could not use CUDA after that.
     if torch.cuda.device_count():
         return

@@ -1,5 +1,6 @@
 """Starts the command line as users do: in processes of its own, under torchrun, or quickly on forked ranks."""
 
+import gc
 import json
 import logging
 import os
@@ -147,6 +148,7 @@ def fork_ranks(
 
 
 def _enter(rank: int, ranks: int, port: int, folder: Path, args: tuple[str, ...]) -> None:
+    gc.freeze()  # else collecting garbage would copy the memory shared with the parent, page by page
     values = (rank, rank, 0, ranks, ranks, "127.0.0.1", port)
     os.environ.update({name: str(value) for name, value in zip(OURS, values, strict=True)}, TORCHELASTIC_RUN_ID="test")
     for number, kind in ((1, "out"), (2, "err")):

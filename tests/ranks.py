@@ -1,5 +1,6 @@
 """Runs a function on several forked ranks inside one test."""
 
+import gc
 import os
 import tempfile
 import time
@@ -86,6 +87,7 @@ def _enter(
     body: Callable[..., None],
     args: tuple[object, ...],
 ) -> None:
+    gc.freeze()  # else collecting garbage would copy the memory shared with the parent, page by page
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:

@@ -40,6 +40,7 @@ DOORS = {
     "pytorch_lightning": (),  # a second copy of Lightning's classes
 }
 SHARED_BY_TASKS = ("tasks.base", "tasks.loading")
+SHARED_BY_CALLBACKS = ("callbacks.readings",)
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 HOMELESS = {"utils", "util", "helpers", "common", "misc"}
 # Put together here, so that this file does not contain what it looks for.
@@ -99,6 +100,8 @@ def may_import(own: str, target: str) -> bool:
         return layer_of(target) < layer_of(own)
     if own in {"tasks", "callbacks"}:  # the face of its package
         return is_inside(target, own)
+    if is_inside(own, "callbacks"):
+        return own not in SHARED_BY_CALLBACKS and is_inside(target, *SHARED_BY_CALLBACKS)
     task = ".".join(own.split(".")[:2])
     return task.startswith("tasks.") and own not in SHARED_BY_TASKS and is_inside(target, *SHARED_BY_TASKS, task)
 

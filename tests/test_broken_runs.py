@@ -18,7 +18,8 @@ CONFIGS = {
     "offload.pin_memory=true": f"{STRATEGY}.offload.pin_memory: got true: pinning needs a GPU",
     "recompute.every=2": f"{STRATEGY}.recompute.every: got 2 with mode 'none'; set mode to 'full'",
     'recompute.saved_ops=["aten.mm"]': f"{STRATEGY}.recompute.saved_ops: not used by mode 'none'",
-    'units.classes=["Nothing"]': f"{STRATEGY}.units.classes: got ['Nothing']: no module has such a class; the model",
+    'units.classes=["Nothing"]': f"{STRATEGY}.units.classes: got ['Nothing']: no module has such a class; the model "
+    "has: CausalLM, Embedding,",
     "units.rule=min_size": f"{STRATEGY}.units.min_num_params: got None with rule 'min_size'",
     "compile.backend=nothing": f"{STRATEGY}.compile.backend: got 'nothing': expected one such as",
     "--trainer.precision=8-bit": "trainer.precision: got 8-bit: expected one of",
@@ -61,9 +62,9 @@ DATA: dict[str, tuple[str | bytes, str]] = {
     "broken.parquet": ("PAR1xx", "broken.parquet: not readable as Parquet"),
     "quote.csv": ('text,b\na,b\n"x', "quote.csv line 3: not valid CSV"),
     "fields.csv": ("text,b\na,b\nc\n", "fields.csv line 3: has 1 fields, the header has 2"),
-    "letter.docx": ("x", "letter.docx: cannot read .docx; known are .txt, .jsonl"),
-    "empty": ("", "empty: no file in this folder ends in .txt"),
-    "trian.jsonl": ("", "trian.jsonl: no such file or folder"),
+    "letter.docx": ("x", "data.init_args.train: letter.docx: cannot read .docx; known are .txt, .jsonl"),
+    "empty": ("", "data.init_args.train: empty: no file in this folder ends in .txt"),
+    "trian.jsonl": ("", "data.init_args.train: trian.jsonl: no such file or folder"),
     "null": ("", "data.init_args.train is not set"),
 }
 

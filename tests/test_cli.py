@@ -149,6 +149,12 @@ SIMPLE = [
     ("{model: {init_args: {size: large}}}", "", "got 'large': expected a mapping of the keys of Size, such as {kind"),
     ("{trainer: {strategy: {class_path: tinytask.TinyStrategy, init_args: {grid: 3}}}}", "",
      "trainer.strategy.init_args.grid: got 3: expected mapping"),
+    ("{}", "--trainer.strategy=lit_fsdp.FSDP2Strategy --trainer.strategy.offload=true",
+     "trainer.strategy.init_args.offload: got 'true': expected a mapping of the keys of Offload, {} for"),
+    ("{}", "--trainer.strategy=lit_fsdp.FSDP2Strategy --trainer.strategy.recompute=full",
+     "trainer.strategy.init_args.recompute: got 'full': expected a mapping of the keys of Recompute"),
+    ("{trainer: {strategy: {class_path: lit_fsdp.FSDP2Strategy, init_args: {offload: true}}}}", "",
+     "trainer.strategy.init_args.offload: got True: expected a mapping of the keys of Offload, {} for"),
     ("{}", "--trainer.precision=bf17", "trainer.precision: got 'bf17': expected one of"),
     ("{trainer: 3}", "", "trainer: got 3 (extra.yaml, line 1): expected a mapping"),
     ("{seed_everything: x}", "", "seed_everything: got 'x': expected true or false or int"),
@@ -368,24 +374,16 @@ def test_a_refusal_in_a_process_of_its_own_is_one_line_and_code_2() -> None:
     assert err.splitlines() == ["error: trainer.max_step: unknown key: did you mean max_steps?"]
 
 
-TWO_RANKS = ("fit", "--config=run.yaml", "--trainer.strategy=ddp", "--cpu_processes=2")
-
-
-def test_lightning_starts_the_second_rank_from_the_same_command() -> None:
-    process = start(*TWO_RANKS, "--run_name=two", "--trainer.max_steps=3")
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert out.count("Run summary") == 1
-    assert "2 on cpu" in out
-    assert "(rank 1)" in out  # peak memory of both was gathered
-    assert Path("runs/two/version_0/config.yaml").is_file()
-    assert not Path("runs/two/version_1").exists()
-
-
-@pytest.mark.parametrize("refusing_rank", ["all", "1"])
+@pytest.mark.parametrize("refusing_rank", [pytest.param("all", marks=pytest.mark.slow), "1"])
 def test_all_ranks_end_soon_and_say_who_failed(refusing_rank: str) -> None:
     begin = time.monotonic()
-    process = start(*TWO_RANKS, f"--model.refusing_rank={refusing_rank}")
+    process = start(
+        "fit",
+        "--config=run.yaml",
+        "--trainer.strategy=ddp",
+        "--cpu_processes=2",
+        f"--model.refusing_rank={refusing_rank}",
+    )
     # Returns only when the last rank, which shares the pipe, has closed it: none is left behind.
     _, err = process.communicate(timeout=60)
     assert time.monotonic() - begin < 60

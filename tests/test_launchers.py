@@ -14,36 +14,53 @@ RUN = ("-m", "lit_fsdp", "fit", "--config=run.yaml")
 NODES = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1")
 
 
-def read_losses(name: str) -> list[float]:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all launches run, and where ``one`` has run on one device and ``two`` on forked ranks."""
+    folder = tmp_path_factory.mktemp("launches")
+    write_run(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        check(*fork_ranks("fit", "--config=run.yaml", "--run_name=one", "--data.batch_size=8", ranks=1))
+        check(*fork_ranks("fit", "--config=run.yaml", "--run_name=two"), ranks=2)
+    return folder
+
+
+def read_losses(folder: Path, name: str) -> list[float]:
     """The losses that the only run of this name has logged."""
-    (version,) = Path("runs", name).iterdir()
+    (version,) = (folder / "runs" / name).iterdir()
+    assert (version / "config.yaml").is_file()
     with (version / "metrics.csv").open() as file:
         return [float(row["train/loss"]) for row in csv.DictReader(file)]
 
 
-def check(*ended: Ended) -> None:
+def check(*ended: Ended, ranks: int = 1) -> None:
     for process in ended:
         assert process.code == 0, process.err
-    assert sum(process.out.count("Run summary") for process in ended) == 1
+    out = "".join(process.out for process in ended)
+    assert out.count("Run summary") == 1
+    assert f"{ranks} on cpu" in out
+    assert ("(rank 1)" in out) == (ranks == 2)  # peak memory of both was gathered
 
 
+# A launch on two nodes is two of torchrun; test_broken_runs.py and others launch it on one, when slow tests run.
+@pytest.mark.parametrize("launcher", ["lightning", pytest.param("torchrun", marks=pytest.mark.slow), "nodes"])
 def test_all_launchers_give_the_losses_of_one_device_at_every_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_run(tmp_path)
-    check(*fork_ranks("fit", "--config=run.yaml", "--run_name=one", "--data.batch_size=8", ranks=1))
-    check(*run_processes([*RUN, "--run_name=lightning", "--trainer.devices=2"]))
-    check(torchrun("fit", "--config=run.yaml", "--run_name=torchrun"))
-    port = find_free_port()
-    nodes = [[*NODES, f"--master-port={port}", f"--node-rank={k}", *RUN, "--run_name=nodes"] for k in range(2)]
-    check(*run_processes(*nodes))
-
-    truth = read_losses("one")
+    monkeypatch.chdir(folder)
+    if launcher == "lightning":
+        check(*run_processes([*RUN, "--run_name=lightning", "--cpu_processes=2"]), ranks=2)
+    elif launcher == "torchrun":
+        check(torchrun("fit", "--config=run.yaml", "--run_name=torchrun"), ranks=2)
+    else:
+        port = find_free_port()
+        nodes = [[*NODES, f"--master-port={port}", f"--node-rank={k}", *RUN, "--run_name=nodes"] for k in range(2)]
+        check(*run_processes(*nodes), ranks=2)
+    truth = read_losses(folder, "one")
     assert len(truth) == 4
-    assert read_losses("lightning") == pytest.approx(truth, rel=1e-6)
-    assert read_losses("torchrun") == read_losses("lightning")
-    assert read_losses("nodes") == read_losses("lightning")
+    assert read_losses(folder, launcher) == pytest.approx(truth, rel=1e-6)
+    assert read_losses(folder, launcher) == read_losses(folder, "two")
 
 
 def test_under_slurm_the_trainer_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:

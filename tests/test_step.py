@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 TRACE = """
 import sys
 from pathlib import Path
+import lit_fsdp.trainer_cli  # not traced, which takes seconds
 from lit_fsdp.cli import main
 
 packages = ("lit_fsdp/", "tasks/", "lightning/", "torch/optim/", "torch/distributed/fsdp/")

@@ -1,3 +1,4 @@
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from training import EVEN, Recorder, Rows, build_task, build_trainer, gather_weights, save_model
 
-from lit_fsdp import FSDP2Strategy, Mesh, MixedPrecision, Offload, Recompute, Sharding, Units
+from lit_fsdp import FSDP2Strategy, Mesh, MixedPrecision, Offload, Recompute, Sharding, Units, checkpoint_writer
+from lit_fsdp.manifest import is_complete
 from lit_fsdp.precision_plugin import FSDP2Precision
 from lit_fsdp.tasks import CausalLM
 from lit_fsdp.units import Unit, plan_units
@@ -118,6 +120,26 @@ def train_with_model_checkpoint(folder: Path) -> None:
 def test_model_checkpoint_keeps_the_best_folders_and_links_the_last(tmp_path: Path) -> None:
     save_model(tmp_path / "model", **EVEN)
     run_ranks(train_with_model_checkpoint, tmp_path)
+
+
+def train_until_the_disk_is_full(folder: Path) -> None:
+    class Fill(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:
+                usage = shutil.disk_usage(folder)
+                checkpoint_writer.shutil.disk_usage = lambda _: usage._replace(free=0)  # type: ignore[attr-defined,assignment]
+
+    keeper = ModelCheckpoint(folder / "kept", every_n_train_steps=1, save_last="link")
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[Fill(), keeper], enable_checkpointing=True)
+    trainer.fit(build_task(folder / "model"), Rows(64, 4))
+    assert sorted(p.name for p in (folder / "kept").iterdir()) == ["epoch=0-step=3.ckpt", "last.ckpt"]
+    assert (folder / "kept" / "last.ckpt").resolve().name == "epoch=0-step=3.ckpt"
+    assert is_complete(folder / "kept" / "last.ckpt")
+
+
+def test_last_stays_at_the_last_checkpoint_that_the_disk_had_room_for(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", **EVEN)
+    run_ranks(train_until_the_disk_is_full, tmp_path)
 
 
 def look_inside(folder: Path) -> None:

@@ -204,8 +204,10 @@ def test_classes_match_names_and_patterns_and_may_nest() -> None:
     nested = plan_units(model, Units(classes=["*DecoderLayer", "LlamaMLP"]))
     check_ownership(model, nested)
     assert list(iterate_blocks(nested))[:2] == ["model.layers.0", "model.layers.0.mlp"]
-    with pytest.raises(ValueError, match=r"\['decoderlayer'\].*no module has such a class.*LlamaDecoderLayer"):
+    refusal = r"\['decoderlayer'\].*no module has such a class.*LlamaDecoderLayer"
+    with pytest.raises(ValueError, match=refusal) as error:
         plan_units(model, Units(classes=["decoderlayer"]))
+    assert "LlamaRotaryEmbedding" not in str(error.value)  # it has no parameters
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from launches import fork_ranks, run_processes, write_run
+from launches import fork_ranks, write_run
 
 MYTASK = """
 import torch
@@ -112,10 +112,9 @@ def train(name: str, *options: str, ranks: int = 2) -> tuple[list[float], str]:
 
 def test_a_task_in_the_current_folder_is_found_by_its_class_path() -> None:
     options = ("--config=run.yaml", "--model.class_path=mytask.ShoutingLM", "--trainer.max_steps=2")
-    (ended,) = run_processes(["-m", "lit_fsdp", "fit", *options, "--run_name=loud"])
-    assert ended.code == 0, ended.err
-    assert ended.out.count("LET US TRAIN") == 1
-    assert len(read_losses("loud")) == 2
+    losses, out = train("loud", *options, ranks=1)
+    assert out.count("LET US TRAIN") == 1
+    assert len(losses) == 2
 
 
 def test_the_units_of_a_task_win_over_those_of_the_strategy() -> None:

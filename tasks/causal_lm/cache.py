@@ -44,7 +44,10 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """
     if (folder / COMPLETE).exists():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # a file is in its place, or it may not be written to
+        raise ValueError(f"cache_dir: cannot make the folder {folder.parent}: {error.strerror}") from error
     failure = folder.with_name(f"{folder.name}.failed")
     known_failure = _read_failure(failure)
     with _locked(folder):

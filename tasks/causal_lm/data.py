@@ -40,6 +40,7 @@ SPLITS_OF_STAGE: dict[str | None, tuple[Split, ...]] = {
     "predict": ("predict",),
     None: ("train", "validation", "test", "predict"),
 }
+DEFAULT_SPLITS: dict[Split, str] = {"train": "train", "validation": "validation", "test": "test", "predict": "test"}
 
 
 class TextData(LightningDataModule):
@@ -61,10 +62,10 @@ class TextData(LightningDataModule):
         predict: Source of prompts to continue: rows with ``prompt``, plain text or ``messages``.
         validation_fraction: Without ``validation``, hold out this share of the training documents, always the
             same.
-        train_split: Which split of a data set to train on, such as ``train`` or ``train[:1%]``.
-        validation_split: The same for ``validation``.
-        test_split: The same for ``test``.
-        predict_split: The same for ``predict``.
+        train_split: Which split of a data set to train on, such as ``train[:1%]``; ``train`` if not given.
+        validation_split: The same for ``validation``; ``validation`` if not given.
+        test_split: The same for ``test``; ``test`` if not given.
+        predict_split: The same for ``predict``; ``test`` if not given.
         format: ``text``, ``prompt_completion`` or ``chat``; ``auto`` decides row by row, by the fields that
             are there.
         text_field: Field that holds plain text.
@@ -96,10 +97,10 @@ class TextData(LightningDataModule):
         test: Source | None = None,
         predict: Source | None = None,
         validation_fraction: float = 0.0,
-        train_split: str = "train",
-        validation_split: str = "validation",
-        test_split: str = "test",
-        predict_split: str = "test",
+        train_split: str | None = None,
+        validation_split: str | None = None,
+        test_split: str | None = None,
+        predict_split: str | None = None,
         format: Format = "auto",  # noqa: A002
         text_field: str = "text",
         txt_documents: TxtDocuments = "file",
@@ -122,12 +123,13 @@ class TextData(LightningDataModule):
         )
         _check_held_out(validation_fraction, validation)
         _check_padding(pad_to_multiple_of, is_used=not packing or predict is not None)
-        self.sources: dict[Split, tuple[Source | None, str]] = {
+        self.sources: dict[Split, tuple[Source | None, str | None]] = {
             "train": (train, train_split),
             "validation": (validation, validation_split),
             "test": (test, test_split),
             "predict": (predict, predict_split),
         }
+        _check_splits(self.sources)
         self.validation_fraction = validation_fraction
         self.row_format = RowFormat(format=format, text_field=text_field, loss_on=loss_on)
         self.txt_documents: TxtDocuments = txt_documents
@@ -243,7 +245,13 @@ class TextData(LightningDataModule):
         source, name = self.sources[split]
         if source is None:
             raise ValueError(f"{split} is not set; name a file, a folder, a data set, or pydoc")
-        return find_parts(source, split=name, txt_documents=self.txt_documents)
+        try:
+            parts = find_parts(source, split=name or DEFAULT_SPLITS[split], txt_documents=self.txt_documents)
+        except ValueError as error:
+            raise ValueError(f"{split}: {error}") from error
+        if name is not None and not any(part.has_splits for part in parts):
+            raise ValueError(f"{split}_split: got {name!r}: {source} has no splits; leave it out")
+        return parts
 
     def _get_tokenizer(self) -> Any:
         setting = self.tokenizer_setting
@@ -311,6 +319,12 @@ def _check_sizes(**settings: int | None) -> None:
         least = 0 if name == "num_workers" else 1
         if value is not None and value < least:
             raise ValueError(f"{name} {value} must be at least {least}")
+
+
+def _check_splits(sources: dict[Split, tuple[Source | None, str | None]]) -> None:
+    for split, (source, name) in sources.items():
+        if source is None and name is not None:
+            raise ValueError(f"{split}_split: not used, as {split} names no data set; leave it out")
 
 
 def _check_held_out(fraction: float, validation: Source | None) -> None:

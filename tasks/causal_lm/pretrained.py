@@ -10,6 +10,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_fsdp.cli_errors import nearest
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.tensor_files import compute_fingerprint
 
@@ -26,19 +27,25 @@ def fetch_pretrained(pretrained: str) -> None:
     Raises:
         ValueError: It is neither.
     """
-    if Path(pretrained).is_dir():
+    folder = Path(pretrained).expanduser()
+    if folder.is_dir():
         return
     try:
         snapshot_download(pretrained, allow_patterns=list(_PATTERNS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        if _is_meant_locally(pretrained):
+            guess = nearest(folder.name, [path.name for path in folder.parent.glob("*/")])
+            hint = f"did you mean {folder.parent / guess}?" if guess else f"seen from {Path.cwd()}"
+            raise ValueError(f"pretrained: got {pretrained!r}: there is no such folder: {hint}") from error
         first = str(error).strip().splitlines()[0]
         raise ValueError(f"pretrained: got {pretrained!r}: no such folder, and the Hub says: {first}") from error
 
 
 def find_pretrained(pretrained: str) -> Path:
     """Return the folder of a model that is there or has been fetched."""
-    if Path(pretrained).is_dir():
-        return Path(pretrained)
+    folder = Path(pretrained).expanduser()
+    if folder.is_dir():
+        return folder
     return Path(snapshot_download(pretrained, allow_patterns=list(_PATTERNS), local_files_only=True))
 
 
@@ -73,3 +80,9 @@ def check_base(stored: dict[str, Any], pretrained: str, quantization: Quantizati
             f"quantization: the adapters of the checkpoint were trained with {stored['quantization']}, this run has "
             f"{own['quantization']}: losses will differ"
         )
+
+
+def _is_meant_locally(pretrained: str) -> bool:
+    """Tell from names on the Hub, which are ``name`` or ``owner/name``."""
+    is_in_folder = "/" in pretrained and Path(pretrained).parent.is_dir()
+    return pretrained.startswith((".", "/", "~")) or pretrained.count("/") > 1 or is_in_folder

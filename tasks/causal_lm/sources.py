@@ -20,6 +20,10 @@ SAVED_MARKERS = ("dataset_dict.json", "state.json")  # what datasets' save_to_di
 class Part(Protocol):
     """One place to read rows from."""
 
+    @property
+    def has_splits(self) -> bool:
+        """Whether it is a data set, of which the setting chose a split."""
+
     def identify(self) -> Any:
         """Return what changes if and only if the rows may have changed, as JSON."""
 
@@ -33,6 +37,7 @@ class FilePart:
 
     path: Path
     txt_documents: TxtDocuments
+    has_splits: bool = False
 
     def identify(self) -> Any:
         """Return path, size and time of change."""
@@ -50,6 +55,7 @@ class DatasetPart:
 
     name: str
     dataset: Any
+    has_splits: bool = True
 
     def identify(self) -> Any:
         """Return name, number of rows, and the files with size and time of change."""
@@ -69,6 +75,8 @@ class DatasetPart:
 @dataclass(frozen=True, kw_only=True)
 class PydocPart:
     """The language reference that CPython ships for ``help("topic")``: 0.5 MB of English on any machine."""
+
+    has_splits: bool = False
 
     def identify(self) -> Any:
         """Return Python's version and a hash of the texts."""
@@ -135,7 +143,7 @@ def _open_saved(path: Path, split: str) -> DatasetPart:
 
     saved = load_from_disk(str(path))
     if not isinstance(saved, DatasetDict):
-        return DatasetPart(name=str(path), dataset=saved)
+        return DatasetPart(name=str(path), dataset=saved, has_splits=False)
     if split not in saved:
         raise ValueError(f"{path}: has no split {split!r}; it has {', '.join(saved)}")
     return DatasetPart(name=f"{path} [{split}]", dataset=saved[split])

@@ -24,7 +24,7 @@ class Echo(LightningModule):
         return self.outputs[batch_idx]
 
 
-def predict(outputs: list[Any], callback: WritePredictions, folder: Path) -> None:
+def predict(outputs: list[Any], callback: WritePredictions, folder: Path, **options: Any) -> None:
     trainer = Trainer(
         accelerator="cpu",
         callbacks=[callback],
@@ -32,6 +32,7 @@ def predict(outputs: list[Any], callback: WritePredictions, folder: Path) -> Non
         enable_progress_bar=False,
         enable_checkpointing=False,
         default_root_dir=folder,
+        **options,
     )
     trainer.predict(Echo(outputs), DataLoader(torch.zeros(len(outputs))))  # type: ignore[arg-type]
 
@@ -63,6 +64,13 @@ def test_what_is_no_prediction_is_not_written_and_a_warning_says_so(tmp_path: Pa
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_a_run_that_only_tries_one_batch_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (None, "out.jsonl"):
+        predict([{"index": [0], "prediction": ["a"]}], WritePredictions(path=path), tmp_path, fast_dev_run=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_second_run_of_the_same_callback_starts_empty(tmp_path: Path) -> None:
     callback = WritePredictions(path=str(tmp_path / "out.jsonl"))
     predict([{"index": [0], "prediction": ["first"]}, torch.zeros(1)], callback, tmp_path)
@@ -76,12 +84,14 @@ def test_two_ranks_predict_from_the_checkpoint_of_a_run(tmp_path: Path, monkeypa
     prompts = [f"word{k} is" for k in range(5)]
     (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps({'prompt': p})}\n" for p in prompts))
     args = ("--config=run.yaml", "--run_name=chat", "--data.predict=prompts.jsonl")
-    for rank in fork_ranks("fit", *args):
-        assert rank.code == 0, rank.err
+    ranks = fork_ranks("fit", *args)
+    assert [rank.code for rank in ranks] == [0, 0], ranks
+    assert "FSDP units" in ranks[0].out
     for batch_size in ("2", "1"):  # with 2, rank 1 gets one filler in its only batch and three in the second
         options = ("--ckpt_path=last", f"--data.eval_batch_size={batch_size}")
         ranks = fork_ranks("predict", *args, *options)
         assert [rank.code for rank in ranks] == [0, 0], ranks
+        assert "FSDP units" not in ranks[0].out  # nothing new for who has trained it
         folder = f"runs/chat/version_{3 - int(batch_size)}"
         assert f"5 predictions: {folder}/predictions.jsonl" in ranks[0].err
         assert "Loaded model weights from the checkpoint" in ranks[0].err

@@ -91,3 +91,25 @@ def test_a_task_that_logs_nothing_gets_the_rest_of_the_table(
 def test_a_run_that_only_tries_one_step_has_a_table_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = fit(tmp_path, capsys, TinyTask(), fast_dev_run=True)
     assert rows["steps"] == "1 (now at 1)"
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_an_evaluation_ends_in_its_metrics_with_six_digits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], verbose: bool
+) -> None:
+    class Thirds(TinyTask):
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            self.log_dict({"val/loss": 10 / 3, "val/steps": 1e6})
+
+        def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            self.log("test/loss", 2 / 3)
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", default_root_dir=tmp_path, callbacks=[RunSummary()], **quiet)  # type: ignore[arg-type]
+    data = DataLoader(torch.ones(4, 4))
+    trainer.validate(Thirds(), data, verbose=verbose)
+    trainer.test(Thirds(), data, verbose=verbose)
+    out = capsys.readouterr().out
+    rows = re.findall(r"^│ (.*?) +│ (.*?) *│$", out, flags=re.MULTILINE)
+    assert rows == [("val/loss", "3.33333"), ("val/steps", "1e+06"), ("test/loss", "0.666667")] * verbose
+    assert verbose or out == ""

@@ -22,7 +22,7 @@ from training import (
     save_model,
     train_plainly,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, get_scheduler
 
 from lit_fsdp import FSDP2Strategy, MixedPrecision
 from lit_fsdp.tasks import CausalLM, Optimizer, Schedule, Task
@@ -193,11 +193,27 @@ def test_schedules_move_the_learning_rate_as_they_say(schedule: Schedule, expect
     assert rates == pytest.approx(expected)
 
 
-def test_cosine_ends_at_the_min_factor() -> None:
-    rates = fit_linear(Linear(Optimizer(learning_rate=2.0), Schedule(shape="cosine", min_factor=0.1)), max_steps=10)
-    assert rates[0] == pytest.approx(2.0)
-    assert rates == sorted(rates, reverse=True)
-    assert 0.2 < rates[-1] < 0.3
+@pytest.mark.parametrize("num_warmup_steps", [0, 3])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("constant_with_warmup", Schedule(shape="constant")),
+        ("linear", Schedule(shape="linear")),
+        ("cosine", Schedule(shape="cosine")),
+        ("cosine_with_min_lr", Schedule(shape="cosine", min_factor=0.1)),
+    ],
+)
+def test_schedules_are_those_of_transformers(name: str, schedule: Schedule, num_warmup_steps: int) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    options = {"min_lr_rate": schedule.min_factor} if schedule.min_factor else {}
+    theirs = get_scheduler(name, optimizer, num_warmup_steps, 10, scheduler_specific_kwargs=options).lr_lambdas[0]
+    sizes = {"num_warmup_steps": num_warmup_steps, "num_steps": 10}
+    assert [schedule.compute_factor(step, **sizes) for step in range(11)] == [theirs(step) for step in range(11)]
+
+
+def test_a_cosine_does_not_rise_again_after_the_end() -> None:
+    schedule = Schedule(shape="cosine", min_factor=0.1)
+    assert schedule.compute_factor(15, num_warmup_steps=0, num_steps=10) == pytest.approx(0.1)
 
 
 def test_norms_and_biases_are_not_decayed() -> None:

@@ -321,11 +321,18 @@ def test_the_command_line_takes_a_trained_or_a_named_tokenizer() -> None:
     [
         ({"batch_size": 0}, "batch_size 0 must be at least 1"),
         ({"validation_fraction": 1.0}, "validation_fraction 1.0 must be at least 0 and below 1"),
+        ({"test_split": "test"}, "test_split: not used, as test names no data set"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path: Path, options: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         make("pydoc", "some/model", tmp_path, **options)
+
+
+def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path, source: Path, tokenizer: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cache_dir: cannot make the folder .*file/tokens: Not a directory"):
+        make(source, tokenizer, tmp_path / "file").setup("fit")
 
 
 def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:

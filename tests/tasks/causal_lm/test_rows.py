@@ -153,6 +153,10 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path: Path, tokenizer: 
     assert read_all(str(folder), tokenizer, tmp_path / "c") == texts * 5
     with pytest.raises(ValueError, match="has no split 'test'; it has train"):
         read_all(str(tmp_path / "splits"), tokenizer, tmp_path / "c", train_split="test")
+    assert read_all([*several, str(tmp_path / "splits")], tokenizer, tmp_path / "c", train_split="train") == texts * 3
+    for without in (str(folder / "a.jsonl"), str(tmp_path / "saved"), "pydoc"):
+        with pytest.raises(ValueError, match=r"train_split: got 'train': .* has no splits"):
+            read_all(without, tokenizer, tmp_path / "c", train_split="train")
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,6 @@ def test_settings_that_name_no_one_model_are_refused(settings: dict[str, Any], m
         ({"config": {"model_type": "bloom", "hidden_size": 32, "n_head": 4}}, "attention: got 'sdpa'.* nearest: eager"),
         ({"config": {**OPT}}, "OPTForCausalLM with sdpa attention lets the documents of a packed row see each other"),
         ({"config": TINY, "attention": "flash_attention_2"}, "pip install flash-attn"),
-        ({"pretrained": "no/such/folder"}, "no such folder"),
     ],
 )
 def test_models_that_cannot_be_built_are_refused_with_the_reason(
@@ -213,6 +212,19 @@ def test_models_that_cannot_be_built_are_refused_with_the_reason(
             build_trainer(FSDP2Strategy()).fit(CausalLM(**settings), datamodule=make_data(tmp_path))
 
     run_ranks(body, world_size=1)
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    for name in ("models/mein", "./models/mein", str(tmp_path / "models" / "mein")):
+        with pytest.raises(ValueError, match=f"pretrained: got '{name}': there is no such folder: did you mean .*mine"):
+            CausalLM(pretrained=name).prepare_data()
+    for name in ("no/such/folder", "~/no-such"):
+        with pytest.raises(ValueError, match=f"pretrained: got '{name}': there is no such folder: seen from"):
+            CausalLM(pretrained=name).prepare_data()
+    with pytest.raises(ValueError, match="pretrained: got 'no/such': no such folder, and the Hub says"):
+        CausalLM(pretrained="no/such").prepare_data()
 
 
 def test_a_second_run_of_the_same_object_keeps_its_weights(tmp_path: Path) -> None:
