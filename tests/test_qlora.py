@@ -74,6 +74,7 @@ RUNS = [
     ("full", "grad_op", "host", "recomputed", "2 without comm", "1"),
     ("full", "full", "device", "kept", "2 without comm", "2"),
 ]
+QUICK = {RUNS[i] for i in (0, 1, 2, 5, 6, 7, 11, 16, 20)}  # the others with `pytest -m slow`
 IMPOSSIBLE = {("hybrid", "1"), ("hybrid", "2"), ("hybrid", "3"), ("int", "1"), ("int", "2"), ("int", "3")}
 
 
@@ -89,7 +90,10 @@ def test_the_runs_cover_every_pair_of_settings() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("run", RUNS, ids=" ".join)
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow, id=" ".join(run)) for run in RUNS],
+)
 def test_sharded_adapters_train_as_stock_libraries_do_on_one_device(
     run: tuple[str, ...], folder: Path, truths: dict[str, Result], tmp_path: Path
 ) -> None:
@@ -139,6 +143,7 @@ def test_a_model_that_was_evaluated_trains_as_before(folder: Path, truths: dict[
     assert max(differences.values()) <= TOLERANCE, differences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile_", [Compile(backend="aot_eager")], ids=["aot_eager"])
 def test_compiled_blocks_train_as_before(
     compile_: Compile, folder: Path, truths: dict[str, Result], tmp_path: Path
