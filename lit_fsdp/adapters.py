@@ -251,7 +251,7 @@ def _find_strongest(weight: Tensor, r: int, *, is_exact: bool) -> tuple[Tensor, 
         u, s, vh = torch.linalg.svd(weight, full_matrices=False)
     else:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # on the CPU: the same on all ranks and machines
+            torch.default_generator.manual_seed(0)  # of the CPU: the same on all ranks and machines
             u, s, v = (factor.to(weight.device) for factor in torch.svd_lowrank(weight.cpu(), q=r, niter=16))
         vh = v.T
     root = s[:r].sqrt()
