@@ -1,0 +1,77 @@
+"""Quantized weights and adapters on GPUs: bytes as on the CPU, training as on one device, offload, a cap on memory."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from adapter_training import BASES, BATCH, LORA, SIZES, compare, fit, train_sharded
+from training import NUM_STEPS, Result, Rows, build_task, build_trainer, save_model
+
+from lit_fsdp import FSDP2Strategy, Offload
+from lit_fsdp.quantization import Quantization, compress_absmax, dequantize, quantize_rows
+from ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+BACKEND = "cpu:gloo,cuda:nccl"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "model", **SIZES)
+
+
+def compare_bytes() -> None:
+    rows = torch.randn(48, 1024, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+    for settings in (Quantization(), Quantization(type="fp4"), Quantization(type="int8")):
+        for dtype in (torch.float32, torch.bfloat16):
+            codes, absmax = quantize_rows(rows.to(dtype), settings)
+            there, absmax_there = quantize_rows(rows.to(dtype).cuda(), settings)
+            assert torch.equal(there.cpu(), codes), settings
+            assert torch.equal(absmax_there.cpu(), absmax), settings
+            if settings.is_double:
+                # The mean is a sum in another order; codes of maxima next to a boundary may tip over.
+                stored = compress_absmax(absmax_there)
+                dense = dequantize(there, *stored, settings, torch.float32).cpu()
+                expected = dequantize(codes, *compress_absmax(absmax), settings, torch.float32)
+                assert float((dense - expected).abs().max()) <= 1e-3 * float(expected.abs().max())
+
+
+def test_bytes_are_those_of_the_cpu() -> None:
+    run_ranks(compare_bytes, world_size=1, backend=BACKEND)
+
+
+def fit_on_gpu(folder: Path, out: Path, task_options: Any, strategy: dict[str, Any]) -> None:
+    fit(folder, out, task_options, strategy, {"accelerator": "gpu"})
+
+
+@pytest.mark.parametrize("base", list(BASES))
+@pytest.mark.parametrize("offload", [None, Offload()], ids=["device", "host"])
+def test_training_equals_the_cpu(base: str, offload: Offload | None, folder: Path, tmp_path: Path) -> None:
+    truth, _ = train_sharded(folder, tmp_path, 1, quantization=BASES[base])
+    world_size = min(torch.cuda.device_count(), 2)
+    options = {"quantization": BASES[base], "lora": LORA}
+    out = tmp_path / "gpu"
+    run_ranks(fit_on_gpu, folder, out, options, {"offload": offload}, world_size=world_size, backend=BACKEND)
+    found = torch.load(out, map_location="cpu")
+    differences = compare(Result(**found["result"]), truth)
+    differences = {n: d for n, d in differences.items() if n in ("losses", "grad_norms") or "lora_" in n}
+    assert max(differences.values()) <= 1e-4, differences  # other kernels, the same math
+
+
+def fit_capped(folder: Path) -> None:
+    torch.cuda.set_device(dist.get_rank())
+    torch.cuda.reset_peak_memory_stats()
+    task = build_task(folder, lora=LORA, quantization=Quantization())
+    trainer = build_trainer(
+        FSDP2Strategy(print_plan=False, offload=Offload()), accelerator="gpu", precision="bf16-true"
+    )
+    trainer.fit(task, Rows(67, BATCH // dist.get_world_size(), num_rows=NUM_STEPS * BATCH))
+    assert all(not p.is_cuda for p in task.parameters())
+    pinned = [p.to_local().is_pinned() for p in task.parameters() if p.to_local().numel()]  # type: ignore[operator]
+    assert all(pinned)
+
+
+def test_offloaded_shards_are_pinned_in_host_memory(folder: Path) -> None:
+    run_ranks(fit_capped, folder, world_size=1, backend=BACKEND)
