@@ -13,7 +13,7 @@ from lit_fsdp import FSDP2Strategy, Offload
 from lit_fsdp.quantization import Quantization, compress_absmax, dequantize, quantize_rows
 from ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.gpu
 BACKEND = "cpu:gloo,cuda:nccl"
 
 
