@@ -36,6 +36,13 @@ class OwnRows:
         self.begin, self.local = find_own_rows(target)
 
     @property
+    def device(self) -> torch.device:
+        """Where ranks compute and talk: not where rows are kept, if shards are in host memory."""
+        return (
+            torch.device(self.target.device_mesh.device_type) if isinstance(self.target, DTensor) else self.local.device
+        )
+
+    @property
     def end(self) -> int:
         """The row after the last of this rank's; a scalar is one row."""
         return self.begin + (len(self.local) if self.local.dim() else 1)
@@ -66,7 +73,7 @@ class QuantizedRows(OwnRows):
     @override
     def write(self, first: int, rows: Tensor) -> None:
         place = slice(first - self.begin, first - self.begin + len(rows))
-        rows = rows.to(self.local.device).reshape(-1, self.shape[-1])
+        rows = rows.to(self.device).reshape(-1, self.shape[-1])
         rows = rows.float() if rows.dtype == torch.float64 else rows
         codes, absmax = quantize_rows(rows, self.layer.quantization)
         self.local[place].copy_(codes.view(self.local[place].shape))
@@ -95,7 +102,7 @@ class QuantizedRows(OwnRows):
     def _get_absmax(self) -> Tensor:
         if self._absmax is None:
             num_blocks = self.layer.quantization.count_blocks(self.shape[-1])
-            self._absmax = torch.empty(*self.local.shape[:-1], num_blocks, device=self.local.device)
+            self._absmax = torch.empty(*self.local.shape[:-1], num_blocks, device=self.device)
         return self._absmax
 
 
@@ -118,14 +125,14 @@ class DecomposedRows(OwnRows):
     @override
     def write(self, first: int, rows: Tensor) -> None:
         if self._dense is None:
-            self._dense = torch.empty(self.end - self.begin, *self.shape[1:], device=self.local.device)
+            self._dense = torch.empty(self.end - self.begin, *self.shape[1:], device=self.device)
         self._dense[first - self.begin : first - self.begin + len(rows)].copy_(rows)
 
     @override
     def finish(self) -> None:
         dense, self._dense = self._dense, None
         if dense is None:
-            dense = torch.empty(0, *self.shape[1:], device=self.local.device)
+            dense = torch.empty(0, *self.shape[1:], device=self.device)
         whole = gather_rows(dense, self.target, self.shape[0])
         a, b, rest = decompose(self.layer, whole, self._requantize)
         for tensor in (a, b, rest):
@@ -176,6 +183,7 @@ def init_magnitudes(layer: Any) -> None:
     if isinstance(base, QuantizedLayer):
         codes, absmax = (find_own_rows(getattr(base, key))[1] for key in ("weight", f"weight{ABSMAX}"))
         nested = getattr(base, f"weight{NESTED}", None)
+        nested = None if nested is None else nested.to(codes.device)
         own = dequantize_shard(codes, absmax, nested, base.quantization, first=magnitude.begin)
     else:
         own = find_own_rows(base.weight)[1]
@@ -195,16 +203,14 @@ def gather_rows(local: Tensor, like: Tensor, num_rows: int) -> Tensor:
     """Return all rows of a tensor that is split between ranks like another one. All ranks must call it.
 
     Args:
-        local: This rank's rows.
+        local: This rank's rows, where ranks can talk.
         like: Sharded by rows, or not at all.
         num_rows: How many there are on all ranks together.
     """
     if not isinstance(like, DTensor):
         return local
     shape = torch.Size((num_rows, *local.shape[1:]))
-    there = local.to(like.device_mesh.device_type).contiguous()  # where ranks can talk, with parameters in host memory
     stride = torch.empty(shape, device="meta").stride()
-    whole = DTensor.from_local(
-        there, like.device_mesh, like.placements, shape=shape, stride=stride, run_check=False
+    return DTensor.from_local(
+        local.contiguous(), like.device_mesh, like.placements, shape=shape, stride=stride, run_check=False
     ).full_tensor()
-    return whole.to(local.device)
