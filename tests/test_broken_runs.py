@@ -33,6 +33,8 @@ CONFIGS = {
     "--model.pretrained=lacking": "model.init_args.pretrained or config: expected one of them",
     "--model.config=null --model.pretrained=empty": "model.init_args.pretrained: got 'empty': Unrecognized model in em",
     "--model.config=null --model.pretrained=lacking": "lacking does not fit LlamaForCausalLM: it lacks model.layers.1",
+    "--model.quantization.type=nf4": "model.init_args.quantization: quantized weights cannot be trained; set lora",
+    "--model.lora.targets=[q_prj]": "model.init_args.lora.targets: got 'q_prj': the model has no such module; did you",
     "--model.schedule.min_factor=0.1": "model.init_args.schedule.min_factor: not used by shape 'linear'",
     "--model.schedule.warmup_steps=3 --model.schedule.warmup_fraction=0.1": "model.init_args.schedule: warmup_steps",
     "--trainer.max_steps=-1 --trainer.max_epochs=-1": "model.init_args.schedule: the run has no end",

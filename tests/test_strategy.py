@@ -1,5 +1,6 @@
 import shutil
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,12 @@ def test_the_precision_of_the_trainer_reaches_the_strategy_and_explicit_dtypes_w
     assert (dtypes.storage_dtype, dtypes.param_dtype, dtypes.reduce_dtype) == ("float32", "bfloat16", "bfloat16")
 
 
-def fit(folder: Path, out: Path | None, max_steps: int, save: Path | None, load: Path | None) -> None:
+def fit(folder: Path, out: Path | None, mesh: Mesh, max_steps: int, save: Path | None, load: Path | None) -> None:
     recorder = Recorder()
-    trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[recorder], max_steps=max_steps)
+    strategy = FSDP2Strategy(mesh=mesh, print_plan=False)
+    trainer = build_trainer(strategy, callbacks=[recorder], max_steps=max_steps)
     task = build_task(folder)
-    data = Rows(64, 8 // trainer.world_size)
+    data = Rows(64, 12 // trainer.world_size, num_rows=8 * 12)
     if load is not None:  # losses of the steps before are not this run's
         recorder.result.losses = [0.0] * 4
         recorder.result.grad_norms = [0.0] * 4
@@ -85,14 +87,25 @@ def fit(folder: Path, out: Path | None, max_steps: int, save: Path | None, load:
         torch.save(vars(recorder.result), out)
 
 
-@pytest.mark.parametrize(("before", "after", "tolerance"), [(2, 2, 0.0), (2, 1, 1e-6), (1, 2, 1e-6)])
+@pytest.mark.parametrize(
+    ("before", "after", "tolerance"),
+    [
+        ((1, 2), 2, 0.0),
+        ((1, 2), 1, 1e-6),
+        ((1, 2), 3, 1e-6),
+        ((2, 2), 2, 1e-6),
+        pytest.param((1, 1), 2, 1e-6, marks=pytest.mark.slow),
+        pytest.param((1, 4), 2, 1e-6, marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_goes_on_like_one_that_was_not_interrupted(
-    before: int, after: int, tolerance: float, tmp_path: Path
+    before: tuple[int, int], after: int, tolerance: float, tmp_path: Path
 ) -> None:
     folder = save_model(tmp_path / "model", **EVEN)
-    run_ranks(fit, folder, tmp_path / "whole", 8, None, None, world_size=before)
-    run_ranks(fit, folder, None, 4, tmp_path / "checkpoint", None, world_size=before)
-    run_ranks(fit, folder, tmp_path / "resumed", 8, None, tmp_path / "checkpoint", world_size=after)
+    ranks, mesh, checkpoint = prod(before), Mesh(replicate=before[0]), tmp_path / "checkpoint"
+    run_ranks(fit, folder, tmp_path / "whole", mesh, 8, None, None, world_size=ranks)
+    run_ranks(fit, folder, None, mesh, 4, checkpoint, None, world_size=ranks)
+    run_ranks(fit, folder, tmp_path / "resumed", Mesh(), 8, None, checkpoint, world_size=after)
     whole, resumed = torch.load(tmp_path / "whole"), torch.load(tmp_path / "resumed")
     for name in ("losses", "grad_norms"):
         differences = [abs(a - b) for a, b in zip(whole[name][4:], resumed[name][4:], strict=True)]
