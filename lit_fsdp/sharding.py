@@ -219,9 +219,13 @@ def split_by_child(model: nn.Module, plan: Sequence[Unit]) -> list[tuple[nn.Modu
             continue
         prefix = f"{child_name}."
         inside = [u for u in plan if u.kind != "root" and all(n.startswith(prefix) for n in u.names)]
-        units = [replace(u, names=tuple(n.removeprefix(prefix) for n in u.names)) for u in inside]
+        units = [replace(u, names=_strip(u.names, prefix), parameters=_strip(u.parameters, prefix)) for u in inside]
         parts.append((child, [*units, Unit(names=("",), kind="root")]))
     return parts
+
+
+def _strip(names: Iterable[str], prefix: str) -> tuple[str, ...]:
+    return tuple(name.removeprefix(prefix) for name in names)
 
 
 def _check_dtypes(model: nn.Module, plan: Sequence[Unit]) -> None:
@@ -245,12 +249,16 @@ def _find_depth(unit: Unit) -> int:
 def _set_prefetch(modules: dict[str, nn.Module], plan: Sequence[Unit], sharding: Sharding) -> None:
     # Of several modules in one unit, each can start its gather.
     order = [[cast(FSDPModule, modules[name]) for name in unit.names] for unit in plan if unit.kind != "root"]
+    # Backward never reaches what is frozen before the first unit that trains.
+    trains = [any(p.requires_grad for m in members for p in cast(nn.Module, m).parameters()) for members in order]
+    last = trains.index(True) if True in trains else 0
     for i, members in enumerate(order):
-        if depth := sharding.forward_prefetch:
-            for member in members:
+        before = [group[0] for group in reversed(order[max(i - sharding.backward_prefetch, last) : i])]
+        for member in members:
+            if depth := sharding.forward_prefetch:
                 member.set_modules_to_forward_prefetch([after[0] for after in order[i + 1 : i + 1 + depth]])
-        if (depth := sharding.backward_prefetch) > 1:
-            for member in members:
-                member.set_modules_to_backward_prefetch(
-                    [before[0] for before in reversed(order[max(i - depth, 0) : i])]
-                )
+            if sharding.backward_prefetch > 1:
+                member.set_modules_to_backward_prefetch(before)
+            if 0 < i == last:
+                # Itself, which is gathered already: of nothing FSDP makes its default, the unit before.
+                member.set_modules_to_backward_prefetch([member])

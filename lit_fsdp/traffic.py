@@ -30,18 +30,20 @@ def predict_collectives(
     """Count the collectives of one optimizer step.
 
     Each micro-batch gathers every unit for forward, and again for backward where it was resharded between. A
-    head and the root are not, see ``shard_model``. Activation checkpointing adds none: the recomputed forward
-    runs while the unit is gathered for backward.
+    head and the root are not, see ``shard_model``, and neither are units that backward never reaches: frozen ones
+    before the first that trains. Activation checkpointing adds none: the recomputed forward runs while the unit is
+    gathered for backward.
 
     Args:
-        plan: The units, from ``plan_units``.
+        plan: The units in the order of forward, from ``plan_units``.
         sharding: What happens between their uses.
         num_replicas: Copies of the model.
         num_micro_batches: Accumulated in a step.
     """
     filled = [unit for unit in plan if unit.num_params]
     is_resharded = sharding.reshard_after_forward is not False
-    gathered_twice = [unit for unit in filled if is_resharded and unit.kind in ("block", "embedding")]
+    first = next((i for i, unit in enumerate(filled) if unit.num_trainable), len(filled))
+    gathered_twice = [unit for unit in filled[first:] if is_resharded and unit.kind in ("block", "embedding")]
     trainable = [unit for unit in filled if unit.num_trainable]
     num_reductions = len(trainable) * (1 if sharding.hold_gradients else num_micro_batches)
     return Collectives(

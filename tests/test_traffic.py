@@ -1,4 +1,5 @@
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import EVEN, TIED, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy, Mesh, Offload, Recompute, Sharding
+from lit_fsdp.adapters import LoRA
+from lit_fsdp.quantization import Quantization
 from lit_fsdp.traffic import predict_collectives
 from ranks import run_ranks
 
@@ -45,11 +48,13 @@ class CountSteps(pl.Callback):
         self.counting.__exit__(None, None, None)
 
 
-def count_and_compare(folder: Path, strategy: dict[str, Any], num_micro_batches: int, num_replicas: int) -> None:
+def count_and_compare(
+    folder: Path, strategy: dict[str, Any], num_micro_batches: int, num_replicas: int, **options: Any
+) -> None:
     counter = CountSteps(num_micro_batches)
     fsdp2 = FSDP2Strategy(print_plan=False, **strategy)
     trainer = build_trainer(fsdp2, callbacks=[counter], max_steps=2, accumulate_grad_batches=num_micro_batches)
-    trainer.fit(build_task(folder), Rows(64, batch_size=1))
+    trainer.fit(build_task(folder, **options), Rows(64, batch_size=1))
     expected = predict_collectives(
         fsdp2.plan, fsdp2.settings.sharding, num_replicas=num_replicas, num_micro_batches=num_micro_batches
     )
@@ -86,6 +91,16 @@ def test_a_step_takes_the_collectives_that_the_plan_says(case: str, tmp_path: Pa
 def test_tied_weights_are_gathered_and_reduced_once(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **TIED)
     run_ranks(count_and_compare, folder, {}, 1, 1)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", r".*layers\.2\..*_proj", ["embed_tokens", "o_proj"]], ids=str)
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_below_adapters_only_what_backward_needs_is_gathered_twice(
+    targets: Any, is_quantized: bool, tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "model", **{**EVEN, "hidden_size": 64})
+    options = {"lora": LoRA(r=4, targets=targets), "quantization": Quantization() if is_quantized else None}
+    run_ranks(partial(count_and_compare, **options), folder, {}, 2, 1)
 
 
 def test_the_prediction_for_three_blocks_is_what_the_docs_say() -> None:
