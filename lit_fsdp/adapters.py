@@ -141,6 +141,9 @@ def add_adapters(model: nn.Module, lora: LoRA) -> None:
     except (ValueError, NotImplementedError, TypeError, AttributeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"lora.targets: got {lora.targets!r}: {reason}") from error
+    for name, layer in iterate_adapters(model):
+        if obstacle := _find_obstacle(layer, lora):
+            raise ValueError(f"lora.targets: {clean_name(name)}: {obstacle}")
     for _, module in _find_saved(model, lora):
         module.requires_grad_()
     dtype = getattr(torch, lora.dtype)
@@ -261,6 +264,23 @@ def _find_saved(model: nn.Module, lora: LoRA) -> list[tuple[str, nn.Module]]:
 
 def _ends_with(name: str, part: str) -> bool:
     return name == part or name.endswith(f".{part}")
+
+
+def _find_obstacle(layer: Any, lora: LoRA) -> str:
+    """Return why an adapter could not work: what peft would compute, or we, is not what the setting says."""
+    base = layer.get_base_layer()
+    is_linear = ADAPTER in layer.lora_A and not getattr(layer, "fan_in_fan_out", False)
+    if isinstance(base, QuantizedLayer) and not isinstance(base, nn.Linear):
+        return "peft has no adapters for quantized experts; name other targets, or name them in quantization.skip"
+    if lora.dora and not is_linear:
+        return "dora is only for linear layers; leave it out, or name other targets"
+    if lora.init not in ("default", "gaussian") and ADAPTER in layer.lora_A:
+        shape = getattr(base, "dense_shapes", {}).get("weight", getattr(base, "weight", torch.empty(0)).shape)
+        if not is_linear or len(shape) != 2:
+            return f"init {lora.init!r} is only for linear layers; set it to default, or name other targets"
+        if layer.r[ADAPTER] > min(shape):
+            return f"init {lora.init!r} has no rank {layer.r[ADAPTER]} in a weight of {tuple(shape)}; set a smaller r"
+    return ""
 
 
 def _refuse_merge(*_: Any, **__: Any) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from typing_extensions import override
 
 from lit_fsdp.adapters import ADAPTER, clean_name, decompose, is_adapter_name, is_decomposed, iterate_adapters
-from lit_fsdp.quantization import compress_absmax, dequantize, dequantize_shard, quantize_rows
+from lit_fsdp.quantization import compress_absmax, dequantize_shard, quantize_rows, requantize
 from lit_fsdp.quantized_layers import ABSMAX, NESTED, QuantizedLayer
 
 
@@ -138,10 +138,7 @@ class DecomposedRows(OwnRows):
             factor.write(factor.begin, full[factor.begin : factor.end])
 
     def _requantize(self, weight: Tensor) -> Tensor:
-        settings = self.layer.get_base_layer().quantization
-        codes, absmax = quantize_rows(weight, settings)
-        stored, nested = compress_absmax(absmax) if settings.is_double else (absmax.view(torch.uint8), None)
-        return dequantize(codes, stored, nested, settings, torch.float32)
+        return requantize(weight, self.layer.get_base_layer().quantization)
 
 
 def find_rows(model: nn.Module) -> dict[str, OwnRows]:

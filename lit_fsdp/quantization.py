@@ -183,6 +183,13 @@ def dequantize_shard(
     return dequantize(codes, absmax, None, settings, torch.float32)
 
 
+def requantize(weight: Tensor, settings: Quantization) -> Tensor:
+    """Return what quantization makes of a whole weight [rows, columns], ``float32``."""
+    codes, absmax = quantize_rows(weight, settings)
+    stored, nested = compress_absmax(absmax) if settings.is_double else (absmax.view(torch.uint8), None)
+    return dequantize(codes, stored, nested, settings, torch.float32)
+
+
 class _Multiply(torch.autograd.Function):
     """Dequantizes in forward and again in backward."""
 

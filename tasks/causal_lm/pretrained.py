@@ -1,54 +1,13 @@
-"""Where the files of a pretrained model are: a local folder, or the cache of the Hugging Face Hub; which they are."""
+"""Whether the adapters of a checkpoint belong to the model of a run."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_fsdp.base_model import describe_base
 from lit_fsdp.quantization import Quantization
-from lit_fsdp.tensor_files import compute_fingerprint
-
-BASE = "base"  # in the metadata of a checkpoint: the model below its adapters
-_PATTERNS = ("model*.safetensors", "*.json")  # not copies in other layouts
-
-
-def fetch_pretrained(pretrained: str) -> None:
-    """Download a model unless it is a folder or in the cache.
-
-    Args:
-        pretrained: Name on the Hub, or a folder.
-
-    Raises:
-        ValueError: It is neither.
-    """
-    if Path(pretrained).is_dir():
-        return
-    try:
-        snapshot_download(pretrained, allow_patterns=list(_PATTERNS))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"pretrained: got {pretrained!r}: no such folder, and the Hub says: {first}") from error
-
-
-def find_pretrained(pretrained: str) -> Path:
-    """Return the folder of a model that is there or has been fetched."""
-    if Path(pretrained).is_dir():
-        return Path(pretrained)
-    return Path(snapshot_download(pretrained, allow_patterns=list(_PATTERNS), local_files_only=True))
-
-
-def describe_base(pretrained: str, quantization: Quantization | None) -> dict[str, Any]:
-    """Return what tells the model below adapters from others, in plain types."""
-    return {
-        "name": pretrained,
-        "fingerprint": compute_fingerprint(find_pretrained(pretrained)),
-        "quantization": None if quantization is None else asdict(quantization),
-    }
 
 
 def check_base(stored: dict[str, Any], pretrained: str, quantization: Quantization | None) -> None:

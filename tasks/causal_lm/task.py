@@ -16,13 +16,16 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from typing_extensions import override
 
 from lit_fsdp.adapters import LoRA
-from lit_fsdp.export import EXPORT
+from lit_fsdp.base_model import BASE, LORA, describe_base, fetch_pretrained, find_pretrained
+from lit_fsdp.checkpoint_reader import EXPORT
+from lit_fsdp.export_adapter import describe_adapters
+from lit_fsdp.model_folder import ADAPTER_CONFIG
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.tasks.base import Optimizer, Schedule, Task
 from lit_fsdp.tasks.causal_lm.collate import Batch
 from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_packing
 from lit_fsdp.tasks.causal_lm.packing import IGNORED
-from lit_fsdp.tasks.causal_lm.pretrained import BASE, check_base, describe_base, fetch_pretrained, find_pretrained
+from lit_fsdp.tasks.causal_lm.pretrained import check_base
 from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id
 from lit_fsdp.weights import init_weights, load_weights
 
@@ -294,6 +297,8 @@ class CausalLM(Task):
             if self._export_files is None:
                 self._export_files = self._collect_export_files(self.model)
             checkpoint[EXPORT] = self._export_files
+            if self.lora is not None:
+                checkpoint[LORA] = self.lora
             if self.lora is not None and self.pretrained is not None:
                 checkpoint[BASE] = self._base = self._base or describe_base(self.pretrained, self.quantization)
 
@@ -318,6 +323,8 @@ class CausalLM(Task):
                 generation.pad_token_id = find_pad_id(self._find_tokenizer())
             files |= _read_tokenizer(tokenizer)
         files["config.json"] = config.to_json_string()
+        if self.lora is not None:
+            files[ADAPTER_CONFIG] = describe_adapters(model, self.lora, self.pretrained)
         if model.can_generate():
             files[GENERATION] = generation.to_json_string()
         if self.pretrained is not None and (given := find_pretrained(self.pretrained) / GENERATION).is_file():
