@@ -29,8 +29,9 @@ from lit_fsdp.base_model import BASE, LORA, fetch_pretrained, find_pretrained
 from lit_fsdp.checkpoint_reader import StoredCheckpoint, build_on_meta
 from lit_fsdp.conversion import Conversion, convert_rows, plan_conversions
 from lit_fsdp.quantization import Quantization, requantize
+from lit_fsdp.quantized_files import QuantizedFiles
 from lit_fsdp.quantized_layers import iterate_quantized, quantize_model
-from lit_fsdp.tensor_files import TensorFiles, compute_fingerprint
+from lit_fsdp.tensor_files import compute_fingerprint
 
 
 class BaseWeights:
@@ -47,7 +48,7 @@ class BaseWeights:
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
         self.folder = folder
         self._model = model
-        self._files = TensorFiles(folder)
+        self._files = QuantizedFiles(folder)
         state = model.state_dict()
         conversions, _ = plan_conversions(model, self._files.tensors, state)
         self._by_name = {name: conversion for conversion in conversions for name in conversion.shapes}
@@ -66,14 +67,16 @@ class BaseWeights:
         self._files.__exit__(kind, error, trace)
 
     def get_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which a tensor, or what it is made of, is stored."""
-        return self._files.tensors[self._get(name)[1].sources[0][1]].dtype
+        """Return the dtype in which a tensor, or what it is made of, is stored, or was before it was quantized."""
+        return self._files.get_dtype(self._get(name)[1].sources[0][1])
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor in the dtype in which it is stored."""
+        """Return a tensor in the dtype in which it is stored, a quantized one in that which it had before."""
         found, conversion = self._get(name)
         if conversion.converter is None:
             stored = conversion.sources[0][1]
+            if stored in self._files.quantized:
+                return self._files.read_dense(stored)
             return self._files.read_rows(stored, 0, self._files.tensors[stored].num_rows)
         dtype = self.get_dtype(name)
         made = convert_rows(self._model, conversion, self._files.tensors, self._files.read_rows, dtype)

@@ -22,7 +22,7 @@ from bitsandbytes import functional, matmul_4bit  # type: ignore[attr-defined]
 from torch import Tensor
 
 # Of maxima that share one second-level maximum; bitsandbytes knows no other number.
-_NESTED_BLOCK_SIZE = 256
+NESTED_BLOCK_SIZE = 256
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -87,7 +87,7 @@ class Quantization:
 
     def count_nested_bytes(self, num_blocks: int) -> int:
         """Return the bytes of the second level of a weight with ``num_blocks`` blocks: its maxima and their mean."""
-        return 4 * (-(-num_blocks // _NESTED_BLOCK_SIZE) + 1)
+        return 4 * (-(-num_blocks // NESTED_BLOCK_SIZE) + 1)
 
 
 def quantize_rows(rows: Tensor, settings: Quantization) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ def compress_absmax(absmax: Tensor) -> tuple[Tensor, Tensor]:
     """
     flat = absmax.reshape(-1)
     mean = flat.mean()
-    codes, state = functional.quantize_blockwise(flat - mean, blocksize=_NESTED_BLOCK_SIZE)
+    codes, state = functional.quantize_blockwise(flat - mean, blocksize=NESTED_BLOCK_SIZE)
     return codes.view(absmax.shape), torch.cat([state.absmax, mean.view(1)]).view(torch.uint8)
 
 
@@ -177,7 +177,7 @@ def dequantize_shard(
     if nested is not None:
         values = nested.view(torch.float32)
         begin = first * absmax.shape[1]
-        places = torch.arange(begin, begin + absmax.numel(), device=absmax.device) // _NESTED_BLOCK_SIZE
+        places = torch.arange(begin, begin + absmax.numel(), device=absmax.device) // NESTED_BLOCK_SIZE
         found = _find_code("dynamic", absmax.device)[absmax.reshape(-1).long()] * values[places] + values[-1]
         absmax = found.view(absmax.shape).view(torch.uint8)
     return dequantize(codes, absmax, None, settings, torch.float32)
@@ -236,7 +236,7 @@ def _build_state(
     values = nested.view(torch.float32)
     second = functional.QuantState(
         absmax=values[:-1],
-        blocksize=_NESTED_BLOCK_SIZE,
+        blocksize=NESTED_BLOCK_SIZE,
         code=_find_code("dynamic", nested.device),
         dtype=torch.float32,
     )

@@ -20,7 +20,7 @@ LAYERS = [
     {"adapters"},
     {"recompute", "plan_table"},
     {"sharding", "memory", "tensor_files"},
-    {"conversion", "own_rows"},
+    {"conversion", "own_rows", "quantized_files"},
     {"weights", "settings", "traffic"},
     {"base_model"},
     {"checkpoint", "last_checkpoint", "hub_names", "tensor_writer", "model_card"},

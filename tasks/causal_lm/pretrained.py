@@ -1,13 +1,42 @@
-"""Whether the adapters of a checkpoint belong to the model of a run."""
+"""What follows from the model that a run starts from: how it is quantized, and which adapters belong to it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 
 from lit_fsdp.base_model import describe_base
 from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantized_files import read_quantization
+
+
+def choose_quantization(folder: Path, model: nn.Module, given: Quantization | None) -> Quantization | None:
+    """Return how the weights of a model are to be quantized: as they are stored, if they are stored so.
+
+    Args:
+        folder: Of the pretrained model.
+        model: On the meta device.
+        given: What the user asks for.
+
+    Raises:
+        ValueError: The files have it otherwise.
+    """
+    stored = read_quantization(folder, model)
+    if stored is None or given is None:
+        return stored or given
+    for name in ("type", "block_size", "is_double"):
+        ours, theirs = getattr(given, name), getattr(stored, name)
+        if ours != theirs:
+            raise ValueError(
+                f"quantization.{name.removeprefix('is_')}: got {ours!r}: the weights of pretrained are stored with "
+                f"{theirs!r}; leave quantization out"
+            )
+    if given.skip is not None:
+        raise ValueError("quantization.skip: the weights of pretrained are quantized already; leave it out")
+    return stored
 
 
 def check_base(stored: dict[str, Any], pretrained: str, quantization: Quantization | None) -> None:

@@ -21,11 +21,12 @@ from lit_fsdp.checkpoint_reader import EXPORT
 from lit_fsdp.export_adapter import describe_adapters
 from lit_fsdp.model_folder import ADAPTER_CONFIG
 from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantized_files import read_quantization
 from lit_fsdp.tasks.base import Optimizer, Schedule, Task
 from lit_fsdp.tasks.causal_lm.collate import Batch
 from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_packing
 from lit_fsdp.tasks.causal_lm.packing import IGNORED
-from lit_fsdp.tasks.causal_lm.pretrained import check_base
+from lit_fsdp.tasks.causal_lm.pretrained import check_base, choose_quantization
 from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id
 from lit_fsdp.weights import init_weights, load_weights
 
@@ -46,7 +47,8 @@ class CausalLM(Task):
         attention: Implementation of attention. ``sdpa`` is that of torch; ``flash_attention_2`` needs the
             package flash-attn and a GPU.
         lora: Train low-rank adapters and leave the model as it is; ``null`` trains all of it.
-        quantization: Keep the weights that do not train in 4 or 8 bits; needs ``lora``.
+        quantization: Keep the weights that do not train in 4 or 8 bits; needs ``lora``. Taken from the files of
+            ``pretrained`` where these are quantized already.
         optimizer: AdamW's settings.
         schedule: How the learning rate moves.
         sample_prompts: Texts to continue when training ends, printed.
@@ -102,9 +104,16 @@ class CausalLM(Task):
 
     @override
     def setup(self, stage: str) -> None:
-        if stage == "fit" and self.quantization is not None and self.lora is None:
+        is_stored = self.pretrained is not None and read_quantization(find_pretrained(self.pretrained)) is not None
+        if stage == "fit" and (is_stored or self.quantization is not None) and self.lora is None:
             raise ValueError(
-                "quantization: quantized weights cannot be trained; set lora, such as {r: 16}, or leave it out"
+                "quantization: quantized weights cannot be trained; set lora, such as {r: 16}, or "
+                + ("pretrained to the model that they were made of" if is_stored else "leave it out")
+            )
+        if is_stored and self.lora is not None and self.lora.init not in ("default", "gaussian"):
+            raise ValueError(
+                f"lora.init: got {self.lora.init!r}: it needs the weights that those of pretrained were made of; set "
+                "default"
             )
         if self.attention == "flash_attention_2" and not is_flash_attn_2_available():
             raise ValueError(
@@ -127,6 +136,9 @@ class CausalLM(Task):
                     raise
                 reason = str(error).strip().splitlines()[0]
                 raise ValueError(f"attention: got {self.attention!r}: {reason}; nearest: eager") from error
+        if self.pretrained is not None:
+            folder = find_pretrained(self.pretrained)
+            self.quantization = choose_quantization(folder, self.model, self.quantization)
         self.adapt_model(self.model, lora=self.lora, quantization=self.quantization)
         self.finish_model()
 
@@ -148,7 +160,7 @@ class CausalLM(Task):
         """Return the model's configuration."""
         if self.pretrained is not None:
             try:
-                return AutoConfig.from_pretrained(find_pretrained(self.pretrained))
+                return _drop_quantization(AutoConfig.from_pretrained(find_pretrained(self.pretrained)))
             except (OSError, ValueError) as error:
                 reason = str(error).strip().splitlines()[0]
                 raise ValueError(f"pretrained: got {self.pretrained!r}: {reason}") from error
@@ -338,6 +350,14 @@ class CausalLM(Task):
         if not hasattr(data, "tokenizer"):
             raise RuntimeError("generating text needs a data module with a tokenizer, such as TextData")
         return data.tokenizer
+
+
+def _drop_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a configuration without that of bitsandbytes, whose layers we have ourselves."""
+    settings: Any = getattr(config, "quantization_config", None)
+    if isinstance(settings, dict) and settings.get("quant_method") == "bitsandbytes":
+        del config.quantization_config
+    return config
 
 
 def _read_tokenizer(tokenizer: Any) -> dict[str, str | bytes]:
