@@ -22,10 +22,12 @@ from transformers import PreTrainedModel
 from lit_fsdp.base_model import BASE, LORA
 from lit_fsdp.checkpoint_reader import StoredCheckpoint, build_on_meta, find_checkpoint, find_run, open_checkpoint
 from lit_fsdp.export_adapter import double_ranks, needs_base, write_adapter
-from lit_fsdp.hub_names import list_saved_names, plan_parts
+from lit_fsdp.hub_names import Part, list_saved_names, plan_parts
 from lit_fsdp.merging import AdaptedWeights, BaseWeights, find_aliases, open_base, read_lora, read_quantization
 from lit_fsdp.model_card import write_model_card
 from lit_fsdp.model_folder import ADAPTER_CONFIG, check_out, list_files, make_beside, write_model, write_small_files
+from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantized_export import Quantizer
 
 Dtype = Literal["keep", "float32", "bfloat16", "float16"]
 _MAX_SHARD_GB = 5.0
@@ -62,6 +64,7 @@ def export_model(
     overwrite: bool = False,
     merge: bool = False,
     base: str | None = None,
+    quantization: Quantization | None = None,
 ) -> Exported:
     """Write the model of a sharded checkpoint as a folder that ``from_pretrained`` reads.
 
@@ -76,10 +79,13 @@ def export_model(
         overwrite: Replace an exported model that is there.
         merge: Add adapters to the weights of their base model, which makes a model that needs no peft.
         base: Where the base model is, if not under the name that the run knew it by: name on the Hub, or a folder.
+        quantization: Write the weights of linear layers in 4 or 8 bits, as bitsandbytes has them; ``null`` does not.
 
     Raises:
         ValueError: With what is wrong with the checkpoint or a setting.
     """
+    if quantization is not None:
+        quantization.check()
     if dtype not in get_args(Dtype):
         raise ValueError(f"dtype: got {dtype!r}: expected one of {', '.join(get_args(Dtype))}")
     if not max_shard_gb > 0:
@@ -88,19 +94,21 @@ def export_model(
     out = Path(out).resolve()
     check_out(out, source, overwrite=overwrite)
     stored = open_checkpoint(source)
-    _check_combination(stored, merge=merge, base=base, max_shard_gb=max_shard_gb)
+    _check_combination(stored, merge=merge, base=base, max_shard_gb=max_shard_gb, quantization=quantization)
     folder = open_base(stored, base) if merge or (LORA in stored.meta and needs_base(read_lora(stored))) else None
     if folder is not None:
         check_out(out, source, folder, overwrite=overwrite)
     if merge:
         assert folder is not None
-        return _export_merged(stored, out, folder, dtype, max_bytes=int(max_shard_gb * 1e9))
+        return _export_merged(stored, out, folder, dtype, quantization, max_bytes=int(max_shard_gb * 1e9))
     if LORA in stored.meta:
         return _export_adapter(stored, out, folder, dtype)
-    return _export_whole(stored, out, dtype, max_bytes=int(max_shard_gb * 1e9))
+    return _export_whole(stored, out, dtype, quantization, max_bytes=int(max_shard_gb * 1e9))
 
 
-def _check_combination(stored: StoredCheckpoint, *, merge: bool, base: str | None, max_shard_gb: float) -> None:
+def _check_combination(
+    stored: StoredCheckpoint, *, merge: bool, base: str | None, max_shard_gb: float, quantization: Quantization | None
+) -> None:
     """Refuse settings that would be ignored, or cannot be followed."""
     if LORA not in stored.meta:
         for name, value in (("merge", merge), ("base", base)):
@@ -113,12 +121,14 @@ def _check_combination(stored: StoredCheckpoint, *, merge: bool, base: str | Non
             f"{stored.path} holds adapters over random weights, which no other tool could load; train them over a "
             "model of pretrained"
         )
-    lora, quantization = read_lora(stored), read_quantization(stored)
+    lora, trained_over = read_lora(stored), read_quantization(stored)
     if merge:
         return
-    if needs_base(lora) and quantization is not None:
+    if quantization is not None:
+        raise ValueError("quantization: adapters are not quantized; set merge to true, or leave it out")
+    if needs_base(lora) and trained_over is not None:
         raise ValueError(
-            f"merge: got false: adapters of init {lora.init!r} over {quantization.type} weights fit only what was left "
+            f"merge: got false: adapters of init {lora.init!r} over {trained_over.type} weights fit only what was left "
             "of these, which no other tool could load; set merge to true, which gives the model as it was trained"
         )
     if base is not None and not needs_base(lora):
@@ -130,7 +140,9 @@ def _check_combination(stored: StoredCheckpoint, *, merge: bool, base: str | Non
 # A whole model
 
 
-def _export_whole(stored: StoredCheckpoint, out: Path, dtype: Dtype, *, max_bytes: int) -> Exported:
+def _export_whole(
+    stored: StoredCheckpoint, out: Path, dtype: Dtype, quantization: Quantization | None, *, max_bytes: int
+) -> Exported:
     model = build_on_meta(stored)
     parts = plan_parts(model, _choose_tensors(model, stored, dtype))
     aliases = find_aliases(model)
@@ -141,10 +153,12 @@ def _export_whole(stored: StoredCheckpoint, out: Path, dtype: Dtype, *, max_byte
         return {name: tensors[sources[name]] for name in wanted}
 
     with make_beside(out) as folder:
-        num_bytes = write_model(folder, parts, read, model, max_bytes=max_bytes)
+        quantizer = _build_quantizer(stored, quantization, parts)
+        num_bytes = write_model(folder, parts, read, model, max_bytes=max_bytes, quantizer=quantizer)
         name = _find_dtype(tensor.dtype for part in parts for tensor in part.outputs.values())
         num_parameters = sum(p.numel() for p in model.parameters())
-        _write_rest(folder, stored, out.name, model, name, num_parameters)
+        changes = {"quantization_config": quantizer.config} if quantizer is not None else {}
+        _write_rest(folder, stored, out.name, model, name, num_parameters, **changes)
         files = list_files(folder)
     return Exported(
         checkpoint=stored.path, folder=out, files=files, num_parameters=num_parameters, dtype=name, num_bytes=num_bytes
@@ -206,20 +220,24 @@ def _export_adapter(stored: StoredCheckpoint, out: Path, base: Path | None, dtyp
     )
 
 
-def _export_merged(stored: StoredCheckpoint, out: Path, base: Path, dtype: Dtype, *, max_bytes: int) -> Exported:
+def _export_merged(
+    stored: StoredCheckpoint, out: Path, base: Path, dtype: Dtype, quantization: Quantization | None, *, max_bytes: int
+) -> Exported:
     weights = AdaptedWeights(stored)
     tied = build_on_meta(stored)
     is_untied = any(len(names) > 1 and name in weights.changed for name, names in find_aliases(tied).items())
-    changes = {"tie_word_embeddings": False} if is_untied else {}
+    changes: dict[str, Any] = {"tie_word_embeddings": False} if is_untied else {}
     model = build_on_meta(stored, **changes)
     with BaseWeights(base, tied) as base_weights, make_beside(out) as folder:
         state = model.state_dict()
         dtypes = {name: _choose_dtype(base_weights.get_dtype(name), dtype) for name in list_saved_names(model)}
         parts = plan_parts(model, {name: state[name].to(wanted) for name, wanted in dtypes.items()})
         read = partial(_read_merged, weights, base_weights)
-        num_bytes = write_model(folder, parts, read, model, max_bytes=max_bytes)
+        quantizer = _build_quantizer(stored, quantization, parts)
+        num_bytes = write_model(folder, parts, read, model, max_bytes=max_bytes, quantizer=quantizer)
         name = _find_dtype(tensor.dtype for part in parts for tensor in part.outputs.values())
         num_parameters = sum(p.numel() for p in model.parameters())
+        changes |= {"quantization_config": quantizer.config} if quantizer is not None else {}
         _write_rest(folder, stored, out.name, model, name, num_parameters, **changes)
         files = list_files(folder)
     return Exported(
@@ -239,6 +257,13 @@ def _read_merged(weights: AdaptedWeights, base: BaseWeights, wanted: Mapping[str
 
 
 # Both
+
+
+def _build_quantizer(
+    stored: StoredCheckpoint, settings: Quantization | None, parts: Iterable[Part]
+) -> Quantizer | None:
+    outputs = {name: tensor for part in parts for name, tensor in part.outputs.items()}
+    return None if settings is None else Quantizer(build_on_meta(stored), settings, outputs)
 
 
 def _choose_dtype(stored: torch.dtype, dtype: Dtype) -> torch.dtype:

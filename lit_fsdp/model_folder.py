@@ -15,6 +15,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
 from lit_fsdp.hub_names import Part, convert_part
+from lit_fsdp.quantized_export import Quantizer
 from lit_fsdp.tensor_writer import TensorWriter
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -71,6 +72,7 @@ def write_model(
     model: PreTrainedModel,
     *,
     max_bytes: int,
+    quantizer: Quantizer | None = None,
 ) -> int:
     """Write the weights of a model under the names of the Hub; return their bytes.
 
@@ -80,11 +82,14 @@ def write_model(
         read: Returns the inputs of one part, of the shapes and dtypes that it is given.
         model: On the meta device.
         max_bytes: Begin another file above this size.
+        quantizer: What to make of the weights of linear layers.
 
     Raises:
         ValueError: The disk is too small, or a value is beyond the dtype.
     """
     outputs = {name: tensor for part in parts for name, tensor in part.outputs.items()}
+    if quantizer is not None:
+        outputs = quantizer.describe(outputs)
     num_bytes = check_room(folder, outputs)
     pattern = "model{suffix}.safetensors"
     split = split_torch_state_dict_into_shards(outputs, filename_pattern=pattern, max_shard_size=max_bytes)
@@ -97,7 +102,8 @@ def write_model(
                     raise ValueError(
                         f"dtype: {name} holds values beyond those of float16: expected bfloat16 or float32"
                     )
-            for name, tensor in convert_part(model, tensors).items():
+            tensors = convert_part(model, tensors)
+            for name, tensor in (tensors if quantizer is None else quantizer.convert(tensors)).items():
                 files.write(name, tensor)
     if split.is_sharded:
         num_parameters = sum(p.numel() for p in model.parameters())

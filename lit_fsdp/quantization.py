@@ -23,6 +23,7 @@ from torch import Tensor
 
 # Of maxima that share one second-level maximum; bitsandbytes knows no other number.
 NESTED_BLOCK_SIZE = 256
+_STATE, _STATE_BYTES = "quant_state.bitsandbytes__", 256
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -188,6 +189,32 @@ def requantize(weight: Tensor, settings: Quantization) -> Tensor:
     codes, absmax = quantize_rows(weight, settings)
     stored, nested = compress_absmax(absmax) if settings.is_double else (absmax.view(torch.uint8), None)
     return dequantize(codes, stored, nested, settings, torch.float32)
+
+
+def pack_4bit(weight: Tensor, settings: Quantization) -> dict[str, Tensor]:
+    """Return what bitsandbytes stores of a dense weight [rows, columns], by what follows its name."""
+    codes, absmax = quantize_rows(weight, settings)
+    stored, nested = compress_absmax(absmax) if settings.is_double else (absmax.view(torch.uint8), None)
+    parts: dict[str, Tensor] = _build_state(codes, stored, nested, weight.dtype, settings).as_dict(packed=True)
+    key = _STATE + settings.type
+    state = torch.full((_STATE_BYTES,), ord(" "), dtype=torch.uint8)  # JSON may end with spaces
+    state[: len(parts[key])] = parts[key]
+    return {"": codes.view(-1, 1), **{f".{name}": part for name, part in {**parts, key: state}.items()}}
+
+
+def count_4bit_parts(shape: Sequence[int], settings: Quantization) -> dict[str, Tensor]:
+    """Return what :func:`pack_4bit` makes of a weight of this shape, on the meta device."""
+    num_rows, num_columns = shape
+    num_blocks = num_rows * settings.count_blocks(num_columns)
+    sizes = {"": (num_rows * num_columns // 2, 1), f".{_STATE}{settings.type}": (_STATE_BYTES,)}
+    parts = {name: torch.empty(size, dtype=torch.uint8, device="meta") for name, size in sizes.items()}
+    absmax_dtype = torch.uint8 if settings.is_double else torch.float32
+    parts[".absmax"] = torch.empty(num_blocks, dtype=absmax_dtype, device="meta")
+    parts[".quant_map"] = torch.empty(16, device="meta")
+    if settings.is_double:
+        parts[".nested_absmax"] = torch.empty(-(-num_blocks // NESTED_BLOCK_SIZE), device="meta")
+        parts[".nested_quant_map"] = torch.empty(256, device="meta")
+    return parts
 
 
 class _Multiply(torch.autograd.Function):

@@ -87,9 +87,21 @@ def test_the_card_says_over_which_weights_to_load_them(folder: Path, monkeypatch
     assert isinstance(found["model"], PeftModel)
 
 
+def test_it_leaves_in_4_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    options = ["--merge=true", "--quantization.type=nf4", "--quantization.double=false"]
+    assert main(["export", f"--checkpoint={RUN}", "--out=small", *options]) == 0
+    model = AutoModelForCausalLM.from_pretrained("small")
+    assert type(model.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
+    assert model.config.quantization_config.bnb_4bit_quant_type == "nf4"
+
+
 @pytest.mark.parametrize(
     ("options", "code", "expected"),
     [
+        ("--merge=true --quantization.type=nf5", 2, "type: got 'nf5': expected one of nf4, fp4 or int8"),
+        ("--merge=true --quantization.block_size=7", 1, "quantization.block_size: got 7: expected one of 32, 64"),
+        ("--quantization.type=nf4", 1, "quantization: adapters are not quantized; set merge to true, or leave it"),
         ("--merge=maybe", 2, "merge: got 'maybe': expected true or false"),
         ("--base=base", 1, "base: got 'base': adapters of init 'default' are exported without it; leave it out"),
         ("--merge=true --base=nowhere", 1, "base: got 'nowhere': no such folder, and the Hub says: "),

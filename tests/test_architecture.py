@@ -23,7 +23,7 @@ LAYERS = [
     {"conversion", "own_rows", "quantized_files"},
     {"weights", "settings", "traffic"},
     {"base_model"},
-    {"checkpoint", "last_checkpoint", "hub_names", "tensor_writer", "model_card"},
+    {"checkpoint", "last_checkpoint", "hub_names", "tensor_writer", "model_card", "quantized_export"},
     {"single_file", "checkpoint_reader", "model_folder"},
     {"merging"},
     {"export_adapter"},

@@ -63,6 +63,8 @@ RUNS: dict[str, tuple[str, LoRA, Quantization | None]] = {
     "int8": ("llama", PLAIN, Quantization(type="int8")),
     "fp4": ("llama", PLAIN, Quantization(type="fp4")),
     "loftq": ("llama", replace(PLAIN, init="loftq"), Quantization()),
+    "loftq int8": ("llama", replace(PLAIN, init="loftq"), Quantization(type="int8")),
+    "olora fp4": ("llama", replace(PLAIN, init="olora"), Quantization(type="fp4", double=False)),
     "pissa": ("llama", replace(PLAIN, init="pissa"), None),
     "pissa fast": ("llama", LoRA(r=4, alpha=8, init="pissa_niter_16", rslora=True, **PATTERNS), None),
     "olora": ("llama", replace(PLAIN, init="olora", modules_to_save=["lm_head"]), None),
@@ -73,9 +75,9 @@ MOVED = ("pissa", "pissa fast", "olora")
 
 
 # What peft loads over the base; the others only merge.
-LOADED = [name for name in RUNS if name not in ("pissa nf4", "int8")]
+LOADED = [name for name in RUNS if name not in ("pissa nf4", "olora fp4", "int8", "loftq int8")]
 # The trained weights are what was left of the base, quantized, so that what is merged is exactly those.
-OVER_QUANTIZED = ("loftq", "pissa nf4")
+OVER_QUANTIZED = ("loftq", "loftq int8", "pissa nf4", "olora fp4")
 
 
 class Model(CausalLM):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -310,7 +311,7 @@ class CausalLM(Task):
                 self._export_files = self._collect_export_files(self.model)
             checkpoint[EXPORT] = self._export_files
             if self.lora is not None:
-                checkpoint[LORA] = self.lora
+                checkpoint[LORA] = asdict(self.lora)  # plain, as any strategy may write it
             if self.lora is not None and self.pretrained is not None:
                 checkpoint[BASE] = self._base = self._base or describe_base(self.pretrained, self.quantization)
 
