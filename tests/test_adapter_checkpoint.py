@@ -167,6 +167,24 @@ def test_adapters_over_another_model_of_the_same_shapes_are_refused(runs: Path, 
     assert line.endswith("whose weights are other ones; set pretrained to that model")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alpha": 16}, "lora.alpha: got 16: the adapters of the checkpoint were trained with 8; set that"),
+        ({"rslora": True}, "lora.rslora: got True: the adapters"),
+        ({"alpha_pattern": {"q_proj": 2}}, "lora.alpha_pattern: got {'q_proj': 2}: the adapters"),
+        ({"init": "pissa"}, "lora.init: got 'pissa': the adapters of the checkpoint were trained with 'default'"),
+    ],
+)
+def test_settings_under_which_adapters_would_mean_something_else_are_refused(
+    runs: Path, model: Path, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    lora = replace(PLAIN, **changes)
+    with pytest.raises(RankError) as caught:
+        run_ranks(lambda: fit(model, tmp_path / "out", load=runs / "2.ckpt", lora=lora))
+    assert any(line.startswith(f"ValueError: {message}") for line in str(caught.value).splitlines())
+
+
 def change_one_weight(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.lm_head.weight.data += 0.01

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
+from lit_fsdp.adapters import LoRA
 from lit_fsdp.base_model import describe_base
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_files import read_quantization
@@ -61,3 +63,25 @@ def check_base(stored: dict[str, Any], pretrained: str, quantization: Quantizati
             f"quantization: the adapters of the checkpoint were trained with {stored['quantization']}, this run has "
             f"{own['quantization']}: losses will differ"
         )
+
+
+def check_lora(stored: dict[str, Any], lora: LoRA) -> None:
+    """Refuse settings with which the adapters of a checkpoint would mean something else, though they would fit.
+
+    Args:
+        stored: The settings that they were trained with.
+        lora: Of this run.
+
+    Raises:
+        ValueError: With the setting and what it was.
+    """
+    own = asdict(lora)
+    names = ["alpha", "alpha_pattern", "rslora"]
+    if not {stored["init"], own["init"]} <= {"default", "gaussian", "loftq"}:
+        names.append("init")  # also says what was taken out of the base
+    for name in names:
+        if stored[name] != own[name]:
+            raise ValueError(
+                f"lora.{name}: got {own[name]!r}: the adapters of the checkpoint were trained with {stored[name]!r}; "
+                "set that"
+            )

@@ -27,7 +27,7 @@ from lit_fsdp.tasks.base import Optimizer, Schedule, Task
 from lit_fsdp.tasks.causal_lm.collate import Batch
 from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_packing
 from lit_fsdp.tasks.causal_lm.packing import IGNORED
-from lit_fsdp.tasks.causal_lm.pretrained import check_base, choose_quantization
+from lit_fsdp.tasks.causal_lm.pretrained import check_base, check_lora, choose_quantization
 from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id
 from lit_fsdp.weights import init_weights, load_weights
 
@@ -320,6 +320,8 @@ class CausalLM(Task):
         super().on_load_checkpoint(checkpoint)
         if BASE in checkpoint and self.pretrained is not None:
             check_base(checkpoint[BASE], self.pretrained, self.quantization)
+        if LORA in checkpoint and self.lora is not None:
+            check_lora(checkpoint[LORA], self.lora)
 
     def _collect_export_files(self, model: PreTrainedModel) -> dict[str, str | bytes]:
         """Return the small files of a Hugging Face folder by name, so that a checkpoint is enough to export."""
