@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lit_fsdp.quantized_layers import QuantizedLayer, iterate_quantized
 
+_HELD = "held"  # the model, in what peft is given
 ADAPTER = "default"  # the name under which peft keeps it
 Init = Literal["default", "gaussian", "pissa", "pissa_niter_16", "olora", "loftq"]
 _DTypeName = Literal["float32", "bfloat16", "float16"]
@@ -138,15 +139,22 @@ def add_adapters(model: nn.Module, lora: LoRA) -> None:
     lora.check(is_quantized=next(iterate_quantized(model), None) is not None)
     _check_names(model, lora)
     config = lora.build_config()
-    config.target_modules = [f"model.{name}" for name in find_targets(model, lora)]
+    config.target_modules = [f"{_HELD}.{name}" for name in find_targets(model, lora)]
     config.modules_to_save = config.exclude_modules = None  # trained in place, without the copy that peft would make
     holder = nn.Module()  # without a config, by which peft 0.21 takes names of experts for those of Transformers 4
-    holder.model = model
+    holder.add_module(_HELD, model)
     try:
         inject_adapter_in_model(config, holder, ADAPTER)
     except (ValueError, NotImplementedError, TypeError, AttributeError) as error:
         reason = re.sub(r"\(\n.*\n\)", "", str(error), flags=re.DOTALL)  # a module as it prints itself
         raise ValueError(f"lora.targets: got {lora.targets!r}: {reason.strip().splitlines()[0]}") from error
+    # As peft leaves it: what it needs to find the same modules again.
+    config.target_modules = sorted(name.removeprefix(f"{_HELD}.") for name in config.target_modules)
+    holder_model: Any = model
+    holder_model.peft_config = {ADAPTER: config}
+    for name, layer in iterate_adapters(model):
+        if obstacle := _find_obstacle(layer, lora):
+            raise ValueError(f"lora.targets: {clean_name(name)}: {obstacle}")
     for _, module in _find_saved(model, lora):
         module.requires_grad_()
     dtype = getattr(torch, lora.dtype)
@@ -296,6 +304,21 @@ def _ends_with(name: str, part: str) -> bool:
 
 def _is_inside(name: str, part: str) -> bool:
     return f".{name}.".find(f".{part}.") >= 0
+
+
+def _find_obstacle(layer: Any, lora: LoRA) -> str:
+    """Return why an adapter could not work: what peft would compute, or we, is not what the setting says."""
+    base = layer.get_base_layer()
+    is_linear = ADAPTER in layer.lora_A and not getattr(layer, "fan_in_fan_out", False)
+    if lora.dora and not is_linear:
+        return "dora is only for linear layers; leave it out, or name other targets"
+    if lora.init not in ("default", "gaussian") and ADAPTER in layer.lora_A:
+        shape = getattr(base, "dense_shapes", {}).get("weight", getattr(base, "weight", torch.empty(0)).shape)
+        if not is_linear or len(shape) != 2:
+            return f"init {lora.init!r} is only for linear layers; set it to default, or name other targets"
+        if layer.r[ADAPTER] > min(shape):
+            return f"init {lora.init!r} has no rank {layer.r[ADAPTER]} in a weight of {tuple(shape)}; set a smaller r"
+    return ""
 
 
 def _refuse_merge(*_: Any, **__: Any) -> None:

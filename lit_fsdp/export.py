@@ -1,46 +1,37 @@
 """From the shards of a checkpoint to one Hugging Face folder, without a process group or a GPU.
 
 Tensors are read, cast, converted to the Hub's names and written one after the other: the host holds the largest of
-them, and the piece of it that one rank has saved, never the model.
+them, and the piece of it that one rank has saved, never the model. A checkpoint of adapters becomes a folder of peft,
+or they are merged into the model that they were trained over.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import reduce
-from pathlib import Path, PurePosixPath
+from functools import partial, reduce
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-import transformers
-from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from tqdm import tqdm  # type: ignore[import-untyped]
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from lit_fsdp.checkpoint import META
-from lit_fsdp.hub_names import Part, convert_part, list_saved_names, plan_parts
-from lit_fsdp.last_checkpoint import find_last_checkpoint
-from lit_fsdp.manifest import check_contents, check_sizes
+from lit_fsdp.base_model import BASE, LORA
+from lit_fsdp.checkpoint_reader import StoredCheckpoint, build_on_meta, find_checkpoint, find_run, open_checkpoint
+from lit_fsdp.export_adapter import double_ranks, needs_base, write_adapter
+from lit_fsdp.hub_names import Part, list_saved_names, plan_parts
+from lit_fsdp.merging import AdaptedWeights, BaseWeights, find_aliases, open_base, read_lora, read_quantization
 from lit_fsdp.model_card import write_model_card
-from lit_fsdp.tensor_writer import TensorWriter
+from lit_fsdp.model_folder import ADAPTER_CONFIG, check_out, list_files, make_beside, write_model, write_small_files
+from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantized_export import Quantizer
 
 Dtype = Literal["keep", "float32", "bfloat16", "float16"]
-EXPORT = "export"  # in the metadata of a checkpoint: the small files of the folder, by name
-
-_STATE = "state_dict."
-_MODEL = "model."  # a task holds its Transformers model under this name
-_INDEX = "model.safetensors.index.json"
+_MAX_SHARD_GB = 5.0
+_MODEL_FILES = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +42,9 @@ class Exported:
         checkpoint: Where it came from.
         folder: Where it is.
         files: Their names.
-        num_parameters: Shared ones counted once.
+        num_parameters: Shared ones counted once; of adapters, theirs.
         dtype: Of the weights; of several, one that holds all their values.
-        num_bytes: Of all files.
+        num_bytes: Of all weights.
     """
 
     checkpoint: Path
@@ -65,7 +56,15 @@ class Exported:
 
 
 def export_model(
-    checkpoint: Path, out: Path, *, dtype: Dtype = "keep", max_shard_gb: float = 5.0, overwrite: bool = False
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: Dtype = "keep",
+    max_shard_gb: float = _MAX_SHARD_GB,
+    overwrite: bool = False,
+    merge: bool = False,
+    base: str | None = None,
+    quantization: Quantization | None = None,
 ) -> Exported:
     """Write the model of a sharded checkpoint as a folder that ``from_pretrained`` reads.
 
@@ -74,126 +73,102 @@ def export_model(
 
     Args:
         checkpoint: Folder of a checkpoint, or of a run, of which the newest complete one is taken.
-        out: The folder to make.
-        dtype: Of the weights; ``keep`` leaves them as they were stored.
+        out: The folder to make. Of a checkpoint of adapters, it is one that peft reads.
+        dtype: Of the weights; ``keep`` leaves them as they were stored, merged ones as those of the base.
         max_shard_gb: Begin another file of weights above this size, in 10^9 bytes.
         overwrite: Replace an exported model that is there.
+        merge: Add adapters to the weights of their base model, which makes a model that needs no peft.
+        base: Where the base model is, if not under the name that the run knew it by: name on the Hub, or a folder.
+        quantization: Write the weights of linear layers in 4 or 8 bits, as bitsandbytes has them; ``null`` does not.
 
     Raises:
         ValueError: With what is wrong with the checkpoint or a setting.
     """
+    if quantization is not None:
+        quantization.check()
     if dtype not in get_args(Dtype):
         raise ValueError(f"dtype: got {dtype!r}: expected one of {', '.join(get_args(Dtype))}")
     if not max_shard_gb > 0:
         raise ValueError(f"max_shard_gb: got {max_shard_gb}: expected above 0, such as 5")
     source = find_checkpoint(Path(checkpoint))
     out = Path(out).resolve()
-    _check_out(out, source, overwrite=overwrite)
-    stored = _open_checkpoint(source)
-    model = _build_on_meta(stored.files, source)
-    parts = plan_parts(model, _choose_tensors(model, stored, dtype))
-    with _make_beside(out) as folder:
-        num_bytes = _write_weights(folder, parts, stored, model, max_bytes=int(max_shard_gb * 1e9))
-        num_parameters = sum(p.numel() for p in model.parameters())
-        name = _find_dtype(parts)
-        _write_small_files(folder, stored.files, dtype=name)
-        card = write_model_card(
-            out.name,
-            architecture=type(model).__name__,
-            dtype=name,
-            num_parameters=num_parameters,
-            meta=stored.meta,
-            run=_find_run(source),
+    check_out(out, source, overwrite=overwrite)
+    stored = open_checkpoint(source)
+    _check_combination(stored, merge=merge, base=base, max_shard_gb=max_shard_gb, quantization=quantization)
+    folder = open_base(stored, base) if merge or (LORA in stored.meta and needs_base(read_lora(stored))) else None
+    if folder is not None:
+        check_out(out, source, folder, overwrite=overwrite)
+    if merge:
+        assert folder is not None
+        return _export_merged(stored, out, folder, dtype, quantization, max_bytes=int(max_shard_gb * 1e9))
+    if LORA in stored.meta:
+        return _export_adapter(stored, out, folder, dtype)
+    return _export_whole(stored, out, dtype, quantization, max_bytes=int(max_shard_gb * 1e9))
+
+
+def _check_combination(
+    stored: StoredCheckpoint, *, merge: bool, base: str | None, max_shard_gb: float, quantization: Quantization | None
+) -> None:
+    """Refuse settings that would be ignored, or cannot be followed."""
+    if LORA not in stored.meta:
+        for name, value in (("merge", merge), ("base", base)):
+            if value:
+                got = str(value).lower() if name == "merge" else repr(value)
+                raise ValueError(f"{name}: got {got}: {stored.path} holds a whole model and no adapters; leave it out")
+        return
+    if BASE not in stored.meta:
+        raise ValueError(
+            f"{stored.path} holds adapters over random weights, which no other tool could load; train them over a "
+            "model of pretrained"
         )
-        (folder / "README.md").write_text(card)
-        files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    lora, trained_over = read_lora(stored), read_quantization(stored)
+    if merge:
+        return
+    if quantization is not None:
+        raise ValueError("quantization: adapters are not quantized; set merge to true, or leave it out")
+    if needs_base(lora) and trained_over is not None:
+        raise ValueError(
+            f"merge: got false: adapters of init {lora.init!r} over {trained_over.type} weights fit only what was left "
+            "of these, which no other tool could load; set merge to true, which gives the model as it was trained"
+        )
+    if base is not None and not needs_base(lora):
+        raise ValueError(f"base: got {base!r}: adapters of init {lora.init!r} are exported without it; leave it out")
+    if max_shard_gb != _MAX_SHARD_GB:
+        raise ValueError(f"max_shard_gb: got {max_shard_gb}: adapters are one file; leave it out")
+
+
+# A whole model
+
+
+def _export_whole(
+    stored: StoredCheckpoint, out: Path, dtype: Dtype, quantization: Quantization | None, *, max_bytes: int
+) -> Exported:
+    model = build_on_meta(stored)
+    parts = plan_parts(model, _choose_tensors(model, stored, dtype))
+    aliases = find_aliases(model)
+
+    def read(wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        sources = {name: _find_stored_name(name, aliases, stored) for name in wanted}
+        tensors = stored.read({sources[name]: like for name, like in wanted.items()})
+        return {name: tensors[sources[name]] for name in wanted}
+
+    with make_beside(out) as folder:
+        quantizer = _build_quantizer(stored, quantization, parts)
+        num_bytes = write_model(folder, parts, read, model, max_bytes=max_bytes, quantizer=quantizer)
+        name = _find_dtype(tensor.dtype for part in parts for tensor in part.outputs.values())
+        num_parameters = sum(p.numel() for p in model.parameters())
+        changes = {"quantization_config": quantizer.config} if quantizer is not None else {}
+        _write_rest(folder, stored, out.name, model, name, num_parameters, **changes)
+        files = list_files(folder)
     return Exported(
-        checkpoint=source, folder=out, files=files, num_parameters=num_parameters, dtype=name, num_bytes=num_bytes
+        checkpoint=stored.path, folder=out, files=files, num_parameters=num_parameters, dtype=name, num_bytes=num_bytes
     )
 
 
-def find_checkpoint(path: Path) -> Path:
-    """Return the folder of a checkpoint: ``path`` itself, or the newest complete one of the run there.
-
-    Raises:
-        ValueError: There is none.
-    """
-    if not path.exists():
-        raise ValueError(f"checkpoint: {path} does not exist: expected the folder of a checkpoint or of a run")
-    if path.is_file():
-        raise ValueError(f"checkpoint: {path} is a file: expected a folder that FSDP2Strategy has written")
-    if (path / META).is_file() or (path / ".metadata").is_file():
-        return path.resolve()
-    found = find_last_checkpoint([path, path / "checkpoints", *path.glob("version_*/checkpoints")])
-    if found is None or found.is_file():
-        raise ValueError(
-            f"checkpoint: {path} is no checkpoint, and no run that wrote one: expected a folder with {META}, or one "
-            "with version_*/checkpoints/*.ckpt"
-        )
-    return found
-
-
-# Checkpoint
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Stored:
-    """A checkpoint that was found to be complete."""
-
-    path: Path
-    meta: dict[str, Any]
-    files: dict[str, str | bytes]
-    metadata: Metadata
-    tensors: dict[str, TensorStorageMetadata]  # by their names in the Transformers model
-
-
-class _Reader(FileSystemReader):
-    """Does not read the metadata again for every tensor."""
-
-    def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__(path)
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        return self._metadata
-
-
-def _open_checkpoint(path: Path) -> _Stored:
-    check_contents(path, check_sizes(path))  # reading alone would not notice damage
-    meta = torch.load(path / META, weights_only=True)
-    if EXPORT not in meta:
-        raise ValueError(
-            f"{path} holds no files to export: its task is not one of ours; a task of your own puts them into "
-            f"checkpoint[{EXPORT!r}] in on_save_checkpoint: config.json and those of the tokenizer, by name"
-        )
-    metadata = FileSystemReader(path).read_metadata()
-    tensors: dict[str, TensorStorageMetadata] = {}
-    for key, value in metadata.state_dict_metadata.items():
-        if key.startswith(_STATE) and isinstance(value, TensorStorageMetadata):
-            name = key.removeprefix(_STATE)
-            if not name.startswith(_MODEL):
-                raise ValueError(f"{path} holds {name}, which is no part of its Transformers model")
-            tensors[name.removeprefix(_MODEL)] = value
-    return _Stored(path=path, meta=meta, files=meta[EXPORT], metadata=metadata, tensors=tensors)
-
-
-def _build_on_meta(files: Mapping[str, str | bytes], path: Path) -> PreTrainedModel:
-    """Return the model without weights, for its names, shapes and ties."""
-    with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "config.json").write_text(str(files["config.json"]))
-        config = AutoConfig.from_pretrained(name)
-    architecture = (config.architectures or ["?"])[0]
-    model_class = getattr(transformers, architecture, None)
-    if model_class is None or not hasattr(model_class, "base_model_prefix"):
-        raise ValueError(f"{path} holds a {architecture}, which transformers {transformers.__version__} does not know")
-    with torch.device("meta"):
-        return model_class(config)
-
-
-def _choose_tensors(model: PreTrainedModel, stored: _Stored, dtype: Dtype) -> dict[str, Tensor]:
+def _choose_tensors(model: PreTrainedModel, stored: StoredCheckpoint, dtype: Dtype) -> dict[str, Tensor]:
     """Return what to read, on the meta device, in the model's order; refuse a checkpoint of another model."""
     expected = model.state_dict()
-    aliases = _find_aliases(model)
+    aliases = find_aliases(model)
     unknown = [name for name in stored.tensors if name not in expected]
     missing = [n for n in expected if not any(alias in stored.tensors for alias in aliases.get(n, [n]))]
     for what, names in (("lacks", missing), ("holds", unknown)):
@@ -202,123 +177,125 @@ def _choose_tensors(model: PreTrainedModel, stored: _Stored, dtype: Dtype) -> di
             raise ValueError(f"{stored.path} {what} {', '.join(names[:5])}{more}: it is no {type(model).__name__}")
     chosen: dict[str, Tensor] = {}
     for name in list_saved_names(model):
-        there = stored.tensors[_find_stored_name(name, aliases, stored)]
-        if there.size != expected[name].shape:
-            shapes = f"{tuple(there.size)}, that of {type(model).__name__} {tuple(expected[name].shape)}"
+        there = stored.describe(_find_stored_name(name, aliases, stored))
+        if there.shape != expected[name].shape:
+            shapes = f"{tuple(there.shape)}, that of {type(model).__name__} {tuple(expected[name].shape)}"
             raise ValueError(f"{stored.path}: {name} has shape {shapes}")
-        is_cast = dtype != "keep" and there.properties.dtype.is_floating_point
-        wanted = getattr(torch, dtype) if is_cast else there.properties.dtype
-        chosen[name] = torch.empty(there.size, dtype=wanted, device="meta")
+        chosen[name] = there.to(_choose_dtype(there.dtype, dtype))
     return chosen
 
 
-def _find_aliases(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Map each parameter's name to all names it has; those of a tied one are several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {name: group for group in names.values() for name in group}
-
-
-def _find_stored_name(name: str, aliases: Mapping[str, list[str]], stored: _Stored) -> str:
+def _find_stored_name(name: str, aliases: Mapping[str, list[str]], stored: StoredCheckpoint) -> str:
     return next(alias for alias in [name, *aliases.get(name, [])] if alias in stored.tensors)
 
 
-# Folder
+# Adapters
 
 
-def _check_out(out: Path, checkpoint: Path, *, overwrite: bool) -> None:
-    if checkpoint.is_relative_to(out) or out.is_relative_to(checkpoint):
-        raise ValueError(f"out: {out} holds or lies in the checkpoint: expected another folder")
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise ValueError(f"out: {out} is a file: expected a folder to make")
-    if any(out.iterdir()) and not overwrite:
-        raise ValueError(f"out: {out} is not empty: expected a new folder, or set overwrite to true")
-    if any(out.iterdir()) and not (out / "config.json").is_file():
-        raise ValueError(f"out: {out} has no config.json: it is not replaced, as it holds no exported model")
+def _export_adapter(stored: StoredCheckpoint, out: Path, base: Path | None, dtype: Dtype) -> Exported:
+    weights = AdaptedWeights(stored)
+    opened: Any = nullcontext() if base is None else BaseWeights(base, build_on_meta(stored))
+    with opened as base_weights, make_beside(out) as folder:
+        wanted = None if dtype == "keep" else getattr(torch, dtype)
+        num_parameters, num_bytes = write_adapter(folder, weights, base_weights, wanted)
+        files = {name: text for name, text in stored.files.items() if name not in _MODEL_FILES}
+        if base is not None:
+            config = double_ranks(json.loads(files[ADAPTER_CONFIG]))
+            files[ADAPTER_CONFIG] = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        write_small_files(folder, files)
+        name = _find_dtype(wanted or stored.describe(n).dtype for n in weights.list_trained())
+        card = write_model_card(
+            out.name,
+            architecture=type(build_on_meta(stored)).__name__,
+            dtype=name,
+            num_parameters=num_parameters,
+            meta=stored.meta,
+            run=find_run(stored.path),
+            is_adapter=True,
+        )
+        (folder / "README.md").write_text(card)
+        names = list_files(folder)
+    return Exported(
+        checkpoint=stored.path, folder=out, files=names, num_parameters=num_parameters, dtype=name, num_bytes=num_bytes
+    )
 
 
-@contextmanager
-def _make_beside(out: Path) -> Iterator[Path]:
-    """Give an empty folder that takes the place of ``out`` once the body has ended well."""
-    beside, old = out.with_name(f".{out.name}.incomplete"), out.with_name(f".{out.name}.replaced")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    try:
-        yield beside
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
-    if out.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        out.rename(old)
-    beside.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _write_weights(folder: Path, parts: list[Part], stored: _Stored, model: PreTrainedModel, *, max_bytes: int) -> int:
-    outputs = {name: tensor for part in parts for name, tensor in part.outputs.items()}
-    num_bytes = sum(t.numel() * t.element_size() for t in outputs.values())
-    if (free := shutil.disk_usage(folder).free) < num_bytes:
-        needed = f"{num_bytes / 2**30:.2f} GiB, the disk has {free / 2**30:.2f} GiB left"
-        raise ValueError(f"out: the model needs {needed}; free some, or choose another disk or dtype")
-    pattern = "model{suffix}.safetensors"
-    split = split_torch_state_dict_into_shards(outputs, filename_pattern=pattern, max_shard_size=max_bytes)
-    by_file = {file: {n: outputs[n] for n in names} for file, names in split.filename_to_tensors.items()}
-    reader = _Reader(stored.path, stored.metadata)
-    aliases = _find_aliases(model)
-    with TensorWriter(folder, by_file) as files:
-        for part in tqdm(parts, desc="writing tensors", delay=2.0):
-            sources = {name: _find_stored_name(name, aliases, stored) for name in part.inputs}
-            tensors = _read_tensors(reader, part.inputs, sources)
-            for name, tensor in convert_part(model, tensors).items():
-                files.write(name, tensor)
-    if split.is_sharded:
+def _export_merged(
+    stored: StoredCheckpoint, out: Path, base: Path, dtype: Dtype, quantization: Quantization | None, *, max_bytes: int
+) -> Exported:
+    weights = AdaptedWeights(stored)
+    tied = build_on_meta(stored)
+    is_untied = any(len(names) > 1 and name in weights.changed for name, names in find_aliases(tied).items())
+    changes: dict[str, Any] = {"tie_word_embeddings": False} if is_untied else {}
+    model = build_on_meta(stored, **changes)
+    with BaseWeights(base, tied) as base_weights, make_beside(out) as folder:
+        state = model.state_dict()
+        dtypes = {name: _choose_dtype(base_weights.get_dtype(name), dtype) for name in list_saved_names(model)}
+        parts = plan_parts(model, {name: state[name].to(wanted) for name, wanted in dtypes.items()})
+        read = partial(_read_merged, weights, base_weights)
+        quantizer = _build_quantizer(stored, quantization, parts)
+        num_bytes = write_model(folder, parts, read, model, max_bytes=max_bytes, quantizer=quantizer)
+        name = _find_dtype(tensor.dtype for part in parts for tensor in part.outputs.values())
         num_parameters = sum(p.numel() for p in model.parameters())
-        metadata = {"total_parameters": num_parameters, **split.metadata}
-        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    return num_bytes
+        changes |= {"quantization_config": quantizer.config} if quantizer is not None else {}
+        _write_rest(folder, stored, out.name, model, name, num_parameters, **changes)
+        files = list_files(folder)
+    return Exported(
+        checkpoint=stored.path, folder=out, files=files, num_parameters=num_parameters, dtype=name, num_bytes=num_bytes
+    )
 
 
-def _read_tensors(reader: _Reader, wanted: Mapping[str, Tensor], sources: Mapping[str, str]) -> dict[str, Tensor]:
-    """Read whole tensors, cast on the way to the dtype of ``wanted``."""
-    tensors = {name: torch.empty_like(like, device="cpu") for name, like in wanted.items()}
-    state = {f"{_STATE}{_MODEL}{sources[name]}": tensor for name, tensor in tensors.items()}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant
-            load(state, storage_reader=reader, no_dist=True)
-    except CheckpointException as error:
-        reasons = "; ".join(str(reason).splitlines()[0] for reason, _ in error.failures.values())
-        raise ValueError(f"{reader.path}: cannot read {', '.join(sources.values())}: {reasons}") from error
-    for name, tensor in tensors.items():
-        if tensor.dtype == torch.float16 and not torch.isfinite(tensor).all():
-            raise ValueError(f"dtype: {name} holds values beyond those of float16: expected bfloat16 or float32")
+def _read_merged(weights: AdaptedWeights, base: BaseWeights, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, like in wanted.items():
+        if name in weights.trained:
+            tensors |= weights.checkpoint.read({name: like})
+            continue
+        tensor = base.read(name)
+        tensors[name] = (weights.merge(name, tensor) if name in weights.layers else tensor).to(like.dtype)
     return tensors
 
 
-def _find_dtype(parts: list[Part]) -> str:
+# Both
+
+
+def _build_quantizer(
+    stored: StoredCheckpoint, settings: Quantization | None, parts: Iterable[Part]
+) -> Quantizer | None:
+    outputs = {name: tensor for part in parts for name, tensor in part.outputs.items()}
+    return None if settings is None else Quantizer(build_on_meta(stored), settings, outputs)
+
+
+def _choose_dtype(stored: torch.dtype, dtype: Dtype) -> torch.dtype:
+    return getattr(torch, dtype) if dtype != "keep" and stored.is_floating_point else stored
+
+
+def _find_dtype(dtypes: Iterable[torch.dtype]) -> str:
     """Return the name of the narrowest dtype that all weights can be loaded in without loss."""
-    dtypes = {tensor.dtype for part in parts for tensor in part.outputs.values() if tensor.is_floating_point()}
-    return str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
+    found = {dtype for dtype in dtypes if dtype.is_floating_point}
+    return str(reduce(torch.promote_types, found)).removeprefix("torch.")
 
 
-def _write_small_files(folder: Path, files: Mapping[str, str | bytes], *, dtype: str) -> None:
-    for name, content in files.items():
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise ValueError(f"checkpoint: its file {name} would lie outside of the folder")
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if name == "config.json":
-            config = {**json.loads(content), "dtype": dtype}
-            content = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
-def _find_run(checkpoint: Path) -> Path | None:
-    """Return the folder of the run that wrote a checkpoint, if it lies where runs put them."""
-    run = checkpoint.parent.parent
-    return run if (run / "config.yaml").is_file() else None
+def _write_rest(
+    folder: Path,
+    stored: StoredCheckpoint,
+    title: str,
+    model: PreTrainedModel,
+    dtype: str,
+    num_parameters: int,
+    **changes: Any,
+) -> None:
+    """Write configuration, tokenizer and model card."""
+    files = {name: content for name, content in stored.files.items() if name != ADAPTER_CONFIG}
+    config = {**json.loads(files["config.json"]), "dtype": dtype, **changes}
+    files["config.json"] = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    write_small_files(folder, files)
+    card = write_model_card(
+        title,
+        architecture=type(model).__name__,
+        dtype=dtype,
+        num_parameters=num_parameters,
+        meta=stored.meta,
+        run=find_run(stored.path),
+    )
+    (folder / "README.md").write_text(card)

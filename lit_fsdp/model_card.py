@@ -7,9 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lit_fsdp.base_model import BASE
+
 
 def write_model_card(
-    name: str, *, architecture: str, dtype: str, num_parameters: int, meta: Mapping[str, Any], run: Path | None
+    name: str,
+    *,
+    architecture: str,
+    dtype: str,
+    num_parameters: int,
+    meta: Mapping[str, Any],
+    run: Path | None,
+    is_adapter: bool = False,
 ) -> str:
     """Return the text of a ``README.md`` as the Hugging Face Hub shows it.
 
@@ -20,26 +29,56 @@ def write_model_card(
         num_parameters: Shared ones counted once.
         meta: What the checkpoint holds beside tensors.
         run: The folder of the run, for its ``config.yaml`` and ``metrics.csv``, where they are known.
+        is_adapter: Whether it is only what is added to the base model that ``meta`` names.
     """
     seen = meta.get("targets_seen")
     after = f" after {seen:,.0f} target tokens" if seen and architecture.endswith("ForCausalLM") else ""
     step = int(meta.get("global_step", 0))
-    head = ["---", "library_name: transformers"]
+    base = meta.get(BASE)
+    head = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}"]
+    head += [f"base_model: {base['name']}"] if base is not None else []
     head += ["pipeline_tag: text-generation"] if architecture.endswith("ForCausalLM") else []
+    what = f"Adapters of {architecture}" if is_adapter else architecture
     lines = [
         *head,
         "---",
         "",
         f"# {name}",
         "",
-        f"{architecture}, {num_parameters:,} parameters in {dtype}, from step {step:,}{after}. Trained with lit_fsdp.",
+        f"{what}, {num_parameters:,} parameters in {dtype}, from step {step:,}{after}. Trained with lit_fsdp.",
     ]
+    if is_adapter and base is not None:
+        lines += _explain_loading(name, base)
     if metrics := _read_metrics(run, step):
         lines += ["", "## Metrics", "", "| metric | value | step |", "|---|---|---|"]
         lines += [f"| {key} | {value:.6g} | {at:,} |" for key, (value, at) in sorted(metrics.items())]
     if run is not None and (config := run / "config.yaml").is_file():
         lines += ["", "## Configuration", "", "```yaml", config.read_text().rstrip(), "```"]
     return "\n".join(lines) + "\n"
+
+
+def _explain_loading(name: str, base: Mapping[str, Any]) -> list[str]:
+    """Return how to load adapters over the same weights that they were trained over."""
+    options = f'"{base["name"]}"'
+    imports, quantization = "AutoModelForCausalLM", base["quantization"]
+    lines = ["", "## Loading", "", "```python", "from peft import PeftModel"]
+    setup: list[str] = []
+    if quantization is not None:
+        imports += ", BitsAndBytesConfig"
+        options += ", quantization_config=quantization"
+        is_double = quantization["double"] is None or quantization["double"]
+        arguments = "load_in_8bit=True"
+        if quantization["type"] != "int8":
+            arguments = f'load_in_4bit=True, bnb_4bit_quant_type="{quantization["type"]}", '
+            arguments += f"bnb_4bit_use_double_quant={is_double}, bnb_4bit_compute_dtype=torch.bfloat16"
+            lines.insert(-1, "import torch")
+        setup = [f"quantization = BitsAndBytesConfig({arguments})"]
+    lines += [f"from transformers import {imports}", "", *setup]
+    lines += [f"model = AutoModelForCausalLM.from_pretrained({options})"]
+    lines += [f'model = PeftModel.from_pretrained(model, "{name}")', "```"]
+    if quantization is not None:
+        lines += ["", "They were trained over the base model with its weights quantized like this."]
+    return lines
 
 
 def _read_metrics(run: Path | None, step: int) -> dict[str, tuple[float, int]]:

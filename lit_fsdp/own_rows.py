@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from typing_extensions import override
 
 from lit_fsdp.adapters import ADAPTER, clean_name, decompose, is_adapter_name, is_decomposed, iterate_adapters
-from lit_fsdp.quantization import compress_absmax, dequantize, dequantize_shard, quantize_rows
+from lit_fsdp.quantization import compress_absmax, dequantize_shard, quantize_rows, requantize
 from lit_fsdp.quantized_layers import ABSMAX, NESTED, QuantizedLayer
 
 
@@ -145,19 +145,21 @@ class DecomposedRows(OwnRows):
             factor.write(factor.begin, full[factor.begin : factor.end])
 
     def _requantize(self, weight: Tensor) -> Tensor:
-        settings = self.layer.get_base_layer().quantization
-        codes, absmax = quantize_rows(weight, settings)
-        stored, nested = compress_absmax(absmax) if settings.is_double else (absmax.view(torch.uint8), None)
-        return dequantize(codes, stored, nested, settings, torch.float32)
+        return requantize(weight, self.layer.get_base_layer().quantization)
 
 
-def find_rows(model: nn.Module) -> dict[str, OwnRows]:
-    """Map names as they are in files to the rows to fill. What adapters add is left out, as it is in no file."""
+def find_rows(model: nn.Module, *, is_quantized: bool = False) -> dict[str, OwnRows]:
+    """Map names as they are in files to the rows to fill. What adapters add is left out, as it is in no file.
+
+    Args:
+        model: With memory.
+        is_quantized: The files hold weights of quantized layers as these do.
+    """
     around = {id(layer.get_base_layer()): layer for _, layer in iterate_adapters(model) if is_decomposed(layer)}
     found: dict[str, OwnRows] = {}
     for name, module in model.named_modules():
         kept = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
-        quantized = module.dense_shapes if isinstance(module, QuantizedLayer) else {}
+        quantized = module.dense_shapes if isinstance(module, QuantizedLayer) and not is_quantized else {}
         parts = {key + end for key in quantized for end in (ABSMAX, NESTED)}
         for key, tensor in (*module._parameters.items(), *kept.items()):
             full_name = f"{name}.{key}" if name else key

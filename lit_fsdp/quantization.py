@@ -22,7 +22,8 @@ from bitsandbytes import functional, matmul_4bit  # type: ignore[attr-defined]
 from torch import Tensor
 
 # Of maxima that share one second-level maximum; bitsandbytes knows no other number.
-_NESTED_BLOCK_SIZE = 256
+NESTED_BLOCK_SIZE = 256
+_STATE, _STATE_BYTES = "quant_state.bitsandbytes__", 256
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -87,7 +88,7 @@ class Quantization:
 
     def count_nested_bytes(self, num_blocks: int) -> int:
         """Return the bytes of the second level of a weight with ``num_blocks`` blocks: its maxima and their mean."""
-        return 4 * (-(-num_blocks // _NESTED_BLOCK_SIZE) + 1)
+        return 4 * (-(-num_blocks // NESTED_BLOCK_SIZE) + 1)
 
 
 def quantize_rows(rows: Tensor, settings: Quantization) -> tuple[Tensor, Tensor]:
@@ -118,7 +119,7 @@ def compress_absmax(absmax: Tensor) -> tuple[Tensor, Tensor]:
     """
     flat = absmax.reshape(-1)
     mean = flat.mean()
-    codes, state = functional.quantize_blockwise(flat - mean, blocksize=_NESTED_BLOCK_SIZE)
+    codes, state = functional.quantize_blockwise(flat - mean, blocksize=NESTED_BLOCK_SIZE)
     return codes.view(absmax.shape), torch.cat([state.absmax, mean.view(1)]).view(torch.uint8)
 
 
@@ -177,10 +178,43 @@ def dequantize_shard(
     if nested is not None:
         values = nested.view(torch.float32)
         begin = first * absmax.shape[1]
-        places = torch.arange(begin, begin + absmax.numel(), device=absmax.device) // _NESTED_BLOCK_SIZE
+        places = torch.arange(begin, begin + absmax.numel(), device=absmax.device) // NESTED_BLOCK_SIZE
         found = _find_code("dynamic", absmax.device)[absmax.reshape(-1).long()] * values[places] + values[-1]
         absmax = found.view(absmax.shape).view(torch.uint8)
     return dequantize(codes, absmax, None, settings, torch.float32)
+
+
+def requantize(weight: Tensor, settings: Quantization) -> Tensor:
+    """Return what quantization makes of a whole weight [rows, columns], ``float32``."""
+    codes, absmax = quantize_rows(weight, settings)
+    stored, nested = compress_absmax(absmax) if settings.is_double else (absmax.view(torch.uint8), None)
+    return dequantize(codes, stored, nested, settings, torch.float32)
+
+
+def pack_4bit(weight: Tensor, settings: Quantization) -> dict[str, Tensor]:
+    """Return what bitsandbytes stores of a dense weight [rows, columns], by what follows its name."""
+    codes, absmax = quantize_rows(weight, settings)
+    stored, nested = compress_absmax(absmax) if settings.is_double else (absmax.view(torch.uint8), None)
+    parts: dict[str, Tensor] = _build_state(codes, stored, nested, weight.dtype, settings).as_dict(packed=True)
+    key = _STATE + settings.type
+    state = torch.full((_STATE_BYTES,), ord(" "), dtype=torch.uint8)  # JSON may end with spaces
+    state[: len(parts[key])] = parts[key]
+    return {"": codes.view(-1, 1), **{f".{name}": part for name, part in {**parts, key: state}.items()}}
+
+
+def count_4bit_parts(shape: Sequence[int], settings: Quantization) -> dict[str, Tensor]:
+    """Return what :func:`pack_4bit` makes of a weight of this shape, on the meta device."""
+    num_rows, num_columns = shape
+    num_blocks = num_rows * settings.count_blocks(num_columns)
+    sizes = {"": (num_rows * num_columns // 2, 1), f".{_STATE}{settings.type}": (_STATE_BYTES,)}
+    parts = {name: torch.empty(size, dtype=torch.uint8, device="meta") for name, size in sizes.items()}
+    absmax_dtype = torch.uint8 if settings.is_double else torch.float32
+    parts[".absmax"] = torch.empty(num_blocks, dtype=absmax_dtype, device="meta")
+    parts[".quant_map"] = torch.empty(16, device="meta")
+    if settings.is_double:
+        parts[".nested_absmax"] = torch.empty(-(-num_blocks // NESTED_BLOCK_SIZE), device="meta")
+        parts[".nested_quant_map"] = torch.empty(256, device="meta")
+    return parts
 
 
 class _Multiply(torch.autograd.Function):
@@ -229,7 +263,7 @@ def _build_state(
     values = nested.view(torch.float32)
     second = functional.QuantState(
         absmax=values[:-1],
-        blocksize=_NESTED_BLOCK_SIZE,
+        blocksize=NESTED_BLOCK_SIZE,
         code=_find_code("dynamic", nested.device),
         dtype=torch.float32,
     )

@@ -160,7 +160,7 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
     settings.check()
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("quantization: the model is sharded already; quantize it before")
-    candidates = {n: m for n, m in model.named_modules() if type(m) is nn.Linear or _is_experts(m)}
+    candidates = find_candidates(model)
     skipped = _find_skipped(model, settings, candidates) | {n for n in candidates if _is_named(n, keep)}
     num_owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     left: list[str] = []
@@ -181,6 +181,11 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
         reasons = f": {', '.join(left[:3])}" if left else ""
         raise ValueError(f"quantization: nothing to quantize in {type(model).__name__}{reasons}; leave it out")
     return left
+
+
+def find_candidates(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers of a model that could be quantized, by name."""
+    return {n: m for n, m in model.named_modules() if type(m) is nn.Linear or _is_experts(m)}
 
 
 def iterate_quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedLayer]]:

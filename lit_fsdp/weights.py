@@ -22,6 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from lit_fsdp.adapters import clean_name, is_adapter_name, is_decomposed, iterate_adapters, reset_adapter
 from lit_fsdp.conversion import Conversion, convert_rows, describe_sources, find_optional, plan_conversions
 from lit_fsdp.own_rows import OwnRows, find_rows, init_magnitudes
+from lit_fsdp.quantized_files import QuantizedFiles
+from lit_fsdp.quantized_layers import iterate_quantized
 from lit_fsdp.tensor_files import MAX_BLOCK_BYTES, StoredTensor, TensorFiles
 
 
@@ -96,8 +98,10 @@ def load_weights(model: nn.Module, folder: Path, *, seed: int = 0) -> None:
     Raises:
         ValueError: Files or tensors are missing, unknown to the model, or of another shape.
     """
-    targets = find_rows(model)
-    with TensorFiles(folder) as files, torch.no_grad():
+    with QuantizedFiles(folder) as files, torch.no_grad():
+        if files.quantized and next(iterate_quantized(model), None) is None:
+            raise ValueError(f"{folder} holds quantized weights, and {_name_class(model)} has none; quantize it alike")
+        targets = find_rows(model, is_quantized=bool(files.quantized))
         try:
             conversions, unknown = plan_conversions(model, files.tensors, targets)
         except ValueError as error:

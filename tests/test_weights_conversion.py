@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, conversion_mapp
 from transformers.core_model_loading import Chunk, Concatenate, ConversionOps, Transpose, WeightConverter
 
 from lit_fsdp import tensor_files, weights
+from lit_fsdp.base_model import find_pretrained
 from lit_fsdp.conversion import clean_name
 from lit_fsdp.recompute import Recompute, apply_recompute
 from lit_fsdp.sharding import Sharding, shard_model
-from lit_fsdp.tasks.causal_lm.pretrained import find_pretrained
 from lit_fsdp.tensor_files import TensorFiles
 from lit_fsdp.units import Units, iterate_blocks, plan_units
 from lit_fsdp.weights import load_weights, materialize

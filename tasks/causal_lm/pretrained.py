@@ -1,4 +1,4 @@
-"""Where the files of a pretrained model are: a local folder, or the cache of the Hugging Face Hub; which they are."""
+"""What follows from the model that a run starts from: how it is quantized, and which adapters belong to it."""
 
 from __future__ import annotations
 
@@ -6,56 +6,39 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 
-from lit_fsdp.cli_errors import nearest
+from lit_fsdp.adapters import LoRA
+from lit_fsdp.base_model import describe_base
 from lit_fsdp.quantization import Quantization
-from lit_fsdp.tensor_files import compute_fingerprint
-
-BASE = "base"  # in the metadata of a checkpoint: the model below its adapters
-_PATTERNS = ("model*.safetensors", "*.json")  # not copies in other layouts
+from lit_fsdp.quantized_files import read_quantization
 
 
-def fetch_pretrained(pretrained: str) -> None:
-    """Download a model unless it is a folder or in the cache.
+def choose_quantization(folder: Path, model: nn.Module, given: Quantization | None) -> Quantization | None:
+    """Return how the weights of a model are to be quantized: as they are stored, if they are stored so.
 
     Args:
-        pretrained: Name on the Hub, or a folder.
+        folder: Of the pretrained model.
+        model: On the meta device.
+        given: What the user asks for.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The files have it otherwise.
     """
-    folder = Path(pretrained).expanduser()
-    if folder.is_dir():
-        return
-    try:
-        snapshot_download(pretrained, allow_patterns=list(_PATTERNS))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        if _is_meant_locally(pretrained):
-            guess = nearest(folder.name, [path.name for path in folder.parent.glob("*/")])
-            hint = f"did you mean {folder.parent / guess}?" if guess else f"seen from {Path.cwd()}"
-            raise ValueError(f"pretrained: got {pretrained!r}: there is no such folder: {hint}") from error
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"pretrained: got {pretrained!r}: no such folder, and the Hub says: {first}") from error
-
-
-def find_pretrained(pretrained: str) -> Path:
-    """Return the folder of a model that is there or has been fetched."""
-    folder = Path(pretrained).expanduser()
-    if folder.is_dir():
-        return folder
-    return Path(snapshot_download(pretrained, allow_patterns=list(_PATTERNS), local_files_only=True))
-
-
-def describe_base(pretrained: str, quantization: Quantization | None) -> dict[str, Any]:
-    """Return what tells the model below adapters from others, in plain types."""
-    return {
-        "name": pretrained,
-        "fingerprint": compute_fingerprint(find_pretrained(pretrained)),
-        "quantization": None if quantization is None else asdict(quantization),
-    }
+    stored = read_quantization(folder, model)
+    if stored is None or given is None:
+        return stored or given
+    for name in ("type", "block_size", "is_double"):
+        ours, theirs = getattr(given, name), getattr(stored, name)
+        if ours != theirs:
+            raise ValueError(
+                f"quantization.{name.removeprefix('is_')}: got {ours!r}: the weights of pretrained are stored with "
+                f"{theirs!r}; leave quantization out"
+            )
+    if given.skip is not None:
+        raise ValueError("quantization.skip: the weights of pretrained are quantized already; leave it out")
+    return stored
 
 
 def check_base(stored: dict[str, Any], pretrained: str, quantization: Quantization | None) -> None:
@@ -82,7 +65,23 @@ def check_base(stored: dict[str, Any], pretrained: str, quantization: Quantizati
         )
 
 
-def _is_meant_locally(pretrained: str) -> bool:
-    """Tell from names on the Hub, which are ``name`` or ``owner/name``."""
-    is_in_folder = "/" in pretrained and Path(pretrained).parent.is_dir()
-    return pretrained.startswith((".", "/", "~")) or pretrained.count("/") > 1 or is_in_folder
+def check_lora(stored: dict[str, Any], lora: LoRA) -> None:
+    """Refuse settings with which the adapters of a checkpoint would mean something else, though they would fit.
+
+    Args:
+        stored: The settings that they were trained with.
+        lora: Of this run.
+
+    Raises:
+        ValueError: With the setting and what it was.
+    """
+    own = asdict(lora)
+    names = ["alpha", "alpha_pattern", "rslora"]
+    if not {stored["init"], own["init"]} <= {"default", "gaussian", "loftq"}:
+        names.append("init")  # also says what was taken out of the base
+    for name in names:
+        if stored[name] != own[name]:
+            raise ValueError(
+                f"lora.{name}: got {own[name]!r}: the adapters of the checkpoint were trained with {stored[name]!r}; "
+                "set that"
+            )

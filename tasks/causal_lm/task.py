@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,14 +17,18 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from typing_extensions import override
 
 from lit_fsdp.adapters import LoRA
-from lit_fsdp.export import EXPORT
+from lit_fsdp.base_model import BASE, LORA, describe_base, fetch_pretrained, find_pretrained
+from lit_fsdp.checkpoint_reader import EXPORT
+from lit_fsdp.export_adapter import describe_adapters
+from lit_fsdp.model_folder import ADAPTER_CONFIG
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantized_files import read_quantization
 from lit_fsdp.tasks.base import Schedule, Task
 from lit_fsdp.tasks.causal_lm.collate import Batch
 from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_packing
 from lit_fsdp.tasks.causal_lm.packing import IGNORED
-from lit_fsdp.tasks.causal_lm.pretrained import BASE, check_base, describe_base, fetch_pretrained, find_pretrained
+from lit_fsdp.tasks.causal_lm.pretrained import check_base, check_lora, choose_quantization
 from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id
 from lit_fsdp.weights import init_weights, load_weights
 
@@ -44,7 +49,8 @@ class CausalLM(Task):
         attention: Implementation of attention. ``sdpa`` is that of torch; ``flash_attention_2`` needs the
             package flash-attn and a GPU.
         lora: Train low-rank adapters and leave the model as it is; ``null`` trains all of it.
-        quantization: Keep the weights that do not train in 4 or 8 bits; needs ``lora``.
+        quantization: Keep the weights that do not train in 4 or 8 bits; needs ``lora``. Taken from the files of
+            ``pretrained`` where these are quantized already.
         optimizer: Which one, and its settings.
         schedule: How the learning rate moves.
         sample_prompts: Texts to continue when training ends, printed.
@@ -100,9 +106,16 @@ class CausalLM(Task):
 
     @override
     def setup(self, stage: str) -> None:
-        if stage == "fit" and self.quantization is not None and self.lora is None:
+        is_stored = self.pretrained is not None and read_quantization(find_pretrained(self.pretrained)) is not None
+        if stage == "fit" and (is_stored or self.quantization is not None) and self.lora is None:
             raise ValueError(
-                "quantization: quantized weights cannot be trained; set lora, such as {r: 16}, or leave it out"
+                "quantization: quantized weights cannot be trained; set lora, such as {r: 16}, or "
+                + ("pretrained to the model that they were made of" if is_stored else "leave it out")
+            )
+        if is_stored and self.lora is not None and self.lora.init not in ("default", "gaussian"):
+            raise ValueError(
+                f"lora.init: got {self.lora.init!r}: it needs the weights that those of pretrained were made of; set "
+                "default"
             )
         if self.attention == "flash_attention_2" and not is_flash_attn_2_available():
             raise ValueError(
@@ -125,6 +138,9 @@ class CausalLM(Task):
                     raise
                 reason = str(error).strip().splitlines()[0]
                 raise ValueError(f"attention: got {self.attention!r}: {reason}; nearest: eager") from error
+        if self.pretrained is not None:
+            folder = find_pretrained(self.pretrained)
+            self.quantization = choose_quantization(folder, self.model, self.quantization)
         self.adapt_model(self.model, lora=self.lora, quantization=self.quantization)
         self.finish_model()
 
@@ -146,7 +162,7 @@ class CausalLM(Task):
         """Return the model's configuration."""
         if self.pretrained is not None:
             try:
-                return AutoConfig.from_pretrained(find_pretrained(self.pretrained))
+                return _drop_quantization(AutoConfig.from_pretrained(find_pretrained(self.pretrained)))
             except (OSError, ValueError) as error:
                 reason = str(error).strip().splitlines()[0]
                 raise ValueError(f"pretrained: got {self.pretrained!r}: {reason}") from error
@@ -295,6 +311,8 @@ class CausalLM(Task):
             if self._export_files is None:
                 self._export_files = self._collect_export_files(self.model)
             checkpoint[EXPORT] = self._export_files
+            if self.lora is not None:
+                checkpoint[LORA] = asdict(self.lora)  # plain, as any strategy may write it
             if self.lora is not None and self.pretrained is not None:
                 checkpoint[BASE] = self._base = self._base or describe_base(self.pretrained, self.quantization)
 
@@ -303,6 +321,8 @@ class CausalLM(Task):
         super().on_load_checkpoint(checkpoint)
         if BASE in checkpoint and self.pretrained is not None:
             check_base(checkpoint[BASE], self.pretrained, self.quantization)
+        if LORA in checkpoint and self.lora is not None:
+            check_lora(checkpoint[LORA], self.lora)
 
     def _collect_export_files(self, model: PreTrainedModel) -> dict[str, str | bytes]:
         """Return the small files of a Hugging Face folder by name, so that a checkpoint is enough to export."""
@@ -319,6 +339,8 @@ class CausalLM(Task):
                 generation.pad_token_id = find_pad_id(self._find_tokenizer())
             files |= _read_tokenizer(tokenizer)
         files["config.json"] = config.to_json_string()
+        if self.lora is not None:
+            files[ADAPTER_CONFIG] = describe_adapters(model, self.lora, self.pretrained)
         if model.can_generate():
             files[GENERATION] = generation.to_json_string()
         if self.pretrained is not None and (given := find_pretrained(self.pretrained) / GENERATION).is_file():
@@ -332,6 +354,14 @@ class CausalLM(Task):
         if not hasattr(data, "tokenizer"):
             raise RuntimeError("generating text needs a data module with a tokenizer, such as TextData")
         return data.tokenizer
+
+
+def _drop_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a configuration without that of bitsandbytes, whose layers we have ourselves."""
+    settings: Any = getattr(config, "quantization_config", None)
+    if isinstance(settings, dict) and settings.get("quant_method") == "bitsandbytes":
+        del config.quantization_config
+    return config
 
 
 def _read_tokenizer(tokenizer: Any) -> dict[str, str | bytes]:

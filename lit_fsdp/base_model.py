@@ -1,0 +1,65 @@
+"""The model that a run starts from: where its files are, and what tells it from others."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from lit_fsdp.cli_errors import nearest
+from lit_fsdp.quantization import Quantization
+from lit_fsdp.tensor_files import compute_fingerprint
+
+BASE = "base"  # in the metadata of a checkpoint: the model below its adapters
+LORA = "lora"  # there too: the settings of the adapters
+_PATTERNS = ("model*.safetensors", "*.json")  # not copies in other layouts
+
+
+def fetch_pretrained(pretrained: str, setting: str = "pretrained") -> None:
+    """Download a model unless it is a folder or in the cache.
+
+    Args:
+        pretrained: Name on the Hub, or a folder.
+        setting: What the user calls it.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    folder = Path(pretrained).expanduser()
+    if folder.is_dir():
+        return
+    try:
+        snapshot_download(pretrained, allow_patterns=list(_PATTERNS))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        if _is_meant_locally(pretrained):
+            guess = nearest(folder.name, [path.name for path in folder.parent.glob("*/")])
+            hint = f"did you mean {folder.parent / guess}?" if guess else f"seen from {Path.cwd()}"
+            raise ValueError(f"{setting}: got {pretrained!r}: there is no such folder: {hint}") from error
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"{setting}: got {pretrained!r}: no such folder, and the Hub says: {first}") from error
+
+
+def find_pretrained(pretrained: str) -> Path:
+    """Return the folder of a model that is there or has been fetched."""
+    folder = Path(pretrained).expanduser()
+    if folder.is_dir():
+        return folder
+    return Path(snapshot_download(pretrained, allow_patterns=list(_PATTERNS), local_files_only=True))
+
+
+def describe_base(pretrained: str, quantization: Quantization | None) -> dict[str, Any]:
+    """Return what tells the model below adapters from others, in plain types."""
+    return {
+        "name": pretrained,
+        "fingerprint": compute_fingerprint(find_pretrained(pretrained)),
+        "quantization": None if quantization is None else asdict(quantization),
+    }
+
+
+def _is_meant_locally(pretrained: str) -> bool:
+    """Tell from names on the Hub, which are ``name`` or ``owner/name``."""
+    is_in_folder = "/" in pretrained and Path(pretrained).parent.is_dir()
+    return pretrained.startswith((".", "/", "~")) or pretrained.count("/") > 1 or is_in_folder

@@ -1,0 +1,154 @@
+"""The tensors of a sharded checkpoint, one after the other, without a process group or a model with memory."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from transformers import AutoConfig, PreTrainedModel
+
+from lit_fsdp.checkpoint import META
+from lit_fsdp.last_checkpoint import find_last_checkpoint
+from lit_fsdp.manifest import check_contents, check_sizes
+
+EXPORT = "export"  # in the metadata of a checkpoint: the small files of the folder, by name
+
+_STATE = "state_dict."
+_MODEL = "model."  # a task holds its Transformers model under this name
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredCheckpoint:
+    """A checkpoint that was found to be complete.
+
+    Args:
+        path: Its folder.
+        meta: What it holds beside tensors.
+        files: The small files of a Hugging Face folder, by name.
+        metadata: Where its tensors lie.
+        tensors: What they are, by their names in the Transformers model.
+    """
+
+    path: Path
+    meta: dict[str, Any]
+    files: dict[str, str | bytes]
+    metadata: Metadata
+    tensors: dict[str, TensorStorageMetadata]
+
+    def read(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return whole tensors on the CPU, cast on the way to the dtype of ``wanted``.
+
+        Raises:
+            ValueError: A file cannot be read.
+        """
+        tensors = {name: torch.empty_like(like, device="cpu") for name, like in wanted.items()}
+        state = {f"{_STATE}{_MODEL}{name}": tensor for name, tensor in tensors.items()}
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant
+                load(state, storage_reader=_Reader(self.path, self.metadata), no_dist=True)
+        except CheckpointException as error:
+            reasons = "; ".join(str(reason).splitlines()[0] for reason, _ in error.failures.values())
+            raise ValueError(f"{self.path}: cannot read {', '.join(wanted)}: {reasons}") from error
+        return tensors
+
+    def describe(self, name: str) -> Tensor:
+        """Return a tensor on the meta device."""
+        there = self.tensors[name]
+        return torch.empty(there.size, dtype=there.properties.dtype, device="meta")
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the folder of a checkpoint: ``path`` itself, or the newest complete one of the run there.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if not path.exists():
+        raise ValueError(f"checkpoint: {path} does not exist: expected the folder of a checkpoint or of a run")
+    if path.is_file():
+        raise ValueError(f"checkpoint: {path} is a file: expected a folder that FSDP2Strategy has written")
+    if (path / META).is_file() or (path / ".metadata").is_file():
+        return path.resolve()
+    found = find_last_checkpoint([path, path / "checkpoints", *path.glob("version_*/checkpoints")])
+    if found is None or found.is_file():
+        raise ValueError(
+            f"checkpoint: {path} is no checkpoint, and no run that wrote one: expected a folder with {META}, or one "
+            "with version_*/checkpoints/*.ckpt"
+        )
+    return found
+
+
+def open_checkpoint(path: Path) -> StoredCheckpoint:
+    """Read what a checkpoint is, and all its files once to verify them.
+
+    Raises:
+        ValueError: It is not complete, damaged, or not of a task of ours.
+    """
+    check_contents(path, check_sizes(path))  # reading alone would not notice damage
+    meta = torch.load(path / META, weights_only=True)
+    if EXPORT not in meta:
+        raise ValueError(
+            f"{path} holds no files to export: its task is not one of ours; a task of your own puts them into "
+            f"checkpoint[{EXPORT!r}] in on_save_checkpoint: config.json and those of the tokenizer, by name"
+        )
+    metadata = FileSystemReader(path).read_metadata()
+    tensors: dict[str, TensorStorageMetadata] = {}
+    for key, value in metadata.state_dict_metadata.items():
+        if key.startswith(_STATE) and isinstance(value, TensorStorageMetadata):
+            name = key.removeprefix(_STATE)
+            if not name.startswith(_MODEL):
+                raise ValueError(f"{path} holds {name}, which is no part of its Transformers model")
+            tensors[name.removeprefix(_MODEL)] = value
+    return StoredCheckpoint(path=path, meta=meta, files=meta[EXPORT], metadata=metadata, tensors=tensors)
+
+
+def build_on_meta(checkpoint: StoredCheckpoint, **changes: Any) -> PreTrainedModel:
+    """Return the model without weights, for its names, shapes and ties.
+
+    Args:
+        checkpoint: Whose ``config.json`` it is built from.
+        changes: Of the configuration.
+
+    Raises:
+        ValueError: Transformers does not know the architecture.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(str(checkpoint.files["config.json"]))
+        config = AutoConfig.from_pretrained(name, **changes)
+    architecture = (config.architectures or ["?"])[0]
+    model_class = getattr(transformers, architecture, None)
+    if model_class is None or not hasattr(model_class, "base_model_prefix"):
+        raise ValueError(
+            f"{checkpoint.path} holds a {architecture}, which transformers {transformers.__version__} does not know"
+        )
+    with torch.device("meta"):
+        return model_class(config)
+
+
+def find_run(checkpoint: Path) -> Path | None:
+    """Return the folder of the run that wrote a checkpoint, if it lies where runs put them."""
+    run = checkpoint.parent.parent
+    return run if (run / "config.yaml").is_file() else None
+
+
+class _Reader(FileSystemReader):
+    """Does not read the metadata again for every tensor."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
+        return self._metadata

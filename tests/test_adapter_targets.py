@@ -1,0 +1,54 @@
+"""Adapters that would compute something else than the setting says are refused, by the name of the layer."""
+
+import pytest
+from models import build_language_model
+
+from lit_fsdp.adapters import LoRA, add_adapters, iterate_adapters
+from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantized_layers import quantize_model
+
+SMALL = Quantization(block_size=32)
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "quantization", "message"),
+    [
+        ("mixtral", LoRA(r=4), SMALL, "layers.0.mlp.experts: peft has no adapters for quantized experts; name other"),
+        (
+            "llama",
+            LoRA(dora=True, targets=["embed_tokens"]),
+            None,
+            "model.embed_tokens: dora is only for linear layers",
+        ),
+        ("gpt2", LoRA(dora=True), None, "transformer.h.0.attn.c_attn: dora is only for linear layers"),
+        ("gpt2", LoRA(r=4, init="pissa"), None, "c_attn: init 'pissa' is only for linear layers; set it to default"),
+        ("mixtral", LoRA(r=4, init="olora"), None, "mlp.experts: init 'olora' is only for linear layers"),
+        ("llama", LoRA(r=99, init="pissa"), None, r"q_proj: init 'pissa' has no rank 99 in a weight of \(32, 32\)"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(
+    family: str, lora: LoRA, quantization: Quantization | None, message: str
+) -> None:
+    model = build_language_model(family)
+    if quantization is not None:
+        quantize_model(model, quantization)
+    with pytest.raises(ValueError, match=f"lora.targets: .*{message}"):
+        add_adapters(model, lora)
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "quantization"),
+    [
+        ("mixtral", LoRA(r=4, targets=["q_proj"]), SMALL),
+        ("mixtral", LoRA(r=4), Quantization(block_size=32, skip=["experts", "lm_head"])),
+        ("llama", LoRA(r=4, init="pissa", targets=["embed_tokens", "q_proj"]), None),
+        ("llama", LoRA(r=4, init="olora"), SMALL),
+        ("gpt2", LoRA(r=4), None),
+    ],
+)
+def test_their_neighbours_are_accepted(family: str, lora: LoRA, quantization: Quantization | None) -> None:
+    model = build_language_model(family)
+    if quantization is not None:
+        quantize_model(model, quantization)
+    add_adapters(model, lora)
+    assert next(iterate_adapters(model), None) is not None

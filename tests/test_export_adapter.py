@@ -1,0 +1,215 @@
+"""Adapters out: what peft loads over the same base is what was trained, and so is what they are merged into."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import LANGUAGE_MODELS, make_tokens
+from peft import AutoPeftModelForCausalLM, PeftModel
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from training import OPTIMIZER, Rows, build_trainer
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+from lit_fsdp import FSDP2Strategy
+from lit_fsdp.adapters import LoRA
+from lit_fsdp.export import export_model
+from lit_fsdp.quantization import Quantization
+from lit_fsdp.tasks import CausalLM
+from ranks import run_ranks
+
+# Rows of 64 and 192 weights, so that all of them make blocks.
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SIZES,
+    "tied": {**SIZES, "tie_word_embeddings": True},
+    "mixtral": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 32},
+    "qwen3_moe": {},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+}
+PLAIN = LoRA(r=4, alpha=8)
+PATTERNS = {"rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 6}, "alpha_pattern": {"v_proj": 3.5}}
+RUNS: dict[str, tuple[str, LoRA, Quantization | None]] = {
+    "plain": ("llama", PLAIN, None),
+    "gaussian": ("llama", replace(PLAIN, init="gaussian"), None),
+    "rslora": ("llama", replace(PLAIN, rslora=True), None),
+    "dora": ("llama", replace(PLAIN, dora=True), None),
+    "patterns": ("llama", LoRA(r=4, alpha=8, **PATTERNS), None),
+    "ends": ("llama", replace(PLAIN, targets=["embed_tokens", "lm_head", "q_proj"]), None),
+    "regex": ("llama", replace(PLAIN, targets=r"model\.layers\.[02]\..*_proj", exclude=["k_proj"]), None),
+    "saved": ("llama", replace(PLAIN, modules_to_save=["lm_head", "norm"]), None),
+    "tied": ("tied", replace(PLAIN, targets=["embed_tokens", "v_proj"]), None),
+    "gpt2": ("gpt2", PLAIN, None),
+    "mixtral": ("mixtral", PLAIN, None),
+    "mixtral attention": ("mixtral", replace(PLAIN, targets=["q_proj", "v_proj"]), None),
+    "qwen3_moe": ("qwen3_moe", PLAIN, None),
+    "nf4": ("llama", replace(PLAIN, modules_to_save=["lm_head"]), Quantization(double=False)),
+    "nf4 double": ("llama", PLAIN, Quantization()),
+    "dora nf4": ("llama", replace(PLAIN, dora=True), Quantization()),
+    "mixtral nf4": (
+        "mixtral",
+        replace(PLAIN, targets=["q_proj", "v_proj"]),
+        Quantization(skip=["lm_head", "experts"]),
+    ),
+    "int8": ("llama", PLAIN, Quantization(type="int8")),
+    "fp4": ("llama", PLAIN, Quantization(type="fp4")),
+    "loftq": ("llama", replace(PLAIN, init="loftq"), Quantization()),
+    "loftq int8": ("llama", replace(PLAIN, init="loftq"), Quantization(type="int8")),
+    "olora fp4": ("llama", replace(PLAIN, init="olora"), Quantization(type="fp4", double=False)),
+    "pissa": ("llama", replace(PLAIN, init="pissa"), None),
+    "pissa fast": ("llama", LoRA(r=4, alpha=8, init="pissa_niter_16", rslora=True, **PATTERNS), None),
+    "olora": ("llama", replace(PLAIN, init="olora", modules_to_save=["lm_head"]), None),
+    "pissa nf4": ("llama", replace(PLAIN, init="pissa"), Quantization()),
+}
+# Their base weights are computed anew, by two roundings.
+MOVED = ("pissa", "pissa fast", "olora")
+
+
+# What peft loads over the base; the others only merge.
+LOADED = [name for name in RUNS if name not in ("pissa nf4", "olora fp4", "int8", "loftq int8")]
+# The trained weights are what was left of the base, quantized, so that what is merged is exactly those.
+OVER_QUANTIZED = ("loftq", "loftq int8", "pissa nf4", "olora fp4")
+
+
+class Model(CausalLM):
+    """Runs through the hooks of all its units, the outermost too."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+
+def save_base(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:
+    torch.manual_seed(1)
+    model_type = "llama" if family == "tied" else family
+    config = AutoConfig.for_model(model_type, **{**LANGUAGE_MODELS[model_type], **FAMILIES[family]})
+    AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
+    return folder
+
+
+def train(base: Path, folder: Path, lora: LoRA, quantization: Quantization | None) -> None:
+    """Train for three steps, save ``last.ckpt``, and write what the trained model makes of some tokens."""
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=3)
+    optimizer = replace(OPTIMIZER, learning_rate=0.02)
+    task = Model(pretrained=str(base), lora=lora, quantization=quantization, optimizer=optimizer)
+    trainer.fit(task, Rows(67, 2))
+    trainer.save_checkpoint(folder / "last.ckpt")
+    with torch.no_grad():
+        logits = task(make_tokens())
+    if trainer.is_global_zero:
+        torch.save(logits, folder / "logits.pt")
+
+
+class Runs:
+    """Runs that are started when they are first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def get_base(self, family: str) -> Path:
+        path = self.folder / "models" / family
+        return path if path.exists() else save_base(path, family)
+
+    def get(self, name: str) -> Path:
+        path = self.folder / name
+        if not path.exists():
+            path.mkdir()
+            family, lora, quantization = RUNS[name]
+            run_ranks(train, self.get_base(family), path, lora, quantization)
+        return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+def load_base(folder: Path, quantization: Quantization | None, **options: Any) -> nn.Module:
+    """Return a model as Transformers and bitsandbytes load it."""
+    if quantization is not None:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=quantization.type,
+            bnb_4bit_use_double_quant=quantization.is_double,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+    return AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **options})
+
+
+def run_model(model: nn.Module) -> Tensor:
+    with torch.no_grad():  # not in eval(), in which bitsandbytes packs 4-bit weights for other kernels on some CPUs
+        return model.train()(input_ids=make_tokens(), use_cache=False).logits
+
+
+def measure(logits: Tensor, path: Path) -> float:
+    return float((logits - torch.load(path / "logits.pt")).abs().max())
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_peft_loads_it_over_the_same_base_with_the_logits_of_the_training_model(
+    runs: Runs, name: str, tmp_path: Path
+) -> None:
+    path = runs.get(name)
+    family, _, quantization = RUNS[name]
+    exported = export_model(path / "last.ckpt", tmp_path / "out")
+    assert exported.files == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    base = load_base(runs.get_base(family), quantization)
+    plain = run_model(base)
+    model = PeftModel.from_pretrained(base, tmp_path / "out")
+    logits = run_model(model)
+    assert measure(plain, path) > 1e-3
+    assert measure(logits, path) <= (2e-6 if name in MOVED else 0.0)
+
+
+def test_peft_finds_the_base_by_itself(runs: Runs, tmp_path: Path) -> None:
+    export_model(runs.get("saved") / "last.ckpt", tmp_path / "out")
+    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert measure(run_model(model), runs.get("saved")) == 0.0
+
+
+@pytest.mark.parametrize("name", ["plain", "dora", "ends", "saved", "tied", "mixtral", "gpt2"])
+def test_the_file_holds_what_peft_writes(runs: Runs, name: str, tmp_path: Path) -> None:
+    exported = export_model(runs.get(name) / "last.ckpt", tmp_path / "out")
+    base = load_base(runs.get_base(RUNS[name][0]), None)
+    model = PeftModel.from_pretrained(base, tmp_path / "out")
+    model.save_pretrained(tmp_path / "truth", save_embedding_layers=False)
+    ours, truth = (load_file(tmp_path / kind / "adapter_model.safetensors") for kind in ("out", "truth"))
+    assert ours.keys() == truth.keys()
+    assert all(torch.equal(ours[key], truth[key]) for key in truth)
+    assert exported.num_parameters == sum(value.numel() for value in truth.values())
+    assert exported.dtype == "float32"
+    ours, truth = (json.loads((tmp_path / kind / "adapter_config.json").read_text()) for kind in ("out", "truth"))
+    for config in (ours, truth):
+        for key in ("target_modules", "modules_to_save", "target_parameters"):
+            config[key] = sorted(config[key] or []) if not isinstance(config[key], str) else config[key]
+    assert {key: value for key, value in ours.items() if value != truth[key]} == {}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_merged_weights_are_those_that_peft_merges(runs: Runs, name: str, tmp_path: Path) -> None:
+    path = runs.get(name)
+    family, _, quantization = RUNS[name]
+    exported = export_model(path / "last.ckpt", tmp_path / "out", merge=True)
+    assert "config.json" in exported.files
+    assert not any(file.startswith("adapter") for file in exported.files)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    if quantization is None or name in OVER_QUANTIZED:
+        assert measure(run_model(model), path) < 5e-6
+    if name in OVER_QUANTIZED:
+        return
+    export_model(path / "last.ckpt", tmp_path / "adapter")
+    truth = PeftModel.from_pretrained(load_base(runs.get_base(family), None), tmp_path / "adapter")
+    merged = truth.merge_and_unload().state_dict()
+    if family == "tied":
+        del merged["lm_head.weight"]  # which peft changes too
+    differences = {key: float((model.state_dict()[key] - merged[key]).abs().max()) for key in merged}
+    assert max(differences.values()) <= (1e-6 if name in MOVED else 0.0), differences

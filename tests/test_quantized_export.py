@@ -1,0 +1,100 @@
+"""A model that leaves in 4 or 8 bits is what Transformers would make of it with bitsandbytes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_export_adapter import PLAIN, run_model, save_base, train
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+from lit_fsdp.checkpoint import join_states, save_checkpoint
+from lit_fsdp.checkpoint_reader import EXPORT
+from lit_fsdp.export import export_model
+from lit_fsdp.quantization import Quantization
+from ranks import run_ranks
+
+KINDS: dict[str, tuple[Quantization, dict[str, Any]]] = {
+    "nf4 double": (
+        Quantization(),
+        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    ),
+    "nf4": (Quantization(double=False), {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    "fp4": (Quantization(type="fp4", double=False), {"load_in_4bit": True}),
+    "int8": (Quantization(type="int8"), {"load_in_8bit": True}),
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "tied", "mixtral"])
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("models") / request.param, request.param)
+
+
+def save_whole(base: Path, path: Path) -> Path:
+    """Write a checkpoint of a model that has never trained."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    config = AutoConfig.from_pretrained(base)
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    save_checkpoint(path, join_states(state, []), meta={EXPORT: {"config.json": config.to_json_string()}})
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_loads_what_it_would_have_made(base: Path, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    settings, options = KINDS[kind]
+    checkpoint = save_whole(base, tmp_path / "last.ckpt")
+    name: Any = str(dtype).removeprefix("torch.")
+    export_model(checkpoint, tmp_path / "out", quantization=settings, dtype=name, max_shard_gb=100e-6)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    config = BitsAndBytesConfig(**options, bnb_4bit_compute_dtype=dtype)
+    truth = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, quantization_config=config)
+    assert type(model.model.layers[0].self_attn.q_proj) is type(truth.model.layers[0].self_attn.q_proj)
+    assert (run_model(model) - run_model(truth)).abs().max() == 0.0
+
+
+def test_the_files_hold_what_save_pretrained_writes(base: Path, tmp_path: Path) -> None:
+    settings, options = KINDS["nf4 double"]
+    export_model(save_whole(base, tmp_path / "last.ckpt"), tmp_path / "out", quantization=settings)
+    config = BitsAndBytesConfig(**options)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=config)
+    model.save_pretrained(tmp_path / "truth")
+    ours, truth = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "truth"))
+    assert ours.keys() == truth.keys()
+    for name, value in truth.items():
+        if ".quant_state." in name:
+            assert json.loads(bytes(ours[name].tolist())) == json.loads(bytes(value.tolist()))
+        else:
+            assert torch.equal(ours[name], value), name
+
+
+def test_a_merged_model_leaves_in_4_bits(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama")
+    run_ranks(train, base, tmp_path, PLAIN, None)
+    settings, options = KINDS["nf4 double"]
+    export_model(tmp_path / "last.ckpt", tmp_path / "dense", merge=True)
+    export_model(tmp_path / "last.ckpt", tmp_path / "out", merge=True, quantization=settings)
+    config = BitsAndBytesConfig(**options)
+    truth = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
+    logits = run_model(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    assert (logits - run_model(truth)).abs().max() == 0.0
+    with pytest.raises(ValueError, match="adapters are not quantized; set merge to true, or leave it out"):
+        export_model(tmp_path / "last.ckpt", tmp_path / "new", quantization=settings)
+
+
+def test_layers_that_do_not_divide_into_blocks_or_are_skipped_stay_dense(base: Path, tmp_path: Path) -> None:
+    checkpoint = save_whole(base, tmp_path / "last.ckpt")
+    settings = replace(KINDS["nf4"][0], skip=["k_proj", "lm_head"])
+    export_model(checkpoint, tmp_path / "out", quantization=settings)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert "model.layers.1.self_attn.k_proj" in config["llm_int8_skip_modules"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(model.model.layers[1].self_attn.k_proj) is torch.nn.Linear
+    with pytest.raises(ValueError, match="nothing to quantize in"):
+        export_model(checkpoint, tmp_path / "new", quantization=Quantization(block_size=4096))
+    with pytest.raises(ValueError, match="block_size: got 7"):
+        export_model(checkpoint, tmp_path / "new", quantization=Quantization(block_size=7))
