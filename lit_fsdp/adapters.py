@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,8 +25,9 @@ from lit_fsdp.quantized_layers import QuantizedLayer, iterate_quantized
 
 _HELD = "held"  # the model, in what peft is given
 ADAPTER = "default"  # the name under which peft keeps it
+_RANDOM = ("default", "gaussian")  # initializations that leave the base weight as it is
 Init = Literal["default", "gaussian", "pissa", "pissa_niter_16", "olora", "loftq"]
-_DTypeName = Literal["float32", "bfloat16", "float16"]
+_DTypeName = Literal["float32", "bfloat16"]
 _WRAPPERS = ("base_layer", "_checkpoint_wrapped_module")
 _ADAPTER_PARTS = frozenset(LoraLayer.adapter_layer_names)
 
@@ -88,6 +90,10 @@ class LoRA:
             "dropout": (0 <= self.dropout < 1, "from 0 to below 1"),
             "targets": (bool(self.targets), "all-linear, names or a regular expression"),
         }
+        try:
+            re.compile(self.targets if isinstance(self.targets, str) else "")
+        except re.error as error:
+            raise ValueError(f"lora.targets: got {self.targets!r}: no regular expression: {error}") from error
         for name, (is_right, expected) in rules.items():
             if not is_right:
                 raise ValueError(f"lora.{name}: got {getattr(self, name)!r}: expected {expected}")
@@ -96,7 +102,7 @@ class LoRA:
                 "lora.init: got 'loftq': it fits adapters to the error of quantization, and there is none; set "
                 "quantization, or init to default or pissa"
             )
-        if self.dora and self.init != "default":
+        if self.dora and self.init not in _RANDOM:
             raise ValueError(f"lora.init: got {self.init!r} with dora, which starts as the base model; leave one out")
 
     def build_config(self, base_model: str | None = None) -> LoraConfig:
@@ -137,9 +143,36 @@ def add_adapters(model: nn.Module, lora: LoRA) -> None:
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("lora: the model is sharded already, and adapters would not be; add them before")
     lora.check(is_quantized=next(iterate_quantized(model), None) is not None)
+    if lora.init not in _RANDOM and any(not parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"lora.init: got {lora.init!r}: it is made of weights while they are loaded, and the model has its "
+            'already; build it under torch.device("meta")'
+        )
     _check_names(model, lora)
+    _inject(model, lora)
+    num_owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    for name, layer in iterate_adapters(model):
+        if obstacle := _find_obstacle(layer, lora, num_owners):
+            raise ValueError(f"lora.targets: {clean_name(name)}: {obstacle}")
+        layer.initialization = lora.init
+        if isinstance(layer.get_base_layer(), QuantizedLayer):
+            layer.merge = _refuse_merge
+    for _, module in _find_saved(model, lora):
+        module.requires_grad_()
+    dtype = getattr(torch, lora.dtype)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _inject(model: Any, lora: LoRA) -> None:
     config = lora.build_config()
-    config.target_modules = [f"{_HELD}.{name}" for name in find_targets(model, lora)]
+    targets = find_targets(model, lora)
+    patterns: dict[str, dict[str, Any]] = {}
+    for setting in ("rank_pattern", "alpha_pattern"):
+        patterns[setting] = getattr(config, setting)
+        setattr(config, setting, _resolve_patterns(setting, patterns[setting], targets))
+    config.target_modules = [f"{_HELD}.{name}" for name in targets]
     config.modules_to_save = config.exclude_modules = None  # trained in place, without the copy that peft would make
     holder = nn.Module()  # without a config, by which peft 0.21 takes names of experts for those of Transformers 4
     holder.add_module(_HELD, model)
@@ -147,24 +180,43 @@ def add_adapters(model: nn.Module, lora: LoRA) -> None:
         inject_adapter_in_model(config, holder, ADAPTER)
     except (ValueError, NotImplementedError, TypeError, AttributeError) as error:
         reason = re.sub(r"\(\n.*\n\)", "", str(error), flags=re.DOTALL)  # a module as it prints itself
-        raise ValueError(f"lora.targets: got {lora.targets!r}: {reason.strip().splitlines()[0]}") from error
+        raise ValueError(f"lora.targets: got {lora.targets!r}: {' '.join(reason.split())[:200]}") from error
     # As peft leaves it: what it needs to find the same modules again.
     config.target_modules = sorted(name.removeprefix(f"{_HELD}.") for name in config.target_modules)
-    holder_model: Any = model
-    holder_model.peft_config = {ADAPTER: config}
+    for setting, given in patterns.items():
+        setattr(config, setting, given)
+    model.peft_config = {ADAPTER: config}
+
+
+def _resolve_patterns(setting: str, patterns: Mapping[str, Any], targets: Sequence[str]) -> dict[str, Any]:
+    """Return values by full name; each pattern must fit a target, and the first that fits counts, as in peft."""
+    found: dict[str, Any] = {}
+    for pattern, value in patterns.items():
+        hits = [name for name in targets if re.match(rf"(.*\.)?({pattern})$", name)]
+        if not hits:
+            raise ValueError(f"lora.{setting}: got {pattern!r}: none of the targets has such a name")
+        for name in hits:
+            found.setdefault(re.escape(f"{_HELD}.{name}"), value)
+    return found
+
+
+def check_units(model: nn.Module, units: Sequence[str]) -> None:
+    """Refuse FSDP units inside a layer of DoRA, which reads the weight of its base layer from outside of that.
+
+    Args:
+        model: Not sharded yet.
+        units: Names of its modules.
+
+    Raises:
+        ValueError: With the unit.
+    """
     for name, layer in iterate_adapters(model):
-        if obstacle := _find_obstacle(layer, lora):
-            raise ValueError(f"lora.targets: {clean_name(name)}: {obstacle}")
-    for _, module in _find_saved(model, lora):
-        module.requires_grad_()
-    dtype = getattr(torch, lora.dtype)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)
-    for _, layer in iterate_adapters(model):
-        layer.initialization = lora.init
-        if isinstance(layer.get_base_layer(), QuantizedLayer):
-            layer.merge = _refuse_merge
+        inside = [unit for unit in units if unit.startswith(f"{name}.")]
+        if inside and len(layer.lora_magnitude_vector):
+            raise ValueError(
+                f"units: {inside[0]} would be gathered apart from the layer around it, whose dora needs its weight; "
+                "leave units at its default, or name larger modules"
+            )
 
 
 def find_targets(model: nn.Module, lora: LoRA) -> list[str]:
@@ -227,7 +279,7 @@ def reset_adapter(module: nn.Module) -> bool:
 
 def is_decomposed(layer: Any) -> bool:
     """Whether the adapter of a layer starts from its base weight, see :func:`decompose`."""
-    return ADAPTER in layer.lora_A and layer.initialization not in ("default", "gaussian")
+    return ADAPTER in layer.lora_A and layer.initialization not in _RANDOM
 
 
 def decompose(layer: Any, weight: Tensor, requantize: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -306,18 +358,23 @@ def _is_inside(name: str, part: str) -> bool:
     return f".{name}.".find(f".{part}.") >= 0
 
 
-def _find_obstacle(layer: Any, lora: LoRA) -> str:
+def _find_obstacle(layer: Any, lora: LoRA, num_owners: Mapping[int, int]) -> str:
     """Return why an adapter could not work: what peft would compute, or we, is not what the setting says."""
     base = layer.get_base_layer()
     is_linear = ADAPTER in layer.lora_A and not getattr(layer, "fan_in_fan_out", False)
     if lora.dora and not is_linear:
         return "dora is only for linear layers; leave it out, or name other targets"
-    if lora.init not in ("default", "gaussian") and ADAPTER in layer.lora_A:
-        shape = getattr(base, "dense_shapes", {}).get("weight", getattr(base, "weight", torch.empty(0)).shape)
-        if not is_linear or len(shape) != 2:
-            return f"init {lora.init!r} is only for linear layers; set it to default, or name other targets"
-        if layer.r[ADAPTER] > min(shape):
-            return f"init {lora.init!r} has no rank {layer.r[ADAPTER]} in a weight of {tuple(shape)}; set a smaller r"
+    if lora.init in _RANDOM:
+        return ""
+    shape = getattr(base, "dense_shapes", {}).get("weight", getattr(base, "weight", torch.empty(0)).shape)
+    if not is_linear or len(shape) != 2:
+        return f"init {lora.init!r} is only for linear layers; set it to default, or name other targets"
+    if layer.r[ADAPTER] > min(shape):
+        return f"init {lora.init!r} has no rank {layer.r[ADAPTER]} in a weight of {tuple(shape)}; set a smaller r"
+    if num_owners[id(base.weight)] > 1:
+        return f"init {lora.init!r} would change the weight that it shares; set it to default, or name other targets"
+    if lora.init == "loftq" and not isinstance(base, QuantizedLayer):
+        return "init 'loftq' fits the error of quantization, and this layer is not quantized; name other targets"
     return ""
 
 

@@ -132,6 +132,8 @@ def load_checkpoint(
         raise ValueError(f"{path} holds {count} optimizers, the run has {len(optimizers)}; resume it with as many")
     meta: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=True)
     is_part = meta.get(LEAVES_OUT_FROZEN, False)
+    if is_part and not getattr(model, "restores_frozen", False):
+        raise ValueError(f"{path} holds only what trained, and this model has no other weights; set pretrained")
     state: dict[str, Any] = {"state_dict": get_trained_state(model) if is_part else get_model_state_dict(model)}
     for i, optimizer in enumerate(optimizers):
         state[f"optimizer_{i}"] = get_optimizer_state_dict(model, optimizer, options=options)

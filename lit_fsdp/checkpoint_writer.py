@@ -54,7 +54,8 @@ class CheckpointWriter:
             )
         self.checkpoint_format = checkpoint_format
         self.save_frozen = save_frozen
-        self._leaves_out_frozen = False
+        self._left_out: set[str] = set()  # parameters that are not written, as they do not train
+        self._leaves_out_frozen = False  # in the last state
         self.is_async = is_async
         self.report = report
         self.skipped: set[Path] = set()  # for want of space; the same on all ranks
@@ -80,14 +81,15 @@ class CheckpointWriter:
                 "save_frozen: got false: the frozen parameters have random values, which no run could get back; set "
                 "pretrained, or leave it out"
             )
-        is_partly_frozen = any(not parameter.requires_grad for parameter in model.parameters())
-        is_folder = self.checkpoint_format == "sharded"
-        self._leaves_out_frozen = is_restored and is_partly_frozen and is_folder and not self.save_frozen
+        is_left_out = is_restored and self.checkpoint_format == "sharded" and not self.save_frozen
+        self._left_out = _list_frozen(model) if is_left_out else set()
 
     def get_model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the weights as they will be written; all ranks must call it."""
         if self.checkpoint_format == "single_file":
             return gather_model_state(model)
+        # All of it, once what trains has changed: what was trained before would be lost.
+        self._leaves_out_frozen = bool(self._left_out) and self._left_out == _list_frozen(model)
         return get_trained_state(model) if self._leaves_out_frozen else get_model_state_dict(model)
 
     def get_optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -185,6 +187,10 @@ class CheckpointWriter:
             return shutil.disk_usage(folder).free
 
         return max(needed - min(agree(measure_free)), 0)
+
+
+def _list_frozen(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
 def _count_bytes(node: Any) -> int:

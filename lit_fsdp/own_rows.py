@@ -134,15 +134,22 @@ class DecomposedRows(OwnRows):
         if dense is None:
             dense = torch.empty(0, *self.shape[1:], device=self.device)
         whole = gather_rows(dense, self.target, self.shape[0])
-        a, b, rest = decompose(self.layer, whole, self._requantize)
+        # Once, not on every rank: it takes long, and its last bits need not be the same everywhere.
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        factors = decompose(self.layer, whole, self._requantize) if is_first else self._make_empty(whole)
+        a, b, rest = (factor.contiguous() for factor in factors)
         for tensor in (a, b, rest):
-            if dist.is_initialized():  # the last bits need not be the same everywhere
+            if dist.is_initialized():
                 dist.broadcast(tensor, src=0)
         self.rows.write(self.begin, rest[self.begin : self.end])
         self.rows.finish()
         for full, holder in ((a, self.layer.lora_A), (b, self.layer.lora_B)):
             factor = OwnRows(holder[ADAPTER].weight)
             factor.write(factor.begin, full[factor.begin : factor.end])
+
+    def _make_empty(self, whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        r = self.layer.r[ADAPTER]
+        return whole.new_empty(r, self.shape[1]), whole.new_empty(self.shape[0], r), torch.empty_like(whole)
 
     def _requantize(self, weight: Tensor) -> Tensor:
         return requantize(weight, self.layer.get_base_layer().quantization)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.conv import _ConvNd  # private, seen in torch 2.13: what all convolutions are
+from transformers.pytorch_utils import Conv1D
 
 from lit_fsdp.quantization import Quantization, dequantize, multiply
 
@@ -160,10 +162,15 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
     settings.check()
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("quantization: the model is sharded already; quantize it before")
+    if any(not parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            "quantization: weights are quantized while they are loaded, and the model has its already; build it under "
+            'torch.device("meta")'
+        )
     candidates = find_candidates(model)
     skipped = _find_skipped(model, settings, candidates) | {n for n in candidates if _is_named(n, keep)}
     num_owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    left: list[str] = []
+    left = _list_unknown(model, candidates, (*(settings.skip or ()), *keep))
     done = 0
     for name, module in candidates.items():
         if name in skipped:
@@ -218,6 +225,16 @@ def _find_skipped(model: nn.Module, settings: Quantization, candidates: dict[str
             raise ValueError(f"quantization.skip: got {pattern!r}: no layer that could be quantized; {hint}")
         skipped |= found
     return skipped
+
+
+def _list_unknown(model: nn.Module, candidates: Mapping[str, nn.Module], skipped: Sequence[str]) -> list[str]:
+    """Return large weights that other libraries might quantize, and this one does not know how to."""
+    unknown = []
+    for name, module in model.named_modules():
+        is_large = any(p.dim() == 3 for p in module.parameters(recurse=False)) or isinstance(module, Conv1D)
+        if is_large and name not in candidates and not isinstance(module, _ConvNd) and not _is_named(name, skipped):
+            unknown.append(f"{name} (a {type(module).__name__} cannot be quantized)")
+    return unknown
 
 
 def _is_named(name: str, patterns: Sequence[str]) -> bool:

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_fsdp.adapters import find_adapter_parameters
+from lit_fsdp.adapters import check_units, find_adapter_parameters
 from lit_fsdp.checkpoint import find_random_state, load_checkpoint
 from lit_fsdp.checkpoint_writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.lightning_internals import check_trainer, count_micro_batches, keep_links, refuse_ignored, use_no_grad
@@ -254,6 +254,7 @@ class FSDP2Strategy(ParallelStrategy):
         dtypes = self.precision_plugin.mixed_precision
         cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
         self.plan = plan_module(module, self.settings.units)
+        check_units(module, [name for unit in self.plan for name in unit.names])
         blocks = list(iterate_blocks(self.plan))
         apply_recompute(module, self.settings.recompute, blocks)
         if self.settings.compile is not None:

@@ -115,13 +115,35 @@ class Task(LightningModule):
     # Model
 
     def adapt_model(self, model: nn.Module, *, lora: LoRA | None, quantization: Quantization | None) -> None:
-        """Quantize a model that is on the meta device, and add adapters, as far as asked for."""
+        """Quantize a model that is on the meta device, and add adapters, as far as asked for.
+
+        Raises:
+            ValueError: They would not train as they say.
+        """
+        if quantization is not None and lora is None and self.trainer.state.fn == TrainerFn.FITTING:
+            raise ValueError(
+                "quantization: quantized weights cannot be trained; set lora, such as {r: 16}, or leave it out"
+            )
+        if lora is not None:
+            self._check_adapter_precision(lora)
         if quantization is not None:
             left = quantize_model(model, quantization, keep=lora.modules_to_save if lora is not None else ())
             if left:
                 rank_zero_warn(f"quantization: not quantized: {', '.join(left[:10])}, {len(left)} in all")
         if lora is not None:
             add_adapters(model, lora)
+
+    def _check_adapter_precision(self, lora: LoRA) -> None:
+        precision, is_ours = str(self.trainer.precision), isinstance(self.trainer.strategy, FSDP2Strategy)
+        if precision.endswith("-mixed"):
+            rank_zero_warn(
+                f"trainer.precision: {precision} keeps frozen weights in float32; bf16-true needs half of it"
+            )
+        if precision == "bf16-true" and lora.dtype == "float32" and not is_ours:
+            raise ValueError(
+                "lora.dtype: got 'float32' with trainer.precision bf16-true: only FSDP2Strategy keeps adapters in a "
+                "dtype of their own; set trainer.strategy to fsdp2, or lora.dtype to bfloat16"
+            )
 
     def finish_model(self) -> None:
         """Give a model that was built on the meta device its weights, unless the strategy will do it sharded.

@@ -11,12 +11,13 @@ from typing import Any, Literal
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.import_utils import is_flash_attn_2_available
 from typing_extensions import override
 
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters import LoRA, iterate_adapters
 from lit_fsdp.base_model import BASE, LORA, describe_base, fetch_pretrained, find_pretrained
 from lit_fsdp.checkpoint_reader import EXPORT
 from lit_fsdp.export_adapter import describe_adapters
@@ -143,6 +144,15 @@ class CausalLM(Task):
             self.quantization = choose_quantization(folder, self.model, self.quantization)
         self.adapt_model(self.model, lora=self.lora, quantization=self.quantization)
         self.finish_model()
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        if self.lora is not None and next(iterate_adapters(self), None) is None:
+            raise ValueError(
+                f"lora: {type(self).__name__}.configure_model has added no adapters; call self.adapt_model there, or "
+                "leave it out"
+            )
+        return super().configure_optimizers()
 
     @override
     def configure_weights(self) -> None:
@@ -313,7 +323,7 @@ class CausalLM(Task):
             checkpoint[EXPORT] = self._export_files
             if self.lora is not None:
                 checkpoint[LORA] = asdict(self.lora)  # plain, as any strategy may write it
-            if self.lora is not None and self.pretrained is not None:
+            if self.pretrained is not None and any(not p.requires_grad for p in self.parameters()):
                 checkpoint[BASE] = self._base = self._base or describe_base(self.pretrained, self.quantization)
 
     @override
