@@ -13,7 +13,13 @@ SMALL = Quantization(block_size=32)
 @pytest.mark.parametrize(
     ("family", "lora", "quantization", "message"),
     [
-        ("mixtral", LoRA(r=4), SMALL, "layers.0.mlp.experts: peft has no adapters for quantized experts; name other"),
+        ("mixtral", LoRA(r=4, targets=["experts"]), SMALL, "Target module QuantizedMixtralExperts is not supported"),
+        (
+            "mixtral",
+            LoRA(r=4, targets=["experts"], init="olora"),
+            None,
+            "Target module MixtralExperts.* is not supported",
+        ),
         (
             "llama",
             LoRA(dora=True, targets=["embed_tokens"]),
@@ -22,7 +28,6 @@ SMALL = Quantization(block_size=32)
         ),
         ("gpt2", LoRA(dora=True), None, "transformer.h.0.attn.c_attn: dora is only for linear layers"),
         ("gpt2", LoRA(r=4, init="pissa"), None, "c_attn: init 'pissa' is only for linear layers; set it to default"),
-        ("mixtral", LoRA(r=4, init="olora"), None, "mlp.experts: init 'olora' is only for linear layers"),
         ("llama", LoRA(r=99, init="pissa"), None, r"q_proj: init 'pissa' has no rank 99 in a weight of \(32, 32\)"),
     ],
 )
@@ -39,9 +44,10 @@ def test_what_would_be_wrong_is_refused(
 @pytest.mark.parametrize(
     ("family", "lora", "quantization"),
     [
-        ("mixtral", LoRA(r=4, targets=["q_proj"]), SMALL),
+        ("mixtral", LoRA(r=4), SMALL),
+        ("mixtral", LoRA(r=4, init="olora"), None),
         ("mixtral", LoRA(r=4), Quantization(block_size=32, skip=["experts", "lm_head"])),
-        ("llama", LoRA(r=4, init="pissa", targets=["embed_tokens", "q_proj"]), None),
+        ("llama", LoRA(r=4, init="pissa", targets=["q_proj"]), None),
         ("llama", LoRA(r=4, init="olora"), SMALL),
         ("gpt2", LoRA(r=4), None),
     ],

@@ -128,7 +128,7 @@ def test_another_base_is_refused(checkpoint: Path, base: Path, tmp_path: Path) -
         "trained over; set base to a copy of that model"
     )
     message = refuse(checkpoint, tmp_path / "out", merge=True, base="no/such-model")
-    assert message.startswith("base: got 'no/such-model': there is no such folder: ")
+    assert message.startswith("base: got 'no/such-model': no such folder, and the Hub says: ")
 
 
 def test_a_base_that_is_gone_is_named(checkpoint: Path, base: Path, tmp_path: Path) -> None:
