@@ -321,13 +321,13 @@ def format_results(results: dict[str, list[Any]], args: argparse.Namespace) -> s
         f"{args.steps} --length {args.length}` on {device}{cap}; "
         + ", ".join(f"{name} {version(name)}" for name in packages)
         + f". One row of {args.length} tokens per rank and step, bf16, recomputation. Medians of {args.repeats} runs, "
-        "variants in turn. Ratios count; absolute times on a shared CPU mean little. Peak memory is "
+        "variants in turn; the loss is that of rank 0, ours of all ranks. Ratios count; absolute times on a shared CPU mean little. Peak memory is "
         + ("that of torch's allocator." if is_cuda() else "the growth of the resident process, loading included."),
         "",
         "| variant | ranks | step, s | to stock | tokens/s | peak per rank, GiB | 4-bit per rank, MB | last loss |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    stock = [r for r in results["stock"] if not isinstance(r, str)]
+    stock = [r for r in results.get("stock", []) if not isinstance(r, str)]
     base = statistics.median(r[0]["step_s"] for r in stock) if stock else float("nan")
     for variant, runs in results.items():
         good = [r for r in runs if not isinstance(r, str)]
@@ -345,7 +345,7 @@ def format_results(results: dict[str, list[Any]], args: argparse.Namespace) -> s
     lines += ["", "Bytes of the rank that holds most, by kind, beside what shapes alone predict:", ""]
     lines += ["| variant | " + " | ".join(KINDS) + " |", "|---|" + "---|" * len(KINDS)]
     for variant in ("ours 1", "ours"):
-        good = [r for r in results[variant] if not isinstance(r, str)]
+        good = [r for r in results.get(variant, []) if not isinstance(r, str)]
         if good:
             cells = (f"{max(r['bytes'][k] for r in good[0]):,} / {good[0][0]['expected'][k]:,.0f}" for k in KINDS)
             lines.append(f"| {variant} (held / predicted) | " + " | ".join(cells) + " |")

@@ -1,5 +1,6 @@
 """Stored bytes equal those of bitsandbytes, for a whole weight and for uneven shards of its rows."""
 
+import weakref
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from bitsandbytes import functional
 from torch import Tensor, nn
 
+from lit_fsdp import quantization
 from lit_fsdp.quantization import (
     BLOCK_SIZES,
     Quantization,
@@ -127,18 +129,24 @@ def test_gradients_are_those_of_the_dense_weight(settings: Quantization, is_tran
     assert torch.allclose(bias.grad.double(), 2 * expected.sum(0), atol=1e-5)
 
 
-def test_only_codes_and_statistics_are_kept_for_backward() -> None:
-    settings = Quantization(type="int8")
-    saved: list[Tensor] = []
+@pytest.mark.parametrize(
+    "settings", [Quantization(type="int8"), Quantization(), Quantization(type="fp4", double=False)]
+)
+def test_no_dense_weight_is_kept_for_backward(settings: Quantization, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Tensor]] = []
 
-    def keep(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
+    def dequantize_watched(*args: Any) -> Tensor:
+        dense = dequantize(*args)
+        made.append(weakref.ref(dense))
+        return dense
 
+    monkeypatch.setattr(quantization, "dequantize", dequantize_watched)
     x = torch.randn(4, 128, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        multiply(x, *store(make_weight(8, 128), settings), settings)
-    assert all(tensor.numel() < 8 * 128 for tensor in saved)
+    y = multiply(x, *store(make_weight(8, 128), settings), settings, is_transposed=False)
+    assert len(made) == (settings.type == "int8")  # bitsandbytes multiplies 4-bit weights by itself
+    assert all(dense() is None for dense in made)
+    assert y.grad_fn is not None
+    assert all(t is None or t.numel() < 8 * 128 for t in getattr(y.grad_fn, "tensors", ()))
 
 
 def test_a_weight_without_rows_here_costs_nothing() -> None:

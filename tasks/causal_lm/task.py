@@ -131,7 +131,7 @@ class CausalLM(Task):
             return
         with torch.device("meta"):
             try:
-                self.model = AutoModelForCausalLM.from_config(
+                model = AutoModelForCausalLM.from_config(
                     self.read_config(), attn_implementation=self.attention, dtype=torch.float32
                 )
             except (ImportError, ValueError) as error:
@@ -141,16 +141,17 @@ class CausalLM(Task):
                 raise ValueError(f"attention: got {self.attention!r}: {reason}; nearest: eager") from error
         if self.pretrained is not None:
             folder = find_pretrained(self.pretrained)
-            self.quantization = choose_quantization(folder, self.model, self.quantization)
-        self.adapt_model(self.model, lora=self.lora, quantization=self.quantization)
+            self.quantization = choose_quantization(folder, model, self.quantization)
+        self.adapt_model(model, lora=self.lora, quantization=self.quantization)
+        self.model = model  # not before all is well: other strategies could not move it away
         self.finish_model()
 
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         if self.lora is not None and next(iterate_adapters(self), None) is None:
+            name = type(self).__name__.removeprefix("FSDP")
             raise ValueError(
-                f"lora: {type(self).__name__}.configure_model has added no adapters; call self.adapt_model there, or "
-                "leave it out"
+                f"lora: {name}.configure_model has added no adapters; call self.adapt_model there, or leave it out"
             )
         return super().configure_optimizers()
 

@@ -1,4 +1,4 @@
-"""Quantized weights and adapters on GPUs: bytes as on the CPU, training as on one device, offload, a cap on memory."""
+"""Quantized weights and adapters on GPUs: bytes as on the CPU, training as on one device, shards in host memory."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from adapter_training import BASES, BATCH, LORA, SIZES, compare, fit, train_shar
 from training import NUM_STEPS, Result, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy, Offload
+from lit_fsdp.adapters import LoRA
 from lit_fsdp.quantization import Quantization, compress_absmax, dequantize, quantize_rows
 from ranks import run_ranks
 
@@ -46,12 +47,21 @@ def fit_on_gpu(folder: Path, out: Path, task_options: Any, strategy: dict[str, A
     fit(folder, out, task_options, strategy, {"accelerator": "gpu"})
 
 
-@pytest.mark.parametrize("base", list(BASES))
+WAYS: dict[str, tuple[Quantization | None, LoRA]] = {
+    **{name: (quantization, LORA) for name, quantization in BASES.items()},
+    "int8": (Quantization(type="int8"), LORA),
+    "dora": (Quantization(), LoRA(r=4, alpha=8, dora=True)),
+    "olora": (Quantization(double=False), LoRA(r=4, alpha=8, init="olora")),
+}
+
+
+@pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("offload", [None, Offload()], ids=["device", "host"])
-def test_training_equals_the_cpu(base: str, offload: Offload | None, folder: Path, tmp_path: Path) -> None:
-    truth, _ = train_sharded(folder, tmp_path, 1, quantization=BASES[base])
+def test_training_equals_the_cpu(way: str, offload: Offload | None, folder: Path, tmp_path: Path) -> None:
+    quantization, lora = WAYS[way]
+    truth, _ = train_sharded(folder, tmp_path, 1, quantization=quantization, lora=lora)
     world_size = min(torch.cuda.device_count(), 2)
-    options = {"quantization": BASES[base], "lora": LORA}
+    options = {"quantization": quantization, "lora": lora}
     out = tmp_path / "gpu"
     run_ranks(fit_on_gpu, folder, out, options, {"offload": offload}, world_size=world_size, backend=BACKEND)
     found = torch.load(out, map_location="cpu")
@@ -60,9 +70,8 @@ def test_training_equals_the_cpu(base: str, offload: Offload | None, folder: Pat
     assert max(differences.values()) <= 1e-4, differences  # other kernels, the same math
 
 
-def fit_capped(folder: Path) -> None:
+def fit_offloaded(folder: Path) -> None:
     torch.cuda.set_device(dist.get_rank())
-    torch.cuda.reset_peak_memory_stats()
     task = build_task(folder, lora=LORA, quantization=Quantization())
     trainer = build_trainer(
         FSDP2Strategy(print_plan=False, offload=Offload()), accelerator="gpu", precision="bf16-true"
@@ -74,4 +83,4 @@ def fit_capped(folder: Path) -> None:
 
 
 def test_offloaded_shards_are_pinned_in_host_memory(folder: Path) -> None:
-    run_ranks(fit_capped, folder, world_size=1, backend=BACKEND)
+    run_ranks(fit_offloaded, folder, world_size=1, backend=BACKEND)
