@@ -321,7 +321,8 @@ def format_results(results: dict[str, list[Any]], args: argparse.Namespace) -> s
         f"{args.steps} --length {args.length}` on {device}{cap}; "
         + ", ".join(f"{name} {version(name)}" for name in packages)
         + f". One row of {args.length} tokens per rank and step, bf16, recomputation. Medians of {args.repeats} runs, "
-        "variants in turn; the loss is that of rank 0, ours of all ranks. Ratios count; absolute times on a shared CPU mean little. Peak memory is "
+        "variants in turn; the loss is that of rank 0, ours of all ranks. Ratios count; absolute times on a shared CPU "
+        "mean little. Peak memory is "
         + ("that of torch's allocator." if is_cuda() else "the growth of the resident process, loading included."),
         "",
         "| variant | ranks | step, s | to stock | tokens/s | peak per rank, GiB | 4-bit per rank, MB | last loss |",
