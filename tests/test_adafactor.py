@@ -1,5 +1,6 @@
 """Adafactor on shards is that of torch on whole parameters."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,9 @@ def list_differences(actual: dict[str, Tensor], truth: dict[str, Tensor]) -> dic
     return {n: float((actual[n] - t).abs().max() / t.abs().max()) for n, t in truth.items()}
 
 
-@pytest.mark.parametrize("mesh", ["whole", *MESHES])
+@pytest.mark.parametrize(
+    "mesh", ["whole", "3", "2x2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("1", "2"))]
+)
 def test_weights_and_state_equal_those_of_torch_on_any_mesh(mesh: str) -> None:
     truth = train_with_torch()
 
@@ -99,6 +102,10 @@ def test_bfloat16_parameters_keep_statistics_in_float32() -> None:
     assert list_unequal(read_all(module, loaded), read_all(module, optimizer)) == []
 
 
+# The others with `pytest -m slow`.
+QUICK = {("folder", "2"), ("folder", "3"), ("file", "2x2")}
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What ``save_run`` writes on 2 ranks."""
@@ -107,8 +114,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("kind", ["folder", "file"])
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in product(("folder", "file"), MESHES)
+    ],
+)
 def test_a_run_goes_on_to_the_bit_on_as_many_ranks_and_closely_on_others(mesh: str, kind: str, saved: Path) -> None:
     world_size, num_copies = MESHES[mesh]
 

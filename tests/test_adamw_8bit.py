@@ -1,6 +1,7 @@
 """8-bit AdamW is that of bitsandbytes, at any number of ranks, and its checkpoints can be read at any other."""
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import bitsandbytes
@@ -43,7 +44,7 @@ def build(num_copies: int | None = None) -> tuple[nn.Module, AdamW8bit]:
     return module, AdamW8bit(module.parameters(), **OPTIONS)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["3", "2x2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("1", "2"))])
 def test_the_same_gradients_make_the_same_bytes_on_any_mesh_without_collectives(mesh: str) -> None:
     world_size, num_copies = MESHES[mesh]
     module, optimizer = build()
@@ -155,6 +156,10 @@ def test_pieces_and_memory_layouts_do_not_change_a_bit(monkeypatch: pytest.Monke
     assert list_unequal(read_all(module, optimizer), truth) == []
 
 
+# The others with `pytest -m slow`.
+QUICK = {("folder", "3"), ("folder", "2x2"), ("file", "2")}
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What ``save_run`` writes on 2 ranks."""
@@ -163,8 +168,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("kind", ["folder", "file"])
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in product(("folder", "file"), MESHES)
+    ],
+)
 def test_a_run_goes_on_to_the_bit_at_any_number_of_ranks(mesh: str, kind: str, saved: Path) -> None:
     world_size, num_copies = MESHES[mesh]
 

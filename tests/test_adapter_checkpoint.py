@@ -82,18 +82,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("models") / "model", **SIZES)
 
 
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dropout": (2, {"lora": DROPOUT}),  # other numbers of ranks draw it in another way
+    "2": (2, {}),
+    "2x2": (4, {"replicate": 2}),
+    "frozen": (2, {"strategy": {"save_frozen": True}}),
+}
+
+
+def run_whole(model: Path, folder: Path, name: str) -> None:
+    """Train for all steps, with a checkpoint on the way, unless that has been done."""
+    path = folder / f"{name}.ckpt"
+    if not path.exists():
+        ranks, options = RUNS[name]
+        run_ranks(lambda: fit(model, folder / name, save=path, **options), world_size=ranks)
+
+
 @pytest.fixture(scope="module")
 def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of all steps, with the checkpoints that they left on the way, by number of ranks."""
+    """Runs with the checkpoints that they left on the way; others are added when they are first needed."""
     folder = tmp_path_factory.mktemp("runs")
-    # Other numbers of ranks draw dropout in another way.
-    for name, ranks, options in (
-        ("dropout", 2, {"lora": DROPOUT}),
-        ("2", 2, {}),
-        ("2x2", 4, {"replicate": 2}),
-        ("frozen", 2, {"strategy": {"save_frozen": True}}),
-    ):
-        run_ranks(lambda n=name, o=options: fit(model, folder / n, save=folder / f"{n}.ckpt", **o), world_size=ranks)
+    for name in ("2", "frozen"):
+        run_whole(model, folder, name)
     return folder
 
 
@@ -102,10 +112,10 @@ def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("dropout", 2, 1, 0.0),
         ("2", 1, 1, 1e-6),
-        ("2", 2, 1, 0.0),
-        ("2", 3, 1, 1e-6),
-        ("2x2", 2, 1, 1e-6),
-        ("2x2", 4, 2, 0.0),
+        pytest.param("2", 2, 1, 0.0, marks=pytest.mark.slow),
+        pytest.param("2", 3, 1, 1e-6, marks=pytest.mark.slow),
+        pytest.param("2x2", 2, 1, 1e-6, marks=pytest.mark.slow),
+        pytest.param("2x2", 4, 2, 0.0, marks=pytest.mark.slow),
         ("frozen", 3, 1, 1e-6),
     ],
 )
@@ -113,6 +123,7 @@ def test_a_resumed_run_has_the_losses_of_one_without_interruption(
     runs: Path, model: Path, saved: str, world_size: int, replicate: int, tolerance: float, tmp_path: Path
 ) -> None:
     lora = DROPOUT if saved == "dropout" else PLAIN
+    run_whole(model, runs, saved)
 
     def resume() -> None:
         fit(model, tmp_path / "out", load=runs / f"{saved}.ckpt", lora=lora, replicate=replicate)
@@ -171,8 +182,12 @@ def test_adapters_over_another_model_of_the_same_shapes_are_refused(runs: Path, 
     ("changes", "message"),
     [
         ({"alpha": 16}, "lora.alpha: got 16: the adapters of the checkpoint were trained with 8; set that"),
-        ({"rslora": True}, "lora.rslora: got True: the adapters"),
-        ({"alpha_pattern": {"q_proj": 2}}, "lora.alpha_pattern: got {'q_proj': 2}: the adapters"),
+        pytest.param({"rslora": True}, "lora.rslora: got True: the adapters", marks=pytest.mark.slow),
+        pytest.param(
+            {"alpha_pattern": {"q_proj": 2}},
+            "lora.alpha_pattern: got {'q_proj': 2}: the adapters",
+            marks=pytest.mark.slow,
+        ),
         ({"init": "pissa"}, "lora.init: got 'pissa': the adapters of the checkpoint were trained with 'default'"),
     ],
 )

@@ -46,7 +46,7 @@ def test_the_second_run_went_on_where_the_first_ended(folder: Path) -> None:
     assert "3" in steps
 
 
-@pytest.mark.parametrize("command", ["validate", "predict"])
+@pytest.mark.parametrize("command", [pytest.param("validate", marks=pytest.mark.slow), "predict"])
 def test_other_commands_start_from_it(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"word{i}"}) + "\n" for i in range(4)))

@@ -1,6 +1,7 @@
 """Adapters out: what peft loads over the same base is what was trained, and so is what they are merged into."""
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,8 @@ RUNS: dict[str, tuple[str, LoRA, Quantization | None]] = {
     "olora": ("llama", replace(PLAIN, init="olora", modules_to_save=["lm_head"]), None),
     "pissa nf4": ("llama", replace(PLAIN, init="pissa"), Quantization()),
 }
+# A case or two of each claim; the others with `pytest -m slow`.
+QUICK = ("dora", "ends", "saved", "tied", "gpt2", "mixtral", "nf4 double", "int8", "loftq", "pissa fast")
 # Their base weights are computed anew, by two roundings.
 MOVED = ("pissa", "pissa fast", "olora")
 
@@ -78,6 +81,10 @@ MOVED = ("pissa", "pissa fast", "olora")
 LOADED = [name for name in RUNS if name not in ("pissa nf4", "olora fp4", "int8", "loftq int8")]
 # The trained weights are what was left of the base, quantized, so that what is merged is exactly those.
 OVER_QUANTIZED = ("loftq", "loftq int8", "pissa nf4", "olora fp4")
+
+
+def mark(names: Iterable[str], quick: Sequence[str] = QUICK) -> list[Any]:
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
 class Model(CausalLM):
@@ -153,7 +160,7 @@ def measure(logits: Tensor, path: Path) -> float:
     return float((logits - torch.load(path / "logits.pt")).abs().max())
 
 
-@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize("name", mark(LOADED))
 def test_peft_loads_it_over_the_same_base_with_the_logits_of_the_training_model(
     runs: Runs, name: str, tmp_path: Path
 ) -> None:
@@ -175,7 +182,9 @@ def test_peft_finds_the_base_by_itself(runs: Runs, tmp_path: Path) -> None:
     assert measure(run_model(model), runs.get("saved")) == 0.0
 
 
-@pytest.mark.parametrize("name", ["plain", "dora", "ends", "saved", "tied", "mixtral", "gpt2"])
+@pytest.mark.parametrize(
+    "name", mark(["plain", "dora", "ends", "saved", "tied", "mixtral", "gpt2"], quick=("dora", "saved", "tied"))
+)
 def test_the_file_holds_what_peft_writes(runs: Runs, name: str, tmp_path: Path) -> None:
     exported = export_model(runs.get(name) / "last.ckpt", tmp_path / "out")
     base = load_base(runs.get_base(RUNS[name][0]), None)
@@ -193,7 +202,7 @@ def test_the_file_holds_what_peft_writes(runs: Runs, name: str, tmp_path: Path) 
     assert {key: value for key, value in ours.items() if value != truth[key]} == {}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", mark(RUNS))
 def test_merged_weights_are_those_that_peft_merges(runs: Runs, name: str, tmp_path: Path) -> None:
     path = runs.get(name)
     family, _, quantization = RUNS[name]

@@ -26,14 +26,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("lora", "quantization"),
     [
-        (LoRA(r=4, alpha=8, targets=["q_proj", "embed_tokens", "lm_head"]), Quantization()),
+        pytest.param(
+            LoRA(r=4, alpha=8, targets=["q_proj", "embed_tokens", "lm_head"]), Quantization(), marks=pytest.mark.slow
+        ),
         (LoRA(r=4, alpha=8, targets=r".*layers\.[02]\.(self_attn|mlp)\.[gv].*", rslora=True), None),
         (
             LoRA(r=4, modules_to_save=["lm_head"], rank_pattern={"v_proj": 2}, alpha_pattern={"v_proj": 3}),
             Quantization(),
         ),
         (LoRA(r=4, alpha=8, dora=True), Quantization()),
-        (LoRA(r=4, alpha=8, dora=True, targets=["up_proj", "k_proj"]), None),
+        pytest.param(LoRA(r=4, alpha=8, dora=True, targets=["up_proj", "k_proj"]), None, marks=pytest.mark.slow),
     ],
     ids=["embeddings", "regex rslora", "modules_to_save patterns", "dora nf4", "dora full"],
 )
@@ -47,7 +49,9 @@ def test_relatives_of_lora_train_as_those_of_peft(
     assert max(differences.values()) <= TOLERANCE, differences
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_16", "olora", "loftq"])
+@pytest.mark.parametrize(
+    "init", ["pissa", "loftq", *(pytest.param(init, marks=pytest.mark.slow) for init in ("pissa_niter_16", "olora"))]
+)
 def test_decomposed_weights_and_adapters_add_up_to_the_model(init: Any, folder: Path, tmp_path: Path) -> None:
     quantization = None if init != "loftq" else Quantization(double=False)
     lora = LoRA(r=4, alpha=8, init=init)
@@ -92,7 +96,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model_type", list(EXPERTS))
+@pytest.mark.parametrize("model_type", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_experts_are_quantized_from_their_files_and_train_alike_at_every_world_size(
     model_type: str, tmp_path: Path
 ) -> None:

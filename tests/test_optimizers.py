@@ -118,7 +118,7 @@ def compare(run: Result, truth: Result) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("world_size", "strategy", "options"),
     [
-        (1, {}, {}),
+        pytest.param(1, {}, {}, marks=pytest.mark.slow),
         (2, {"offload": Offload()}, {"accumulate_grad_batches": 2}),
         pytest.param(4, {"mesh": Mesh(replicate=2)}, {}, marks=pytest.mark.slow),
         (4, {}, {}),
@@ -171,7 +171,7 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, R
     ("name", "world_size", "strategy"),
     [
         ("adamw_8bit", 2, {"async_checkpoints": True}),
-        ("adamw_8bit", 2, {"checkpoint_format": "single_file"}),
+        pytest.param("adamw_8bit", 2, {"checkpoint_format": "single_file"}, marks=pytest.mark.slow),
         pytest.param("adamw_8bit", 4, {}, marks=pytest.mark.slow),
         ("adafactor", 2, {}),
     ],

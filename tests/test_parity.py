@@ -37,6 +37,8 @@ RUNS = [
     ("uneven", "grad_op", "device", "recomputed", "2 with comm", "2"),
 ]
 IMPOSSIBLE = {("hybrid", "2")}  # 2 x 2 takes 4 ranks
+# All that is run by default; the others with `pytest -m slow`. Every pair of values of the axes in the middle.
+QUICK = [RUNS[i] for i in (0, 2, 3, 5, 7, 10)]
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +51,26 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Re
     return made
 
 
-def test_the_runs_cover_every_pair_of_settings() -> None:
-    names = list(AXES)
+@pytest.mark.parametrize(
+    ("runs", "names"),
+    [(RUNS, tuple(AXES)), (QUICK, ("sharding", "offload", "recompute"))],
+    ids=["all", "quick"],
+)
+def test_the_runs_cover_every_pair_of_settings(runs: list[tuple[str, ...]], names: tuple[str, ...]) -> None:
     missing = []
-    for (i, first), (j, second) in combinations(enumerate(names), 2):
+    for first, second in combinations(names, 2):
+        i, j = (list(AXES).index(name) for name in (first, second))
         for a in AXES[first]:
             for b in AXES[second]:
-                is_covered = any(run[i] == a and run[j] == b for run in RUNS)
+                is_covered = any(run[i] == a and run[j] == b for run in runs)
                 if not is_covered and (a, b) not in IMPOSSIBLE:
                     missing.append((first, a, second, b))
     assert missing == []
 
 
-@pytest.mark.parametrize("run", RUNS, ids=" ".join)
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow, id=" ".join(run)) for run in RUNS]
+)
 def test_sharded_training_equals_one_device(
     run: tuple[str, ...], models: dict[str, tuple[Path, Result]], tmp_path: Path
 ) -> None:

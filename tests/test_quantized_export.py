@@ -42,12 +42,27 @@ def save_whole(base: Path, path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_transformers_loads_what_it_would_have_made(base: Path, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("nf4 double", "bfloat16"),
+        ("int8", "float32"),
+        *(
+            pytest.param(kind, name, marks=pytest.mark.slow)
+            for kind, name in (
+                ("nf4 double", "float32"),
+                ("nf4", "float32"),
+                ("nf4", "bfloat16"),
+                ("fp4", "float32"),
+                ("fp4", "bfloat16"),
+                ("int8", "bfloat16"),
+            )
+        ),
+    ],
+)
+def test_transformers_loads_what_it_would_have_made(base: Path, kind: str, name: Any, tmp_path: Path) -> None:
     settings, options = KINDS[kind]
-    checkpoint = save_whole(base, tmp_path / "last.ckpt")
-    name: Any = str(dtype).removeprefix("torch.")
+    checkpoint, dtype = save_whole(base, tmp_path / "last.ckpt"), getattr(torch, name)
     export_model(checkpoint, tmp_path / "out", quantization=settings, dtype=name, max_shard_gb=100e-6)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info

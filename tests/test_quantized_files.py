@@ -60,8 +60,18 @@ def load(model: Path, out: Path, quantization: Quantization | None, lora: LoRA |
         torch.save({name: value.clone() for name, value in found.items()}, out)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [
+        ("nf4 double", 3),
+        ("int8", 3),
+        ("fp4", 1),
+        *(
+            pytest.param(kind, world_size, marks=pytest.mark.slow)
+            for kind, world_size in (("nf4 double", 1), ("nf4", 1), ("nf4", 3), ("fp4", 3), ("int8", 1))
+        ),
+    ],
+)
 def test_the_bytes_are_those_of_the_file_and_of_our_own_rounding(
     models: Path, kind: str, world_size: int, tmp_path: Path
 ) -> None:
@@ -110,7 +120,7 @@ def test_a_rank_reads_its_rows_and_not_a_byte_more(models: Path, kind: str, monk
     run_ranks(body, world_size=3)
 
 
-@pytest.mark.parametrize("kind", ["nf4 double", "nf4", "fp4"])
+@pytest.mark.parametrize("kind", ["nf4 double", *(pytest.param(k, marks=pytest.mark.slow) for k in ("nf4", "fp4"))])
 def test_adapters_trained_over_it_are_exported_and_merged(models: Path, kind: str, tmp_path: Path) -> None:
     run_ranks(train, models / kind, tmp_path, PLAIN, None)
     export_model(tmp_path / "last.ckpt", tmp_path / "adapter")

@@ -193,7 +193,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.slow), "selective"])
 def test_compiled_blocks_give_the_same_loss_and_gradients(mode: Any) -> None:
     def body() -> None:
         truth = compute_truth(build())

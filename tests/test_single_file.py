@@ -41,9 +41,9 @@ def train(make: Make, folder: Path, out: Path, max_steps: int, save: Path | None
 @pytest.mark.parametrize(
     ("first", "first_ranks", "second", "second_ranks", "config"),
     [
-        (DDPStrategy, 2, fsdp2, 2, EVEN),
+        pytest.param(DDPStrategy, 2, fsdp2, 2, EVEN, marks=pytest.mark.slow),
         (single, 1, fsdp2, 4, TIED),
-        (fsdp2, 2, single, 1, TIED),
+        pytest.param(fsdp2, 2, single, 1, TIED, marks=pytest.mark.slow),
         (fsdp2, 2, DDPStrategy, 2, EVEN),
         (fsdp2, 2, lambda: fsdp2("sharded"), 4, EVEN),
     ],

@@ -81,7 +81,9 @@ CASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case == "hybrid without comm" else ()) for case in CASES]
+)
 def test_a_step_takes_the_collectives_that_the_plan_says(case: str, tmp_path: Path) -> None:
     strategy, num_micro_batches, world_size, num_replicas = CASES[case]
     folder = save_model(tmp_path / "model", **EVEN)
@@ -93,8 +95,18 @@ def test_tied_weights_are_gathered_and_reduced_once(tmp_path: Path) -> None:
     run_ranks(count_and_compare, folder, {}, 1, 1)
 
 
-@pytest.mark.parametrize("targets", ["all-linear", r".*layers\.2\..*_proj", ["embed_tokens", "o_proj"]], ids=str)
-@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize(
+    ("targets", "is_quantized"),
+    [
+        ("all-linear", True),
+        (["embed_tokens", "o_proj"], False),
+        (r".*layers\.2\..*_proj", True),
+        pytest.param("all-linear", False, marks=pytest.mark.slow),
+        pytest.param(["embed_tokens", "o_proj"], True, marks=pytest.mark.slow),
+        pytest.param(r".*layers\.2\..*_proj", False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_below_adapters_only_what_backward_needs_is_gathered_twice(
     targets: Any, is_quantized: bool, tmp_path: Path
 ) -> None:
