@@ -30,9 +30,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             LoRA(r=4, alpha=8, targets=["q_proj", "embed_tokens", "lm_head"]), Quantization(), marks=pytest.mark.slow
         ),
         (LoRA(r=4, alpha=8, targets=r".*layers\.[02]\.(self_attn|mlp)\.[gv].*", rslora=True), None),
-        (
+        pytest.param(
             LoRA(r=4, modules_to_save=["lm_head"], rank_pattern={"v_proj": 2}, alpha_pattern={"v_proj": 3}),
             Quantization(),
+            marks=pytest.mark.slow,
         ),
         (LoRA(r=4, alpha=8, dora=True), Quantization()),
         pytest.param(LoRA(r=4, alpha=8, dora=True, targets=["up_proj", "k_proj"]), None, marks=pytest.mark.slow),
