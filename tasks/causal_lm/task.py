@@ -107,6 +107,7 @@ class CausalLM(Task):
 
     @override
     def setup(self, stage: str) -> None:
+        config = self.read_config()
         is_stored = self.pretrained is not None and read_quantization(find_pretrained(self.pretrained)) is not None
         if stage == "fit" and (is_stored or self.quantization is not None) and self.lora is None:
             raise ValueError(
@@ -123,7 +124,7 @@ class CausalLM(Task):
                 "attention: got 'flash_attention_2': it needs a GPU and a package: pip install flash-attn; "
                 "or set sdpa, which is fast too"
             )
-        check_data(self.read_config(), getattr(self.trainer, "datamodule", None))
+        check_data(config, getattr(self.trainer, "datamodule", None))
 
     @override
     def configure_model(self) -> None:
