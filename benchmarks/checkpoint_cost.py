@@ -106,7 +106,7 @@ def format_results(results: dict[str, list[dict[str, float]]], args: argparse.Na
         f"lightning {version('lightning')}. Llama architecture, {params / 1e6:.1f} M parameters in fp32 with AdamW "
         f"state: {params * 12 / 2**30:.2f} GiB a checkpoint, {num_saves} saves in {args.steps} steps. Medians of "
         f"{args.repeats} runs, variants in turn. Absolute times on a shared CPU mean little. Where ranks fill all "
-        "cores, as here, the writing thread takes compute away from training; on GPUs it does not: not measured."
+        "cores, as here, the writing thread takes compute away from training; on GPUs this was not measured."
     )
     lines = [
         f"# Cost of a checkpoint, {date.today().isoformat()}",
