@@ -9,6 +9,12 @@ import torch
 from lightning.pytorch import Trainer
 
 _GIB = 2**30
+_PEAKS: dict[torch.device, int] = {}  # bytes, of the stretches that ended with take_peak_bytes
+
+
+def find_run_folder(trainer: Trainer) -> Path:
+    """Return where a run leaves what it writes. All ranks must call it, as ``log_dir`` is a broadcast."""
+    return Path(trainer.log_dir or trainer.default_root_dir)
 
 
 def read_metric(trainer: Trainer, name: str) -> float | None:
@@ -18,10 +24,25 @@ def read_metric(trainer: Trainer, name: str) -> float | None:
     return None if value is None else float(value)
 
 
+def reset_peak(device: torch.device) -> None:
+    """Let ``read_peak_gib`` begin anew. No effect on the CPU, where the peak is that of the process."""
+    _PEAKS.pop(device, None)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def take_peak_bytes(device: torch.device) -> int:
+    """Return the peak of a GPU since the last call, and begin a new stretch; ``read_peak_gib`` is not changed."""
+    peak = torch.cuda.max_memory_allocated(device)
+    _PEAKS[device] = max(peak, _PEAKS.get(device, 0))
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
 def read_peak_gib(device: torch.device) -> float:
     """Return the peak of this rank: allocated by torch on the GPU, resident for a process on the CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / _GIB
+        return max(torch.cuda.max_memory_allocated(device), _PEAKS.get(device, 0)) / _GIB
     # Of /proc where it is told: ru_maxrss starts at the peak of the process that started this one.
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):

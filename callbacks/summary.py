@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from lit_fsdp.callbacks.readings import read_metric, read_peak_gib
+from lit_fsdp.callbacks.readings import read_metric, read_peak_gib, reset_peak
 
 
 class RunSummary(Callback):
@@ -47,8 +47,7 @@ class RunSummary(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._start = time.perf_counter()
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(trainer.strategy.root_device)
+        reset_peak(trainer.strategy.root_device)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

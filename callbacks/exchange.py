@@ -1,0 +1,114 @@
+"""Numbers of all ranks, put together without any rank waiting for another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+# One for all callbacks of a Trainer: they call in the same order on all ranks.
+_GROUPS: WeakKeyDictionary[Trainer, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """One number over all ranks.
+
+    Args:
+        values: That of each rank, in the order of ranks.
+    """
+
+    values: tuple[float, ...]
+
+    @property
+    def low(self) -> float:
+        """The smallest."""
+        return min(self.values)
+
+    @property
+    def high(self) -> float:
+        """The largest."""
+        return max(self.values)
+
+    @property
+    def mean(self) -> float:
+        """Their mean."""
+        return sum(self.values) / len(self.values)
+
+    @property
+    def low_rank(self) -> int:
+        """The first rank that has the smallest."""
+        return self.values.index(self.low)
+
+    @property
+    def high_rank(self) -> int:
+        """The first rank that has the largest."""
+        return self.values.index(self.high)
+
+
+class RankExchange:
+    """Puts numbers of all ranks together, in the background.
+
+    ``start`` sends this rank's numbers off over gloo, in host memory, and returns at once; ``finish`` waits for
+    them. Between two steps of training, where ``finish`` comes a step later, nothing is left to wait for. All ranks
+    must make the same calls.
+
+    Args:
+        trainer: Of the run, its process group exists already.
+        names: What the numbers are, always the same.
+    """
+
+    def __init__(self, trainer: Trainer, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self._world_size = trainer.world_size
+        self._group = _get_group(trainer)
+        self._pending: dist.Work | None = None
+        self._all: Tensor | None = None  # [ranks, names] in float64
+        self._tag: Any = None
+
+    def start(self, values: Mapping[str, float], tag: Any = None) -> None:
+        """Send this rank's numbers off.
+
+        Args:
+            values: One for each name.
+            tag: Given back with the result, such as the step they are of.
+        """
+        assert self._pending is None, "finish comes before the next start"
+        own = torch.tensor([[values[name] for name in self.names]], dtype=torch.float64, device="cpu")
+        self._tag = tag
+        if self._group is None:
+            self._all = own
+            return
+        self._all = torch.empty(self._world_size, len(self.names), dtype=torch.float64, device="cpu")
+        self._pending = dist.all_gather_into_tensor(self._all, own, group=self._group, async_op=True)
+
+    def finish(self) -> tuple[dict[str, Spread], Any] | None:
+        """Return the numbers of all ranks that were sent off last, and their tag; ``None`` if there are none."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        if self._all is None:
+            return None
+        columns = self._all.T.tolist()
+        self._all = None
+        spreads = {name: Spread(values=tuple(column)) for name, column in zip(self.names, columns, strict=True)}
+        return spreads, self._tag
+
+
+def _get_group(trainer: Trainer) -> dist.ProcessGroup | None:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if trainer not in _GROUPS:
+        timeout_s = getattr(trainer.strategy, "timeout_s", None)
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        assert group is not None
+        _GROUPS[trainer] = group
+    return _GROUPS[trainer]

@@ -1,0 +1,104 @@
+"""What a callback has to say at the end of a run: numbers, tables and plots, shown in the terminal and the report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from rich import table as rich_table
+from rich.console import Console
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of text under columns.
+
+    Args:
+        title: Above it.
+        columns: Their names; all but the first are set to the right.
+        rows: As many cells each as there are columns.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One line or layer of a plot.
+
+    Args:
+        label: In the legend.
+        x: Where.
+        y: What, as many as ``x``.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """What is drawn, apart from how.
+
+    Args:
+        title: Above it.
+        x_label: With the unit.
+        y_label: With the unit.
+        curves: In the order of the legend; of ``stacked``, from the bottom, over one and the same ``x``.
+        kind: Lines, areas upon each other, or a group of bars for each ``x``.
+        spans: Stretches of ``x`` with a name, such as the phases of a step: ``(name, begin, end)``.
+        log_x: Whether ``x`` has a logarithmic scale, of base 2.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    curves: Sequence[Curve]
+    kind: Literal["lines", "stacked", "bars"] = "lines"
+    spans: Sequence[tuple[str, float, float]] = ()
+    log_x: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One part of the report.
+
+    Args:
+        title: Its heading.
+        numbers: What programs read, plain types only: goes to ``report.json`` under ``name``.
+        name: A key for the numbers.
+        tables: What people read.
+        plots: What people look at.
+        notes: Sentences above the tables: warnings, and what a number means.
+    """
+
+    title: str
+    name: str
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    tables: Sequence[Table] = ()
+    plots: Sequence[Plot] = ()
+    notes: Sequence[str] = ()
+
+
+@runtime_checkable
+class HasSection(Protocol):
+    """A callback with a part of its own in the report, ours or a user's."""
+
+    def make_section(self) -> Section | None:
+        """Return what is known by now, on rank 0, without a collective; ``None`` if that is nothing."""
+
+
+def print_table(table: Table) -> None:
+    """Print a table to the terminal."""
+    drawn = rich_table.Table(title=table.title, title_justify="left")
+    for i, column in enumerate(table.columns):
+        drawn.add_column(column, justify="right" if i else "left", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*row)
+    # A file or pipe has no width that the cells would have to be cut to.
+    Console(width=None if sys.stdout.isatty() else 200).print(drawn)
