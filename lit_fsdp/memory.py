@@ -1,0 +1,109 @@
+"""Bytes of this rank by what they are for: parameters, gathered parameters, gradients, optimizer state."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lit_fsdp.fsdp_internals import find_shard, iterate_sharded, list_gathered, list_unreduced_gradients
+from lit_fsdp.units import Unit
+
+Kind = Literal["parameters", "gathered", "gradients", "optimizer_state", "communication", "activations", "rest"]
+# From what stays longest to what comes and goes.
+KINDS: tuple[Kind, ...] = (
+    "parameters",
+    "optimizer_state",
+    "gradients",
+    "gathered",
+    "communication",
+    "activations",
+    "rest",
+)
+
+
+def iterate_states(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()
+) -> Iterator[tuple[Kind, str, Tensor]]:
+    """Yield the tensors of this rank that outlive a step: their kind, whose they are by name, and themselves.
+
+    Parameters and buffers, gradients (those that are not reduced yet as well), gathered parameters, optimizer
+    state. DTensors are yielded as this rank's part.
+
+    Args:
+        model: Sharded or not.
+        optimizers: Of its parameters.
+    """
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters():
+        names[parameter] = name
+        yield "parameters", name, _get_local(parameter)
+        if parameter.grad is not None:
+            yield "gradients", name, _get_local(parameter.grad)
+    for name, buffer in model.named_buffers():
+        yield "parameters", name, _get_local(buffer)
+    for _, sharded in iterate_sharded(model):
+        name = names.get(find_shard(sharded), "")
+        for tensor in list_gathered(sharded):
+            yield "gathered", name, tensor
+        for gradient in list_unreduced_gradients(sharded):
+            yield "gradients", name, _get_local(gradient)
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            for tensor in _iterate_tensors(state):
+                yield "optimizer_state", names.get(parameter, ""), _get_local(tensor)
+
+
+def measure_states(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), *, device: torch.device | None = None
+) -> dict[Kind, int]:
+    """Return the bytes of the tensors of ``iterate_states`` by kind; memory that several share is counted once.
+
+    Args:
+        model: Sharded or not.
+        optimizers: Of its parameters.
+        device: Count what lies there only; ``None`` counts all.
+    """
+    seen: set[int] = set()
+    num_bytes: dict[Kind, int] = defaultdict(int)
+    for kind, _, tensor in iterate_states(model, optimizers):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen and (device is None or is_on(tensor, device)):
+            seen.add(storage._cdata)
+            num_bytes[kind] += storage.nbytes()
+    return dict(num_bytes)
+
+
+def name_units(plan: Sequence[Unit]) -> dict[str, str]:
+    """Return the name of the unit that holds each parameter, by the parameter's name."""
+    return {name: label_unit(unit) for unit in plan for name in unit.parameters}
+
+
+def label_unit(unit: Unit) -> str:
+    """Return what a unit is called in tables: the names of its modules."""
+    return " + ".join(name or "(root)" for name in unit.names)
+
+
+def is_on(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether a tensor lies on a device; without an index, on any of its type."""
+    return tensor.device.type == device.type and (device.index is None or tensor.device.index == device.index)
+
+
+def _get_local(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _iterate_tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _iterate_tensors(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _iterate_tensors(value)

@@ -1,0 +1,287 @@
+"""Follows the memory of one step, operator by operator: what is alive, what it is for, and whose it is."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from lit_fsdp.fsdp_internals import find_shard, iterate_sharded, list_unreduced_gradients
+from lit_fsdp.memory import KINDS, Kind, is_on, iterate_states, label_unit, name_units
+from lit_fsdp.units import Unit
+
+PHASES = ("forward", "backward", "optimizer")
+OUTSIDE = "(outside units)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The moment at which most was alive.
+
+    Args:
+        num_bytes: All of it.
+        operator: Number of the operator, from 0.
+        phase: The part of the step.
+        unit: The unit that was computing.
+        by_kind: Bytes of each kind.
+        by_unit: Bytes of each kind, for each unit that has any.
+    """
+
+    num_bytes: int
+    operator: int
+    phase: str
+    unit: str
+    by_kind: Mapping[Kind, int]
+    by_unit: Mapping[str, Mapping[Kind, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """The memory of one step.
+
+    Args:
+        peak: Its largest moment.
+        by_kind: Bytes of each kind after each operator.
+        phases: ``(name, first operator, end)``, in order; with several micro-batches they repeat.
+    """
+
+    peak: Peak
+    by_kind: Mapping[Kind, Sequence[int]]
+    phases: Sequence[tuple[str, int, int]]
+
+
+@dataclass
+class _Block:
+    num_bytes: int
+    kind: Kind
+    unit: str
+    storage: weakref.ref[torch.UntypedStorage]
+
+
+class MemoryTrace(TorchDispatchMode):
+    """Counts the tensors that are alive on a device after every operator, while it is entered.
+
+    Counts storages, not what an allocator rounds them up to or keeps, and not what a kernel takes for itself. It sees
+    real and fake tensors alike. Every operator costs some tens of microseconds more; values do not change. Code
+    that was compiled runs as it was written. Tensors that were made before are known if they are of the model or its
+    optimizers, or passed to :meth:`add_inputs`.
+
+    Args:
+        model: The root, sharded or not; it has run a step before.
+        optimizers: Of its parameters.
+        plan: Its units, to say whose memory it is; empty leaves that out.
+        device: The device that is looked at.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        plan: Sequence[Unit] = (),
+        device: torch.device,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model, self._optimizers = model, list(optimizers)
+        self._device = device
+        self._owners = name_units(plan)
+        self._labels = {name: label_unit(unit) for unit in plan for name in unit.names if unit.kind != "root"}
+        self._blocks: dict[int, _Block] = {}
+        self._by_kind: Counter[Kind] = Counter()
+        self._history: list[tuple[int, ...]] = []
+        self._phases: list[tuple[str, int]] = []
+        self._stack: list[str] = []  # units whose forward runs
+        self._unit = OUTSIDE
+        self._peak: Peak | None = None
+        self._sharded: dict[str, list[Any]] = {}
+
+    def add_inputs(self, batch: Any) -> None:
+        """Count the tensors of a batch too, as ``rest``."""
+        for tensor in tree_iter(batch):
+            if isinstance(tensor, Tensor):
+                self._add(tensor, "rest", OUTSIDE)
+
+    def begin_phase(self, name: str) -> None:
+        """Say which part of the step begins: one of ``PHASES``."""
+        self._phases.append((name, len(self._history)))
+
+    def finish(self) -> StepMemory:
+        """Return what was seen.
+
+        Raises:
+            RuntimeError: There was no operator.
+        """
+        if self._peak is None:
+            raise RuntimeError("no operator ran while the memory was traced")
+        ends = [begin for _, begin in self._phases[1:]] + [len(self._history)]
+        phases = [(name, begin, end) for (name, begin), end in zip(self._phases, ends, strict=True)]
+        columns = zip(*self._history, strict=True)
+        return StepMemory(
+            peak=self._peak,
+            by_kind={kind: list(column) for kind, column in zip(KINDS, columns, strict=True)},
+            phases=[(name, begin, end) for name, begin, end in phases if end > begin],
+        )
+
+    def __enter__(self) -> MemoryTrace:
+        for kind, name, tensor in iterate_states(self._model, self._optimizers):
+            self._add(tensor, kind, self._owners.get(name, OUTSIDE))
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        for _, sharded in iterate_sharded(self._model):
+            unit = self._owners.get(names.get(find_shard(sharded), ""), OUTSIDE)
+            self._sharded.setdefault(unit, []).append(sharded)
+        self._hooks = list(self._watch_units())
+        self._watcher = _watch_resizes(self._resize)
+        self._watcher.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._watcher.__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+        self._sharded.clear()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # A subclass that holds tensors, such as DTensor, runs operators on those, which come here again.
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        phase = self._phases[-1][0] if self._phases else PHASES[0]
+        if phase == "backward":
+            self._find_backward_unit((args, kwargs))
+            self._mark_gradients()
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor):
+                self._add(tensor, self._choose_kind(phase), self._unit)
+        self._mark_communication(func, args, kwargs)
+        self._record(phase)
+        return out
+
+    def _choose_kind(self, phase: str) -> Kind:
+        if phase == "forward":
+            return "activations"
+        # Autograd runs without a graph of its own; what is computed again for it does not.
+        is_recomputed = phase == "backward" and torch.is_grad_enabled()
+        return "activations" if is_recomputed else "rest"
+
+    def _find_backward_unit(self, arguments: Any) -> None:
+        if self._stack:  # recomputed
+            return
+        for tensor in tree_iter(arguments):
+            if isinstance(tensor, Tensor):
+                block = self._blocks.get(tensor.untyped_storage()._cdata)
+                if block is not None and block.kind in ("gathered", "activations"):
+                    self._unit = block.unit
+                    return
+
+    def _mark_gradients(self) -> None:
+        for sharded in self._sharded.get(self._unit, ()):
+            for gradient in list_unreduced_gradients(sharded):
+                self._mark(gradient, "gradients", self._unit)
+
+    def _mark_communication(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Tell the buffers of collectives by the operators that FSDP2 fills and empties them with."""
+        name = str(func)
+        if name.startswith("fsdp.all_gather_copy_in"):
+            shards, output = args[0], args[1]
+            unit = next((b.unit for t in shards if (b := self._find(t)) and b.kind == "parameters"), self._unit)
+            for tensor in (*shards, output):
+                self._mark(tensor, "communication", unit)
+        elif name.startswith("fsdp.chunk_cat"):
+            self._mark(kwargs["out"] if "out" in kwargs else args[3], "communication", self._unit)
+        elif "reduce_scatter" in name:
+            for tensor in tree_iter(args[0]):
+                if isinstance(tensor, Tensor):  # gradients are views of it, unless their dtype is another
+                    self._mark(tensor, "gradients", self._unit)
+
+    def _mark(self, tensor: Tensor, kind: Kind, unit: str) -> None:
+        """Change what a tensor is for; those that stay beyond the step keep what they are."""
+        block = self._find(tensor)
+        if block is not None and block.kind in ("activations", "rest", "communication"):
+            self._by_kind[block.kind] -= block.num_bytes
+            block.kind, block.unit = kind, unit
+            self._by_kind[kind] += block.num_bytes
+
+    def _find(self, tensor: Tensor) -> _Block | None:
+        return self._blocks.get(tensor.untyped_storage()._cdata)
+
+    def _add(self, tensor: Tensor, kind: Kind, unit: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._blocks or not is_on(tensor, self._device):
+            return
+        reference = weakref.ref(storage, partial(self._release, key))
+        self._blocks[key] = _Block(storage.nbytes(), kind, unit, reference)
+        self._by_kind[kind] += storage.nbytes()
+
+    def _release(self, key: int, _: Any) -> None:
+        block = self._blocks.pop(key)
+        self._by_kind[block.kind] -= block.num_bytes
+
+    def _resize(self, storage: torch.UntypedStorage) -> None:
+        # FSDP2 gathers into, and frees, one and the same tensor.
+        if block := self._blocks.get(storage._cdata):
+            self._by_kind[block.kind] += storage.nbytes() - block.num_bytes
+            block.num_bytes = storage.nbytes()
+
+    def _record(self, phase: str) -> None:
+        self._history.append(tuple(self._by_kind[kind] for kind in KINDS))
+        total = sum(self._history[-1])
+        if self._peak is None or total > self._peak.num_bytes:
+            by_unit: dict[str, Counter[Kind]] = {}
+            for block in self._blocks.values():
+                by_unit.setdefault(block.unit, Counter())[block.kind] += block.num_bytes
+            self._peak = Peak(
+                num_bytes=total,
+                operator=len(self._history) - 1,
+                phase=phase,
+                unit=self._unit,
+                by_kind=dict(self._by_kind),
+                by_unit=by_unit,
+            )
+
+    def _watch_units(self) -> Iterator[Any]:
+        modules = dict(self._model.named_modules())
+        for name, label in self._labels.items():
+            module = modules[name]
+            # Before FSDP's own hook, so that what it gathers belongs to the unit.
+            yield module.register_forward_pre_hook(partial(self._enter_unit, label), prepend=True)
+            yield module.register_forward_hook(self._leave_unit, always_call=True)
+
+    def _enter_unit(self, label: str, *_: Any) -> None:
+        self._stack.append(label)
+        self._unit = label
+
+    def _leave_unit(self, *_: Any) -> None:
+        self._stack.pop()
+        self._unit = self._stack[-1] if self._stack else OUTSIDE
+
+
+@contextmanager
+def _watch_resizes(report: Any) -> Iterator[None]:
+    """Call ``report`` with every storage that is resized, which no operator tells of."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_report(storage: torch.UntypedStorage, size: int) -> Any:
+        out = resize(storage, size)
+        report(storage)
+        return out
+
+    torch.UntypedStorage.resize_ = resize_and_report  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
