@@ -1,6 +1,8 @@
+from lit_fsdp.callbacks.memory import MemoryLogger
+from lit_fsdp.callbacks.oom import OOMReport
 from lit_fsdp.callbacks.predictions import WritePredictions
 from lit_fsdp.callbacks.preemption import Preemption
 from lit_fsdp.callbacks.progress import ProgressBar
 from lit_fsdp.callbacks.summary import RunSummary
 
-__all__ = ["Preemption", "ProgressBar", "RunSummary", "WritePredictions"]
+__all__ = ["MemoryLogger", "OOMReport", "Preemption", "ProgressBar", "RunSummary", "WritePredictions"]

@@ -87,7 +87,7 @@ class RankExchange:
             self._all = own
             return
         self._all = torch.empty(self._world_size, len(self.names), dtype=torch.float64, device="cpu")
-        self._pending = dist.all_gather_into_tensor(self._all, own, group=self._group, async_op=True)
+        self._pending = dist.all_gather_single(self._all, own, group=self._group, async_op=True)
 
     def finish(self) -> tuple[dict[str, Spread], Any] | None:
         """Return the numbers of all ranks that were sent off last, and their tag; ``None`` if there are none."""

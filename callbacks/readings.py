@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
@@ -15,6 +16,17 @@ _PEAKS: dict[torch.device, int] = {}  # bytes, of the stretches that ended with 
 def find_run_folder(trainer: Trainer) -> Path:
     """Return where a run leaves what it writes. All ranks must call it, as ``log_dir`` is a broadcast."""
     return Path(trainer.log_dir or trainer.default_root_dir)
+
+
+def is_logging_step(trainer: Trainer) -> bool:
+    """Return whether Lightning logs the step that has just ended."""
+    interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by one of its connectors
+    return interval > 0 and trainer.global_step % interval == 0
+
+
+def is_trial(trainer: Trainer) -> bool:
+    """Return whether this is a ``fast_dev_run``, which leaves no files."""
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # set by one of its connectors
 
 
 def read_metric(trainer: Trainer, name: str) -> float | None:
@@ -37,6 +49,12 @@ def take_peak_bytes(device: torch.device) -> int:
     _PEAKS[device] = max(peak, _PEAKS.get(device, 0))
     torch.cuda.reset_peak_memory_stats(device)
     return peak
+
+
+def read_resident_bytes() -> int:
+    """Return what this process has in host memory now."""
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return num_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def read_peak_gib(device: torch.device) -> float:

@@ -133,8 +133,11 @@ def describe_exception(error: BaseException, *, trusted: Iterable[str] = ("lit_f
         for package, extra in _EXTRAS.items():
             if package in line.lower():
                 return f'the package {package} is not installed: pip install "lit_fsdp[{extra}]"'
-    if any(base.__name__ == "MisconfigurationException" for base in type(error).__mro__):
+    names = {base.__name__ for base in type(error).__mro__}
+    if "MisconfigurationException" in names:
         return line
+    if "OutOfMemoryError" in names or "DefaultCPUAllocator: can't allocate memory" in line:
+        return f"out of memory: {line.splitlines()[0]}"  # where it was is in the report
     frames = list(_walk(error.__traceback__))
     if not frames or not _is_inside(frames[-1].tb_frame.f_code.co_filename, trusted):
         return None

@@ -38,7 +38,7 @@ def iterate_states(
         model: Sharded or not.
         optimizers: Of its parameters.
     """
-    names: dict[nn.Parameter, str] = {}
+    names: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters():
         names[parameter] = name
         yield "parameters", name, _get_local(parameter)
@@ -53,9 +53,9 @@ def iterate_states(
         for gradient in list_unreduced_gradients(sharded):
             yield "gradients", name, _get_local(gradient)
     for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
+        for owner, state in optimizer.state.items():
             for tensor in _iterate_tensors(state):
-                yield "optimizer_state", names.get(parameter, ""), _get_local(tensor)
+                yield "optimizer_state", names.get(owner, ""), _get_local(tensor)
 
 
 def measure_states(
@@ -90,7 +90,7 @@ def label_unit(unit: Unit) -> str:
 
 def is_on(tensor: Tensor, device: torch.device) -> bool:
     """Return whether a tensor lies on a device; without an index, on any of its type."""
-    return tensor.device.type == device.type and (device.index is None or tensor.device.index == device.index)
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)
 
 
 def _get_local(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ LAYERS = [
     {"memory_trace"},
     {"conversion", "own_rows", "quantized_files"},
     {"weights", "settings", "traffic"},
-    {"base_model"},
+    {"base_model", "advice"},
     {"checkpoint", "last_checkpoint", "hub_names", "tensor_writer", "model_card", "quantized_export"},
     {"single_file", "checkpoint_reader", "model_folder"},
     {"merging"},
@@ -46,7 +46,14 @@ DOORS = {
 }
 SHARED_BY_TASKS = ("tasks.base", "tasks.loading")
 # Each may import those before it.
-SHARED_BY_CALLBACKS = ("callbacks.readings", "callbacks.exchange", "callbacks.sections", "callbacks.plots")
+SHARED_BY_CALLBACKS = (
+    "callbacks.readings",
+    "callbacks.exchange",
+    "callbacks.sections",
+    "callbacks.series",
+    "callbacks.plots",
+    "callbacks.step_memory",
+)
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 HOMELESS = {"utils", "util", "helpers", "common", "misc"}
 # Put together here, so that this file does not contain what it looks for.

@@ -1,0 +1,266 @@
+"""Where the memory goes: of every step what the device says, of one step every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lit_fsdp.callbacks.exchange import RankExchange, Spread
+from lit_fsdp.callbacks.plots import write_png
+from lit_fsdp.callbacks.readings import (
+    find_run_folder,
+    is_logging_step,
+    is_trial,
+    read_peak_gib,
+    read_resident_bytes,
+    take_peak_bytes,
+)
+from lit_fsdp.callbacks.sections import Plot, Section, Table, print_table
+from lit_fsdp.callbacks.series import Series
+from lit_fsdp.callbacks.step_memory import describe_step, make_step_tables, plot_step
+from lit_fsdp.memory import KINDS
+from lit_fsdp.memory_trace import MemoryTrace, StepMemory
+from lit_fsdp.strategy import FSDP2Strategy
+
+_GIB = 2**30
+
+
+class MemoryLogger(Callback):
+    """Measure the memory of every step on every rank, and follow that of one step tensor by tensor.
+
+    On GPUs it logs, of rank 0 and the largest of all ranks, what torch's allocator says: ``memory/allocated_gib``
+    and ``memory/peak_allocated_gib`` (tensors), ``memory/reserved_gib`` (taken from the driver), ``memory/active_gib``,
+    ``memory/inactive_split_gib`` (held, but in pieces that cannot be given back), ``memory/fragmentation_pct`` (the
+    share of reserved memory that these are), ``memory/alloc_retries`` (times the allocator had to
+    give memory back to find some: a run that has any is slow, and near its end), ``memory/device_free_gib``. On
+    CPUs ``memory/rss_gib`` and ``memory/peak_rss_gib`` of the process. The ranks' numbers are put together in the
+    background, so a value is logged one interval (``trainer.log_every_n_steps``) after it was read.
+
+    In one step it notes after every operator which tensors are alive: parameters, gathered parameters, gradients,
+    optimizer state, buffers of collectives, activations, and the rest, by FSDP unit. That step takes about
+    twice as long, and computes the same. Not with ``compile``, whose code such a look would not see.
+
+    At the end of ``fit`` it prints a table and writes ``memory/step.png`` and ``memory/run.png`` into the run's folder.
+
+    Args:
+        trace_step: Which step of this run to follow, 2 or later, as optimizer state comes to be in the first; ``null``
+            follows none.
+        snapshot_steps: Steps of this run of which every rank writes ``memory/snapshot_step_<n>_rank_<r>.pickle``,
+            with all allocations of the CUDA allocator and who made them, for https://pytorch.org/memory_viz. GPU only.
+    """
+
+    def __init__(self, trace_step: int | None = 2, snapshot_steps: Sequence[int] = ()) -> None:
+        if trace_step is not None and trace_step < 2:
+            raise ValueError(f"trace_step: got {trace_step}: optimizer state comes to be in step 1; expected 2 or more")
+        if any(step < 1 for step in snapshot_steps):
+            raise ValueError(f"snapshot_steps: got {list(snapshot_steps)}: steps are counted from 1")
+        self.trace_step = trace_step
+        self.snapshot_steps = tuple(snapshot_steps)
+        self._trace: MemoryTrace | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._step_memory: StepMemory | None = None
+        self._traced_step = 0
+        self._ranks: dict[str, Spread] = {}  # over the whole run
+        self._step_ranks: dict[str, Spread] = {}  # at the peak of the traced step
+        self._series: dict[str, Series] = {}
+        self._notes: list[str] = []
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.snapshot_steps and trainer.strategy.root_device.type != "cuda":
+            raise ValueError(f"snapshot_steps: got {list(self.snapshot_steps)}: only CUDA has them; leave it out")
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reset()
+        self._folder = find_run_folder(trainer) / "memory"
+        self._device = trainer.strategy.root_device
+        self._first_step = self._last_step = trainer.global_step
+        self._exchange = RankExchange(trainer, list(_read(self._device)))
+        strategy = trainer.strategy
+        self._can_trace = self.trace_step is not None
+        if isinstance(strategy, FSDP2Strategy) and strategy.settings.compile is not None and self._can_trace:
+            self._can_trace = False
+            self._notes.append("No step was followed: compiled code does not show its tensors.")
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step - self._first_step + 1
+        if step in self.snapshot_steps:
+            torch.cuda.memory._record_memory_history()  # the documented way, though it has no public name yet
+        if self._can_trace and step == self.trace_step and self._trace is None:
+            self._trace = MemoryTrace(
+                pl_module,
+                trainer.optimizers,
+                plan=getattr(trainer.strategy, "plan", ()),
+                device=self._device,
+            )
+            self._trace.__enter__()
+            self._trace.add_inputs(batch)
+        self._begin_phase("forward")
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._begin_phase("backward")
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._begin_phase("optimizer")
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self._last_step:  # a micro-batch without a step
+            return
+        self._last_step = trainer.global_step
+        self._end_trace()
+        self._write_snapshot(trainer)
+        values = _read(self._device)
+        for name in _CURVES[self._device.type]:
+            self._series.setdefault(name, Series(_spell(name))).append(trainer.global_step, values[name])
+        if is_logging_step(trainer):
+            self._log(trainer)
+            self._exchange.start(values, tag=trainer.global_step)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close_trace()  # of a step that did not come to its end
+        self._log(trainer)
+        self._exchange.start({**_read(self._device), _PEAK[self._device.type]: read_peak_gib(self._device)})
+        self._ranks = _finish(self._exchange)
+        if self._step_memory is not None:
+            exchange = RankExchange(trainer, KINDS)
+            exchange.start({kind: self._step_memory.peak.by_kind.get(kind, 0) for kind in KINDS})
+            self._step_ranks = _finish(exchange)
+        if trainer.is_global_zero and self._last_step > self._first_step and not is_trial(trainer):
+            self._report()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close_trace()
+
+    def make_section(self) -> Section | None:
+        """Return the tables and plots of the run."""
+        if not self._ranks:
+            return None
+        numbers: dict[str, Any] = {name: _list_spread(spread) for name, spread in self._ranks.items()}
+        if self._step_memory is not None:
+            numbers["step"] = describe_step(self._step_memory, self._traced_step)
+        return Section(
+            title="Memory",
+            name="memory",
+            numbers=numbers,
+            tables=self._make_tables(),
+            plots=self._make_plots(),
+            notes=self._notes,
+        )
+
+    def _begin_phase(self, name: str) -> None:
+        if self._trace is not None:
+            self._trace.begin_phase(name)
+
+    def _close_trace(self) -> MemoryTrace | None:
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            trace.__exit__(None, None, None)
+        return trace
+
+    def _end_trace(self) -> None:
+        if (trace := self._close_trace()) is not None:
+            self._step_memory = trace.finish()
+            self._traced_step = self._last_step
+
+    def _write_snapshot(self, trainer: Trainer) -> None:
+        step = trainer.global_step - self._first_step
+        if step in self.snapshot_steps:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"snapshot_step_{trainer.global_step}_rank_{trainer.global_rank}.pickle"
+            torch.cuda.memory._dump_snapshot(str(path))
+            torch.cuda.memory._record_memory_history(enabled=None)
+            rank_zero_info(f"memory snapshot: {path}")
+
+    def _log(self, trainer: Trainer) -> None:
+        found = self._exchange.finish()
+        if found is None or not trainer.is_global_zero:
+            return
+        spreads, step = found
+        values = {f"memory/{name}": spread.values[0] for name, spread in spreads.items()}
+        if trainer.world_size > 1:
+            name = _PEAK[self._device.type]
+            values |= {f"memory/max_{name}": spreads[name].high, f"memory/max_{name}_rank": spreads[name].high_rank}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=step)
+
+    def _report(self) -> None:
+        for table in self._make_tables()[:2]:
+            print_table(table)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for name, plot in zip(("run", "step"), self._make_plots(), strict=False):
+            write_png(plot, self._folder / f"{name}.png")
+
+    def _make_tables(self) -> list[Table]:
+        rows = [[_spell(name), *_format_spread(spread)] for name, spread in self._ranks.items()]
+        columns = ["at the end of the run", "min", "mean", "max", "rank of max"]
+        tables = [Table(title="Memory of the ranks", columns=columns, rows=rows)]
+        if self._step_memory is not None:
+            tables += make_step_tables(self._step_memory, self._step_ranks, self._traced_step)
+        return tables
+
+    def _make_plots(self) -> list[Plot]:
+        curves = [series.draw() for series in self._series.values()]
+        plots = [Plot(title="Memory over the run (rank 0)", x_label="step", y_label="GiB", curves=curves)]
+        if self._step_memory is not None:
+            plots.append(plot_step(self._step_memory, self._traced_step))
+        return plots
+
+
+_PEAK = {"cuda": "peak_allocated_gib", "cpu": "peak_rss_gib"}
+_CURVES = {"cuda": ("peak_allocated_gib", "reserved_gib"), "cpu": ("rss_gib",)}
+
+
+def _read(device: torch.device) -> dict[str, float]:
+    """Return what is told of this process's memory; of a GPU, begins a new stretch for its peak."""
+    if device.type != "cuda":
+        return {"rss_gib": read_resident_bytes() / _GIB, "peak_rss_gib": read_peak_gib(device)}
+    stats = torch.cuda.memory_stats(device)
+    reserved, split = stats["reserved_bytes.all.current"], stats["inactive_split_bytes.all.current"]
+    return {
+        "allocated_gib": stats["allocated_bytes.all.current"] / _GIB,
+        "peak_allocated_gib": take_peak_bytes(device) / _GIB,
+        "active_gib": stats["active_bytes.all.current"] / _GIB,
+        "reserved_gib": reserved / _GIB,
+        "inactive_split_gib": split / _GIB,
+        "fragmentation_pct": 100 * split / max(reserved, 1),
+        "alloc_retries": stats["num_alloc_retries"],
+        "device_free_gib": torch.cuda.mem_get_info(device)[0] / _GIB,
+    }
+
+
+def _spell(name: str) -> str:
+    words, _, unit = name.rpartition("_")
+    unit = {"gib": ", GiB", "pct": ", %"}.get(unit, f" {unit}")
+    return f"{words.replace('_', ' ')}{unit}".replace("rss", "resident")
+
+
+def _finish(exchange: RankExchange) -> dict[str, Spread]:
+    found = exchange.finish()
+    assert found is not None
+    return found[0]
+
+
+def _format_spread(spread: Spread) -> list[str]:
+    return [f"{spread.low:.3f}", f"{spread.mean:.3f}", f"{spread.high:.3f}", str(spread.high_rank)]
+
+
+def _list_spread(spread: Spread) -> dict[str, Any]:
+    return {"ranks": list(spread.values), "mean": spread.mean, "max": spread.high, "max_rank": spread.high_rank}

@@ -1,0 +1,90 @@
+"""The memory of one step, as tables and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lit_fsdp.callbacks.exchange import Spread
+from lit_fsdp.callbacks.sections import Curve, Plot, Table
+from lit_fsdp.memory import KINDS
+from lit_fsdp.memory_trace import StepMemory
+
+_GIB = 2**30
+_MAX_UNITS = 24  # rows of the table by unit
+_MAX_POINTS = 1500
+
+
+def make_step_tables(memory: StepMemory, ranks: Mapping[str, Spread], step: int) -> list[Table]:
+    """Return the table by kind and the table by unit.
+
+    Args:
+        memory: Of rank 0.
+        ranks: Bytes of each kind at the peak of each rank.
+        step: Its number.
+    """
+    peak = memory.peak
+    size, name = (_GIB, "GiB") if peak.num_bytes >= _GIB else (_GIB / 1024, "MiB")
+    rows = []
+    for kind in KINDS:
+        numbers = (peak.by_kind.get(kind, 0), max(memory.by_kind[kind]))
+        rows.append([_spell(kind), *(f"{number / size:.2f}" for number in numbers), _format_ranks(ranks[kind], size)])
+    sums = Spread(values=tuple(map(sum, zip(*(spread.values for spread in ranks.values()), strict=True))))
+    total = f"{peak.num_bytes / size:.2f}"
+    rows.append(["all tensors", total, total, _format_ranks(sums, size)])
+    where = f"in {peak.phase}, {peak.unit}"
+    columns = ["kind", "at the peak", "largest in the step", "ranks at their peaks"]
+    by_kind = Table(title=f"Tensors in step {step}, rank 0, {name}; peak {where}", columns=columns, rows=rows)
+    units = sorted(peak.by_unit.items(), key=lambda item: -sum(item[1].values()))
+    shown = [(unit, [kinds.get(kind, 0) for kind in KINDS]) for unit, kinds in units[:_MAX_UNITS]]
+    if rest := units[_MAX_UNITS:]:
+        shown.append((f"{len(rest)} more units", [sum(kinds.get(kind, 0) for _, kinds in rest) for kind in KINDS]))
+    rows = [[unit, *(f"{number / size:.2f}" for number in numbers)] for unit, numbers in shown]
+    columns = ["unit", *map(_spell, KINDS)]
+    return [by_kind, Table(title=f"Units at the peak of step {step}, rank 0, {name}", columns=columns, rows=rows)]
+
+
+def describe_step(memory: StepMemory, step: int) -> dict[str, Any]:
+    """Return the numbers, for programs."""
+    peak = memory.peak
+    return {
+        "step": step,
+        "peak_bytes": peak.num_bytes,
+        "peak_phase": peak.phase,
+        "peak_unit": peak.unit,
+        "peak_bytes_by_kind": dict(peak.by_kind),
+        "peak_bytes_by_unit": {unit: dict(kinds) for unit, kinds in peak.by_unit.items()},
+        "largest_bytes_by_kind": {kind: max(values) for kind, values in memory.by_kind.items()},
+    }
+
+
+def plot_step(memory: StepMemory, step: int) -> Plot:
+    """Return the kinds as areas upon each other, operator by operator."""
+    num = len(memory.by_kind[KINDS[0]])
+    stride = max(1, num // _MAX_POINTS)
+    # The largest moment of every stretch, so that no peak is thinned out.
+    totals = [sum(column) for column in zip(*memory.by_kind.values(), strict=True)]
+    places = [max(range(i, min(i + stride, num)), key=totals.__getitem__) for i in range(0, num, stride)]
+    curves = [
+        Curve(label=_spell(kind), x=places, y=[memory.by_kind[kind][i] / _GIB for i in places])
+        for kind in KINDS
+        if any(memory.by_kind[kind])
+    ]
+    return Plot(
+        title=f"Memory over step {step} (rank 0)",
+        x_label="operator",
+        y_label="GiB",
+        curves=curves,
+        kind="stacked",
+        spans=memory.phases,
+    )
+
+
+def _spell(kind: str) -> str:
+    return kind.replace("_", " ")
+
+
+def _format_ranks(spread: Spread, size: float) -> str:
+    if len(spread.values) == 1:
+        return "-"
+    return f"{spread.low / size:.2f} - {spread.high / size:.2f} (rank {spread.high_rank})"

@@ -1,0 +1,142 @@
+"""What MemoryLogger logs, prints and leaves behind."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
+from training import EVEN, GLOBAL_BATCH, Recorder, Rows, build_task, build_trainer, save_model
+
+from lit_fsdp import FSDP2Strategy
+from lit_fsdp.callbacks import MemoryLogger
+from lit_fsdp.memory import measure_states
+from ranks import run_ranks
+
+
+class Sizes(Recorder):
+    """Reads the bytes that stay, for comparison, and holds some memory on the last rank."""
+
+    held: dict[str, int]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.held = measure_states(pl_module, trainer.optimizers)  # type: ignore[assignment]
+        if trainer.is_last_batch is False and dist.get_rank() == dist.get_world_size() - 1:
+            self.ballast = torch.ones(2**25)  # 128 MiB
+
+
+def fit(folder: Path, out: Path, options: dict[str, Any], settings: dict[str, Any], strategy: dict[str, Any]) -> None:
+    """Train four steps, and check on every rank what can be checked there."""
+    memory, sizes = MemoryLogger(**settings), Sizes()
+    logger = CSVLogger(out, name="", version="")
+    options = {"max_steps": 4, "log_every_n_steps": 1, "logger": logger, "default_root_dir": out, **options}
+    trainer = build_trainer(FSDP2Strategy(print_plan=False, **strategy), callbacks=[memory, sizes], **options)
+    batch_size = GLOBAL_BATCH // dist.get_world_size() // options.get("accumulate_grad_batches", 1)
+    trainer.fit(build_task(folder), Rows(EVEN["vocab_size"], batch_size))
+    section = memory.make_section()
+    assert section is not None
+    if dist.get_world_size() > 1:
+        assert section.numbers["rss_gib"]["max_rank"] == dist.get_world_size() - 1
+        assert len(section.numbers["peak_rss_gib"]["ranks"]) == dist.get_world_size()
+    if settings.get("trace_step", 2) is None or strategy.get("compile"):
+        assert "step" not in section.numbers
+        return
+    step = section.numbers["step"]
+    assert step["step"] == 2
+    assert step["largest_bytes_by_kind"]["parameters"] == sizes.held["parameters"]
+    assert step["peak_bytes"] == sum(step["peak_bytes_by_kind"].values())
+    assert step["peak_bytes_by_unit"]["model.model.layers.0"]["parameters"] > 0
+    phases = [name for name, _, _ in section.plots[1].spans]
+    assert phases == ["forward", "backward"] * options.get("accumulate_grad_batches", 1) + ["optimizer"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), **EVEN)
+
+
+def read_rows(out: Path) -> list[dict[str, str]]:
+    lines = [line.split(",") for line in (out / "metrics.csv").read_text().splitlines()]
+    return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+
+
+def test_it_logs_every_step_and_names_the_rank_that_holds_most(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(fit, folder, tmp_path, {}, {}, {}, world_size=2)
+    rows = [row for row in read_rows(tmp_path) if row.get("memory/rss_gib")]
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
+    assert float(rows[-1]["memory/max_peak_rss_gib"]) > float(rows[-1]["memory/peak_rss_gib"])
+    assert float(rows[-1]["memory/max_peak_rss_gib_rank"]) == 1
+    assert sorted(path.name for path in (tmp_path / "memory").iterdir()) == ["run.png", "step.png"]
+    out = capfd.readouterr().out
+    assert "Memory of the ranks" in out
+    assert "Tensors in step 2, rank 0, MiB; peak in " in out
+
+
+def test_accumulated_micro_batches_are_one_step(folder: Path, tmp_path: Path) -> None:
+    run_ranks(fit, folder, tmp_path, {"accumulate_grad_batches": 2}, {}, {}, world_size=2)
+
+
+def test_without_a_traced_step_the_rest_is_there(folder: Path, tmp_path: Path) -> None:
+    run_ranks(fit, folder, tmp_path, {}, {"trace_step": None}, {}, world_size=1)
+    assert [path.name for path in (tmp_path / "memory").iterdir()] == ["run.png"]
+
+
+def fit_twice_and_fail(folder: Path, out: Path) -> None:
+    memory = MemoryLogger()
+    for stop in (3, 2):  # the second run ends while its step is traced
+        options: dict[str, Any] = {"max_steps": stop, "log_every_n_steps": 1, "default_root_dir": out}
+        trainer = build_trainer("auto", callbacks=[memory], **options)
+        task = build_task(folder)
+        if stop == 2:
+            task.on_before_optimizer_step = fail_in_step_2.__get__(task)  # type: ignore[attr-defined]
+            with pytest.raises(RuntimeError, match="in the traced step"):
+                trainer.fit(task, Rows(EVEN["vocab_size"], GLOBAL_BATCH))
+        else:
+            trainer.fit(task, Rows(EVEN["vocab_size"], GLOBAL_BATCH))
+            assert memory.make_section().numbers["step"]["step"] == 2  # type: ignore[union-attr]
+    assert torch.utils._python_dispatch._get_current_dispatch_mode_stack() == []
+    assert memory.make_section() is None
+
+
+def fail_in_step_2(self: Any, optimizer: Any) -> None:
+    if self.global_step == 1:
+        raise RuntimeError("in the traced step")
+
+
+def test_an_error_in_the_traced_step_leaves_no_mode_behind(folder: Path, tmp_path: Path) -> None:
+    run_ranks(fit_twice_and_fail, folder, tmp_path, world_size=1)
+
+
+def test_a_trial_run_leaves_no_files(folder: Path, tmp_path: Path) -> None:
+    trial = MemoryLogger(), {"fast_dev_run": 3, "default_root_dir": tmp_path / "out"}
+
+    def body() -> None:
+        trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[trial[0]], **trial[1])
+        trainer.fit(build_task(folder), Rows(EVEN["vocab_size"], GLOBAL_BATCH))
+
+    run_ranks(body, world_size=1)
+    assert not (tmp_path / "out" / "memory").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trace_step": 1}, "trace_step: got 1: .* expected 2 or more"),
+        ({"snapshot_steps": [0]}, "snapshot_steps: got \\[0\\]: steps are counted from 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MemoryLogger(**settings)
+
+
+def test_snapshots_without_a_gpu_are_refused(folder: Path) -> None:
+    def body() -> None:
+        trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[MemoryLogger(snapshot_steps=[2])])
+        with pytest.raises(ValueError, match="only CUDA"):
+            trainer.fit(build_task(folder), Rows(EVEN["vocab_size"], GLOBAL_BATCH))
+
+    run_ranks(body, world_size=1)

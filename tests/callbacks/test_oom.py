@@ -1,0 +1,91 @@
+"""A rank that runs out of memory says what took it, and all ranks end."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from launches import fork_ranks, write_run
+
+from lit_fsdp.callbacks import OOMReport
+from lit_fsdp.callbacks.oom import is_out_of_memory
+
+TASK = """
+import torch
+from lit_fsdp.tasks import CausalLM
+
+class Hungry(CausalLM):
+    def __init__(self, *, place: str, hungry_rank: int, **kwargs):
+        super().__init__(**kwargs)
+        self.place, self.hungry_rank = place, hungry_rank
+
+    def eat(self, place):
+        if self.place == place and self.trainer.global_rank == self.hungry_rank and self.trainer.global_step == 2:
+            torch.empty(2**50)
+
+    def training_step(self, batch, batch_idx):
+        self.ballast = torch.ones(1000, 333)
+        self.eat("forward")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        self.eat("the optimizer step")
+
+    def validation_step(self, batch, batch_idx):
+        self.eat("validation")
+        return super().validation_step(batch, batch_idx)
+"""
+
+
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, rank: int) -> tuple[str, list]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hungry.py").write_text(TASK)
+    callbacks = [{"class_path": "OOMReport"}]
+    write_run(tmp_path, trainer={"callbacks": callbacks, "val_check_interval": 2}, data={"validation_fraction": 0.2})
+    task = ["--model", "hungry.Hungry", f"--model.place={place}", f"--model.hungry_rank={rank}"]
+    ended = fork_ranks("fit", "--config", "run.yaml", *task, timeout_s=60)
+    assert all(e.code not in (0, None) for e in ended), ended
+    (report,) = tmp_path.glob("runs/run/version_0/out_of_memory.md")
+    return report.read_text(), ended
+
+
+@pytest.mark.parametrize("place", ["forward", "the optimizer step", "validation"])
+def test_the_rank_that_fails_says_where_and_what_it_held(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, ended = run(tmp_path, monkeypatch, place, rank=1)
+    assert report.startswith(f"# Out of memory on rank 1 of 2, in {place}, step 3\n")
+    assert "you tried to allocate 4503599627370496 bytes" in report
+    # 2 layers of 32 x 64, vocabulary of 320: this rank's half in fp32, with two moments of AdamW.
+    for row in ("| parameters | 0.000 |", "| optimizer state | 0.000 |", "| activations and the rest |"):
+        assert row in report
+    assert "| - | [1000, 333] | float32 | 0.001 |" in report  # the ballast
+    assert "| optimizer state of model.model.embed_tokens.weight | " in report
+    assert "| trainer.strategy.recompute.mode: full |" in report
+    assert report.rstrip().endswith("```")
+    assert "Traceback (most recent call last)" in report
+    assert report.split("## Traceback")[0] in ended[1].out
+    assert "error: out of memory: " in ended[1].err
+    assert "Traceback" not in ended[1].err
+
+
+def test_an_error_of_another_kind_leaves_no_report(tmp_path: Path) -> None:
+    assert not is_out_of_memory(ValueError("we ran out of memory"))
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
+    assert not is_out_of_memory(None)
+
+
+def test_out_of_memory_is_seen_in_what_caused_an_error() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    try:
+        try:
+            torch.empty(2**50)
+        except RuntimeError as cause:
+            raise ValueError("in a worker") from cause
+    except ValueError as error:
+        assert is_out_of_memory(error)
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_tensors: got 0: expected 1 or more"):
+        OOMReport(num_tensors=0)

@@ -1,0 +1,97 @@
+from dataclasses import replace
+
+import pytest
+
+from lit_fsdp.advice import Situation, suggest_settings
+from lit_fsdp.mesh import Mesh
+from lit_fsdp.offload import Offload
+from lit_fsdp.recompute import Recompute
+from lit_fsdp.settings import Settings
+from lit_fsdp.sharding import Sharding
+
+GB = 10**9
+# 1 B parameters in fp32 with AdamW on 4 ranks.
+HELD = {"parameters": GB, "gradients": GB, "optimizer_state": 2 * GB, "gathered": GB // 2, "activations": 8 * GB}
+NOW = Situation(
+    held=HELD,  # type: ignore[arg-type]
+    reserved=0,
+    settings=Settings(),
+    num_shards=4,
+    num_replicas=1,
+    num_blocks=16,
+    num_params=GB,
+    num_trainable=GB,
+    gathered_bytes=4 * GB,
+    largest_unit_bytes=GB // 4,
+    parameter_bytes=4,
+    micro_batch_size=8,
+    has_adapters=True,
+    has_quantization=True,
+)
+
+
+def suggest(situation: Situation) -> dict[str, int]:
+    return {suggestion.setting.split(":")[0]: suggestion.saved_bytes for suggestion in suggest_settings(situation)}
+
+
+def test_what_keeps_the_result_comes_first_and_the_largest_saving_before_smaller_ones() -> None:
+    found = suggest_settings(NOW)
+    keeps = [suggestion.keeps_result for suggestion in found]
+    assert keeps == sorted(keeps, reverse=True)
+    for tier in (True, False):
+        saved = [suggestion.saved_bytes for suggestion in found if suggestion.keeps_result is tier]
+        assert saved == sorted(saved, reverse=True)
+    assert found[0].setting == "trainer.strategy.recompute.mode: full"
+
+
+def test_savings_follow_from_what_is_held() -> None:
+    found = suggest(NOW)
+    assert found["trainer.strategy.recompute.mode"] == 8 * GB * 15 // 16
+    assert found["data.batch_size"] == 4 * GB
+    assert found["trainer.strategy.offload"] == 4 * GB
+    assert found["twice the ranks (now 4)"] == 2 * GB
+    assert found["model.optimizer.name"] == pytest.approx(2 * GB * 0.74)
+    assert found["trainer.precision"] == 2 * GB
+    assert found["model.lora"] == pytest.approx(3 * GB * 0.98)
+
+
+@pytest.mark.parametrize(
+    ("change", "setting", "saved"),
+    [
+        ({"sharding": Sharding(reshard_after_forward=False)}, "reshard_after_forward", 3.5 * GB),
+        ({"sharding": Sharding(hold_gradients=True)}, "hold_gradients", 3 * GB),
+        ({"mesh": Mesh(replicate=2)}, "mesh.replicate", 2 * GB),
+    ],
+    ids=str,
+)
+def test_a_setting_that_costs_memory_is_named(change: dict, setting: str, saved: float) -> None:
+    assert f"trainer.strategy.{setting}" not in {name.replace("sharding.", "") for name in suggest(NOW)}
+    situation = replace(NOW, settings=Settings(**change), num_replicas=2 if "mesh" in change else 1)
+    found = {name.replace("sharding.", ""): num_bytes for name, num_bytes in suggest(situation).items()}
+    assert found[f"trainer.strategy.{setting}"] == saved
+
+
+def test_what_is_set_already_is_not_suggested() -> None:
+    settings = Settings(recompute=Recompute(mode="full"), offload=Offload())
+    found = suggest(
+        replace(
+            NOW, settings=settings, micro_batch_size=0, has_adapters=False, has_quantization=None, parameter_bytes=2
+        )
+    )
+    assert set(found) == {"twice the ranks (now 4)", "model.optimizer.name"}
+    small = replace(NOW, held={**HELD, "optimizer_state": GB // 2})  # type: ignore[arg-type]  # 2 bytes each
+    assert "model.optimizer.name" not in suggest(small)
+
+
+def test_a_single_sample_can_only_get_shorter() -> None:
+    found = suggest(replace(NOW, micro_batch_size=1))
+    assert found["data.seq_length"] == 4 * GB
+    assert "data.batch_size" not in found
+
+
+def test_memory_lost_between_tensors_is_named() -> None:
+    assert suggest(replace(NOW, reserved=GB))["environment variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments"] == GB
+
+
+def test_what_saves_next_to_nothing_is_left_out() -> None:
+    assert "trainer.strategy.recompute.mode" not in suggest(replace(NOW, held={**HELD, "activations": GB // 100}))  # type: ignore[arg-type]
