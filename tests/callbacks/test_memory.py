@@ -47,6 +47,12 @@ def fit(folder: Path, out: Path, options: dict[str, Any], settings: dict[str, An
     assert step["largest_bytes_by_kind"]["parameters"] == sizes.held["parameters"]
     assert step["peak_bytes"] == sum(step["peak_bytes_by_kind"].values())
     assert step["peak_bytes_by_unit"]["model.model.layers.0"]["parameters"] > 0
+    # No gradient of the step before is kept through forward.
+    plot = section.plots[1]
+    gradients = next(curve for curve in plot.curves if curve.label == "gradients")
+    assert max(gradients.y) > 0
+    end_of_forward = plot.spans[0][2]
+    assert not any(y for x, y in zip(gradients.x, gradients.y, strict=True) if x < end_of_forward)
     phases = [name for name, _, _ in section.plots[1].spans]
     assert phases == ["forward", "backward"] * options.get("accumulate_grad_batches", 1) + ["optimizer"]
 
