@@ -29,31 +29,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_fsdp.adapters import check_units, find_adapter_parameters
+from lit_fsdp.assembly import shard_module
 from lit_fsdp.checkpoint import find_random_state, load_checkpoint
 from lit_fsdp.checkpoint_writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.lightning_internals import check_trainer, count_micro_batches, keep_links, refuse_ignored, use_no_grad
 from lit_fsdp.mesh import Mesh, build_mesh
-from lit_fsdp.offload import Offload, build_offload_policy
+from lit_fsdp.offload import Offload
 from lit_fsdp.plan_table import print_plan
-from lit_fsdp.precision import MixedPrecision, cast_parameters
+from lit_fsdp.precision import MixedPrecision
 from lit_fsdp.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.random_state import collect_random_state, reseed
-from lit_fsdp.recompute import Recompute, apply_recompute
+from lit_fsdp.recompute import Recompute
 from lit_fsdp.settings import PRESETS, Settings
-from lit_fsdp.sharding import (
-    Compile,
-    Sharding,
-    broadcast_parameters,
-    compile_blocks,
-    find_roots,
-    hold_gradients,
-    register_steps,
-    shard_model,
-    split_by_child,
-)
+from lit_fsdp.sharding import Compile, Sharding, find_roots, hold_gradients, register_steps
 from lit_fsdp.single_file import load_single_file
-from lit_fsdp.units import Unit, Units, iterate_blocks, plan_module
+from lit_fsdp.units import Unit, Units
 from lit_fsdp.weights import init_weights, iterate_meta, materialize
 
 # What each module was sharded with: a second run of it may be under another strategy object.
@@ -251,28 +241,17 @@ class FSDP2Strategy(ParallelStrategy):
 
     def _shard(self, module: pl.LightningModule) -> None:
         assert self.device_mesh is not None
-        dtypes = self.precision_plugin.mixed_precision
-        cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
-        self.plan = plan_module(module, self.settings.units)
-        check_units(module, [name for unit in self.plan for name in unit.names])
-        blocks = list(iterate_blocks(self.plan))
-        apply_recompute(module, self.settings.recompute, blocks)
-        if self.settings.compile is not None:
-            compile_blocks(module, self.settings.compile, blocks)
-        broadcast_parameters(module)
-        if self.prints_plan and self.is_global_zero and module.trainer.state.fn == TrainerFn.FITTING:
-            print_plan(module, self.plan, self.device_mesh)
-        is_whole = module.automatic_optimization
+        is_shown = self.prints_plan and self.is_global_zero and module.trainer.state.fn == TrainerFn.FITTING
+        self.plan = shard_module(
+            module,
+            self.settings,
+            dtypes=self.precision_plugin.mixed_precision,
+            mesh=self.device_mesh,
+            device=self.root_device,
+            is_whole=module.automatic_optimization,
+            show=partial(print_plan, module, mesh=self.device_mesh) if is_shown else None,
+        )
         _SHARDED_WITH[module] = self.settings
-        for root, plan in [(module, self.plan)] if is_whole else split_by_child(module, self.plan):
-            shard_model(
-                root,
-                plan,
-                mesh=self.device_mesh,
-                sharding=self.settings.sharding,
-                mp_policy=dtypes.build_policy(),
-                offload_policy=build_offload_policy(self.settings.offload, self.root_device),
-            )
 
     def _fill(self, module: pl.LightningModule) -> None:
         """Give memory to what was built on the meta device, and values."""

@@ -24,7 +24,7 @@ LAYERS = [
     {"memory_trace"},
     {"conversion", "own_rows", "quantized_files"},
     {"weights", "settings", "traffic"},
-    {"base_model", "advice"},
+    {"base_model", "advice", "assembly"},
     {"checkpoint", "last_checkpoint", "hub_names", "tensor_writer", "model_card", "quantized_export"},
     {"single_file", "checkpoint_reader", "model_folder"},
     {"merging"},

@@ -1,0 +1,63 @@
+"""From a model to shards: every setting applied, in the one order that works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lit_fsdp.adapters import check_units, find_adapter_parameters
+from lit_fsdp.offload import build_offload_policy
+from lit_fsdp.precision import MixedPrecision, cast_parameters
+from lit_fsdp.recompute import apply_recompute
+from lit_fsdp.settings import Settings
+from lit_fsdp.sharding import broadcast_parameters, compile_blocks, shard_model, split_by_child
+from lit_fsdp.units import Unit, iterate_blocks, plan_module
+
+
+def shard_module(
+    module: nn.Module,
+    settings: Settings,
+    *,
+    dtypes: MixedPrecision,
+    mesh: DeviceMesh,
+    device: torch.device,
+    is_whole: bool = True,
+    show: Callable[[list[Unit]], None] | None = None,
+) -> list[Unit]:
+    """Cast, plan, recompute, compile and shard a module in place; return its units.
+
+    Args:
+        module: The root; its parameters may be on the meta device.
+        settings: Of the strategy.
+        dtypes: What ``precision`` and ``settings.mixed_precision`` come to.
+        mesh: From ``build_mesh``.
+        device: Where the module will compute.
+        is_whole: Shard the module as one root; otherwise each of its children.
+        show: Called with the units before anything is sharded.
+
+    Raises:
+        ValueError: A setting does not fit the module.
+    """
+    cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
+    plan = plan_module(module, settings.units)
+    check_units(module, [name for unit in plan for name in unit.names])
+    blocks = list(iterate_blocks(plan))
+    apply_recompute(module, settings.recompute, blocks)
+    if settings.compile is not None:
+        compile_blocks(module, settings.compile, blocks)
+    broadcast_parameters(module)
+    if show is not None:
+        show(plan)
+    for root, part in [(module, plan)] if is_whole else split_by_child(module, plan):
+        shard_model(
+            root,
+            part,
+            mesh=mesh,
+            sharding=settings.sharding,
+            mp_policy=dtypes.build_policy(),
+            offload_policy=build_offload_policy(settings.offload, device),
+        )
+    return plan
