@@ -270,6 +270,12 @@ def _build_state(
     return functional.QuantState(absmax=absmax.view(-1), offset=values[-1], state2=second, **common)
 
 
+def prepare_tables(device: torch.device) -> None:
+    """Make the tables of values that codes stand for, which are kept: not under fake tensors, which have none."""
+    for kind in ("nf4", "fp4", "dynamic"):
+        _find_code(kind, device)
+
+
 @cache
 def _find_code(kind: str, device: torch.device) -> Tensor:
     """Return the values that codes stand for."""

@@ -30,6 +30,7 @@ LAYERS = [
     {"merging"},
     {"export_adapter"},
     {"precision_plugin", "lightning_internals", "checkpoint_writer", "export"},
+    {"dry_run"},
     {"plan", "strategy"},
     {"tasks", "callbacks"},
     {"config_files"},

@@ -1,0 +1,115 @@
+"""A training step on tensors without values and ranks without processes: what it would hold, at no cost in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+# Private, seen in torch 2.13: collectives that do nothing, for any number of ranks.
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map_only
+
+from lit_fsdp.assembly import shard_module
+from lit_fsdp.clipping import clip_grad_norm
+from lit_fsdp.memory_trace import MemoryTrace, StepMemory
+from lit_fsdp.mesh import build_mesh
+from lit_fsdp.precision import MixedPrecision
+from lit_fsdp.quantization import prepare_tables
+from lit_fsdp.settings import Settings
+from lit_fsdp.sharding import find_roots, hold_gradients, register_steps
+from lit_fsdp.weights import materialize
+
+_DEVICE = torch.device("cpu")  # where fake tensors say they are: torch cannot fake a GPU without CUDA
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """Make this process rank 0 of so many whose collectives return at once, and change nothing.
+
+    Raises:
+        RuntimeError: There is a process group already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a dry run needs a process of its own: there is a process group already")
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trace_training_step(
+    module: nn.Module,
+    settings: Settings,
+    batch: Mapping[str, Any],
+    *,
+    dtypes: MixedPrecision,
+    compute_loss: Callable[[Any], Tensor],
+    build_optimizer: Callable[[], torch.optim.Optimizer],
+    step_name: str,
+    ranks_per_node: int,
+    num_micro_batches: int = 1,
+    clip_norm: float | None = None,
+) -> StepMemory:
+    """Shard a module and run two steps of training on fake tensors; return the memory of the second.
+
+    Everything but the values is real: the module, its sharding, the optimizer, the operators. Afterwards the module
+    holds fake tensors and is of no other use. Inside ``fake_ranks``, whose first rank is traced: the one with
+    the largest shards.
+
+    Args:
+        module: On the meta device.
+        settings: Of the strategy.
+        batch: One micro-batch, real or on the meta device; only shapes and dtypes matter.
+        dtypes: What the Trainer's precision comes to.
+        compute_loss: Returns the loss of a micro-batch; looks up the method ``step_name`` of the module each time, as
+            sharding replaces it.
+        build_optimizer: Called once the module is sharded.
+        step_name: The method through which a sharded module is run.
+        ranks_per_node: For ``mesh.shard: node``.
+        num_micro_batches: Accumulated in a step.
+        clip_norm: Clip gradients by norm before the optimizer; ``None`` does not.
+    """
+    mesh = build_mesh(
+        settings.mesh,
+        device_type=_DEVICE.type,
+        timeout_s=60.0,
+        world_size=dist.get_world_size(),
+        ranks_per_node=ranks_per_node,
+    )
+    prepare_tables(_DEVICE)
+    plan = shard_module(module, settings, dtypes=dtypes, mesh=mesh, device=_DEVICE)
+    # Non-fake inputs are constants that a model or library has made before.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        materialize(module, _DEVICE)
+        register_steps(module, [step_name])
+        optimizer = build_optimizer()
+        fake = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=_DEVICE), dict(batch))
+
+        def step(begin_phase: Callable[[str], None]) -> None:
+            for i in range(num_micro_batches):
+                begin_phase("forward")
+                loss = compute_loss(fake)
+                begin_phase("backward")
+                held = find_roots(module) if settings.sharding.hold_gradients and i + 1 < num_micro_batches else []
+                with hold_gradients(*held):
+                    loss.backward()
+                del loss
+            begin_phase("optimizer")
+            if clip_norm is not None:
+                clip_grad_norm(module.parameters(), clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step(lambda _: None)  # makes the state of the optimizer
+        trace = MemoryTrace(module, [optimizer], plan=plan, device=_DEVICE)
+        with trace:
+            trace.add_inputs(fake)
+            step(trace.begin_phase)
+    return trace.finish()

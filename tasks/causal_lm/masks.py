@@ -1,0 +1,35 @@
+"""Lets a dry run build the attention masks that a real run would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from transformers import masking_utils
+
+
+@contextmanager
+def keep_branches(batch: Mapping[str, Any]) -> Iterator[None]:
+    """Answer for tensors without values what Transformers asks of the values of this batch.
+
+    Whether rows hold several documents decides if there is a mask at all; not knowing, Transformers takes the way
+    of a traced graph, which needs memory that no run needs.
+
+    Args:
+        batch: With values; ``position_ids`` [batch, length] if the model gets them.
+    """
+    # Private in all but name, seen in transformers 5.23; asked once in a forward.
+    original = masking_utils.find_packed_sequence_indices
+    positions = batch.get("position_ids")
+    is_packed = positions is not None and original(positions) is not None
+
+    def find(position_ids: Tensor) -> Tensor | None:
+        return original(position_ids) if is_packed else None
+
+    masking_utils.find_packed_sequence_indices = find
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original

@@ -1,0 +1,135 @@
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lit_fsdp.adapters import LoRA, add_adapters
+from lit_fsdp.assembly import shard_module
+from lit_fsdp.dry_run import fake_ranks, trace_training_step
+from lit_fsdp.memory_trace import MemoryTrace, StepMemory
+from lit_fsdp.mesh import Mesh, build_mesh
+from lit_fsdp.optimizers import Optimizer, build_optimizer
+from lit_fsdp.precision import MixedPrecision
+from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantized_layers import quantize_model
+from lit_fsdp.recompute import Recompute
+from lit_fsdp.settings import Settings
+from lit_fsdp.sharding import Sharding, hold_gradients, register_steps
+from lit_fsdp.tasks.causal_lm.masks import keep_branches
+from lit_fsdp.weights import init_weights, materialize
+from ranks import run_ranks
+
+CPU = torch.device("cpu")
+SIZES = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4}
+BF16 = MixedPrecision(storage_dtype="float32", param_dtype="bfloat16", reduce_dtype="float32")
+FP32 = MixedPrecision(storage_dtype="float32")
+
+
+class Model(nn.Module):
+    def __init__(self, *, lora: bool = False, quantization: Quantization | None = None) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            config = AutoConfig.for_model("llama", vocab_size=300, **SIZES)
+            self.model = AutoModelForCausalLM.from_config(config)
+        if quantization is not None:
+            quantize_model(self.model, quantization)
+        if lora:
+            add_adapters(self.model, LoRA(r=4, dtype="float32"))
+
+    def step(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(**batch, use_cache=False).loss
+
+
+def run_for_real(module: Model, settings: Settings, batch: Any, options: dict[str, Any], make: Callable) -> StepMemory:
+    """Run the same two steps on tensors that have values."""
+    sizes = {"world_size": dist.get_world_size(), "ranks_per_node": dist.get_world_size()}
+    mesh = build_mesh(settings.mesh, device_type="cpu", timeout_s=60, **sizes)
+    plan = shard_module(module, settings, dtypes=options["dtypes"], mesh=mesh, device=CPU)
+    materialize(module, CPU)
+    register_steps(module, ["step"])
+    init_weights(module.model, 0)
+    optimizer = make(module)
+    trace = MemoryTrace(module, [optimizer], plan=plan, device=CPU)
+    num = options.get("num_micro_batches", 1)
+    for is_traced in (False, True):
+        if is_traced:
+            trace.__enter__()
+            trace.add_inputs(batch)
+        for i in range(num):
+            trace.begin_phase("forward")
+            loss = module.step(batch)
+            trace.begin_phase("backward")
+            with hold_gradients(*([module] if settings.sharding.hold_gradients and i + 1 < num else [])):  # type: ignore[list-item]
+                loss.backward()
+            del loss
+        trace.begin_phase("optimizer")
+        optimizer.step()
+        optimizer.zero_grad()
+    trace.__exit__(None, None, None)
+    return trace.finish()
+
+
+def make_optimizer(settings: Optimizer, module: nn.Module) -> torch.optim.Optimizer:
+    return build_optimizer(module.parameters(), settings, is_scaled=False)
+
+
+def compare(world_size: int, model: dict[str, Any], strategy: dict[str, Any], options: dict[str, Any]) -> None:
+    dist.destroy_process_group()
+    options = {"dtypes": FP32, **options}
+    make = partial(make_optimizer, options.pop("optimizer", Optimizer(learning_rate=1e-3)))
+    ids = torch.arange(2 * 64).view(2, 64) % 300
+    document = 32 if options.pop("packed", False) else 64
+    batch = {"input_ids": ids, "labels": ids, "position_ids": (torch.arange(64) % document).expand(2, 64)}
+    traced = []
+    with fake_ranks(world_size):
+        settings = Settings(**strategy)
+        traced.append(run_for_real(Model(**model), settings, batch, options, make))
+        module = Model(**model)
+        meta = {name: tensor.to("meta") for name, tensor in batch.items()}
+        with keep_branches(batch):
+            dry = trace_training_step(
+                module,
+                settings,
+                meta,
+                compute_loss=lambda batch: module.step(batch),  # noqa: PLW0108  looked up when it is sharded
+                build_optimizer=lambda: make(module),
+                step_name="step",
+                ranks_per_node=world_size,
+                **options,
+            )
+        traced.append(dry)
+    real, dry = traced
+    assert abs(dry.peak.num_bytes / real.peak.num_bytes - 1) < 0.01, (dry.peak, real.peak)
+    for kind in ("parameters", "optimizer_state", "gradients", "gathered"):
+        assert max(dry.by_kind[kind]) == max(real.by_kind[kind]), kind  # type: ignore[index]
+    assert [name for name, _, _ in dry.phases] == [name for name, _, _ in real.phases]
+
+
+CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({}, {}, {}),
+    ({}, {"recompute": Recompute(mode="full")}, {"dtypes": BF16}),
+    ({}, {"mesh": Mesh(replicate=2)}, {}),
+    ({}, {"sharding": Sharding(reshard_after_forward=False, hold_gradients=True)}, {"num_micro_batches": 2}),
+    ({}, {}, {"packed": True}),
+    ({"lora": True}, {}, {}),
+    ({"lora": True, "quantization": Quantization(type="nf4", double=True)}, {}, {}),
+]
+
+
+@pytest.mark.parametrize(("model", "strategy", "options"), CASES, ids=str)
+def test_a_dry_step_holds_what_a_real_one_holds(model: dict, strategy: dict, options: dict) -> None:
+    run_ranks(compare, 4, model, strategy, options, world_size=1)
+
+
+def refuse_second_group() -> None:
+    with pytest.raises(RuntimeError, match="process of its own"), fake_ranks(2):
+        pass
+
+
+def test_a_dry_run_beside_a_real_one_is_refused() -> None:
+    run_ranks(refuse_second_group, world_size=1)
