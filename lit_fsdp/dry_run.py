@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,24 +93,42 @@ def trace_training_step(
         optimizer = build_optimizer()
         fake = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=_DEVICE), dict(batch))
 
-        def step(begin_phase: Callable[[str], None]) -> None:
-            for i in range(num_micro_batches):
-                begin_phase("forward")
-                loss = compute_loss(fake)
-                begin_phase("backward")
-                held = find_roots(module) if settings.sharding.hold_gradients and i + 1 < num_micro_batches else []
-                with hold_gradients(*held):
-                    loss.backward()
-                del loss
-            begin_phase("optimizer")
-            if clip_norm is not None:
-                clip_grad_norm(module.parameters(), clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-
+        step = partial(
+            _run_step,
+            module,
+            optimizer,
+            compute_loss=partial(compute_loss, fake),
+            num_micro_batches=num_micro_batches,
+            is_held=settings.sharding.hold_gradients,
+            clip_norm=clip_norm,
+        )
         step(lambda _: None)  # makes the state of the optimizer
         trace = MemoryTrace(module, [optimizer], plan=plan, device=_DEVICE)
         with trace:
             trace.add_inputs(fake)
             step(trace.begin_phase)
     return trace.finish()
+
+
+def _run_step(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    begin_phase: Callable[[str], None],
+    *,
+    compute_loss: Callable[[], Tensor],
+    num_micro_batches: int,
+    is_held: bool,
+    clip_norm: float | None,
+) -> None:
+    for i in range(num_micro_batches):
+        begin_phase("forward")
+        loss = compute_loss()
+        begin_phase("backward")
+        with hold_gradients(*(find_roots(module) if is_held and i + 1 < num_micro_batches else [])):
+            loss.backward()
+        del loss
+    begin_phase("optimizer")
+    if clip_norm is not None:
+        clip_grad_norm(module.parameters(), clip_norm)
+    optimizer.step()
+    optimizer.zero_grad()
