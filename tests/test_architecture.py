@@ -44,7 +44,13 @@ DOORS = {
 }
 SHARED_BY_TASKS = ("tasks.base", "tasks.loading")
 # Each may import those before it.
-SHARED_BY_CALLBACKS = ("callbacks.readings", "callbacks.exchange", "callbacks.sections", "callbacks.plots")
+SHARED_BY_CALLBACKS = (
+    "callbacks.readings",
+    "callbacks.exchange",
+    "callbacks.sections",
+    "callbacks.plots",
+    "callbacks.traffic_section",
+)
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 HOMELESS = {"utils", "util", "helpers", "common", "misc"}
 # Put together here, so that this file does not contain what it looks for.
