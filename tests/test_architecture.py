@@ -31,7 +31,7 @@ LAYERS = [
     {"plan", "strategy"},
     {"tasks", "callbacks"},
     {"config_files"},
-    {"trainer_cli", "export_cli"},
+    {"trainer_cli", "export_cli", "bench_cli"},
     {"cli"},
     {"__init__", "__main__"},
 ]
