@@ -229,7 +229,8 @@ def test_commands_that_do_not_exist_are_refused_with_the_nearest(capsys: pytest.
     assert main(["--config=run.yaml", "fit"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "error: fti: unknown command: did you mean fit?",
-        "error: --config=run.yaml: an option before the command: expected fit, validate, test, predict, export first",
+        "error: --config=run.yaml: an option before the command: expected fit, validate, test, predict, export, bench "
+        "first",
     ]
 
 
