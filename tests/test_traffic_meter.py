@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Stack
+from models import Block, Stack
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
 from training import EVEN, Rows, build_task, build_trainer, gather_weights, save_model
 
 import lit_fsdp.traffic_meter
@@ -210,7 +212,7 @@ class Work(torch.autograd.Function):
         return grad
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -222,7 +224,7 @@ class Block(nn.Module):
 def time_overlapped_collectives() -> None:
     lit_fsdp.traffic_meter.Clock = Ticks  # type: ignore[assignment,misc]
     mesh = init_device_mesh("cpu", (2,))
-    model = nn.Sequential(Block(), Block(), Block())
+    model = nn.Sequential(Layer(), Layer(), Layer())
     for block in model:
         fully_shard(block, mesh=mesh, reshard_after_forward=False)
         (group,) = block._get_fsdp_state()._fsdp_param_groups
@@ -287,6 +289,33 @@ def gather_asynchronously() -> None:
 
 def test_an_asynchronous_gather_is_exposed_where_it_is_waited_for() -> None:
     run_ranks(gather_asynchronously)
+
+
+def shard_over_two_meshes() -> None:
+    # As with experts: torch's own setters refuse such a module, since it has two groups.
+    everyone = init_device_mesh("cpu", (4,))
+    pairs = FSDPMeshInfo(
+        mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "pair"))["pair"], shard_mesh_dim=0
+    )
+
+    def place(parameter: nn.Parameter) -> Any:
+        return ShardPlacementResult(Shard(0), pairs) if parameter.shape == (14, 7) else None
+
+    torch.manual_seed(0)
+    block = fully_shard(Block(), mesh=everyone, shard_placement_fn=place)
+    meter = TrafficMeter(block, CPU)
+    meter.attach()
+    meter.resume()
+    block(torch.ones(1, 7)).sum().backward()
+    meter.end_step()
+    (step,) = meter.take()
+    wires = {u.unit: u.wire_bytes / u.num_bytes for u in step.units if u.collective == "all_gather"}
+    assert wires == {"(root) [0]": 3 / 4, "(root) [1]": 1 / 2}
+    assert step.add_up("reduce_scatter").calls == 2
+
+
+def test_several_groups_of_one_module_are_measured_apart() -> None:
+    run_ranks(shard_over_two_meshes, world_size=4)
 
 
 def pause_and_forget() -> None:
