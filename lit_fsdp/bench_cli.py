@@ -308,4 +308,6 @@ usage: python -m lit_fsdp bench BENCHMARK [--KEY=VALUE ...]
 Measure the machines themselves.
 
 benchmarks:
-{benchmarks}"""
+{benchmarks}
+
+`python -m lit_fsdp bench comm --help` lists the options of one."""

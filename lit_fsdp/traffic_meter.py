@@ -138,11 +138,7 @@ class TrafficMeter:
         self._begin, self._is_on = None, False
 
     def end_step(self, tag: Any = None) -> None:
-        """Close the step; the next begins with ``resume``.
-
-        Args:
-            tag: Given back with what was measured.
-        """
+        """Close the step, of which ``tag`` will say which it was; the next begins with ``resume``."""
         self.pause()
         self._pending.append(_Step(tag, self._stretches, self._calls))
         self._stretches, self._calls = [], []
@@ -157,7 +153,7 @@ class TrafficMeter:
             wait: For the others as well; for the end of a run.
         """
         taken = []
-        while self._pending and (wait or self._is_past(self._pending[0])):
+        while self._pending and (wait or all(self._clock.is_past(end) for _, end in self._pending[0].stretches)):
             taken.append(self._read(self._pending.popleft()))
         return taken
 
@@ -177,43 +173,34 @@ class TrafficMeter:
         """Return what is under way in the streams of a group, which it shares with the others of its root."""
         return self._queues.setdefault(id(group.comm_ctx), _Queue())
 
-    def _is_past(self, step: _Step) -> bool:
-        return all(self._clock.is_past(end) for _, end in step.stretches)
-
     def _read(self, step: _Step) -> StepTraffic:
+        self._measure(step.calls)
         names = {name: i for i, (name, _) in enumerate(self._groups)}
         found: dict[tuple[str, Collective], list[_Call]] = {}
         for call in step.calls:
             found.setdefault((call.unit, call.collective), []).append(call)
         keys = sorted(found, key=lambda key: (names[key[0]], COLLECTIVES.index(key[1])))
         seconds = [self._clock.measure_s(begin, end) for begin, end in step.stretches]
-        return StepTraffic(tag=step.tag, step_s=sum(seconds), units=[self._add_up(*key, found[key]) for key in keys])
+        return StepTraffic(tag=step.tag, step_s=sum(seconds), units=[_add_up(*key, found[key]) for key in keys])
 
-    def _add_up(self, unit: str, collective: Collective, calls: list[_Call]) -> UnitTraffic:
-        times = [self._measure(call) for call in calls]
-        return UnitTraffic(
-            unit=unit,
-            collective=collective,
-            calls=len(calls),
-            num_bytes=sum(call.num_bytes for call in calls),
-            wire_bytes=sum(count_wire_bytes(collective, call.num_bytes, call.num_ranks) for call in calls),
-            seconds=sum(seconds for seconds, _ in times),
-            exposed_s=sum(exposed_s for _, exposed_s in times),
-        )
-
-    def _measure(self, call: _Call) -> tuple[float, float]:
-        """Return the seconds of a collective, and how many of them were exposed."""
-        if call.end is None:  # it failed, or its result was never waited for
-            return 0.0, 0.0
-        begin = call.begin
-        if call.after is not None and self._clock.measure_s(begin, call.after) > 0:
-            begin = call.after
-        seconds = max(self._clock.measure_s(begin, call.end), 0.0)
-        if self._blocks and not call.is_async:
-            return seconds, seconds
-        if call.need is None:
-            return seconds, 0.0
-        return seconds, min(max(self._clock.measure_s(call.need, call.end), 0.0), seconds)
+    def _measure(self, calls: list[_Call]) -> None:
+        measure_s = self._clock.measure_s
+        awaited: dict[int, list[tuple[float, _Call]]] = {}  # by mark: what compute waits for there, by its end
+        for call in calls:
+            if call.end is None:  # it failed, or its result was never waited for
+                continue
+            if call.after is not None and measure_s(call.begin, call.after) > 0:
+                call.begin = call.after
+            call.seconds = max(measure_s(call.begin, call.end), 0.0)
+            if self._blocks and not call.is_async:
+                call.exposed_s = call.seconds
+            elif call.need is not None:
+                awaited.setdefault(id(call.need), []).append((measure_s(call.need, call.end), call))
+        for together in awaited.values():
+            before = 0.0  # the end of the one before, from which on compute waits for the next: nothing counts twice
+            for end, call in sorted(together, key=lambda pair: pair[0]):
+                call.exposed_s = min(max(end - before, 0.0), call.seconds)
+                before = max(before, end)
 
 
 @dataclass(slots=True, eq=False)
@@ -229,6 +216,8 @@ class _Call:
     need: Mark | None = None  # on the compute stream, which comes to wait for it there
     after: Mark | None = None  # another mark that it began after
     is_async: bool = False  # issued with async_op
+    seconds: float = 0.0
+    exposed_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -359,6 +348,18 @@ class _Probe:
         for call in (*queue.unneeded, *filter(None, [gather])):
             call.need = need if call.need is None else call.need
         queue.unneeded.clear()
+
+
+def _add_up(unit: str, collective: Collective, calls: Sequence[_Call]) -> UnitTraffic:
+    return UnitTraffic(
+        unit=unit,
+        collective=collective,
+        calls=len(calls),
+        num_bytes=sum(call.num_bytes for call in calls),
+        wire_bytes=sum(count_wire_bytes(collective, call.num_bytes, call.num_ranks) for call in calls),
+        seconds=sum(call.seconds for call in calls),
+        exposed_s=sum(call.exposed_s for call in calls),
+    )
 
 
 def _stand_in(comm: Any, run: Callable[..., Any], note: Callable[[], None] | None = None) -> Any:

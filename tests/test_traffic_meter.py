@@ -178,7 +178,7 @@ class Ticks:
 
     def mark(self) -> float:
         end, Ticks.ends_at = Ticks.ends_at, None
-        return Ticks.now if end is None else end
+        return Ticks.now + 0.0 if end is None else end  # each mark an object of its own
 
     def is_past(self, mark: float) -> bool:
         return mark <= Ticks.now
@@ -221,7 +221,7 @@ class Layer(nn.Module):
         return Work.apply(self.linear(x))
 
 
-def time_overlapped_collectives() -> None:
+def time_overlapped_collectives(num_buffers: int, exposed_ticks: dict[str, float]) -> None:
     lit_fsdp.traffic_meter.Clock = Ticks  # type: ignore[assignment,misc]
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Sequential(Layer(), Layer(), Layer())
@@ -231,6 +231,7 @@ def time_overlapped_collectives() -> None:
         block.set_custom_all_gather(Late(group._all_gather_comm, 5))
         block.set_custom_reduce_scatter(Late(group._reduce_scatter_comm, 7))
     fully_shard(model, mesh=mesh)
+    model.set_reduce_scatter_max_input_buffers(num_buffers)
     for block, after in pairwise(model):
         block.set_modules_to_forward_prefetch([after])
     meter = TrafficMeter(model, torch.device("cuda"))
@@ -245,14 +246,21 @@ def time_overlapped_collectives() -> None:
         ("0", "all_gather"): (5, 5),  # nothing to do before it
         ("1", "all_gather"): (5, 2),  # issued ahead, while the first block computed for 3
         ("2", "all_gather"): (5, 2),
-        ("2", "reduce_scatter"): (7, 4),  # beside the backward of the block before
-        ("1", "reduce_scatter"): (7, 4),
-        ("0", "reduce_scatter"): (7, 7),  # nothing to do after it
+        **{(unit, "reduce_scatter"): (7, ticks) for unit, ticks in exposed_ticks.items()},
     }
 
 
-def test_what_compute_covers_is_not_exposed() -> None:
-    run_ranks(time_overlapped_collectives)
+@pytest.mark.parametrize(
+    ("num_buffers", "exposed_ticks"),
+    [
+        # Beside each there is the backward of the block before, of 3 ticks; beside the last one, nothing.
+        (1, {"2": 4, "1": 4, "0": 7}),
+        # The first is waited for one block later; the end waits for the others at once, and counts nothing twice.
+        (2, {"2": 1, "1": 4, "0": 3}),
+    ],
+)
+def test_what_compute_covers_is_not_exposed(num_buffers: int, exposed_ticks: dict[str, float]) -> None:
+    run_ranks(time_overlapped_collectives, num_buffers, exposed_ticks)
 
 
 def wait_for_a_slow_rank() -> None:

@@ -16,8 +16,10 @@ from training import EVEN, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy, Mesh, Sharding
 from lit_fsdp.callbacks import TrafficLogger
+from lit_fsdp.callbacks.exchange import Spread
 from lit_fsdp.callbacks.plots import render_svg
 from lit_fsdp.callbacks.sections import HasSection
+from lit_fsdp.callbacks.traffic_section import NUMBERS, Interval, Straggler, find_straggler
 from lit_fsdp.traffic import predict_bytes, predict_collectives
 from ranks import run_ranks
 
@@ -233,3 +235,16 @@ def test_without_fsdp2_a_note_says_that_nothing_is_measured(tmp_path: Path, caps
 def test_a_wrong_setting_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrafficLogger(**options)
+
+
+def test_ranks_that_hardly_differ_have_no_straggler() -> None:
+    def make(*collective_s: float) -> Interval:
+        values = {name: collective_s if name == "collective_s" else (1.0,) * len(collective_s) for name in NUMBERS}
+        return Interval(step=1, spreads={name: Spread(values=found) for name, found in values.items()})
+
+    assert find_straggler(make(0.50, 0.52, 0.54), 5.0) is None
+    assert find_straggler(make(0.50, 0.10, 0.54), 5.0) == Straggler(
+        rank=1, waited_s=pytest.approx(0.42), waited_pct=pytest.approx(42)
+    )
+    # One rank that waits longer than all others is no reason to name any.
+    assert find_straggler(make(0.50, 0.51, 0.50, 0.90), 5.0) is None
