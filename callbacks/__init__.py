@@ -4,5 +4,14 @@ from lit_fsdp.callbacks.predictions import WritePredictions
 from lit_fsdp.callbacks.preemption import Preemption
 from lit_fsdp.callbacks.progress import ProgressBar
 from lit_fsdp.callbacks.summary import RunSummary
+from lit_fsdp.callbacks.traffic import TrafficLogger
 
-__all__ = ["MemoryLogger", "OOMReport", "Preemption", "ProgressBar", "RunSummary", "WritePredictions"]
+__all__ = [
+    "MemoryLogger",
+    "OOMReport",
+    "Preemption",
+    "ProgressBar",
+    "RunSummary",
+    "TrafficLogger",
+    "WritePredictions",
+]

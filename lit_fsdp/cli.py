@@ -42,6 +42,10 @@ COMMANDS: dict[str, Command] = {
         summary="Write the model of a checkpoint for Transformers and other tools.",
         entry="lit_fsdp.export_cli:run_export",
     ),
+    "bench": Command(
+        summary="Measure the machines: `bench comm` the connections between ranks.",
+        entry="lit_fsdp.bench_cli:run_bench",
+    ),
 }
 
 _HELP = """\

@@ -9,6 +9,11 @@ from typing import Any
 _TORCHRUN_VARIABLES = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
 
 
+def is_torchrun(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun, or something that sets the same variables, has started this process."""
+    return all(name in environ for name in _TORCHRUN_VARIABLES)
+
+
 def choose_processes(
     devices: Any,
     num_nodes: int,
@@ -30,7 +35,7 @@ def choose_processes(
         environ: The environment of this process.
     """
     count = _count_devices(devices)
-    if all(name in environ for name in _TORCHRUN_VARIABLES):
+    if is_torchrun(environ):
         local = int(environ["LOCAL_WORLD_SIZE"])
         nodes = int(environ["WORLD_SIZE"]) // local
         if count not in (None, local):

@@ -15,10 +15,10 @@ OTHER_FOLDERS = ("tests", "benchmarks", "configs", "docs", ".ci")
 # A module may import only from lines above its own; tasks and callbacks have rules of their own below.
 LAYERS = [
     {"cli_errors", "processes", "manifest", "random_state", "signals", "clock"},
-    {"mesh", "units", "precision", "offload", "clipping", "quantization", "shard_optimizer"},
+    {"mesh", "units", "precision", "offload", "clipping", "quantization", "shard_optimizer", "fabric"},
     {"quantized_layers"},
     {"adapters", "adamw_8bit", "adafactor"},
-    {"recompute", "plan_table", "optimizers"},
+    {"recompute", "plan_table", "optimizers", "traffic_meter"},
     {"sharding", "fsdp_internals", "tensor_files"},
     {"memory"},
     {"memory_trace"},
@@ -34,7 +34,7 @@ LAYERS = [
     {"plan", "strategy"},
     {"tasks", "callbacks"},
     {"config_files"},
-    {"trainer_cli", "export_cli"},
+    {"trainer_cli", "export_cli", "bench_cli"},
     {"cli"},
     {"__init__", "__main__"},
 ]
@@ -54,6 +54,7 @@ SHARED_BY_CALLBACKS = (
     "callbacks.series",
     "callbacks.plots",
     "callbacks.step_memory",
+    "callbacks.traffic_section",
 )
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 HOMELESS = {"utils", "util", "helpers", "common", "misc"}

@@ -6,29 +6,35 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import EVEN, TIED, Rows, build_task, build_trainer, save_model
+from training import EVEN, TIED, UNEVEN, Rows, build_task, build_trainer, save_model
 
-from lit_fsdp import FSDP2Strategy, Mesh, Offload, Recompute, Sharding
+from lit_fsdp import FSDP2Strategy, Mesh, MixedPrecision, Offload, Recompute, Sharding
 from lit_fsdp.adapters import LoRA
+from lit_fsdp.fabric import Collective
 from lit_fsdp.quantization import Quantization
-from lit_fsdp.traffic import predict_collectives
+from lit_fsdp.traffic import predict_bytes, predict_collectives
+from lit_fsdp.traffic_meter import StepTraffic, TrafficMeter
 from ranks import run_ranks
 
 
 class Counting(TorchDispatchMode):
-    """Counts the collectives that are issued inside it, by operator and by size of what comes out."""
+    """Counts the collectives that are issued inside it, and their bytes, by operator and by size of what comes out."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.num_bytes: Counter[str] = Counter()
         self.scalars: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             name = func.overloadpacket.__name__
-            first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
-            (self.scalars if first.numel() <= 2 else self.counts)[name] += 1
+            full = args[1] if name == "_reduce_scatter_base_" else args[0]
+            full = full[0] if isinstance(full, list | tuple) else full
+            (self.scalars if full.numel() <= 2 else self.counts)[name] += 1
+            self.num_bytes[name] += full.nbytes if full.numel() > 2 else 0
         return func(*args, **(kwargs or {}))
 
 
@@ -38,26 +44,53 @@ class CountSteps(pl.Callback):
     def __init__(self, num_micro_batches: int) -> None:
         self.num_micro_batches = num_micro_batches
         self.counting = Counting()
+        self.measured: list[StepTraffic] = []
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self.meter = TrafficMeter(module, torch.device("cpu"))
+        self.meter.attach()
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx % self.num_micro_batches == 0:
             self.counting = Counting()
         self.counting.__enter__()
+        self.meter.resume()
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.meter.pause()
         self.counting.__exit__(None, None, None)
+        if (batch_idx + 1) % self.num_micro_batches == 0:
+            self.meter.end_step(trainer.global_step)
+            self.measured += self.meter.take()
+
+
+OPERATORS: dict[Collective, str] = {
+    "all_gather": "_allgather_base_",
+    "reduce_scatter": "_reduce_scatter_base_",
+    "all_reduce": "allreduce_",
+}
 
 
 def count_and_compare(
-    folder: Path, strategy: dict[str, Any], num_micro_batches: int, num_replicas: int, **options: Any
+    folder: Path,
+    strategy: dict[str, Any],
+    num_micro_batches: int,
+    num_replicas: int,
+    precision: Any = "32-true",
+    **options: Any,
 ) -> None:
     counter = CountSteps(num_micro_batches)
     fsdp2 = FSDP2Strategy(print_plan=False, **strategy)
-    trainer = build_trainer(fsdp2, callbacks=[counter], max_steps=2, accumulate_grad_batches=num_micro_batches)
-    trainer.fit(build_task(folder, **options), Rows(64, batch_size=1))
-    expected = predict_collectives(
-        fsdp2.plan, fsdp2.settings.sharding, num_replicas=num_replicas, num_micro_batches=num_micro_batches
-    )
+    accumulated = {"accumulate_grad_batches": num_micro_batches, "precision": precision}
+    trainer = build_trainer(fsdp2, callbacks=[counter], max_steps=2, **accumulated)
+    task = build_task(folder, **options)
+    trainer.fit(task, Rows(64, batch_size=1))
+    sizes = {
+        "num_shards": dist.get_world_size() // num_replicas,
+        "num_replicas": num_replicas,
+        "num_micro_batches": num_micro_batches,
+    }
+    expected = predict_collectives(fsdp2.plan, fsdp2.settings.sharding, **sizes)
     counts = counter.counting.counts
     assert counts["_allgather_base_"] == expected.gathers
     assert counts["_reduce_scatter_base_"] == expected.reduce_scatters
@@ -65,6 +98,20 @@ def count_and_compare(
     assert set(counts) <= {"_allgather_base_", "_reduce_scatter_base_", "allreduce_"}
     # Beside them: the sum of losses and targets, and the gradient norm.
     assert counter.counting.scalars == {"allreduce_": 2}
+    dtypes = fsdp2.precision_plugin.mixed_precision
+    units = predict_bytes(task, fsdp2.plan, fsdp2.settings.sharding, dtypes, **sizes)
+    by_kind = {
+        "all_gather": {unit.unit: unit.gather_step for unit in units},
+        "reduce_scatter": {unit.unit: unit.reduce_scatter_step for unit in units},
+        "all_reduce": {unit.unit: unit.all_reduce_step for unit in units},
+    }
+    assert [step.tag for step in counter.measured] == [1, 2]
+    for kind, operator in OPERATORS.items():
+        predicted = {unit: size for unit, size in by_kind[kind].items() if size}
+        assert sum(predicted.values()) == counter.counting.num_bytes[operator], kind
+        for step in counter.measured:
+            assert {u.unit: u.num_bytes for u in step.units if u.collective == kind} == predicted
+            assert step.add_up(kind).calls == counts[operator]
 
 
 CASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
@@ -78,6 +125,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
     "hybrid": ({"mesh": Mesh(replicate=2)}, 1, 4, 2),
     "hybrid without comm": ({"mesh": Mesh(replicate=2), "sharding": Sharding(hold_gradients=True)}, 2, 4, 2),
     "reshard to 2 of 4": ({"sharding": Sharding(reshard_after_forward=2)}, 1, 4, 1),
+    "replicas of one shard": ({"mesh": Mesh(replicate=2)}, 1, 2, 2),
 }
 
 
@@ -88,6 +136,28 @@ def test_a_step_takes_the_collectives_that_the_plan_says(case: str, tmp_path: Pa
     strategy, num_micro_batches, world_size, num_replicas = CASES[case]
     folder = save_model(tmp_path / "model", **EVEN)
     run_ranks(count_and_compare, folder, strategy, num_micro_batches, num_replicas, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("precision", "strategy", "world_size", "num_replicas"),
+    [
+        ("32-true", {}, 3, 1),
+        ("bf16-mixed", {"mesh": Mesh(replicate=2)}, 4, 2),
+        ("bf16-true", {"sharding": Sharding(reshard_after_forward=2)}, 4, 1),
+        ("bf16-true", {"mixed_precision": MixedPrecision(reduce_dtype="bfloat16"), "offload": Offload()}, 3, 1),
+    ],
+)
+def test_bytes_follow_the_dtypes_and_the_rows_that_are_filled_up(
+    precision: str, strategy: dict[str, Any], world_size: int, num_replicas: int, tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "model", **UNEVEN)
+    run_ranks(count_and_compare, folder, strategy, 1, num_replicas, precision, world_size=world_size)
+
+
+def test_adapters_and_codes_keep_dtypes_of_their_own(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", **{**EVEN, "hidden_size": 64})
+    options = {"lora": LoRA(r=3), "quantization": Quantization(), "precision": "bf16-true"}
+    run_ranks(partial(count_and_compare, **options), folder, {}, 2, 1)
 
 
 def test_tied_weights_are_gathered_and_reduced_once(tmp_path: Path) -> None:

@@ -1,0 +1,274 @@
+"""What FSDP2 sends between ranks: bytes, time, how much of it compute waits for, and which rank the others wait for."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
+
+from lit_fsdp.callbacks.exchange import RankExchange
+from lit_fsdp.callbacks.sections import Section, print_table
+from lit_fsdp.callbacks.traffic_section import NUMBERS, SHORT_NAMES, Interval, make_traffic_section
+from lit_fsdp.fabric import COLLECTIVES, Collective
+from lit_fsdp.strategy import FSDP2Strategy
+from lit_fsdp.traffic import UnitBytes, predict_bytes, predict_collectives
+from lit_fsdp.traffic_meter import StepTraffic, TrafficMeter, UnitTraffic
+
+
+class TrafficLogger(Callback):
+    """Log what FSDP2 sends in a step, how long it takes, and how much of that time compute waits for it.
+
+    Every all-gather, reduce-scatter and all-reduce of FSDP2 is timed where it runs, without waiting for it:
+    ``lit_fsdp.traffic_meter``. Every ``log_every_n_steps`` steps the medians since the last time are logged, as means
+    over all ranks, one such interval later: ``comm/gather_gib``, ``comm/reduce_scatter_gib``, ``comm/all_reduce_gib``
+    (full sizes), ``comm/collective_s``, ``comm/exposed_s``, ``comm/overlapped_s``, ``comm/exposed_pct`` (of the
+    step, without the time between batches) and ``comm/bandwidth_gb_s`` (bus bandwidth). When ``fit`` ends, a table is
+    printed. On a CPU collectives block, so everything is exposed.
+
+    The number and the bytes of the collectives are compared with what the plan of units predicts. The rank that
+    others wait for is named: it comes last, so it spends the least time in collectives. Under another strategy than
+    FSDP2 there is nothing to measure, and a note says so.
+
+    Args:
+        num_warmup_steps: Steps at the start that do not count, unless there are no others.
+        straggler_pct: Name a rank if the others spend longer in collectives than it does, in the median by more than
+            this part of the step.
+    """
+
+    def __init__(self, num_warmup_steps: int = 3, straggler_pct: float = 5.0) -> None:
+        if num_warmup_steps < 0:
+            raise ValueError(f"num_warmup_steps: got {num_warmup_steps}: expected 0 or more")
+        if not 0 < straggler_pct <= 100:
+            raise ValueError(f"straggler_pct: got {straggler_pct}: expected a part of the step above 0, up to 100")
+        self.num_warmup_steps = num_warmup_steps
+        self.straggler_pct = straggler_pct
+        self._reset()
+
+    def _reset(self) -> None:
+        self._meter: TrafficMeter | None = None
+        self._warmup: list[dict[str, float]] = []  # by name, one for each step
+        self._steps: list[dict[str, float]] = []  # since the last logging
+        self._last: StepTraffic | None = None
+        self._unit_sums: dict[tuple[str, Collective], list[float]] = {}  # seconds and exposed seconds
+        self._num_summed = 0  # steps in these sums
+        self._intervals: list[Interval] = []
+        self._notes: list[str] = []
+        self._predicted: dict[str, Any] | None = None
+        self._is_compared = False
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to measure; the sanity check is over, and the model is sharded."""
+        self.stop()
+        self._reset()
+        meter = TrafficMeter(pl_module, trainer.strategy.root_device)
+        self._step = self._first_step = trainer.global_step
+        self._num_micro_batches = 0
+        if not meter.num_units:
+            name = type(trainer.strategy).__name__
+            self._note(f"traffic is not measured: nothing is sharded with FSDP2 (the strategy is {name})")
+            return
+        if trainer.world_size == 1:
+            self._note("traffic is not measured: one rank has nobody to send to")
+            return
+        self._meter = meter
+        self._exchange = RankExchange(trainer, NUMBERS)
+        meter.attach()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._meter is not None:
+            self._meter.resume()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._meter is None:
+            return
+        self._meter.pause()
+        self._num_micro_batches += 1
+        if trainer.global_step == self._step:  # a micro-batch without a step
+            return
+        self._step = trainer.global_step
+        self._meter.end_step((self._step, self._num_micro_batches))
+        self._num_micro_batches = 0
+        self._collect(trainer, self._meter.take())
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and self._step % every == 0:
+            self._receive(trainer)
+            self._send()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put together what is left, on all ranks."""
+        if self._meter is None:
+            return
+        self._collect(trainer, self._meter.take(wait=True))
+        self._receive(trainer)
+        # One GPU may have been further behind than another, so whether steps are left says nothing about other ranks.
+        self._send()
+        self._receive(trainer)
+        if not self._intervals and self._step > self._first_step:  # which all ranks find alike
+            self._steps = self._warmup
+            self._send()
+            self._receive(trainer)
+        if self._meter.num_dropped:
+            self._note(f"{self._meter.num_dropped:,} steps are missing: the GPU was too far behind the host")
+        self.stop()
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print what was measured."""
+        section = self.make_section() if trainer.is_global_zero else None
+        if section is not None:
+            for table in section.tables[:2]:  # not that of all units
+                print_table(table)
+            for note in section.notes:
+                print(note)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.stop()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Give FSDP2 back what it had."""
+        if self._meter is not None:
+            self._meter.detach()
+
+    def make_section(self) -> Section | None:
+        """Return what was measured, on rank 0."""
+        if self._meter is None or not self._intervals or self._last is None:
+            return Section(title="Communication", name="comm", notes=self._notes) if self._notes else None
+        return make_traffic_section(
+            self._intervals,
+            self._list_units(),
+            predicted=self._predicted,
+            notes=self._notes,
+            straggler_pct=self.straggler_pct,
+        )
+
+    # Steps become intervals
+
+    def _collect(self, trainer: Trainer, steps: Sequence[StepTraffic]) -> None:
+        for step in steps:
+            if not self._is_compared:
+                self._is_compared = True
+                self._compare(trainer, step)
+            is_warmup = step.tag[0] - self._first_step <= self.num_warmup_steps
+            if not is_warmup and self._num_summed == len(self._warmup):  # the first that counts
+                self._unit_sums, self._num_summed = {}, 0
+            (self._warmup if is_warmup else self._steps).append(_flatten(step))
+            self._add_units(step)
+
+    def _add_units(self, step: StepTraffic) -> None:
+        self._last = step
+        self._num_summed += 1
+        for unit in step.units:
+            sums = self._unit_sums.setdefault((unit.unit, unit.collective), [0.0, 0.0])
+            sums[0] += unit.seconds
+            sums[1] += unit.exposed_s
+
+    def _send(self) -> None:
+        """Send the medians since the last time off, also of no steps: all ranks make the same calls."""
+        medians = dict.fromkeys(NUMBERS, math.nan)
+        if self._steps:
+            medians = {name: statistics.median(step[name] for step in self._steps) for name in NUMBERS}
+        self._exchange.start(medians, tag=self._step)
+        self._steps = []
+
+    def _receive(self, trainer: Trainer) -> None:
+        found = self._exchange.finish()
+        if found is None:
+            return
+        spreads, step = found
+        if any(math.isnan(value) for value in spreads["step_s"].values):  # the warmup, or a rank without steps
+            return
+        interval = Interval(step=step, spreads=spreads)
+        self._intervals.append(interval)
+        if trainer.is_global_zero:
+            values = {f"comm/{short}_gib": spreads[f"{short}_gib"].mean for short in SHORT_NAMES.values()}
+            values |= {f"comm/{name}": spreads[name].mean for name in ("collective_s", "exposed_s")}
+            values["comm/overlapped_s"] = spreads["collective_s"].mean - spreads["exposed_s"].mean
+            values["comm/exposed_pct"] = statistics.fmean(interval.list_shares())
+            values["comm/bandwidth_gb_s"] = statistics.fmean(interval.list_bandwidths())
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=step)
+
+    # Against the plan
+
+    def _compare(self, trainer: Trainer, step: StepTraffic) -> None:
+        number, num_micro_batches = step.tag
+        strategy = trainer.strategy
+        if not isinstance(strategy, FSDP2Strategy) or not strategy.plan:
+            return  # sharded by its user, so there is no plan
+        module = strategy.lightning_module
+        if module is None or not module.automatic_optimization or strategy.device_mesh is None:
+            return
+        shape = strategy.device_mesh.shape
+        sizes = {
+            "num_shards": shape[-1],
+            "num_replicas": shape[0] if len(shape) > 1 else 1,
+            "num_micro_batches": num_micro_batches,
+        }
+        sharding, dtypes = strategy.settings.sharding, strategy.precision_plugin.mixed_precision
+        counts = predict_collectives(strategy.plan, sharding, **sizes)
+        units = predict_bytes(module, strategy.plan, sharding, dtypes, **sizes)
+        calls = (counts.gathers, counts.reduce_scatters, counts.all_reduces)
+        self._predicted = {}
+        for kind, predicted_calls in zip(COLLECTIVES, calls, strict=True):
+            predicted_bytes = sum(_get_step_bytes(unit, kind) for unit in units)
+            self._predicted[kind] = {"calls": predicted_calls, "num_bytes": predicted_bytes}
+            found = step.add_up(kind)
+            if (found.calls, found.num_bytes) != (predicted_calls, predicted_bytes):
+                self._note(
+                    f"step {number} had {found.calls} {SHORT_NAMES[kind]} calls of {found.num_bytes:,} bytes; the "
+                    f"plan says {predicted_calls} of {predicted_bytes:,}: forward or backward uses units in another "
+                    "way, such as one not at all or twice",
+                    is_warning=True,
+                )
+
+    def _note(self, text: str, *, is_warning: bool = False) -> None:
+        self._notes.append(text)
+        if is_warning:
+            rank_zero_warn(text)
+
+    def _list_units(self) -> list[UnitTraffic]:
+        """Return the units of this rank: calls and bytes of the last step, times as means over the steps."""
+        assert self._last is not None
+        means = {key: [value / self._num_summed for value in sums] for key, sums in self._unit_sums.items()}
+        return [
+            replace(unit, seconds=seconds, exposed_s=exposed_s)
+            for unit in self._last.units
+            for seconds, exposed_s in [means[unit.unit, unit.collective]]
+        ]
+
+
+def _flatten(step: StepTraffic) -> dict[str, float]:
+    total = step.add_up()
+    sizes = {f"{short}_gib": step.add_up(kind).num_bytes / 2**30 for kind, short in SHORT_NAMES.items()}
+    return {
+        "step_s": step.step_s,
+        "collective_s": total.seconds,
+        "exposed_s": total.exposed_s,
+        "wire_bytes": total.wire_bytes,
+        **sizes,
+    }
+
+
+def _get_step_bytes(unit: UnitBytes, kind: Collective) -> int:
+    return {
+        "all_gather": unit.gather_step,
+        "reduce_scatter": unit.reduce_scatter_step,
+        "all_reduce": unit.all_reduce_step,
+    }[kind]

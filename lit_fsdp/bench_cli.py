@@ -1,0 +1,313 @@
+"""``bench``: measures the machines themselves, before or beside a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import jsonargparse
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+from typing_extensions import override
+
+from lit_fsdp.cli_errors import ConfigError, describe_config_error, explain_unknown_key, nearest, report_error
+from lit_fsdp.fabric import COLLECTIVES, Collective, Line, Timing, fit_line, measure_fabric
+from lit_fsdp.processes import is_torchrun
+
+Backend = Literal["auto", "nccl", "gloo"]
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_TIMING = ("num_bytes", "seconds", "seconds_low", "seconds_high", "bus_gb_s")  # of each in the file
+_DEFAULT_SIZES = "64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
+
+
+def run_bench(args: Sequence[str]) -> int:
+    """Run one benchmark and return the exit code of the process.
+
+    Args:
+        args: The command line, the command first.
+    """
+    what = args[1] if len(args) > 1 else ""
+    if what in ("-h", "--help"):
+        print(_HELP.format(benchmarks="\n".join(f"  {name:8}{summary}" for name, (_, summary) in BENCHMARKS.items())))
+        return 0
+    if what not in BENCHMARKS:
+        guess = nearest(what, BENCHMARKS)
+        hint = f"did you mean {guess}?" if guess else f"expected one of {', '.join(BENCHMARKS)}"
+        raise ConfigError(f"bench {what}: unknown benchmark: {hint}" if what else f"bench: no benchmark: {hint}")
+    run, summary = BENCHMARKS[what]
+    parser = BenchParser(prog=f"python -m lit_fsdp bench {what}", description=summary, allow_abbrev=False)
+    parser.add_function_arguments(run, fail_untyped=True)
+    settings = parser.instantiate(parser.parse_args(list(args[2:])))
+    return run(**settings.as_dict())
+
+
+def bench_comm(
+    ranks: int | None = None,
+    sizes: str = _DEFAULT_SIZES,
+    backend: Backend = "auto",
+    repeats: int = 20,
+    out: Path | None = None,
+    timeout_s: float = 300.0,
+) -> int:
+    """Measure the connections between ranks: time and bandwidth of each collective by size.
+
+    Starts its ranks itself, on this node, or uses those of torchrun. Prints a table.
+
+    Args:
+        ranks: How many to start. By default one for each GPU, or 2 on the CPU. Not under torchrun, which has started
+            them.
+        sizes: Full sizes of the messages, with units, such as 64KiB,1MiB,1GB.
+        backend: ``nccl`` between GPUs, ``gloo`` between CPUs; ``auto`` takes what the machine has.
+        repeats: Of each collective and size.
+        out: Folder for ``comm.json`` and the plot ``comm.png``. By default nothing is written.
+        timeout_s: How long a collective may take.
+    """
+    num_bytes = parse_sizes(sizes)
+    if repeats < 1:
+        raise ConfigError(f"repeats: got {repeats}: expected 1 or more")
+    if timeout_s <= 0:
+        raise ConfigError(f"timeout_s: got {timeout_s}: expected seconds above 0")
+    backend, world_size = _choose_ranks(ranks, backend)
+    if out is not None:
+        _check_folder(out)
+    body = (num_bytes, backend, repeats, out, timeout_s)
+    if is_torchrun(os.environ):
+        _measure(*body)
+        return 0
+    return _run_ranks(world_size, body)
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Translate sizes with units, separated by commas, into bytes.
+
+    Raises:
+        ConfigError: Something else is in between.
+    """
+    sizes = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", part)
+        units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+        if found is None or found[2].lower() not in units:
+            raise ConfigError(f"sizes: got {part.strip()!r}: expected a number and one of {', '.join(_UNITS)}")
+        sizes.append(round(float(found[1]) * units[found[2].lower()]))
+        if sizes[-1] < 1:
+            raise ConfigError(f"sizes: got {part.strip()!r}: expected 1B or more")
+    return sizes
+
+
+def _choose_ranks(ranks: int | None, backend: Backend) -> tuple[Backend, int]:
+    """Return the backend and how many ranks there will be, or refuse."""
+    num_gpus = torch.cuda.device_count()
+    if backend == "auto":
+        backend = "nccl" if num_gpus and dist.is_nccl_available() else "gloo"
+    if backend == "nccl" and not num_gpus:
+        raise ConfigError("backend: got 'nccl': there is no GPU here; use gloo")
+    if is_torchrun(os.environ):
+        started, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        if ranks not in (None, started):
+            raise ConfigError(f"ranks: got {ranks}: torchrun started {started}; leave it out")
+    else:
+        started = local = ranks if ranks is not None else num_gpus if backend == "nccl" else 2
+    if started < 2:
+        raise ConfigError(f"ranks: got {started}: someone has to send, and someone to receive: expected 2 or more")
+    if backend == "nccl" and local > num_gpus:
+        raise ConfigError(
+            f"ranks: got {local}: this node has {num_gpus} GPUs; use --ranks={num_gpus} or --backend=gloo"
+        )
+    return backend, started
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written to, before anything runs."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out: got {folder}: {error.strerror}; choose another folder") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"out: got {folder}: not writable; choose another folder")
+
+
+# The ranks
+
+
+def _run_ranks(world_size: int, body: tuple[Any, ...]) -> int:
+    """Start ranks on this node and wait for them; none outlives this call."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    # Forked ones need not import torch again, but could not use CUDA.
+    method = "spawn" if body[1] == "nccl" else "fork"
+    context = start_processes(_enter, args=(world_size, port, body), nprocs=world_size, join=False, start_method=method)
+    assert context is not None
+    try:
+        while not context.join(grace_period=1.0):  # returns when one has ended, raises when it has failed
+            continue
+    except ProcessRaisedException as error:
+        lines = error.msg.strip().splitlines()
+        report_error(f"rank {error.error_index} failed, so all were ended: {lines[-1]}")
+        return 1
+    except ProcessExitedException as error:
+        report_error(f"rank {error.error_index} was ended ({error.signal_name or error.exit_code}), and so were all")
+        return 1
+    except KeyboardInterrupt:
+        report_error("interrupted; all ranks were ended")
+        return 128 + signal.SIGINT
+    finally:
+        for process in context.processes:
+            process.kill()
+            process.join()
+    return 0
+
+
+def _enter(rank: int, world_size: int, port: int, body: tuple[Any, ...]) -> None:
+    # Ctrl-C reaches all of them: end at once, without a traceback each. Also what they get when their parent is gone.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    _measure(*body)
+
+
+def _measure(sizes: list[int], backend: Backend, repeats: int, out: Path | None, timeout_s: float) -> None:
+    """Measure as one of the ranks; the first one says what was found."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+    options: dict[str, Any] = {}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        options["device_id"] = device
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **options)
+    try:
+        timings = measure_fabric(sizes, num_repeats=repeats, device=device)
+        if dist.get_rank() == 0:
+            _report(timings, _describe_ranks(device, backend, repeats), out)
+    finally:
+        dist.destroy_process_group()
+
+
+# What was found
+
+
+def _describe_ranks(device: torch.device, backend: Backend, repeats: int) -> dict[str, Any]:
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    return {
+        "num_ranks": dist.get_world_size(),
+        "num_nodes": dist.get_world_size() // local,
+        "backend": backend,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "repeats": repeats,
+    }
+
+
+def _report(timings: Sequence[Timing], ranks: dict[str, Any], out: Path | None) -> None:
+    by_kind = {kind: [timing for timing in timings if timing.collective == kind] for kind in COLLECTIVES}
+    lines = {kind: fit_line(found) for kind, found in by_kind.items()}
+    console = Console(width=160)
+    title = f"{ranks['num_ranks']} ranks on {ranks['num_nodes']} node(s), {ranks['backend']}, {ranks['device']}"
+    console.print(_make_table(title, by_kind))
+    console.print(_make_lines_table(lines))
+    if out is None:
+        return
+    collectives = {
+        kind: {
+            "alpha_s": None if (line := lines[kind]) is None else line.alpha_s,
+            "bandwidth_gb_s": None if line is None else line.bandwidth_gb_s,
+            "worst_pct": None if line is None else line.worst_pct,
+            "timings": [
+                {
+                    name: getattr(timing, name)
+                    for name in ("num_bytes", "seconds", "seconds_low", "seconds_high", "bus_gb_s")
+                }
+                for timing in found
+            ],
+        }
+        for kind, found in by_kind.items()
+    }
+    (out / "comm.json").write_text(json.dumps({"version": 1, **ranks, "collectives": collectives}, indent=1) + "\n")
+    _draw(title, by_kind, out / "comm.png")
+    console.print(f"written: {out / 'comm.json'}, {out / 'comm.png'}", soft_wrap=True)
+
+
+def _make_table(title: str, by_kind: dict[Collective, list[Timing]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("collective")
+    for name in ("size", "median", "shortest", "longest", "bus GB/s"):
+        table.add_column(name, justify="right")
+    for kind, found in by_kind.items():
+        for timing in found:
+            seconds = (timing.seconds, timing.seconds_low, timing.seconds_high)
+            cells = [_format_size(timing.num_bytes), *(f"{1e3 * value:.3f} ms" for value in seconds)]
+            table.add_row(kind, *cells, f"{timing.bus_gb_s:.3g}")
+        table.add_section()
+    return table
+
+
+def _make_lines_table(lines: dict[Collective, Line | None]) -> Table:
+    table = Table(title="latency + bytes on the wire / bandwidth", title_justify="left")
+    table.add_column("collective")
+    for name in ("latency", "bandwidth", "off by up to"):
+        table.add_column(name, justify="right")
+    for kind, line in lines.items():
+        cells = ["-", "-", "-"]
+        if line is not None:
+            cells = [f"{1e3 * line.alpha_s:.3f} ms", f"{line.bandwidth_gb_s:.3g} GB/s", f"{line.worst_pct:.0f} %"]
+        table.add_row(kind, *cells)
+    return table
+
+
+def _format_size(num_bytes: int) -> str:
+    for unit in ("GiB", "MiB", "KiB"):
+        if num_bytes >= _UNITS[unit]:
+            return f"{num_bytes / _UNITS[unit]:.4g} {unit}"
+    return f"{num_bytes} B"
+
+
+def _draw(title: str, by_kind: dict[Collective, list[Timing]], path: Path) -> None:
+    # Late, as they load Lightning.
+    from lit_fsdp.callbacks.plots import write_png
+    from lit_fsdp.callbacks.sections import Curve, Plot
+
+    curves = [
+        Curve(label=kind, x=[timing.num_bytes for timing in found], y=[timing.bus_gb_s for timing in found])
+        for kind, found in by_kind.items()
+    ]
+    write_png(Plot(title=title, x_label="size in bytes", y_label="bus GB/s", curves=curves, log_x=True), path)
+
+
+class BenchParser(jsonargparse.ArgumentParser):
+    """A parser whose every refusal is one line, with the nearest known option."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise instead of printing the usage."""
+        known = {action.dest for action in self._actions if action.dest != argparse.SUPPRESS}
+        message = explain_unknown_key(message, known - {"help", "config", "print_config"})
+        raise ConfigError(describe_config_error(message)) from ex
+
+
+# By the word after ``bench``: what runs it, and its line in the help. A further benchmark is one more entry.
+BENCHMARKS: dict[str, tuple[Callable[..., int], str]] = {
+    "comm": (bench_comm, "Time and bandwidth of each collective by size, and a line fitted through them."),
+}
+
+_HELP = """\
+usage: python -m lit_fsdp bench BENCHMARK [--KEY=VALUE ...]
+
+Measure the machines themselves.
+
+benchmarks:
+{benchmarks}
+
+`python -m lit_fsdp bench comm --help` lists the options of one."""

@@ -1,0 +1,158 @@
+"""What connects the ranks, measured: time and bandwidth of each collective by size, and a line through them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lit_fsdp.clock import Clock
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+_ELEMENT_BYTES = 4  # of float32, in which everything is sent here
+
+
+def count_wire_bytes(collective: Collective, num_bytes: int, num_ranks: int) -> float:
+    """Return what a rank has to send for a collective, whatever the algorithm: "bus bytes".
+
+    As nccl-tests defines it (``doc/PERFORMANCE.md``): of the full size, (n-1)/n to gather or to reduce and scatter,
+    twice that to all-reduce. Divided by the time it is the bus bandwidth, which can be compared with that of a link.
+
+    Args:
+        collective: Which.
+        num_bytes: The full size: what comes out of a gather, what goes into a reduction.
+        num_ranks: How many take part.
+    """
+    return (2 if collective == "all_reduce" else 1) * (num_ranks - 1) / num_ranks * num_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """A collective of one size.
+
+    Args:
+        collective: Which.
+        num_bytes: Its full size.
+        seconds: Median over its repeats, mean over the ranks.
+        seconds_low: The shortest of all repeats and ranks.
+        seconds_high: The longest.
+        num_ranks: How many took part.
+    """
+
+    collective: Collective
+    num_bytes: int
+    seconds: float
+    seconds_low: float
+    seconds_high: float
+    num_ranks: int
+
+    @property
+    def bus_gb_s(self) -> float:
+        """The bus bandwidth, see ``count_wire_bytes``."""
+        return count_wire_bytes(self.collective, self.num_bytes, self.num_ranks) / self.seconds / 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """The time of a collective as ``alpha_s + wire bytes / bandwidth``.
+
+    Args:
+        alpha_s: The latency: what a collective takes however little it sends.
+        bandwidth_gb_s: The bus bandwidth of large ones, in 1e9 bytes.
+        worst_pct: The largest difference to what was measured, of that.
+    """
+
+    alpha_s: float
+    bandwidth_gb_s: float
+    worst_pct: float
+
+
+def measure_fabric(sizes: Sequence[int], *, num_repeats: int, device: torch.device) -> list[Timing]:
+    """Time every collective at every size. All ranks of the default process group must call it.
+
+    Repeats follow each other directly, on the same memory, after a few that do not count.
+
+    Args:
+        sizes: Full sizes in bytes; each is rounded up so that all ranks get equal parts.
+        num_repeats: Of each.
+        device: Of this rank.
+    """
+    return [
+        _time_collective(collective, size, num_repeats, device) for collective in COLLECTIVES for size in sorted(sizes)
+    ]
+
+
+def fit_line(timings: Sequence[Timing]) -> Line | None:
+    """Fit latency and bandwidth to timings of one collective, by least squares of relative errors.
+
+    Relative, as otherwise the largest size would decide alone, and the latency would be noise.
+
+    Args:
+        timings: Of several sizes; fewer than two give ``None``, and so do times that do not grow with the size.
+    """
+    if len({timing.num_bytes for timing in timings}) < 2 or timings[0].num_ranks < 2:
+        return None
+    seconds = np.array([timing.seconds for timing in timings])
+    wire = np.array([count_wire_bytes(t.collective, t.num_bytes, t.num_ranks) for t in timings])
+    rows = np.stack([1 / seconds, wire / seconds], axis=1)
+    scale = np.abs(rows).max(axis=0)  # else one column is a million times the other
+    alpha_s, seconds_per_byte = np.linalg.lstsq(rows / scale, np.ones(len(rows)), rcond=None)[0] / scale
+    if alpha_s < 0:  # no latency is negative: the line through the origin
+        alpha_s, seconds_per_byte = 0.0, rows[:, 1].sum() / (rows[:, 1] ** 2).sum()
+    if seconds_per_byte <= 0:
+        return None
+    errors = np.abs((alpha_s + wire * seconds_per_byte) / seconds - 1)
+    return Line(
+        alpha_s=float(alpha_s), bandwidth_gb_s=float(1e-9 / seconds_per_byte), worst_pct=float(100 * errors.max())
+    )
+
+
+def _time_collective(collective: Collective, size: int, num_repeats: int, device: torch.device) -> Timing:
+    num_ranks = dist.get_world_size()
+    num_own = max(-(-size // (num_ranks * _ELEMENT_BYTES)), 1)
+    full = torch.zeros(num_own * num_ranks, device=device)
+    own = torch.zeros(num_own, device=device)
+    calls: dict[Collective, Callable[[], Any]] = {
+        "all_gather": lambda: dist.all_gather_single(full, own),
+        "reduce_scatter": lambda: dist.reduce_scatter_single(own, full),
+        "all_reduce": lambda: dist.all_reduce(full),
+    }
+    call, clock = calls[collective], Clock(device)
+    for _ in range(3):  # the first makes connections
+        call()
+    _wait_for_all(device)
+    marks = [clock.mark()]
+    for _ in range(num_repeats):
+        call()
+        marks.append(clock.mark())
+    seconds = [clock.measure_s(begin, end) for begin, end in pairwise(marks)]
+    medians, lows, highs = _gather_seconds([statistics.median(seconds), min(seconds), max(seconds)], device)
+    return Timing(
+        collective=collective,
+        num_bytes=full.numel() * _ELEMENT_BYTES,
+        seconds=statistics.fmean(medians),
+        seconds_low=min(lows),
+        seconds_high=max(highs),
+        num_ranks=num_ranks,
+    )
+
+
+def _wait_for_all(device: torch.device) -> None:
+    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _gather_seconds(own: list[float], device: torch.device) -> list[list[float]]:
+    """Return for each number of this rank those of all ranks."""
+    row = torch.tensor(own, dtype=torch.float64, device=device)
+    table = torch.empty(dist.get_world_size() * len(own), dtype=torch.float64, device=device)
+    dist.all_gather_single(table, row)
+    return table.view(-1, len(own)).T.tolist()

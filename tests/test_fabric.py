@@ -1,0 +1,183 @@
+"""The connections between ranks: measured, fitted, on the command line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launches import ROOT, fork_ranks
+
+from lit_fsdp import bench_cli
+from lit_fsdp.cli import main
+from lit_fsdp.fabric import COLLECTIVES, Collective, Timing, count_wire_bytes, fit_line, measure_fabric
+from ranks import run_ranks
+
+
+def make_timing(num_bytes: int, seconds: float, collective: Collective = "all_gather") -> Timing:
+    times = {"seconds": seconds, "seconds_low": seconds, "seconds_high": seconds}
+    return Timing(collective=collective, num_bytes=num_bytes, num_ranks=4, **times)
+
+
+@pytest.mark.parametrize(
+    ("collective", "factor"), [("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_reduce", 1.5)]
+)
+def test_the_line_is_found_again(collective: Collective, factor: float) -> None:
+    # 50 us and 20 GB/s on the bus
+    sizes = [2**k for k in range(10, 28, 3)]
+    line = fit_line([make_timing(size, 50e-6 + factor * size / 20e9, collective) for size in sizes])
+    assert line is not None
+    assert line.alpha_s == pytest.approx(50e-6)
+    assert line.bandwidth_gb_s == pytest.approx(20)
+    assert line.worst_pct < 1e-6
+    assert count_wire_bytes(collective, 1000, 4) == 1000 * factor
+
+
+def test_a_latency_is_not_negative_and_small_sizes_count_as_much_as_large_ones() -> None:
+    line = fit_line([make_timing(10**6, 1e-3), make_timing(10**7, 20e-3)])
+    assert line is not None
+    assert line.alpha_s == 0
+    # 0.75 and 0.375 GB/s: between them, in inverse
+    assert 0.375 < line.bandwidth_gb_s < 0.75
+    off = [make_timing(10**3, 1e-3), make_timing(10**6, 2e-3), make_timing(10**9, 1.3)]
+    line = fit_line(off)
+    assert line is not None
+    assert line.alpha_s == pytest.approx(1e-3, rel=0.4)
+
+
+def test_one_size_or_times_that_do_not_grow_have_no_line() -> None:
+    assert fit_line([make_timing(10**6, 1e-3)]) is None
+    assert fit_line([make_timing(10**6, 1e-3), make_timing(10**6, 2e-3)]) is None
+    assert fit_line([make_timing(10**3, 1.0), make_timing(10**9, 0.1)]) is None
+
+
+def measure() -> None:
+    timings = measure_fabric([3000, 10], num_repeats=3, device=torch.device("cpu"))
+    assert [timing.collective for timing in timings] == [kind for kind in COLLECTIVES for _ in range(2)]
+    # rounded up to 4 bytes for each of 3 ranks
+    assert [timing.num_bytes for timing in timings] == [12, 3000] * 3
+    for timing in timings:
+        assert 0 < timing.seconds_low <= timing.seconds <= timing.seconds_high
+        wire = count_wire_bytes(timing.collective, timing.num_bytes, 3)
+        assert timing.bus_gb_s == pytest.approx(wire / timing.seconds / 1e9)
+
+
+def test_every_collective_is_timed_at_every_size() -> None:
+    run_ranks(measure, world_size=3)
+
+
+# The command line
+
+
+def check_files(folder: Path, num_ranks: int, sizes: list[int]) -> None:
+    assert (folder / "comm.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads((folder / "comm.json").read_text())
+    assert (found["version"], found["num_ranks"], found["num_nodes"], found["backend"]) == (1, num_ranks, 1, "gloo")
+    assert set(found["collectives"]) == set(COLLECTIVES)
+    for one in found["collectives"].values():
+        assert [timing["num_bytes"] for timing in one["timings"]] == sizes
+        assert set(one) == {"alpha_s", "bandwidth_gb_s", "worst_pct", "timings"}
+
+
+def test_it_starts_its_ranks_and_writes_what_they_find(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--ranks=2", "--sizes=2KB, 1KiB", "--repeats=2", "--backend=gloo", f"--out={tmp_path / 'new'}"]
+    assert main(["bench", "comm", *options]) == 0
+    printed = capfd.readouterr().out
+    assert all(name in printed for name in (*COLLECTIVES, "1.953 KiB", "bus GB/s", "comm.json"))
+    check_files(tmp_path / "new", 2, [1024, 2000])
+
+
+def test_under_torchrun_it_uses_those_ranks(tmp_path: Path) -> None:
+    options = ["--sizes=1KiB,2KB", "--repeats=2", f"--out={tmp_path}"]
+    ended = fork_ranks("bench", "comm", *options, ranks=3)
+    assert [rank.code for rank in ended] == [0, 0, 0], ended[0].err
+    assert [bool(rank.out) for rank in ended] == [True, False, False]
+    check_files(tmp_path, 3, [1032, 2004])  # 4 bytes for each of 3 ranks
+    ended = fork_ranks("bench", "comm", "--ranks=2", ranks=3)
+    assert [rank.code for rank in ended] == [2, 2, 2]
+    assert ended[0].errors == ["error: ranks: got 2: torchrun started 3; leave it out"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", "bench: no benchmark: expected one of comm"),
+        ("com", "bench com: unknown benchmark: did you mean comm?"),
+        ("comm --sizes=3XB", "sizes: got '3XB': expected a number and one of B, KB, MB, GB, KiB, MiB, GiB"),
+        ("comm --sizes=1KiB,,2KiB", "sizes: got '': expected a number"),
+        ("comm --sizes=0KiB", "sizes: got '0KiB': expected 1B or more"),
+        ("comm --ranks=0", "ranks: got 0: someone has to send"),
+        ("comm --ranks=1", "ranks: got 1: someone has to send"),
+        ("comm --ranks=many", "ranks: got 'many': expected int"),
+        ("comm --repeats=0", "repeats: got 0: expected 1 or more"),
+        ("comm --timeout_s=0", "timeout_s: got 0.0: expected seconds above 0"),
+        ("comm --backend=mpi", "backend: got 'mpi': expected one of auto, nccl or gloo"),
+        ("comm --repeat=3", "repeat: unknown key: did you mean repeats?"),
+        ("comm --out={file}", "out: got {file}: File exists; choose another folder"),
+    ],
+)
+def test_a_wrong_command_is_refused_in_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], options: str, expected: str
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["bench", *options.format(file=tmp_path / "file").split()]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert expected.format(file=tmp_path / "file") in lines[0]
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "comm", "--backend=nccl"]) == 2 or torch.cuda.device_count()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    capfd.readouterr()
+    assert main(["bench", "comm", "--ranks=3", "--backend=nccl"]) == 2
+    expected = "error: ranks: got 3: this node has 2 GPUs; use --ranks=2 or --backend=gloo\n"
+    assert capfd.readouterr().err == expected
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_rank_that_fails_ends_all(
+    how: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        if os.environ["RANK"] == "0":
+            time.sleep(60)
+        if how == "raise":
+            raise OSError("made up")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(bench_cli, "measure_fabric", fail)
+    begin = time.monotonic()
+    assert main(["bench", "comm", "--ranks=2", "--backend=gloo"]) == 1
+    assert time.monotonic() - begin < 20
+    reason = "rank 1 failed, so all were ended: OSError: made up"
+    reason = reason if how == "raise" else "rank 1 was ended (SIGKILL), and so were all"
+    assert f"error: {reason}" in capfd.readouterr().err.splitlines()
+
+
+def test_ctrl_c_ends_all_ranks() -> None:
+    options = ["--ranks=2", "--backend=gloo", "--sizes=1MB", "--repeats=1000000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lit_fsdp", "bench", "comm", *options],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 60
+    while len(ranks := children.read_text().split()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)  # to the first process only; a terminal's reaches the ranks too
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err == "error: interrupted; all ranks were ended\n"
+    assert len(ranks) == 2
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
