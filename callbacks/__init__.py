@@ -2,5 +2,6 @@ from lit_fsdp.callbacks.predictions import WritePredictions
 from lit_fsdp.callbacks.preemption import Preemption
 from lit_fsdp.callbacks.progress import ProgressBar
 from lit_fsdp.callbacks.summary import RunSummary
+from lit_fsdp.callbacks.throughput import ThroughputLogger
 
-__all__ = ["Preemption", "ProgressBar", "RunSummary", "WritePredictions"]
+__all__ = ["Preemption", "ProgressBar", "RunSummary", "ThroughputLogger", "WritePredictions"]

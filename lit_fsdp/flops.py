@@ -60,7 +60,7 @@ class FlopCounter(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._sums = {"forward": 0, "backward": 0, "recomputed": 0}
         self._uncounted: set[str] = set()
 

@@ -15,7 +15,7 @@ OTHER_FOLDERS = ("tests", "benchmarks", "configs", "docs", ".ci")
 # A module may import only from lines above its own; tasks and callbacks have rules of their own below.
 LAYERS = [
     {"cli_errors", "processes", "manifest", "random_state", "signals", "clock", "hardware", "flops"},
-    {"mesh", "units", "precision", "offload", "clipping", "quantization", "shard_optimizer"},
+    {"timeline", "mesh", "units", "precision", "offload", "clipping", "quantization", "shard_optimizer"},
     {"quantized_layers"},
     {"adapters", "adamw_8bit", "adafactor"},
     {"recompute", "plan_table", "optimizers"},

@@ -79,7 +79,7 @@ def test_frozen_weights_have_no_gradient_to_compute(kind: str) -> None:
     model = build_language_model("llama", "meta", **sizes, head_dim=64)
     num_weights = count_products(model)
     if kind != "dense":
-        quantize_model(model, Quantization(type=kind.split()[0], skip=()))  # type: ignore[arg-type]
+        quantize_model(model, Quantization(type=kind.split(maxsplit=1)[0], skip=()))  # type: ignore[arg-type]
     add_adapters(model, LoRA(r=4))
     materialize(model, torch.device("cpu"))
     init_weights(model, 0)
