@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 _GIB = 2**30
 _PEAKS: dict[torch.device, int] = {}  # bytes, of the stretches that ended with take_peak_bytes
@@ -15,6 +16,14 @@ _PEAKS: dict[torch.device, int] = {}  # bytes, of the stretches that ended with 
 def find_run_folder(trainer: Trainer) -> Path:
     """Return where a run leaves what it writes. All ranks must call it, as ``log_dir`` is a broadcast."""
     return Path(trainer.log_dir or trainer.default_root_dir)
+
+
+def find_checkpoint_folder(trainer: Trainer) -> Path:
+    """Return where checkpoints of a run lie. All ranks must call it."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            return Path(callback.dirpath)
+    return find_run_folder(trainer) / "checkpoints"
 
 
 def read_metric(trainer: Trainer, name: str) -> float | None:

@@ -103,7 +103,7 @@ class ThroughputLogger(Callback):
         self._timeline.cut("forward")
         self._num_elements += _count_elements(batch)
         if self._counter is not None and trainer.global_step == self._first_step:
-            self._counter.__enter__()
+            self._counter.__enter__()  # type: ignore[no-untyped-call]
             self._is_counting = True
 
     @override
@@ -148,7 +148,7 @@ class ThroughputLogger(Callback):
         self._keep(self._timeline.take())
         if self._step - self._first_step in (1, self.num_warmup_steps):
             self._read_rate(trainer)
-        if self._step % trainer.log_every_n_steps == 0:
+        if self._step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             self._read_rate(trainer)
             self._log(trainer)
             self._send()
@@ -240,7 +240,7 @@ class ThroughputLogger(Callback):
     def _stop_counting(self) -> None:
         if self._is_counting and self._counter is not None:
             self._is_counting = False
-            self._counter.__exit__(None, None, None)
+            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _find_peak(self, trainer: Trainer, module: LightningModule) -> float | None:
         device, dtype = trainer.strategy.root_device, find_compute_dtype(trainer, module)
@@ -295,9 +295,7 @@ class ThroughputLogger(Callback):
         """Return what the last run has measured."""
         return self._section
 
-    def _build_section(
-        self, spreads: dict[str, Spread], world_size: int, num_steps: int, *, is_warm: bool
-    ) -> Section:
+    def _build_section(self, spreads: dict[str, Spread], world_size: int, num_steps: int, *, is_warm: bool) -> Section:
         notes = list(self._notes)
         if not is_warm and self.num_warmup_steps:
             notes.append(f"of {num_steps} steps none is after the {self.num_warmup_steps} of the warm-up: all count")
@@ -348,7 +346,8 @@ class ThroughputLogger(Callback):
 
 def find_compute_dtype(trainer: Trainer, module: LightningModule) -> str:
     """Return the dtype that matrices are multiplied in: ``bfloat16``, ``float16``, ``float32``, ``tf32`` or another."""
-    plugin, dtype = trainer.precision_plugin, None
+    plugin: Any = trainer.precision_plugin
+    dtype: str | None = None
     if isinstance(plugin, FSDP2Precision):
         dtype = plugin.mixed_precision.param_dtype or plugin.mixed_precision.storage_dtype
     elif str(plugin.precision).startswith(("bf16", "16")):

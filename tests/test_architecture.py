@@ -14,11 +14,22 @@ OTHER_FOLDERS = ("tests", "benchmarks", "configs", "docs", ".ci")
 
 # A module may import only from lines above its own; tasks and callbacks have rules of their own below.
 LAYERS = [
-    {"cli_errors", "processes", "manifest", "random_state", "signals", "clock", "hardware", "flops"},
+    {
+        "cli_errors",
+        "processes",
+        "manifest",
+        "random_state",
+        "signals",
+        "clock",
+        "hardware",
+        "flops",
+        "spikes",
+        "bad_steps",
+    },
     {"timeline", "mesh", "units", "precision", "offload", "clipping", "quantization", "shard_optimizer"},
     {"quantized_layers"},
     {"adapters", "adamw_8bit", "adafactor"},
-    {"recompute", "plan_table", "optimizers"},
+    {"recompute", "plan_table", "optimizers", "unit_watch"},
     {"sharding", "memory", "tensor_files"},
     {"conversion", "own_rows", "quantized_files"},
     {"weights", "settings", "traffic"},

@@ -104,9 +104,7 @@ def fit(callback: ThroughputLogger, folder: Path, rows: Dataset[Tensor] | None =
     return section
 
 
-def test_every_part_gets_its_time_and_pauses_count_nowhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_part_gets_its_time_and_pauses_count_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     callback = ThroughputLogger(num_warmup_steps=2, starved_pct=50)
     assert isinstance(callback, HasSection)
     options = {"val_check_interval": 3, "limit_val_batches": 1, "accumulate_grad_batches": 2}
@@ -192,7 +190,10 @@ def fit_sharded(folder: Path, strategy: dict[str, Any], accumulate: int, out: Pa
     batch_size = GLOBAL_BATCH // dist.get_world_size() // accumulate
     callbacks = [callback, SlowRank()]
     trainer = build_trainer(
-        FSDP2Strategy(print_plan=False, **strategy), callbacks=callbacks, accumulate_grad_batches=accumulate, max_steps=4
+        FSDP2Strategy(print_plan=False, **strategy),
+        callbacks=callbacks,
+        accumulate_grad_batches=accumulate,
+        max_steps=4,
     )
     trainer.fit(build_task(folder), Rows(64, batch_size))
     section = callback.make_section()
