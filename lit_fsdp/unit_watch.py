@@ -62,9 +62,8 @@ class UnitWatch:
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
     """Return the FSDP units of a model but the root, or what ``Units()`` would make units."""
     modules = dict(model.named_modules())
-    sharded: dict[str, nn.Module] = {n: m for n, m in modules.items() if n and isinstance(m, FSDPModule)}
-    if sharded:
-        return sharded
+    if sharded := [name for name, module in modules.items() if name and isinstance(module, FSDPModule)]:
+        return {name: modules[name] for name in sharded}
     return {name: modules[name] for unit in plan_module(model, Units()) for name in unit.names if name}
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from training import EVEN, GLOBAL_BATCH, Rows, build_task, build_trainer, collate, make_rows, save_model
+from training import EVEN, GLOBAL_BATCH, Rows, build_trainer, collate, make_rows, save_model
 
 from lit_fsdp import FSDP2Strategy, Recompute
 from lit_fsdp.callbacks import StabilityMonitor, UnstableTrainingError
@@ -175,7 +175,7 @@ def loss_spike(folder: Path) -> None:
     # What comes last is what the loss is computed of: confident and wrong.
     breaker = Breaker("model.lm_head", 80.0, step=5)
     monitor = StabilityMonitor(policy="skip", window=6)
-    _, trainer = fit(folder, [breaker, monitor], max_steps=6)
+    fit(folder, [breaker, monitor], max_steps=6)
     (event,) = monitor.state_dict()["events"]
     assert (event["step"], event["kind"], event["ranks"], event["unit"]) == (5, "loss_spike", [BAD_RANK], None)
     assert event["loss"] > event["limit"] > 3
@@ -275,7 +275,8 @@ class Plain(LightningModule):
         for block in self.blocks:
             batch = block(batch)
         loss = batch.square().mean()
-        return loss * math.nan if self.global_step == 2 and dist.get_rank() == BAD_RANK else loss
+        is_bad = self.global_step == 2 and self.trainer.global_rank == self.trainer.world_size - 1
+        return loss * math.nan if is_bad else loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -299,6 +300,18 @@ def fit_plain(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_any_module_under_any_strategy_is_watched(strategy: str) -> None:
     run_ranks(fit_plain, strategy)
+
+
+def test_one_device_needs_no_process_group_and_a_second_fit_begins_anew(tmp_path: Path) -> None:
+    monitor = StabilityMonitor()
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    for max_steps, expected in ((4, {"nonfinite_loss": 2}), (2, {})):
+        trainer = Trainer(accelerator="cpu", callbacks=[monitor], max_steps=max_steps, **quiet)
+        trainer.fit(Plain(), DataLoader(torch.randn(8, 4), batch_size=2))
+        assert monitor.state_dict()["counts"] == expected
+    section = monitor.make_section()
+    assert section is not None
+    assert section.notes == ["no step was bad"]
 
 
 @pytest.mark.parametrize(
