@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lit_fsdp.callbacks.readings import find_run_folder
 
-_RANGES = "FSDP::"  # what torch names the work of fully_shard after
+_RANGES = "FSDP::"  # how torch names what fully_shard does
 
 
 class Profile(Callback):
@@ -143,12 +143,17 @@ class Profile(Callback):
         on_gpu = ProfilerActivity.CUDA in profiler.activities
         key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         total_us = sum(getattr(event, key) for event in averages)
-        lines = [f"{_RANGES}* ranges, in ms and as a share of all {'GPU' if on_gpu else 'CPU'} time", ""]
         time_key = "device_time_total" if on_gpu else "cpu_time_total"
-        ranges = [(e.key, e.count, getattr(e, time_key)) for e in averages if e.key.startswith(_RANGES)]
-        for name, count, time_us in sorted(ranges, key=lambda row: -row[2]):
+        ranges: dict[str, tuple[int, float]] = {}
+        for event in averages:
+            if event.key.startswith(_RANGES):
+                name = event.key.split()[0]  # without that of the unit
+                count, time_us = ranges.get(name, (0, 0.0))
+                ranges[name] = (count + event.count, time_us + getattr(event, time_key))
+        lines = [f"FSDP's own work, as shares of all {'GPU' if on_gpu else 'CPU'} time; some lie inside others", ""]
+        for name, (count, time_us) in sorted(ranges.items(), key=lambda item: -item[1][1]):
             share = 100 * time_us / total_us if total_us else 0.0
-            lines.append(f"{name:<60} {count:>6} x {time_us / 1000:>12.3f} ms {share:>6.1f} %")
+            lines.append(f"{name:<40} {count:>6} x {time_us / 1000:>12.3f} ms {share:>6.1f} %")
         if not ranges:
             lines.append("none: the model is not sharded")
         lines += ["", averages.table(sort_by=key, row_limit=self.num_rows)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from training import EVEN, GLOBAL_BATCH, Rows, build_trainer, collate, make_rows, save_model
@@ -196,12 +197,14 @@ def test_a_spike_of_the_loss_names_the_rank_with_the_largest(folder: Path) -> No
 def stop(folder: Path, tmp_path: Path) -> None:
     kept, truth = Keeper(), Keeper()
     options = {"default_root_dir": tmp_path, "enable_checkpointing": True}
+    checkpoint = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=BAD_STEP)
     with pytest.raises(UnstableTrainingError, match=r"step 3: the loss is not finite; .*unstable-step=3.ckpt"):
-        fit(folder, [StabilityMonitor(policy="stop"), Breaker("model.model.layers.0.mlp"), kept], **options)
+        fit(folder, [StabilityMonitor(policy="stop"), Breaker("model.model.layers.0.mlp"), kept, checkpoint], **options)
     assert len(kept.states) == 3
     assert differ(kept.states[2], kept.states[1]) == []
     found = list(tmp_path.rglob("*.ckpt"))
-    assert len(found) == 1  # ModelCheckpoint does not save the same step once more
+    # ModelCheckpoint does not save the same step once more.
+    assert found == [tmp_path / "kept" / f"unstable-step={BAD_STEP}.ckpt"]
     monitor, resumed = StabilityMonitor(policy="stop"), Keeper()
     resumed.step = 3
     fit(folder, [monitor, resumed], ckpt_path=str(found[0]))
