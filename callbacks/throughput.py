@@ -182,6 +182,8 @@ class ThroughputLogger(Callback):
 
     def _send(self) -> None:
         begin, self._num_sent = self._num_sent, len(self._history["step_s"])
+        if begin < self.num_warmup_steps < self._num_sent:
+            begin = self.num_warmup_steps  # starting the workers would look like slow data
         self._exchange.start(self._measure(begin, statistics.fmean), tag=(self._step, self._rates[-1:]))
 
     def _measure(self, begin: int, average: Callable[[Any], float]) -> dict[str, float]:
