@@ -70,8 +70,8 @@ def find_gpu(name: str, memory_gib: float | None = None) -> Gpu | None:
 
     Takes what ``torch.cuda.get_device_name`` returns and what people type: ``NVIDIA A100-SXM4-80GB``, ``RTX 4090``,
     ``4060ti``. Every word must belong to the GPU, so laptop versions, which are slower, are not taken for the cards
-    they are named after. Where several fit (``a100``), it is the one with the least memory, and of these the slowest:
-    what fits it, fits all.
+    they are named after; ``RTX 6000`` alone, a name of three generations, finds none. Where several fit (``a100``),
+    it is the one with the least memory, and of these the slowest: what fits it, fits all.
 
     Args:
         name: Of the GPU; case and punctuation do not matter.
