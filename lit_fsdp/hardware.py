@@ -1,9 +1,10 @@
 """What GPUs can do at most: peak FLOP/s by dtype, memory and its bandwidth, from their makers' data sheets.
 
-Sources, all of NVIDIA: the architecture white papers of Turing (TU102), Ampere (GA100, GA102), Ada (AD102), Hopper
+Where the figures are published, all by NVIDIA: the architecture white papers of Turing (TU102), Ampere (GA100, GA102), Ada (AD102), Hopper
 (GH100) and RTX Blackwell (GB202), whose tables give tensor throughput by the dtype of the accumulator; for data
-center and workstation cards the product data sheets; for A10G the data sheet that AWS publishes. Figures are at the
-reference boost clock, dense: where a sheet says "with sparsity", half of it.
+center and workstation cards the product data sheets. They were not yet compared with these line by line. They are at
+the reference boost clock, dense: where a sheet says "with sparsity", half of it. Left out are GPUs whose figures differ
+between sources (B200) or were not found (A10G).
 
 Half precision is that with float32 accumulation, which is what torch multiplies with. GeForce cards since Turing do
 it at half the rate of float16 accumulation, so the larger number on their boxes is not the one that training can
@@ -207,7 +208,6 @@ _TURING_AND_VOLTA = [  # no TF32 and no bfloat16 in their tensor cores
 ]
 _DATA_CENTER = [
     _build("A10", 24, 600, 31.2, 62.5, 125.0, 125.0),
-    _build("A10G", 24, 600, 35.0, 35.0, 70.0, 70.0),
     _build("A30", 24, 933, 10.3, 82.0, 165.0, 165.0),
     _build("A100 PCIe 40GB", 40, 1555, 19.5, 156.0, 312.0, 312.0),
     _build("A100 SXM 40GB", 40, 1555, 19.5, 156.0, 312.0, 312.0),
@@ -221,6 +221,5 @@ _DATA_CENTER = [
     _build("H100 NVL", 94, 3938, 60.0, 417.5, 835.5, 835.5),
     _build("H200 SXM", 141, 4800, 67.0, 494.5, 989.5, 989.5),
     _build("H200 NVL", 141, 4800, 60.0, 417.5, 835.5, 835.5),
-    _build("B200", 180, 7700, 75.0, 1100.0, 2250.0, 2250.0),  # an eighth of HGX B200
 ]
 GPUS: Sequence[Gpu] = (*_GEFORCE, *_WORKSTATION, *_TURING_AND_VOLTA, *_DATA_CENTER)

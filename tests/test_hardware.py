@@ -19,10 +19,8 @@ NAMES = {
     "NVIDIA H100 NVL": "H100 NVL",
     "NVIDIA H200": "H200 SXM",
     "NVIDIA H200 NVL": "H200 NVL",
-    "NVIDIA B200": "B200",
     "NVIDIA L40S": "L40S",
     "NVIDIA L4": "L4",
-    "NVIDIA A10G": "A10G",
     "NVIDIA A10": "A10",
     "NVIDIA RTX A6000": "RTX A6000",
     "NVIDIA RTX 6000 Ada Generation": "RTX 6000 Ada",
@@ -39,7 +37,18 @@ NAMES = {
     "H100": "H100 PCIe",
     "v100": "V100 PCIe 16GB",
 }
-NONE = ("", "rtx", "gpu", "80gb", "NVIDIA GeForce RTX 3060 Laptop GPU", "RTX 4090 D", "A100 24GB", "RTX 6000", "4091")
+NONE = (
+    "",
+    "rtx",
+    "gpu",
+    "80gb",
+    "NVIDIA GeForce RTX 3060 Laptop GPU",
+    "RTX 4090 D",
+    "A100 24GB",
+    "RTX 6000",
+    "4091",
+    "NVIDIA A10G",
+)
 
 
 @pytest.mark.parametrize(("name", "expected"), NAMES.items())
