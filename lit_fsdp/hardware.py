@@ -1,6 +1,7 @@
 """What GPUs can do at most: peak FLOP/s by dtype, memory and its bandwidth, from their makers' data sheets.
 
-Where the figures are published, all by NVIDIA: the architecture white papers of Turing (TU102), Ampere (GA100, GA102), Ada (AD102), Hopper
+Where the figures are published, all by NVIDIA:
+the architecture white papers of Turing (TU102), Ampere (GA100, GA102), Ada (AD102), Hopper
 (GH100) and RTX Blackwell (GB202), whose tables give tensor throughput by the dtype of the accumulator; for data
 center and workstation cards the product data sheets. They were not yet compared with these line by line. They are at
 the reference boost clock, dense: where a sheet says "with sparsity", half of it. Left out are GPUs whose figures differ
