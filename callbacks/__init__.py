@@ -2,16 +2,23 @@ from lit_fsdp.callbacks.memory import MemoryLogger
 from lit_fsdp.callbacks.oom import OOMReport
 from lit_fsdp.callbacks.predictions import WritePredictions
 from lit_fsdp.callbacks.preemption import Preemption
+from lit_fsdp.callbacks.profile import Profile
 from lit_fsdp.callbacks.progress import ProgressBar
+from lit_fsdp.callbacks.stability import StabilityMonitor, UnstableTrainingError
 from lit_fsdp.callbacks.summary import RunSummary
+from lit_fsdp.callbacks.throughput import ThroughputLogger
 from lit_fsdp.callbacks.traffic import TrafficLogger
 
 __all__ = [
     "MemoryLogger",
     "OOMReport",
     "Preemption",
+    "Profile",
     "ProgressBar",
     "RunSummary",
+    "StabilityMonitor",
+    "ThroughputLogger",
     "TrafficLogger",
+    "UnstableTrainingError",
     "WritePredictions",
 ]

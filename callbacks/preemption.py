@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lit_fsdp.callbacks.readings import find_checkpoint_folder
 from lit_fsdp.lightning_internals import hold_signals_at_launch, leave_signals_alone, mark_saved
 from lit_fsdp.signals import SignalListener
 from lit_fsdp.strategy import FSDP2Strategy
@@ -150,21 +150,14 @@ class Preemption(Callback):
         if not order:
             return
         self._consensus.finish()
-        path = self._find_folder(trainer) / f"preempted-step={trainer.global_step}.ckpt"
+        folder = Path(self.dirpath) if self.dirpath is not None else find_checkpoint_folder(trainer)
+        path = folder / f"preempted-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
         trainer.strategy.on_train_end()  # where FSDP2Strategy waits for a checkpoint that is written beside training
         if not trainer.strategy.broadcast(path.exists()):
             raise RuntimeError(f"preempted at step {trainer.global_step}, but {path} could not be saved, see above")
         mark_saved(trainer)
         self._end(trainer, order, f"at step {trainer.global_step}: saved {path}")
-
-    def _find_folder(self, trainer: Trainer) -> Path:
-        if self.dirpath is not None:
-            return Path(self.dirpath)
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-                return Path(callback.dirpath)
-        return Path(trainer.log_dir or trainer.default_root_dir) / "checkpoints"  # log_dir is a broadcast
 
     def _end(self, trainer: Trainer, order: int, what: str) -> None:
         self.is_preempted = trainer.should_stop = True

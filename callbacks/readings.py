@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 _GIB = 2**30
 _PEAKS: dict[torch.device, int] = {}  # bytes, of the stretches that ended with take_peak_bytes
@@ -27,6 +28,14 @@ def is_logging_step(trainer: Trainer) -> bool:
 def is_trial(trainer: Trainer) -> bool:
     """Return whether this is a ``fast_dev_run``, which leaves no files."""
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # set by one of its connectors
+
+
+def find_checkpoint_folder(trainer: Trainer) -> Path:
+    """Return where checkpoints of a run lie. All ranks must call it."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
+            return Path(callback.dirpath)
+    return find_run_folder(trainer) / "checkpoints"
 
 
 def read_metric(trainer: Trainer, name: str) -> float | None:

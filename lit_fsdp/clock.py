@@ -36,6 +36,11 @@ class Clock:
         """Return whether the device has come to a mark, without waiting for it."""
         return mark.query() if isinstance(mark, torch.cuda.Event) else True
 
+    def wait(self, mark: Mark) -> None:
+        """Wait until the device has come to a mark."""
+        if isinstance(mark, torch.cuda.Event):
+            mark.synchronize()
+
     def measure_s(self, begin: Mark, end: Mark) -> float:
         """Return the seconds from one mark to another, which may lie in two streams; waits for the later one."""
         if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):

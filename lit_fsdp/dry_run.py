@@ -60,9 +60,8 @@ def trace_training_step(
 ) -> StepMemory:
     """Shard a module and run two steps of training on fake tensors; return the memory of the second.
 
-    Everything but the values is real: the module, its sharding, the optimizer, the operators. Afterwards the module
-    holds fake tensors and is of no other use. Inside ``fake_ranks``, whose first rank is traced: the one with
-    the largest shards.
+    Everything but the values is real. Afterwards the module holds fake tensors and is of no other use. Inside
+    ``fake_ranks``, whose first rank is traced: the one with the largest shards.
 
     Args:
         module: On the meta device.
@@ -77,13 +76,8 @@ def trace_training_step(
         num_micro_batches: Accumulated in a step.
         clip_norm: Clip gradients by norm before the optimizer; ``None`` does not.
     """
-    mesh = build_mesh(
-        settings.mesh,
-        device_type=_DEVICE.type,
-        timeout_s=60.0,
-        world_size=dist.get_world_size(),
-        ranks_per_node=ranks_per_node,
-    )
+    sizes = {"world_size": dist.get_world_size(), "ranks_per_node": ranks_per_node}
+    mesh = build_mesh(settings.mesh, device_type=_DEVICE.type, timeout_s=60.0, **sizes)
     prepare_tables(_DEVICE)
     plan = shard_module(module, settings, dtypes=dtypes, mesh=mesh, device=_DEVICE)
     # Non-fake inputs are constants that a model or library has made before.

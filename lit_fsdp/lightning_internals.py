@@ -96,6 +96,26 @@ def hold_signals_at_launch(trainer: pl.Trainer, signals: Collection[Signals]) ->
         launcher._call_children_scripts = start_held  # type: ignore[method-assign]
 
 
+def watch_fetches(trainer: pl.Trainer, before: Callable[[], None]) -> Callable[[], None]:
+    """Call a function each time training is about to ask for a batch; return what ends that.
+
+    No hook is called there. To be called before the first epoch, as each takes over the function when it begins.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    fetch = loop._on_before_fetch
+
+    def watched() -> None:
+        before()
+        fetch()
+
+    loop._on_before_fetch = watched  # type: ignore[method-assign]
+
+    def undo() -> None:
+        loop.__dict__.pop("_on_before_fetch", None)
+
+    return undo
+
+
 def mark_saved(trainer: pl.Trainer) -> None:
     """Keep every ``ModelCheckpoint`` from saving this step: somebody else did."""
     for callback in trainer.checkpoint_callbacks:

@@ -112,6 +112,7 @@ class Task(LightningModule):
         self.targets_seen: float | Tensor = 0.0
         self._step_sums: Tensor | None = None  # [2] of this step on this rank: sum of losses, number of targets
         self._step_loss: Tensor | None = None
+        self._rank_loss: Tensor | None = None
         self._grad_norm: Tensor | None = None
 
     # Model
@@ -187,12 +188,30 @@ class Task(LightningModule):
         self._step_sums = sums if self._step_sums is None else self._step_sums + sums
         return loss_sum / LOSS_UNIT
 
+    @property
+    def step_loss(self) -> Tensor | None:
+        """Loss of the last step whose backward has ended, over all ranks; ``None`` without :meth:`weigh_loss`."""
+        return self._step_loss
+
+    @property
+    def rank_loss(self) -> Tensor | None:
+        """The same over the targets of this rank alone."""
+        return self._rank_loss
+
+    def find_grad_norm(self) -> Tensor:
+        """Return the norm of all gradients before clipping, computed once a step. All ranks must call it."""
+        if self._grad_norm is None:
+            self._grad_norm = compute_grad_norm(self.parameters())
+        return self._grad_norm
+
     @override
     def on_after_backward(self) -> None:
+        self._grad_norm = None  # of other gradients
         # Private, seen in lightning 2.6.6: whether another micro-batch of this step follows.
         if self._step_sums is None or self.trainer.fit_loop._should_accumulate():
             return
         sums, self._step_sums = self._step_sums, None
+        self._rank_loss = sums[0] / sums[1].clamp(min=1)
         if dist.is_initialized():
             dist.all_reduce(sums)
         num_targets = sums[1].clamp(min=1)
@@ -204,10 +223,9 @@ class Task(LightningModule):
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log what is known of the step; the norm is that before clipping."""
-        self._grad_norm = compute_grad_norm(self.parameters())
         values = {
             "train/learning_rate": optimizer.param_groups[0]["lr"],
-            "train/grad_norm": self._grad_norm,
+            "train/grad_norm": self.find_grad_norm(),
         }
         if self._step_loss is not None:
             values["train/loss"] = self._step_loss.float()

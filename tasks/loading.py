@@ -78,7 +78,7 @@ class GlobalSampler(DistributedSampler[int]):
         return self.num_batches * self.batch_size
 
     def __iter__(self) -> Iterator[int]:
-        order = self._draw_order()
+        order = self._draw_order(self.epoch)
         begin = self.samples_seen + self.rank * self.batch_size
         for _ in range(self.num_batches_left):
             part = order[begin : begin + self.batch_size]
@@ -95,11 +95,16 @@ class GlobalSampler(DistributedSampler[int]):
         num_whole, rest = divmod(max(num_samples, 0), self.global_batch_size)
         return num_whole if self.drop_last or not rest else num_whole + 1
 
-    def _draw_order(self) -> torch.Tensor:
+    def find_samples(self, epoch: int, samples_seen: int) -> list[int]:
+        """Return the samples of this rank's micro-batch at a place; draws the order of that epoch."""
+        begin = samples_seen + self.rank * self.batch_size
+        return self._draw_order(epoch)[begin : begin + self.batch_size].tolist()
+
+    def _draw_order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:
             return torch.arange(self.dataset_size)
         # Mixed, because with seed + epoch the second epoch of seed 0 would be the first of seed 1.
-        state = np.random.SeedSequence([self.seed, self.epoch]).generate_state(1, np.uint64)
+        state = np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)
         generator = torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
         return torch.randperm(self.dataset_size, generator=generator)
 
@@ -138,6 +143,16 @@ class ResumableLoader(DataLoader[Any]):
             place.samples_seen += place.global_batch_size
             yield batch
         place.set_epoch(place.epoch + 1)
+
+    @property
+    def last_place(self) -> tuple[int, int]:
+        """Where the micro-batch that was handed out last begins: epoch, and samples of all ranks before it."""
+        place = self._sampler
+        return place.epoch, place.samples_seen - place.global_batch_size
+
+    def find_samples(self, place: tuple[int, int]) -> list[int]:
+        """Return which samples this rank's micro-batch at a ``last_place`` has. Costs as much as starting an epoch."""
+        return self._sampler.find_samples(*place)
 
     def state_dict(self) -> dict[str, int]:
         """Return the place in the epoch and what it depends on; the same on every rank."""

@@ -15,10 +15,11 @@ OTHER_FOLDERS = ("tests", "benchmarks", "configs", "docs", ".ci")
 # A module may import only from lines above its own; tasks and callbacks have rules of their own below.
 LAYERS = [
     {"cli_errors", "processes", "manifest", "random_state", "signals", "clock"},
-    {"mesh", "units", "precision", "offload", "clipping", "quantization", "shard_optimizer", "fabric"},
+    {"hardware", "flops", "spikes", "bad_steps", "timeline", "fabric"},
+    {"mesh", "units", "precision", "offload", "clipping", "quantization", "shard_optimizer"},
     {"quantized_layers"},
     {"adapters", "adamw_8bit", "adafactor"},
-    {"recompute", "plan_table", "optimizers", "traffic_meter"},
+    {"recompute", "plan_table", "optimizers", "traffic_meter", "unit_watch"},
     {"sharding", "fsdp_internals", "tensor_files"},
     {"memory"},
     {"memory_trace"},

@@ -286,3 +286,24 @@ def test_too_few_rows_for_a_global_batch_are_refused_with_the_numbers() -> None:
         match=r"the training data: 7 rows do not fill one global batch of 8 \(batch_size 8 x 1 ranks\)",
     ):
         loader_of(7, 8)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_knows_which_samples_it_gave_last_though_workers_are_ahead(num_workers: int) -> None:
+    rows = list(range(100, 123))
+    loader = build_train_loader(rows, batch_size=4, collate=collate, seed=3, num_workers=num_workers)
+    places = []
+    for _ in range(2):
+        for batch in loader:
+            assert [rows[i] for i in loader.find_samples(loader.last_place)] == batch.tolist()
+            places.append((loader.last_place, batch.tolist()))
+    assert len({place for place, _ in places}) == len(places) == 10
+    # Also later, and of an epoch that is over.
+    assert all([rows[i] for i in loader.find_samples(place)] == batch for place, batch in places)
+
+
+def test_samplers_of_several_ranks_know_their_own_share() -> None:
+    ranks = samplers(20, 2, 3)
+    for sampler in ranks:
+        order = list(sampler)
+        assert sampler.find_samples(0, 6) == order[2:4]

@@ -1,0 +1,342 @@
+"""Losses and gradients that go wrong: where, in which batch, on which rank, and what to do about it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lit_fsdp.bad_steps import KINDS, classify, conclude, describe, make_row
+from lit_fsdp.callbacks.readings import find_checkpoint_folder
+from lit_fsdp.callbacks.sections import Section, Table
+from lit_fsdp.clipping import compute_grad_norm
+from lit_fsdp.clock import Clock, Mark
+from lit_fsdp.flops import is_compiled
+from lit_fsdp.lightning_internals import mark_saved
+from lit_fsdp.spikes import SpikeDetector
+from lit_fsdp.strategy import FSDP2Strategy
+from lit_fsdp.unit_watch import UnitWatch
+
+_MAX_EVENTS = 100
+
+
+class UnstableTrainingError(RuntimeError):
+    """A step was bad, and ``StabilityMonitor`` shall end the run."""
+
+
+@runtime_checkable
+class KnowsStep(Protocol):
+    """A module that knows the loss of a step over all ranks, such as our tasks."""
+
+    @property
+    def step_loss(self) -> Tensor | None:
+        """Over all ranks."""
+
+    @property
+    def rank_loss(self) -> Tensor | None:
+        """Over this rank."""
+
+    def find_grad_norm(self) -> Tensor:
+        """Over all ranks, before clipping."""
+
+
+@runtime_checkable
+class KnowsSamples(Protocol):
+    """A loader that can tell afterwards which samples it gave, such as those of our tasks."""
+
+    @property
+    def last_place(self) -> tuple[int, int]:
+        """Of the micro-batch handed out last."""
+
+    def find_samples(self, place: tuple[int, int]) -> list[int]:
+        """Of this rank."""
+
+
+@dataclass
+class _StepState:
+    """What is known of a step on this rank, for as long as it may be asked for."""
+
+    step: int = 0
+    places: list[tuple[int, int] | None] = field(default_factory=list)
+    rank_loss: Tensor | None = None
+    sums: dict[str, Tensor] = field(default_factory=dict)  # of unit outputs, in the order of forward
+    values: Tensor | None = None  # [2] loss, gradient norm; on the way to host memory
+    mark: Mark = 0.0
+    is_scaled: bool = False
+
+
+class StabilityMonitor(Callback):
+    """Find steps with a NaN or infinite loss or gradient, or a spike of either, and warn, skip them or stop.
+
+    A bad step is reported with its number, the ranks whose own loss was bad, their samples (rows of the training data,
+    where the loader knows them: those of our tasks do) and the first FSDP unit (block) whose output was not finite; if
+    all were, under ``skip`` and ``stop``, the first one in backward whose gradient was not. A spike is a value above
+    the median of the last ``window`` steps by so many standard deviations; the idea of leaving such steps out is that
+    of OLMo-core's ``SkipStepOptimizer``. The loss is that of the step over all ranks, the norm that before clipping.
+
+    With ``warn`` nothing waits: a step is judged one step later. ``skip`` and ``stop`` must know before the weights
+    change, so the host waits for the GPU once a step. A skipped step changes no weight, no optimizer state and no step
+    count of the optimizer; the schedule, the step number and the place in the data go on. ``stop`` leaves the step out
+    too, saves ``unstable-step=<n>.ckpt`` and raises ``UnstableTrainingError`` on all ranks: resuming from there goes on
+    after the bad batch. All ranks judge the same numbers, so they all do the same.
+
+    Where float16 gradients are scaled (``16-mixed``), infinite ones are how the scaler finds its scale: they are not
+    counted.
+
+    Logs ``stability/skipped_steps``, ``stability/nonfinite_loss``, ``stability/nonfinite_grad``,
+    ``stability/loss_spike`` and ``stability/grad_norm_spike``: how many so far.
+
+    Args:
+        policy: What to do about a bad step.
+        loss_sigmas: How far above the median a loss is a spike; ``null`` looks for none.
+        grad_norm_sigmas: The same of the gradient norm.
+        window: Steps that a value is compared with; the first half of them is never a spike.
+        max_skips: Under ``skip``: that many bad steps in a row end the run as ``stop`` does.
+        watch_units: Keep the sum of every unit's output, to be able to name the first bad one.
+    """
+
+    def __init__(
+        self,
+        policy: Literal["warn", "skip", "stop"] = "warn",
+        loss_sigmas: float | None = 6.0,
+        grad_norm_sigmas: float | None = 6.0,
+        window: int = 128,
+        max_skips: int = 10,
+        watch_units: bool = True,
+    ) -> None:
+        if policy not in ("warn", "skip", "stop"):
+            raise ValueError(f"policy: got {policy!r}: expected warn, skip or stop")
+        for name, sigmas in (("loss_sigmas", loss_sigmas), ("grad_norm_sigmas", grad_norm_sigmas)):
+            if sigmas is not None and not sigmas > 0:
+                raise ValueError(f"{name}: got {sigmas}: expected above 0, such as 6, or null")
+        if window < 4:
+            raise ValueError(f"window: got {window}: expected 4 or more")
+        if max_skips < 1:
+            raise ValueError(f"max_skips: got {max_skips}: expected 1 or more; policy stop allows none")
+        self.policy = policy
+        self.max_skips = max_skips
+        self.watch_units = watch_units
+        self._loss = SpikeDetector(loss_sigmas, window)
+        self._norm = SpikeDetector(grad_norm_sigmas, window)
+        self._counts: Counter[str] = Counter()
+        self._events: list[dict[str, Any]] = []
+        self._notes: list[str] = []
+        self._pending: _StepState | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":  # before a checkpoint is loaded
+            self.load_state_dict({"loss": [], "grad_norm": [], "counts": {}, "events": []})
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._state, self._pending = _StepState(), None
+        self._num_bad = 0  # in a row
+        self._error: str | None = None
+        self._notes = []
+        self._loader: Any = None
+        self._clock = Clock(trainer.strategy.root_device)
+        self._step = trainer.global_step
+        self._watch = UnitWatch(pl_module)
+        if self.watch_units and is_compiled(pl_module):
+            self._notes.append("outputs of units are not watched: what is compiled cannot be seen")
+        elif self.watch_units:
+            self._watch.open()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._raise_if_stopped()
+        self._loader = trainer.train_dataloader
+        self._state.places.append(self._loader.last_place if isinstance(self._loader, KnowsSamples) else None)
+        self._watch.is_on = True
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._watch.is_on = False  # else what is computed again would count twice
+        total = loss.detach().float()
+        self._state.rank_loss = total if self._state.rank_loss is None else self._state.rank_loss + total
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        state, self._state = self._state, _StepState()
+        state.step, state.sums = trainer.global_step + 1, self._watch.take_sums()
+        self._collect(trainer, pl_module, state)
+        if self.policy == "warn":
+            # On all ranks here, and of a step ago: nothing is left to wait for.
+            self._judge_pending()
+            self._pending = state
+            return
+        if self._judge(state, parameters=optimizer):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    def _collect(self, trainer: Trainer, module: LightningModule, state: _StepState) -> None:
+        """Put loss and norm of the step, the same on all ranks, on their way to host memory."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        state.is_scaled = scaler is not None
+        loss = module.step_loss if isinstance(module, KnowsStep) else None
+        is_reduced = loss is not None and isinstance(trainer.strategy, FSDP2Strategy)
+        norm = module.find_grad_norm() if isinstance(module, KnowsStep) else compute_grad_norm(module.parameters())
+        if loss is not None:
+            assert isinstance(module, KnowsStep)
+            state.rank_loss = module.rank_loss
+        elif state.rank_loss is not None:
+            # What backward began with; the scaler waits for the device in every step anyway.
+            state.rank_loss = loss = state.rank_loss / (scaler.get_scale() if scaler is not None else 1.0)
+        else:
+            loss = torch.zeros_like(norm)  # a module that does backward by itself
+        values = torch.stack([loss.float().reshape(()), norm.float().to(loss.device)])
+        if not is_reduced and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(values)
+            values = values / dist.get_world_size()
+        is_cuda = values.device.type == "cuda"
+        state.values = torch.empty(2, pin_memory=is_cuda, device="cpu").copy_(values, non_blocking=True)
+        state.mark = self._clock.mark()
+
+    # Judging
+
+    def _judge_pending(self) -> None:
+        if self._pending is not None:
+            state, self._pending = self._pending, None
+            self._judge(state, parameters=None)
+
+    def _judge(self, state: _StepState, *, parameters: Optimizer | None) -> bool:
+        """Return whether a step is bad, having dealt with it; with parameters whose gradients are still those of it."""
+        self._clock.wait(state.mark)
+        assert state.values is not None
+        loss, norm = state.values.tolist()
+        limits = {"loss_spike": self._loss.find_limit(), "grad_norm_spike": self._norm.find_limit()}
+        kind = classify(loss, norm, limits, is_scaled=state.is_scaled)
+        self._loss.add(loss)
+        self._norm.add(norm)
+        if kind is None:
+            self._num_bad = 0
+            return False
+        self._num_bad += 1
+        self._counts[kind] += 1
+        if self.policy != "warn":
+            self._counts["skipped_steps"] += 1
+        # A model that is broken stays so: its first step tells why.
+        if self.policy != "warn" or self._num_bad == 1:
+            self._report(state, kind, {"loss": loss, "grad_norm": norm, "limit": limits.get(kind)}, parameters)
+        if self.policy == "stop" or (self.policy == "skip" and self._num_bad >= self.max_skips):
+            why = "" if self.policy == "stop" else f", the last of {self._num_bad} bad steps in a row (max_skips)"
+            self._error = f"step {state.step}: {KINDS[kind]}{why}"
+        return True
+
+    def _report(self, state: _StepState, kind: str, values: dict[str, Any], parameters: Optimizer | None) -> None:
+        event = {"step": state.step, "kind": kind, **values, "action": self.policy}
+        event |= self._diagnose(state, kind, has_gradients=parameters is not None)
+        if len(self._events) < _MAX_EVENTS:
+            self._events.append(event)
+        rank_zero_warn(describe(event))
+
+    def _diagnose(self, state: _StepState, kind: str, *, has_gradients: bool) -> dict[str, Any]:
+        """Ask all ranks what was wrong; all must call it."""
+        own: dict[str, Any] = {"loss": math.nan if state.rank_loss is None else float(state.rank_loss)}
+        own["samples"] = self._find_samples(state)
+        own["order"] = list(state.sums)
+        sums = torch.stack(list(state.sums.values())).tolist() if state.sums else []
+        own["forward"] = [name for name, total in zip(state.sums, sums, strict=True) if not math.isfinite(total)]
+        own["backward"] = self._watch.list_bad_gradients() if has_gradients else []
+        everyone: list[Any] = [own]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, own)
+        return conclude(everyone, kind, list(self._watch.units))
+
+    def _find_samples(self, state: _StepState) -> list[int] | None:
+        loader = self._loader
+        if not isinstance(loader, KnowsSamples) or not state.places or None in state.places:
+            return None
+        return [sample for place in state.places if place is not None for sample in loader.find_samples(place)]
+
+    # Between steps
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        if self._error is not None:
+            self._save(trainer)
+        is_due = self._step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+        if trainer.is_global_zero and is_due:
+            values = {f"stability/{name}": float(self._counts[name]) for name in ("skipped_steps", *KINDS)}
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=self._step)
+
+    def _save(self, trainer: Trainer) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        path = find_checkpoint_folder(trainer) / f"unstable-step={trainer.global_step}.ckpt"
+        trainer.save_checkpoint(path)
+        trainer.strategy.on_train_end()  # where FSDP2Strategy waits for a checkpoint that is written beside training
+        mark_saved(trainer)
+        self._error = f"{self._error}; weights of before are saved in {path}, which --ckpt_path takes to go on"
+
+    def _raise_if_stopped(self) -> None:
+        if self._error is not None:
+            self._stop()
+
+    def _stop(self) -> NoReturn:
+        error, self._error = self._error, None
+        raise UnstableTrainingError(error)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._raise_if_stopped()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._raise_if_stopped()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._judge_pending()
+        self._watch.close()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if hasattr(self, "_watch"):  # else it failed before training
+            self._watch.close()
+
+    # What is kept
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        windows = {"loss": self._loss.state_dict(), "grad_norm": self._norm.state_dict()}
+        return {**windows, "counts": dict(self._counts), "events": list(self._events)}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loss.load_state_dict(state_dict["loss"])
+        self._norm.load_state_dict(state_dict["grad_norm"])
+        self._counts = Counter(state_dict["counts"])
+        self._events = list(state_dict["events"])
+
+    def make_section(self) -> Section | None:
+        """Return how many steps were bad, and the first of them in full."""
+        counts = {name: self._counts[name] for name in ("skipped_steps", *KINDS)}
+        notes = list(self._notes)
+        tables = []
+        if self._events:
+            columns = ("step", "what", "loss", "grad norm", "ranks", "samples", "unit", "done")
+            tables = [Table(title="Bad steps", columns=columns, rows=[make_row(event) for event in self._events])]
+        else:
+            notes.append("no step was bad")
+        return Section(
+            title="Stability", name="stability", numbers={**counts, "events": self._events}, tables=tables, notes=notes
+        )

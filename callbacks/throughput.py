@@ -1,0 +1,366 @@
+"""How fast training is, what a step spends its time on, and how much of the hardware's compute it uses."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lit_fsdp.callbacks.exchange import RankExchange, Spread
+from lit_fsdp.callbacks.readings import read_metric
+from lit_fsdp.callbacks.sections import Curve, Plot, Section, Table, print_table
+from lit_fsdp.clock import Clock
+from lit_fsdp.flops import FlopCounter, Flops, is_compiled
+from lit_fsdp.hardware import Gpu, find_gpu
+from lit_fsdp.lightning_internals import watch_fetches
+from lit_fsdp.precision_plugin import FSDP2Precision
+from lit_fsdp.timeline import Step, Timeline
+
+PARTS = ("data", "forward", "backward", "optimizer", "other")
+_TIMES = ("step_s", *(f"{part}_s" for part in PARTS))
+_COMPUTE = ("model_tflop_s", "mfu_pct", "hfu_pct")
+_MAX_POINTS = 200
+
+
+class ThroughputLogger(Callback):
+    """Log tokens (or samples) per second, the parts of a step, FLOP/s and MFU; print a table at the end.
+
+    Parts of a step, added up over its micro-batches: *data* is waiting for the next batch and moving it to the device,
+    *forward* the training step, *backward* the backward pass with the reduction of gradients that it does not hide,
+    *optimizer* everything after it up to the new weights (gradient norm, clipping), *other* the rest: callbacks,
+    logging. Validation and the saving of checkpoints do not count as training. On a GPU these are times of the GPU:
+    data that is read while it computes costs nothing.
+
+    Throughput is how ``train/tokens_seen`` or ``train/samples_seen``, which a task logs with the counts of all ranks,
+    grows over this time. MFU is model FLOPs / (step time x peak FLOP/s), HFU the same with what is computed again in
+    backward; see ``lit_fsdp/flops.py`` for what is counted, ``lit_fsdp/hardware.py`` for peaks. FLOPs are counted in
+    the first step of a run; later steps are taken to cost as many for each element of their batches, padding
+    included.
+
+    Every ``trainer.log_every_n_steps`` steps, one interval later, rank 0 logs ``speed/tokens_per_s``,
+    ``speed/tokens_per_s_per_rank``, ``speed/step_s``, ``speed/data_s``, ``speed/forward_s``, ``speed/backward_s``,
+    ``speed/optimizer_s``, ``speed/other_s`` (seconds per step, mean over ranks), ``speed/model_tflop_s`` (of a rank),
+    ``speed/mfu_pct`` and ``speed/hfu_pct``.
+
+    Args:
+        num_warmup_steps: Steps at the start that count neither for medians nor for warnings.
+        starved_pct: Warn once if a rank waits for data for more than this share of its time.
+        count_flops: Count operations in the first step, which takes longer for it.
+    """
+
+    def __init__(self, num_warmup_steps: int = 5, starved_pct: float = 10.0, count_flops: bool = True) -> None:
+        if num_warmup_steps < 0:
+            raise ValueError(f"num_warmup_steps: got {num_warmup_steps}: expected 0 or more")
+        if not 0 < starved_pct <= 100:
+            raise ValueError(f"starved_pct: got {starved_pct}: expected above 0, at most 100; 100 never warns")
+        self.num_warmup_steps = num_warmup_steps
+        self.starved_pct = starved_pct
+        self.count_flops = count_flops
+        self._section: Section | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._counter: FlopCounter | None = None
+        self._is_counting = False
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop_watching()
+        self._section = None
+        self._notes: list[str] = []
+        self._timeline = Timeline(Clock(trainer.strategy.root_device))
+        self._exchange = RankExchange(trainer, [*_TIMES, *_COMPUTE])
+        self._summary = RankExchange(trainer, [*_TIMES, *_COMPUTE])
+        self._first_step = self._step = trainer.global_step
+        self._history = {name: array("d") for name in (*_TIMES, "elements")}  # of this rank, by step
+        self._num_sent = 0  # steps of the history that were sent off already
+        self._reading: tuple[int, float] | None = None  # steps of the history, count
+        self._rates: list[tuple[int, float, bool]] = []  # step, per second, whether after the warm-up
+        self._unit = "tokens"
+        self._num_elements = 0.0
+        self._is_starved = False
+        self._flops: Flops | None = None
+        self._flop_elements = 0.0
+        self._peak_tflops = self._find_peak(trainer, pl_module)
+        self._counter = self._build_counter(pl_module)
+        self._undo.append(watch_fetches(trainer, lambda: self._timeline.cut("data")))
+        after = "other" if pl_module.automatic_optimization else "forward"
+        for optimizer in trainer.optimizers:
+            handle = optimizer.register_step_post_hook(lambda *_: self._timeline.cut(after))
+            self._undo.append(handle.remove)
+
+    # Marks
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._timeline.cut("forward")
+        self._num_elements += _count_elements(batch)
+        if self._counter is not None and trainer.global_step == self._first_step:
+            self._counter.__enter__()  # type: ignore[no-untyped-call]
+            self._is_counting = True
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._timeline.cut("backward")
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._timeline.cut("optimizer")
+        if pl_module.automatic_optimization:
+            self._stop_counting()
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._pause(trainer)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._pause(trainer)
+
+    def _pause(self, trainer: Trainer) -> None:
+        """Leave out the stretch between two steps, or after one, in which something else is done."""
+        is_training = bool(self._undo) and not trainer.sanity_checking
+        if is_training and self._timeline.name == "other":
+            self._timeline.drop()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._stop_counting()
+        if trainer.global_step == self._step:  # a micro-batch without a step
+            self._timeline.rename("other")
+            return
+        self._step = trainer.global_step
+        self._timeline.cut("other")
+        self._timeline.close(self._num_elements)
+        if self._counter is not None:
+            self._flops, self._flop_elements = self._counter.flops, self._num_elements
+            self._counter = None
+        self._num_elements = 0.0
+        self._keep(self._timeline.take())
+        if self._step - self._first_step in (1, self.num_warmup_steps):
+            self._read_rate(trainer)
+        if self._step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            self._read_rate(trainer)
+            self._log(trainer)
+            self._send()
+
+    # Between ranks
+
+    def _keep(self, steps: list[Step]) -> None:
+        for step in steps:
+            self._history["step_s"].append(step.total_s)
+            self._history["elements"].append(step.tag)
+            for part in PARTS:
+                self._history[f"{part}_s"].append(step.parts.get(part, 0.0))
+
+    def _read_rate(self, trainer: Trainer) -> None:
+        """Note the throughput since the last call."""
+        for unit in ("tokens", "samples"):
+            if (count := read_metric(trainer, f"train/{unit}_seen")) is not None:
+                break
+        else:
+            return
+        self._unit = unit
+        self._keep(self._timeline.take(wait=True))  # the metric was waited for already
+        num_steps, last = len(self._history["step_s"]), self._reading
+        self._reading = (num_steps, count)
+        if last is None:
+            return
+        time_s = sum(self._history["step_s"][last[0] : num_steps])
+        if time_s > 0 and count > last[1]:
+            is_warm = last[0] >= self.num_warmup_steps
+            self._rates.append((self._step, (count - last[1]) / time_s, is_warm))
+
+    def _send(self) -> None:
+        begin, self._num_sent = self._num_sent, len(self._history["step_s"])
+        if begin < self.num_warmup_steps < self._num_sent:
+            begin = self.num_warmup_steps  # starting the workers would look like slow data
+        self._exchange.start(self._measure(begin, statistics.fmean), tag=(self._step, self._rates[-1:]))
+
+    def _measure(self, begin: int, average: Callable[[Any], float]) -> dict[str, float]:
+        """Return this rank's numbers over the steps from ``begin`` on; NaN where there are none."""
+        values = {n: average(self._history[n][begin:]) if self._history[n][begin:] else math.nan for n in _TIMES}
+        time_s, elements = sum(self._history["step_s"][begin:]), sum(self._history["elements"][begin:])
+        flops = self._flops
+        has_flops = flops is not None and flops.model > 0 and time_s > 0
+        scale = elements / self._flop_elements / time_s / 1e12 if has_flops else math.nan
+        model, hardware = (0, 0) if flops is None else (flops.model, flops.hardware)
+        peak = math.nan if self._peak_tflops is None else self._peak_tflops
+        values["model_tflop_s"] = model * scale
+        return values | {"mfu_pct": 100 * model * scale / peak, "hfu_pct": 100 * hardware * scale / peak}
+
+    def _log(self, trainer: Trainer) -> None:
+        """Log what was sent off one interval ago."""
+        found = self._exchange.finish()
+        if found is None or not trainer.is_global_zero:
+            return
+        spreads, (step, rates) = found
+        values = {f"speed/{name}": spread.mean for name, spread in spreads.items()}
+        for _, rate, _ in rates:
+            values[f"speed/{self._unit}_per_s"] = rate
+            values[f"speed/{self._unit}_per_s_per_rank"] = rate / trainer.world_size
+        values = {name: value for name, value in values.items() if not math.isnan(value)}
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=step)
+        if step - self._first_step > self.num_warmup_steps:
+            self._warn_if_starved(spreads)
+
+    def _warn_if_starved(self, spreads: dict[str, Spread]) -> None:
+        pairs = zip(spreads["data_s"].values, spreads["step_s"].values, strict=True)
+        shares = [100 * data / step if step > 0 else 0.0 for data, step in pairs]
+        worst = max(shares)
+        if worst <= self.starved_pct or self._is_starved:
+            return
+        self._is_starved = True
+        rank = shares.index(worst)
+        note = (
+            f"rank {rank} waits for data {worst:.0f} % of its time ({spreads['data_s'].values[rank]:.3g} of "
+            f"{spreads['step_s'].values[rank]:.3g} s a step): raise num_workers of the data, or read from a faster disk"
+        )
+        self._notes.append(note)
+        rank_zero_warn(note)
+
+    # FLOPs
+
+    def _build_counter(self, module: LightningModule) -> FlopCounter | None:
+        if not self.count_flops:
+            return None
+        if is_compiled(module):
+            self._notes.append("FLOPs are not counted: what is compiled cannot be seen")
+            return None
+        return FlopCounter()
+
+    def _stop_counting(self) -> None:
+        if self._is_counting and self._counter is not None:
+            self._is_counting = False
+            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _find_peak(self, trainer: Trainer, module: LightningModule) -> float | None:
+        device, dtype = trainer.strategy.root_device, find_compute_dtype(trainer, module)
+        if device.type != "cuda":
+            self._notes.append(f"no MFU: the peak of a {device.type} is not known")
+            return None
+        properties = torch.cuda.get_device_properties(device)
+        gpu: Gpu | None = find_gpu(properties.name, properties.total_memory / 2**30)
+        peak = None if gpu is None else gpu.get_peak_tflops(dtype)
+        if peak is None:
+            what = "is not in the table of lit_fsdp/hardware.py" if gpu is None else f"has no peak for {dtype}"
+            self._notes.append(f"no MFU: {properties.name} {what}")
+        else:
+            self._notes.append(f"MFU is of {peak:g} TFLOP/s, the peak of {properties.name} in {dtype}")
+        return peak
+
+    # The end
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop_watching()
+        self._keep(self._timeline.take(wait=True))
+        if self._reading is None or self._reading[0] < len(self._history["step_s"]):
+            self._read_rate(trainer)
+        self._log(trainer)
+        if len(self._history["step_s"]) > self._num_sent:
+            self._send()
+            self._log(trainer)
+        num_steps = len(self._history["step_s"])
+        begin = self.num_warmup_steps if num_steps > self.num_warmup_steps else 0
+        self._summary.start(self._measure(begin, statistics.median))
+        found = self._summary.finish()
+        if found is not None and num_steps:
+            self._section = self._build_section(found[0], trainer.world_size, num_steps - begin, is_warm=begin > 0)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and self._section is not None:
+            for table in self._section.tables:
+                print_table(table)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        self._stop_counting()
+        while self._undo:
+            self._undo.pop()()
+
+    def make_section(self) -> Section | None:
+        """Return what the last run has measured."""
+        return self._section
+
+    def _build_section(self, spreads: dict[str, Spread], world_size: int, num_steps: int, *, is_warm: bool) -> Section:
+        notes = list(self._notes)
+        if not is_warm and self.num_warmup_steps:
+            notes.append(f"of {num_steps} steps none is after the {self.num_warmup_steps} of the warm-up: all count")
+        if self._flops is not None and self._flops.uncounted:
+            notes.append(f"FLOPs are more than counted, without a formula: {', '.join(self._flops.uncounted)}")
+        rates = [rate for _, rate, is_after in self._rates if is_after] or [rate for _, rate, _ in self._rates]
+        numbers: dict[str, Any] = {"steps": num_steps, "ranks": world_size}
+        rows = []
+        if rates:
+            rate = statistics.median(rates)
+            numbers |= {f"{self._unit}_per_s": rate, f"{self._unit}_per_s_per_rank": rate / world_size}
+            rows.append((f"{self._unit}/s", f"{rate:,.1f} ({rate / world_size:,.1f} per rank)", "", ""))
+        step_s = spreads["step_s"].mean
+        for name in _TIMES:
+            spread = spreads[name]
+            numbers[name] = spread.mean
+            share = "" if name == "step_s" or not step_s else f"{100 * spread.mean / step_s:.1f} %"
+            slowest = f"{spread.high:.4f} (rank {spread.high_rank})" if world_size > 1 else ""
+            rows.append((name.removesuffix("_s") + " s", f"{spread.mean:.4f}", share, slowest))
+        for name, label in zip(_COMPUTE, ("model TFLOP/s per rank", "MFU %", "HFU %"), strict=True):
+            if not math.isnan(spreads[name].mean):
+                numbers[name] = spreads[name].mean
+                rows.append((label, f"{spreads[name].mean:.4g}", "", ""))
+        if self._flops is not None:
+            numbers["first_step_flops_of_rank_0"] = {"model": self._flops.model, "hardware": self._flops.hardware}
+        title = f"Speed, medians of {num_steps} steps" + (" after the warm-up" if is_warm else "")
+        table = Table(title=title, columns=("", "mean of ranks", "share", "slowest"), rows=rows)
+        return Section(
+            title="Speed", name="speed", numbers=numbers, tables=[table], plots=self._build_plots(), notes=notes
+        )
+
+    def _build_plots(self) -> list[Plot]:
+        num_steps = len(self._history["step_s"])
+        size = -(-num_steps // _MAX_POINTS)
+        begins = range(0, num_steps, size)
+        steps = [float(self._first_step + min(begin + size, num_steps)) for begin in begins]
+        curves = [
+            Curve(label=part, x=steps, y=[statistics.fmean(self._history[f"{part}_s"][b : b + size]) for b in begins])
+            for part in PARTS
+        ]
+        plots = [Plot(title="Parts of a step, rank 0", x_label="step", y_label="s", curves=curves, kind="stacked")]
+        if self._rates:
+            x, y = [float(step) for step, _, _ in self._rates], [rate for _, rate, _ in self._rates]
+            curve = Curve(label=f"{self._unit}/s", x=x, y=y)
+            plots.append(Plot(title="Throughput", x_label="step", y_label=f"{self._unit}/s", curves=[curve]))
+        return plots
+
+
+def find_compute_dtype(trainer: Trainer, module: LightningModule) -> str:
+    """Return the dtype that matrices are multiplied in: ``bfloat16``, ``float16``, ``float32``, ``tf32`` or another."""
+    plugin: Any = trainer.precision_plugin
+    dtype: str | None = None
+    if isinstance(plugin, FSDP2Precision):
+        dtype = plugin.mixed_precision.param_dtype or plugin.mixed_precision.storage_dtype
+    elif str(plugin.precision).startswith(("bf16", "16")):
+        dtype = "bfloat16" if str(plugin.precision).startswith("bf16") else "float16"
+    if dtype is None:
+        parameters = (p for p in module.parameters() if p.is_floating_point() and p.dim() > 1)
+        dtype = str(getattr(next(parameters, None), "dtype", torch.float32)).removeprefix("torch.")
+    is_tf32 = dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if is_tf32 else dtype
+
+
+def _count_elements(batch: Any) -> float:
+    """Return how many numbers a batch holds; 1 for one without tensors."""
+    return float(sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)) or 1)

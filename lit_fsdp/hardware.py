@@ -1,0 +1,226 @@
+"""What GPUs can do at most: peak FLOP/s by dtype, memory and its bandwidth, from their makers' data sheets.
+
+Where the figures are published, all by NVIDIA:
+the architecture white papers of Turing (TU102), Ampere (GA100, GA102), Ada (AD102), Hopper
+(GH100) and RTX Blackwell (GB202), whose tables give tensor throughput by the dtype of the accumulator; for data
+center and workstation cards the product data sheets. They were not yet compared with these line by line. They are at
+the reference boost clock, dense: where a sheet says "with sparsity", half of it. Left out are GPUs whose figures differ
+between sources (B200) or were not found (A10G).
+
+Half precision is that with float32 accumulation, which is what torch multiplies with. GeForce cards since Turing do
+it at half the rate of float16 accumulation, so the larger number on their boxes is not the one that training can
+reach. In each generation the ratios to float32 are the same for all cards of a kind, so the tables below give float32
+only where that holds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU model.
+
+    Args:
+        name: As ``find_gpu`` shows it.
+        memory_gib: As sold: "24 GB" of a GPU are GiB, of which the driver keeps some.
+        bandwidth_gb_s: Of its memory, in 10^9 bytes per second.
+        fp32_tflops: Without TF32.
+        tf32_tflops: ``None`` where the tensor cores have no TF32.
+        bf16_tflops: ``None`` where the tensor cores have no bfloat16.
+        fp16_tflops: With float32 accumulation.
+        words: What a name must contain to mean this GPU.
+        more_words: What it may contain besides.
+    """
+
+    name: str
+    memory_gib: float
+    bandwidth_gb_s: float
+    fp32_tflops: float
+    tf32_tflops: float | None
+    bf16_tflops: float | None
+    fp16_tflops: float
+    words: frozenset[str] = field(repr=False)
+    more_words: frozenset[str] = field(repr=False)
+
+    def get_peak_tflops(self, dtype: str) -> float | None:
+        """Return the peak of matrix products.
+
+        Args:
+            dtype: ``float32``, ``tf32``, ``bfloat16`` or ``float16``. Others give ``None``, as does one that this GPU
+                has no tensor cores for.
+        """
+        peaks = {
+            "float32": self.fp32_tflops,
+            "tf32": self.tf32_tflops,
+            "bfloat16": self.bf16_tflops,
+            "float16": self.fp16_tflops,
+        }
+        return peaks.get(dtype)
+
+
+# Words that all makers' names contain and that tell nothing apart.
+_NOISE = {"nvidia", "geforce", "tesla", "quadro", "gpu", "generation", "edition", "graphics", "card", "rtx"}
+
+
+def find_gpu(name: str, memory_gib: float | None = None) -> Gpu | None:
+    """Return the GPU that a name means, ``None`` if none or if it is one that is not in the table.
+
+    Takes what ``torch.cuda.get_device_name`` returns and what people type: ``NVIDIA A100-SXM4-80GB``, ``RTX 4090``,
+    ``4060ti``. Every word must belong to the GPU, so laptop versions, which are slower, are not taken for the cards
+    they are named after; ``RTX 6000`` alone, a name of three generations, finds none. Where several fit (``a100``),
+    it is the one with the least memory, and of these the slowest: what fits it, fits all.
+
+    Args:
+        name: Of the GPU; case and punctuation do not matter.
+        memory_gib: Where it is known, of several that fit the one that is nearest to it.
+    """
+    words = _split(name)
+    fits = [gpu for gpu in GPUS if gpu.words <= words <= gpu.words | gpu.more_words | _NOISE]
+    if not fits:
+        return None
+    if memory_gib is not None:
+        return min(fits, key=lambda gpu: (abs(gpu.memory_gib - memory_gib), gpu.fp16_tflops, gpu.bandwidth_gb_s))
+    return min(fits, key=lambda gpu: (gpu.memory_gib, gpu.fp16_tflops, gpu.bandwidth_gb_s))
+
+
+def suggest_gpus(name: str, count: int = 3) -> list[str]:
+    """Return the names of GPUs that ``name`` might have been meant to be, nearest first, at least one.
+
+    Args:
+        name: One that ``find_gpu`` does not know.
+        count: How many at most.
+    """
+    typed = " ".join(sorted(_split(name) - _NOISE))
+    keys: dict[str, str] = {}
+    for gpu in GPUS:
+        keys.setdefault(" ".join(sorted(gpu.words - _NOISE)), gpu.name)
+    near = difflib.get_close_matches(typed, keys, n=count, cutoff=0.0)
+    return [keys[key] for key in near]
+
+
+def _split(name: str) -> frozenset[str]:
+    text = re.sub(r"(\d+) ?(gb|gib)\b", r" \1gb ", name.lower())
+    text = re.sub(r"\b(rtx|gtx|titan|pro)(?=\d)", r"\1 ", text)
+    text = re.sub(r"(?<=\d)(ti|super|ada)\b", r" \1", text)
+    text = re.sub(r"\b(sxm|hbm)\d\w?\b", r"\1", text)
+    return frozenset(re.findall(r"[a-z0-9]+", text))
+
+
+def _build(
+    name: str,
+    memory_gib: float,
+    bandwidth: float,
+    fp32: float,
+    tf32: float | None,
+    bf16: float | None,
+    fp16: float,
+    also: str = "",
+) -> Gpu:
+    words = _split(name)
+    optional = {word for word in words if re.fullmatch(r"\d+gb|sxm|pcie", word)}
+    if "quadro" not in words:  # an RTX 6000 can be of three generations
+        optional |= words & _NOISE
+    more = optional | set(also.split()) | {f"{memory_gib:g}gb"}
+    return Gpu(
+        name=name,
+        memory_gib=memory_gib,
+        bandwidth_gb_s=bandwidth,
+        fp32_tflops=fp32,
+        tf32_tflops=tf32,
+        bf16_tflops=bf16,
+        fp16_tflops=fp16,
+        words=words - optional,
+        more_words=frozenset(more),
+    )
+
+
+def _scale(rows: Iterable[tuple[str, float, float, float]], *, tf32: float, half: float) -> list[Gpu]:
+    """Build GPUs from name, memory, bandwidth and float32; the others are multiples of that."""
+    return [_build(n, m, b, f, round(f * tf32, 1), round(f * half, 1), round(f * half, 1)) for n, m, b, f in rows]
+
+
+_GEFORCE = _scale(
+    [  # GA102 white paper and product pages
+        ("RTX 3050 8GB", 8, 224, 9.1),
+        ("RTX 3060 12GB", 12, 360, 12.7),
+        ("RTX 3060 Ti", 8, 448, 16.2),
+        ("RTX 3070", 8, 448, 20.3),
+        ("RTX 3070 Ti", 8, 608, 21.7),
+        ("RTX 3080 10GB", 10, 760, 29.8),
+        ("RTX 3080 12GB", 12, 912, 30.6),
+        ("RTX 3080 Ti", 12, 912, 34.1),
+        ("RTX 3090", 24, 936, 35.6),
+        ("RTX 3090 Ti", 24, 1008, 40.0),
+        # Ada
+        ("RTX 4060", 8, 272, 15.1),
+        ("RTX 4060 Ti 8GB", 8, 288, 22.1),
+        ("RTX 4060 Ti 16GB", 16, 288, 22.1),
+        ("RTX 4070", 12, 504, 29.1),
+        ("RTX 4070 Super", 12, 504, 35.5),
+        ("RTX 4070 Ti", 12, 504, 40.1),
+        ("RTX 4070 Ti Super", 16, 672, 44.1),
+        ("RTX 4080", 16, 717, 48.7),
+        ("RTX 4080 Super", 16, 736, 52.2),
+        ("RTX 4090", 24, 1008, 82.6),
+        # RTX Blackwell
+        ("RTX 5070", 12, 672, 30.9),
+        ("RTX 5070 Ti", 16, 896, 43.9),
+        ("RTX 5080", 16, 960, 56.3),
+        ("RTX 5090", 32, 1792, 104.8),
+    ],
+    tf32=1,
+    half=2,
+)
+_WORKSTATION = _scale(
+    [  # Ampere
+        ("RTX A2000 6GB", 6, 288, 8.0),
+        ("RTX A2000 12GB", 12, 288, 8.0),
+        ("RTX A4000", 16, 448, 19.2),
+        ("RTX A4500", 20, 640, 23.7),
+        ("RTX A5000", 24, 768, 27.8),
+        ("RTX A5500", 24, 768, 34.1),
+        ("RTX A6000", 48, 768, 38.7),
+        ("A40", 48, 696, 37.4),
+        # Ada
+        ("RTX 4000 Ada", 20, 360, 26.7),
+        ("RTX 4500 Ada", 24, 432, 39.6),
+        ("RTX 5000 Ada", 32, 576, 65.3),
+        ("RTX 6000 Ada", 48, 960, 91.1),
+    ],
+    tf32=2,
+    half=4,
+)
+_TURING_AND_VOLTA = [  # no TF32 and no bfloat16 in their tensor cores
+    _build("RTX 2080 Ti", 11, 616, 13.4, None, None, 53.8),
+    _build("Titan RTX", 24, 672, 16.3, None, None, 130.5),
+    _build("Quadro RTX 6000", 24, 672, 16.3, None, None, 130.5),
+    _build("Quadro RTX 8000", 48, 672, 16.3, None, None, 130.5),
+    _build("T4", 16, 320, 8.1, None, None, 65.0),
+    _build("V100 PCIe 16GB", 16, 900, 14.0, None, None, 112.0),
+    _build("V100 PCIe 32GB", 32, 900, 14.0, None, None, 112.0),
+    _build("V100 SXM 16GB", 16, 900, 15.7, None, None, 125.0),
+    _build("V100 SXM 32GB", 32, 900, 15.7, None, None, 125.0),
+    _build("V100S PCIe 32GB", 32, 1134, 16.4, None, None, 130.0),
+]
+_DATA_CENTER = [
+    _build("A10", 24, 600, 31.2, 62.5, 125.0, 125.0),
+    _build("A30", 24, 933, 10.3, 82.0, 165.0, 165.0),
+    _build("A100 PCIe 40GB", 40, 1555, 19.5, 156.0, 312.0, 312.0),
+    _build("A100 SXM 40GB", 40, 1555, 19.5, 156.0, 312.0, 312.0),
+    _build("A100 PCIe 80GB", 80, 1935, 19.5, 156.0, 312.0, 312.0),
+    _build("A100 SXM 80GB", 80, 2039, 19.5, 156.0, 312.0, 312.0),
+    _build("L4", 24, 300, 30.3, 60.0, 121.0, 121.0),
+    _build("L40", 48, 864, 90.5, 90.5, 181.0, 181.0),
+    _build("L40S", 48, 864, 91.6, 183.0, 362.0, 362.0),
+    _build("H100 PCIe", 80, 2000, 51.0, 378.0, 756.0, 756.0),
+    _build("H100 SXM", 80, 3350, 67.0, 494.5, 989.5, 989.5, also="hbm"),
+    _build("H100 NVL", 94, 3938, 60.0, 417.5, 835.5, 835.5),
+    _build("H200 SXM", 141, 4800, 67.0, 494.5, 989.5, 989.5),
+    _build("H200 NVL", 141, 4800, 60.0, 417.5, 835.5, 835.5),
+]
+GPUS: Sequence[Gpu] = (*_GEFORCE, *_WORKSTATION, *_TURING_AND_VOLTA, *_DATA_CENTER)
