@@ -24,6 +24,7 @@ from typing_extensions import override
 from lit_fsdp.cli_errors import ConfigError, describe_config_error, explain_unknown_key, nearest, report_error
 from lit_fsdp.fabric import COLLECTIVES, Collective, Line, Timing, fit_line, measure_fabric
 from lit_fsdp.processes import is_torchrun
+from lit_fsdp.scaling_cli import bench_scaling
 
 Backend = Literal["auto", "nccl", "gloo"]
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -225,13 +226,7 @@ def _report(timings: Sequence[Timing], ranks: dict[str, Any], out: Path | None) 
             "alpha_s": None if (line := lines[kind]) is None else line.alpha_s,
             "bandwidth_gb_s": None if line is None else line.bandwidth_gb_s,
             "worst_pct": None if line is None else line.worst_pct,
-            "timings": [
-                {
-                    name: getattr(timing, name)
-                    for name in ("num_bytes", "seconds", "seconds_low", "seconds_high", "bus_gb_s")
-                }
-                for timing in found
-            ],
+            "timings": [{name: getattr(timing, name) for name in _TIMING} for timing in found],
         }
         for kind, found in by_kind.items()
     }
@@ -300,6 +295,7 @@ class BenchParser(jsonargparse.ArgumentParser):
 # By the word after ``bench``: what runs it, and its line in the help. A further benchmark is one more entry.
 BENCHMARKS: dict[str, tuple[Callable[..., int], str]] = {
     "comm": (bench_comm, "Time and bandwidth of each collective by size, and a line fitted through them."),
+    "scaling": (bench_scaling, "Speed of one configuration, and what it waits for, as ranks grow."),
 }
 
 _HELP = """\

@@ -35,7 +35,8 @@ LAYERS = [
     {"plan", "strategy"},
     {"tasks", "callbacks"},
     {"config_files"},
-    {"trainer_cli", "export_cli", "bench_cli"},
+    {"trainer_cli", "export_cli", "scaling_cli"},
+    {"bench_cli"},
     {"cli"},
     {"__init__", "__main__"},
 ]

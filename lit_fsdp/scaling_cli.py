@@ -1,0 +1,210 @@
+"""``bench scaling``: what one configuration loses to communication as ranks grow."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_fsdp.cli_errors import ConfigError
+from lit_fsdp.processes import is_torchrun
+
+_MIN_STEPS = 8  # fewer leave none after the warm-up of the callbacks that measure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """What a run on so many ranks did, from its report.
+
+    Args:
+        num_ranks: How many.
+        unit: What is counted: tokens or samples.
+        per_s: Of all ranks, a second.
+        step_s: Of a step.
+        exposed_s: Of a step, in which compute waits for collectives.
+        exposed_pct: The same as a share.
+        sent_gib: By a rank in a step, all collectives.
+    """
+
+    num_ranks: int
+    unit: str
+    per_s: float
+    step_s: float
+    exposed_s: float
+    exposed_pct: float
+    sent_gib: float
+
+    @property
+    def per_s_per_rank(self) -> float:
+        """What one of the ranks does."""
+        return self.per_s / self.num_ranks
+
+
+def bench_scaling(
+    config: list[str] | None = None,
+    ranks: list[int] | None = None,
+    steps: int = 20,
+    options: list[str] | None = None,
+    reports: list[Path] | None = None,
+    out: Path | None = None,
+) -> int:
+    """Train a configuration on 1, 2, 4 ... ranks for a few steps, and compare speed and communication.
+
+    Every rank keeps its batch, so the whole batch grows with the ranks (weak scaling). The runs follow each other on
+    this node. Of several nodes, run `fit` at each size under your launcher, and compare the reports with --reports.
+
+    Args:
+        config: Configuration files, as for `fit`.
+        ranks: Numbers of ranks to compare. By default 1, 2, 4 ... up to the GPUs of this node; 1 and 2 on the CPU.
+        steps: Of each run, 8 or more.
+        options: More options for `fit`, such as "--data.batch_size=2".
+        reports: Compare these `report.json` instead of running anything.
+        out: Folder for `scaling.json` and the plot `scaling.png`. By default nothing is written.
+    """
+    if (config is None) == (reports is None):
+        raise ConfigError("config or reports: expected one of them: what to run, or what has been run")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    if reports is not None:
+        scales = [read_report(path) for path in reports]
+    else:
+        assert config is not None
+        scales = _run_all(config, _choose_ranks(ranks), steps, options or [])
+    scales = sorted(scales, key=lambda scale: scale.num_ranks)
+    _print(scales)
+    if out is not None:
+        _write(scales, out)
+    return 0
+
+
+def read_report(path: Path) -> Scale:
+    """Read what a run measured.
+
+    Args:
+        path: Its ``report.json``.
+
+    Raises:
+        ConfigError: It is none, or the run was not measured.
+    """
+    try:
+        sections = json.loads(path.read_text())["sections"]
+        speed, comm = sections["speed"]["numbers"], sections.get("comm", {}).get("numbers")
+        unit = next(unit for unit in ("tokens", "samples") if f"{unit}_per_s" in speed)
+    except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
+        raise ConfigError(
+            f"{path}: no report of a run with `monitoring: true` that logged its tokens or samples "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    # One rank has no collectives, and says nothing of them.
+    step = comm["step"] if comm is not None else dict.fromkeys(("exposed_s", "exposed_pct"), 0.0)
+    sent = 0.0 if comm is None else sum(value for name, value in step.items() if name.endswith("_gib"))
+    return Scale(
+        num_ranks=speed["ranks"],
+        unit=unit,
+        per_s=speed[f"{unit}_per_s"],
+        step_s=speed["step_s"],
+        exposed_s=step["exposed_s"],
+        exposed_pct=step["exposed_pct"],
+        sent_gib=sent,
+    )
+
+
+def _choose_ranks(ranks: list[int] | None) -> list[int]:
+    if is_torchrun(os.environ):
+        raise ConfigError(
+            "bench scaling starts its runs itself: run it without torchrun, or compare reports with --reports"
+        )
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if ranks is None:
+        ranks = [2**i for i in range(num_gpus.bit_length()) if 2**i <= num_gpus] or [1, 2]
+    if not ranks or min(ranks) < 1 or len(set(ranks)) != len(ranks):
+        raise ConfigError(f"ranks: got {ranks}: expected different numbers, 1 or more")
+    if num_gpus and max(ranks) > num_gpus:
+        raise ConfigError(f"ranks: got {max(ranks)}: this node has {num_gpus} GPUs")
+    return ranks
+
+
+def _run_all(config: Sequence[str], ranks: Sequence[int], steps: int, options: Sequence[str]) -> list[Scale]:
+    if steps < _MIN_STEPS:
+        raise ConfigError(f"steps: got {steps}: the first ones only warm up: expected {_MIN_STEPS} or more")
+    scales = []
+    with tempfile.TemporaryDirectory() as folder:
+        for num_ranks in ranks:
+            print(f"{num_ranks} rank{'s' if num_ranks > 1 else ''}, {steps} steps ...", flush=True)
+            scales.append(_run(Path(folder), config, num_ranks, steps, options))
+    return scales
+
+
+def _run(folder: Path, config: Sequence[str], num_ranks: int, steps: int, options: Sequence[str]) -> Scale:
+    command = [sys.executable, "-m", "lit_fsdp", "fit", *(f"--config={path}" for path in config), *options]
+    command += [
+        f"--trainer.devices={num_ranks}",
+        "--trainer.num_nodes=1",
+        f"--trainer.max_steps={steps}",
+        "--trainer.max_epochs=-1",
+        "--trainer.max_time=null",
+        f"--trainer.log_every_n_steps={steps // 2}",
+        "--trainer.limit_val_batches=0",
+        "--trainer.num_sanity_val_steps=0",
+        "--trainer.enable_checkpointing=false",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.logger=false",
+        f"--trainer.default_root_dir={folder}",
+        f"--run_name=ranks_{num_ranks}",
+        "--monitoring=true",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+        said = errors[-1].removeprefix("error: ") if errors else "\n".join(ended.stderr.splitlines()[-20:])
+        raise ConfigError(f"the run on {num_ranks} ranks failed: {said}")
+    return read_report(folder / "runs" / f"ranks_{num_ranks}" / "report.json")
+
+
+def _print(scales: Sequence[Scale]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="the batch of a rank is the same in all runs", title_justify="left")
+    first = scales[0]
+    names = [f"{first.unit}/s", "per rank", f"of {first.num_ranks} rank{'s' if first.num_ranks > 1 else ''}", "step s"]
+    for name in ("ranks", *names, "exposed s", "exposed", "sent per rank, GiB"):
+        table.add_column(name, justify="right")
+    for scale in scales:
+        efficiency = scale.per_s_per_rank / first.per_s_per_rank
+        cells = [f"{scale.per_s:,.1f}", f"{scale.per_s_per_rank:,.1f}", f"{100 * efficiency:.0f} %"]
+        cells += [
+            f"{scale.step_s:.4f}",
+            f"{scale.exposed_s:.4f}",
+            f"{scale.exposed_pct:.0f} %",
+            f"{scale.sent_gib:.3f}",
+        ]
+        table.add_row(str(scale.num_ranks), *cells)
+    Console(width=160).print(table)
+
+
+def _write(scales: Sequence[Scale], out: Path) -> None:
+    # Late, as they load Lightning.
+    from lit_fsdp.callbacks.plots import write_png
+    from lit_fsdp.callbacks.sections import Curve, Plot
+
+    first = scales[0]
+    x = [scale.num_ranks for scale in scales]
+    efficiency = [100 * scale.per_s_per_rank / first.per_s_per_rank for scale in scales]
+    curves = [
+        Curve(label=f"{first.unit}/s per rank, of that on {first.num_ranks}", x=x, y=efficiency),
+        Curve(label="step time that waits for collectives", x=x, y=[scale.exposed_pct for scale in scales]),
+    ]
+    title = "What communication takes as ranks grow"
+    write_png(Plot(title=title, x_label="ranks", y_label="%", curves=curves, log_x=True), out / "scaling.png")
+    rows: list[dict[str, Any]] = [{**asdict(scale), "per_s_per_rank": scale.per_s_per_rank} for scale in scales]
+    (out / "scaling.json").write_text(json.dumps({"version": 1, "runs": rows}, indent=1) + "\n")
+    print(f"written: {out / 'scaling.json'}, {out / 'scaling.png'}")
