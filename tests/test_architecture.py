@@ -30,7 +30,7 @@ LAYERS = [
     {"precision_plugin", "lightning_internals", "checkpoint_writer", "export"},
     {"plan", "strategy"},
     {"tasks", "callbacks"},
-    {"config_files"},
+    {"config_files", "default_callbacks"},
     {"trainer_cli", "export_cli"},
     {"cli"},
     {"__init__", "__main__"},
@@ -39,12 +39,21 @@ LAYERS = [
 DOORS = {
     "bitsandbytes": ("quantization", "adamw_8bit"),
     "peft": ("adapters",),
-    "lightning": ("strategy", "precision_plugin", "lightning_internals", "tasks", "callbacks", "trainer_cli"),
+    "lightning": (
+        *("strategy", "precision_plugin", "lightning_internals", "tasks", "callbacks"),
+        *("default_callbacks", "trainer_cli"),
+    ),
     "pytorch_lightning": (),  # a second copy of Lightning's classes
 }
 SHARED_BY_TASKS = ("tasks.base", "tasks.loading")
 # Each may import those before it.
-SHARED_BY_CALLBACKS = ("callbacks.readings", "callbacks.exchange", "callbacks.sections", "callbacks.plots")
+SHARED_BY_CALLBACKS = tuple(
+    f"callbacks.{name}"
+    for name in (
+        *("readings", "exchange", "sections", "plots", "history", "redaction", "environment", "curves"),
+        *("run_facts", "report_files"),
+    )
+)
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 HOMELESS = {"utils", "util", "helpers", "common", "misc"}
 # Put together here, so that this file does not contain what it looks for.
