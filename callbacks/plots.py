@@ -6,6 +6,7 @@ import io
 import re
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -36,7 +37,7 @@ def render_svg(plot: Plot, size: tuple[float, float] = WIDE) -> str:
         size: Width and height in inches: how much there is room for beside the text, which is of one size.
     """
     buffer = io.StringIO()
-    colors = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK)
+    colors: Any = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK)
     # Text stays text: it can be searched and copied, and the browser's fonts show it.
     with mpl.rc_context({"svg.fonttype": "none", **colors}):
         metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -80,9 +81,9 @@ def _draw(plot: Plot, size: tuple[float, float]) -> Figure:
     axes.grid(visible=True, axis="y", color="0.5", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if len(plot.curves) > 1:
-        # Beside the plot where there is room.
-        place = {"loc": "outside right upper"} if size[0] >= WIDE[0] else {"loc": "outside lower left", "ncols": 2}
-        figure.legend(**place, frameon=False, fontsize="small")
+        is_wide = size[0] >= WIDE[0]  # there is room beside the plot
+        corner = "outside right upper" if is_wide else "outside lower left"
+        figure.legend(loc=corner, ncols=1 if is_wide else 2, frameon=False, fontsize="small")
     return figure
 
 

@@ -14,9 +14,7 @@ _NAME = r"[^\s/'\"<>|:;,()\[\]{}]+"
 _PATH = re.compile(rf"(?:file://|(?<![\w./~-]))/(?:{_NAME}/)+(?:{_NAME})?")
 _ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 # Not every name that ends in token: eos_token is a part of the model.
-_SECRET = re.compile(
-    r"password|passwd|secret|credential|api_?key|access_?key|(auth|access|hf|hub)_?token|^token$", re.I
-)
+_SECRET = re.compile(r"passw|secret|credential|api_?key|access_?key|(auth|access|hf|hub)_?token|^token$", re.IGNORECASE)
 
 
 def hide_paths(value: Any) -> Any:

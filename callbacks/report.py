@@ -6,7 +6,8 @@ import dataclasses
 import math
 import time
 import traceback
-from datetime import datetime, timedelta, timezone
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 from typing_extensions import override
 
 from lit_fsdp.callbacks import curves, run_facts
@@ -23,6 +25,7 @@ from lit_fsdp.callbacks.readings import find_run_folder
 from lit_fsdp.callbacks.redaction import hide_hosts, hide_paths, shorten_path
 from lit_fsdp.callbacks.report_files import HTML, Part, Report, draw_section, make_plain, write_report
 from lit_fsdp.callbacks.sections import HasSection, Section
+from lit_fsdp.lightning_internals import read_logged
 
 FORMAT = 1  # of report.json
 _OWN_FOLDER = "run_report"
@@ -57,11 +60,11 @@ class RunReport(Callback):
         self._is_on = stage == "fit" and not trainer.fast_dev_run  # type: ignore[attr-defined]
         if not self._is_on:
             return
-        self._start, self._start_time = time.perf_counter(), datetime.now(timezone.utc)
+        self._start, self._start_time = time.perf_counter(), datetime.now(UTC)
         self._folder = self._find_folder(trainer)
         self._environment = read_environment(trainer)
         self._history: dict[str, Series] = {}
-        self._seen: dict[str, Any] = {}
+        self._known: set[str] = set()  # names that are read where they are logged
         self._first_step: int | None = None  # none is trained yet
         self._last_step = 0
         self._num_planned = math.inf
@@ -86,21 +89,27 @@ class RunReport(Callback):
         if not self._is_on or step == self._last_step:  # else a micro-batch without a step
             return
         self._last_step = step
-        if step % max(trainer.log_every_n_steps, 1) == 0:  # type: ignore[attr-defined]
-            self._read_metrics(trainer)
+        is_last = step >= self._num_planned or trainer.should_stop
+        if is_last or step % max(trainer.log_every_n_steps, 1) == 0:  # type: ignore[attr-defined]
+            self._keep_logged(trainer)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.sanity_checking:
-            self._read_metrics(trainer)
+        if self._is_on and not trainer.sanity_checking:
+            self._keep_logged(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._read_metrics(trainer)
+        if self._is_on:
+            self._keep_logged(trainer)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._keep_late(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._read_metrics(trainer)
+        self._keep_late(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -127,29 +136,28 @@ class RunReport(Callback):
         # Not the folder itself: it is likely the current one, where report.md may be the user's.
         return folder / _OWN_FOLDER if self.fallback_dir is None else Path(self.fallback_dir)
 
-    def _read_metrics(self, trainer: Trainer) -> None:
-        """Add to the curves what was logged since the last time.
+    def _keep_logged(self, trainer: Trainer) -> None:
+        metrics = read_logged(trainer)
+        self._known.update(metrics)
+        self._keep(trainer, metrics)
 
-        On all ranks: at the end of an epoch, asking for a metric may be a collective.
-        """
-        if not self._is_on:
-            return
-        metrics = dict(trainer.callback_metrics)
-        # A metric that was not logged again, such as that of the last validation, is still the same object.
-        fresh = {name for name, value in metrics.items() if value is not self._seen.get(name)}
-        self._seen = metrics
-        if not trainer.is_global_zero:
-            return
-        for name in metrics:
+    def _keep(self, trainer: Trainer, metrics: Mapping[str, Tensor]) -> None:
+        """Add values to the curves, on the first rank."""
+        for name, value in metrics.items() if trainer.is_global_zero else ():
             stem = name.removesuffix("_step")
-            is_double = (stem != name and stem in metrics) or f"{name}_epoch" in fresh
-            if name in fresh and not is_double and metrics[name].numel() == 1:
-                series = self._history.setdefault(name, Series())
-                series.add(trainer.global_step, float(metrics[name]))
+            # Lightning's doubles of one that is logged both in steps and over epochs.
+            is_double = (stem != name and stem in metrics) or f"{name}_epoch" in metrics
+            if not is_double and value.numel() == 1:
+                self._history.setdefault(name, Series()).add(trainer.global_step, float(value))
+
+    def _keep_late(self, trainer: Trainer) -> None:
+        """Add what the module logged when the epoch ended, after this callback had its turn there."""
+        if self._is_on:
+            metrics = trainer.callback_metrics
+            self._keep(trainer, {name: value for name, value in metrics.items() if name not in self._known})
 
     def _write(self, trainer: Trainer, status: str, message: str) -> None:
         self._is_on = False
-        self._seen = {}
         if not trainer.is_global_zero:
             return
         try:
@@ -161,7 +169,7 @@ class RunReport(Callback):
             rank_zero_info(f"report: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
 
     def _make_report(self, trainer: Trainer, status: str, message: str) -> Report:
-        ended = datetime.now(timezone.utc)
+        ended = datetime.now(UTC)
         config = run_facts.read_config(trainer, self._folder)
         checkpoints = run_facts.describe_checkpoints(trainer, self._folder, since=self._start_time.timestamp())
         curve_section = curves.make_section(self._history)
@@ -265,8 +273,8 @@ class RunReport(Callback):
         facts["strategy"] = f"{run['strategy']}, {run['precision']}"
         if self._units is not None:
             numbers = self._units.numbers
-            facts["parameters"] = f"{numbers['num_parameters']:,}, {numbers['num_trainable']:,} train"
-        facts["started"] = f"{self._start_time:%Y-%m-%d %H:%M} UTC"
+            facts["parameters"] = f"{numbers['num_parameters']:,}"
+            facts["trainable"] = f"{numbers['num_trainable']:,}"
         facts["ended"] = f"{ended:%Y-%m-%d %H:%M} UTC"
         facts["folder"] = run["folder"]
         return hide_paths(facts)

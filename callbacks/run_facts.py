@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_fsdp.callbacks.redaction import hide_paths, hide_secrets, shorten_path
 from lit_fsdp.callbacks.sections import Section, Table
 from lit_fsdp.plan_table import COLUMNS, list_rows
+from lit_fsdp.quantized_layers import count_weights
 from lit_fsdp.strategy import FSDP2Strategy
 
 _TRAINER_KEYS = (
@@ -63,20 +64,26 @@ def describe_units(trainer: Trainer, module: LightningModule) -> Section | None:
         return None
     shape = tuple(strategy.device_mesh.mesh.shape)
     replicate = shape[0] if len(shape) > 1 else 1
+    counts = count_weights(module)
     numbers = {
         "replicate": replicate,
         "shard": shape[-1],
-        "num_parameters": sum(unit.num_params for unit in strategy.plan),
+        "num_parameters": sum(counts.values()),
         "num_trainable": sum(unit.num_trainable for unit in strategy.plan),
         "units": [
-            {"modules": unit.names, "kind": unit.kind, "parameters": unit.num_params, "trainable": unit.num_trainable}
+            {
+                "modules": unit.names,
+                "kind": unit.kind,
+                "num_parameters": sum(counts[name] for name in unit.parameters),
+                "num_trainable": unit.num_trainable,
+            }
             for unit in strategy.plan
         ],
     }
     table = Table(title="", columns=COLUMNS, rows=list_rows(module, strategy.plan, shape[-1]))
     note = (
-        f"Mesh: {replicate} x {shape[-1]} (replicate x shard). Each row is gathered, and its gradients reduced, as one; "
-        "units of one size share a row."
+        f"Mesh: {replicate} x {shape[-1]} (replicate x shard). Each unit is gathered, and its gradients are reduced, "
+        "as one. Units of one size share a row."
     )
     return Section(title="FSDP units", name="units", numbers=numbers, tables=[table], notes=[note])
 
@@ -122,7 +129,7 @@ def describe_environment(environment: Mapping[str, Any]) -> Section:
         "nccl": "NCCL",
         "driver": "NVIDIA driver",
         "platform": "system",
-        "commit": "commit",
+        "commit": "commit of the current folder",
     }
     rows += [(label, str(environment[key])) for key, label in names.items() if environment[key]]
     rows.append(("devices", format_devices(environment["devices"])))

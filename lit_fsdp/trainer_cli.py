@@ -227,7 +227,7 @@ class TrainerCLI(LightningCLI):
         callbacks = settings["callbacks"] or []
         callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
         defaults = Defaults(
-            command=self.subcommand,
+            command=self.command,
             run_root=self.run_root,
             **{key: self._get(self.config_init, key) for key in ("progress_bar", "run_summary", "monitoring")},
         )
