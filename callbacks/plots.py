@@ -82,8 +82,9 @@ def _draw(plot: Plot, size: tuple[float, float]) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     if len(plot.curves) > 1:
         is_wide = size[0] >= WIDE[0]  # there is room beside the plot
+        is_short = all(len(curve.label) <= 24 for curve in plot.curves)
         corner = "outside right upper" if is_wide else "outside lower left"
-        figure.legend(loc=corner, ncols=1 if is_wide else 2, frameon=False, fontsize="small")
+        figure.legend(loc=corner, ncols=2 if is_short and not is_wide else 1, frameon=False, fontsize="small")
     return figure
 
 

@@ -89,6 +89,8 @@ class RunReport(Callback):
         if not self._is_on or step == self._last_step:  # else a micro-batch without a step
             return
         self._last_step = step
+        if step == (self._first_step or 0) + 1:
+            self._known.update(read_logged(trainer))
         is_last = step >= self._num_planned or trainer.should_stop
         if is_last or step % max(trainer.log_every_n_steps, 1) == 0:  # type: ignore[attr-defined]
             self._keep_logged(trainer)
@@ -96,11 +98,6 @@ class RunReport(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_on and not trainer.sanity_checking:
-            self._keep_logged(trainer)
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_on:
             self._keep_logged(trainer)
 
     @override
@@ -151,7 +148,7 @@ class RunReport(Callback):
                 self._history.setdefault(name, Series()).add(trainer.global_step, float(value))
 
     def _keep_late(self, trainer: Trainer) -> None:
-        """Add what the module logged when the epoch ended, after this callback had its turn there."""
+        """Add what was logged over an epoch or at its end, once that is all there."""
         if self._is_on:
             metrics = trainer.callback_metrics
             self._keep(trainer, {name: value for name, value in metrics.items() if name not in self._known})
@@ -270,7 +267,7 @@ class RunReport(Callback):
         facts["wall time"] = str(timedelta(seconds=round(run["wall_s"])))
         facts["ranks"] = run_facts.format_ranks(self._environment)
         facts["devices"] = run_facts.format_devices(self._environment["devices"])
-        facts["strategy"] = f"{run['strategy']}, {run['precision']}"
+        facts |= {"strategy": run["strategy"], "precision": run["precision"]}
         if self._units is not None:
             numbers = self._units.numbers
             facts["parameters"] = f"{numbers['num_parameters']:,}"

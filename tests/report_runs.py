@@ -32,6 +32,7 @@ class TinyTask(LightningModule):
         if self.global_step == self.fail_at:
             raise self.error
         self.log("train/loss", float(self.global_step + 1))
+        self.log("both", float(self.global_step), on_step=True, on_epoch=True)
         return self.layer(batch).square().mean()
 
     def on_train_epoch_end(self) -> None:
@@ -54,7 +55,9 @@ class Weather(Callback):
         table = Table(title="Hours", columns=["place", *(f"column {i}" for i in range(8))], rows=[row] * 3)
         numbers = {"rain_mm": torch.tensor([1.0, float("nan")]), "file": Path("/home/anna/secret/rain.csv")}
         notes = ["Read from /home/anna/secret/rain.csv, see https://example.org/a/b."]
-        return Section(title="Weather & more", name="weather", numbers=numbers, tables=[table], plots=[plot], notes=notes)
+        return Section(
+            title="Weather & more", name="weather", numbers=numbers, tables=[table], plots=[plot], notes=notes
+        )
 
 
 class Broken(Callback):
@@ -123,8 +126,9 @@ def fit_tiny(folder: Path, task: LightningModule | None = None, ckpt_path: Any =
     """Train a tiny task in this process; settings are those of the Trainer."""
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
     options = {"max_steps": 10, "log_every_n_steps": 5, "logger": CSVLogger(folder, name="tiny"), **quiet, **settings}
-    options["callbacks"] = [*options.get("callbacks", []), RunReport()]
-    trainer = Trainer(accelerator="cpu", default_root_dir=folder, **options)
+    callbacks = options.pop("callbacks", [])
+    reports = [] if any(isinstance(callback, RunReport) for callback in callbacks) else [RunReport()]
+    trainer = Trainer(accelerator="cpu", default_root_dir=folder, callbacks=[*callbacks, *reports], **options)
     data = DataLoader(torch.ones(8, 4), batch_size=2)
     trainer.fit(task or TinyTask(), data, data, ckpt_path=ckpt_path)
     return trainer
