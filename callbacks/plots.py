@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from lit_fsdp.callbacks.sections import Plot
 
-WIDE, NARROW = (8.0, 3.6), (4.6, 3.2)  # inches
+WIDE, NARROW = (8.0, 3.6), (4.2, 3.0)  # inches
 PALETTE = ("#2563a8", "#c2571a", "#2c8653", "#a83279", "#7a5cc4", "#8a6d1d", "#0f8a94", "#b03a3a", "#6b7280", "#4d7c0f")
 _INK = "#010203"  # stands for the colour of the text around a picture
 _NUMBERS = count()
@@ -84,7 +84,7 @@ def _draw(plot: Plot, size: tuple[float, float]) -> Figure:
         is_wide = size[0] >= WIDE[0]  # there is room beside the plot
         is_short = all(len(curve.label) <= 24 for curve in plot.curves)
         corner = "outside right upper" if is_wide else "outside lower left"
-        figure.legend(loc=corner, ncols=2 if is_short and not is_wide else 1, frameon=False, fontsize="small")
+        figure.legend(loc=corner, ncols=2 if is_short and not is_wide else 1, frameon=False, fontsize=9)
     return figure
 
 

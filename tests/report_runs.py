@@ -9,12 +9,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
+from training import EVEN, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks import RunReport
 from lit_fsdp.callbacks.sections import Curve, Plot, Section, Table
 from ranks import run_ranks
-from training import EVEN, Rows, build_task, build_trainer, save_model
 
 RUN_NAME = "<script>alert(1)<"
 VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
@@ -53,8 +53,8 @@ class Weather(Callback):
         plot = Plot(title="Rain & <wind>", x_label="hour", y_label="mm", curves=curves, spans=[("night", 1, 2)])
         row = ["<b>a long name of a place | with a bar</b>", *(f"{i * 1234567:,}" for i in range(8))]
         table = Table(title="Hours", columns=["place", *(f"column {i}" for i in range(8))], rows=[row] * 3)
-        numbers = {"rain_mm": torch.tensor([1.0, float("nan")]), "file": Path("/home/anna/secret/rain.csv")}
-        notes = ["Read from /home/anna/secret/rain.csv, see https://example.org/a/b."]
+        numbers = {"rain_mm": torch.tensor([1.0, float("nan")]), "file": Path("/mnt/anna/secret/rain.csv")}
+        notes = ["Read from /mnt/anna/secret/rain.csv, see https://example.org/a/b."]
         return Section(
             title="Weather & more", name="weather", numbers=numbers, tables=[table], plots=[plot], notes=notes
         )

@@ -11,10 +11,10 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from report_runs import RUN_NAME, Page, TinyTask, fit_tiny, fit_two_ranks, read_numbers
 
 from lit_fsdp.callbacks import Preemption, RunReport
 from lit_fsdp.callbacks.sections import Section
-from report_runs import RUN_NAME, Page, TinyTask, fit_tiny, fit_two_ranks, read_numbers
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "report.md"
 
@@ -102,7 +102,7 @@ def test_no_file_tells_where_the_machine_keeps_things(two_ranks: Path) -> None:
 
 
 def test_an_error_in_training_is_raised_unchanged_and_the_report_says_so(tmp_path: Path) -> None:
-    error = RuntimeError("no file /home/anna/data/x.bin, the loss went <away>")
+    error = RuntimeError("no file /mnt/anna/data/x.bin, the loss went <away>")
     with pytest.raises(RuntimeError) as raised:
         fit_tiny(tmp_path, TinyTask(fail_at=7, error=error))
     assert raised.value is error

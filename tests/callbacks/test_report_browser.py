@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
 from report_runs import RUN_NAME, Page, fit_two_ranks
 
 BROWSER = next(
@@ -25,12 +24,13 @@ LOOK = """
 document.querySelector("iframe").addEventListener("load", function () {
   const page = this.contentDocument, view = this.contentWindow, width = page.documentElement.clientWidth;
   const shown = all => [...page.querySelectorAll(all)].filter(e => e.getClientRects().length);
-  const clips = e => e && e !== page.body && (view.getComputedStyle(e).overflowX !== "visible" || clips(e.parentElement));
-  const sizes = e => [...e.getClientRects()].map(r => r.right);
+  const scrolls = e => view.getComputedStyle(e).overflowX !== "visible";
+  const clips = e => e && e !== page.body && (scrolls(e) || clips(e.parentElement));
+  const sticks_out = e => !clips(e) && [...e.getClientRects()].some(r => r.right > width + 1);
   document.getElementById("found").textContent = JSON.stringify({
     width: width,
     scroll_width: page.documentElement.scrollWidth,
-    outside: shown("main *, header *, nav *").filter(e => !clips(e) && sizes(e).some(r => r > width + 1)).map(e => e.tagName),
+    outside: shown("main *, header *, nav *").filter(sticks_out).map(e => e.tagName),
     pictures: shown(".card svg").length,
     tables: shown("table").length,
     scrolling: shown(".scroll").filter(e => e.scrollWidth > e.clientWidth + 1).length,
