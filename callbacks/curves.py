@@ -112,5 +112,5 @@ def _plot(names: list[str], history: Mapping[str, Series]) -> list[Plot]:
     labels = [curve.label for curve in curves]
     title = labels[0] if len(labels) == 1 else ", ".join(labels)
     if len(title) > 48:
-        title = f"{title[:45]}..."
+        title = f"{labels[0]} and {len(labels) - 1} more" if len(labels) > 1 else f"{title[:45]}..."
     return [Plot(title=title, x_label="step", y_label="", curves=curves, from_zero=False)]
