@@ -81,10 +81,11 @@ def _draw(plot: Plot, size: tuple[float, float]) -> Figure:
     axes.grid(visible=True, axis="y", color="0.5", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if len(plot.curves) > 1:
-        is_wide = size[0] >= WIDE[0]  # there is room beside the plot
         is_short = all(len(curve.label) <= 24 for curve in plot.curves)
-        corner = "outside right upper" if is_wide else "outside lower left"
-        figure.legend(loc=corner, ncols=2 if is_short and not is_wide else 1, frameon=False, fontsize=9)
+        legend: Any = {"loc": "outside lower left", "ncols": 2 if is_short else 1}
+        if size[0] >= WIDE[0]:  # there is room beside the plot
+            legend = {"loc": "outside right upper", "ncols": 1}
+        figure.legend(**legend, frameon=False, fontsize=9)
     return figure
 
 

@@ -120,6 +120,7 @@ class RunReport(Callback):
         if not self._is_on:
             return
         step, planned = trainer.global_step, self._num_planned
+        self._first_step, self._last_step = step if self._first_step is None else self._first_step, step
         if trainer.should_stop and step < planned:
             of = f" of {planned:,}" if math.isfinite(planned) else ""
             self._write(trainer, "stopped", f"training was stopped early, at step {step:,}{of}.")

@@ -189,6 +189,13 @@ def test_a_run_that_goes_on_reports_its_own_part(tmp_path: Path, monkeypatch: py
     assert "6, from 4 to 10" in text
 
 
+def test_a_run_that_had_nothing_left_to_do_took_no_step(tmp_path: Path) -> None:
+    fit_tiny(tmp_path, max_steps=4).save_checkpoint(tmp_path / "four.ckpt")
+    fit_tiny(tmp_path, max_steps=4, ckpt_path=tmp_path / "four.ckpt")
+    run = read_numbers(tmp_path / "tiny" / "version_1")["run"]
+    assert (run["status"], run["first_step"], run["last_step"], run["num_steps"]) == ("finished", 4, 4, 0)
+
+
 def test_without_a_logger_the_report_has_a_folder_of_its_own(tmp_path: Path) -> None:
     fit_tiny(tmp_path, logger=False)
     assert read_numbers(tmp_path / "run_report")["curves"]["train/loss"]["steps"] == [5, 10]
