@@ -112,6 +112,7 @@ def test_an_error_in_training_is_raised_unchanged_and_the_report_says_so(tmp_pat
     assert run["message"].startswith("at step 7: RuntimeError: no file …/x.bin, the loss went <away> (training_step, ")
     assert read_numbers(folder)["curves"]["train/loss"]["values"] == [5.0]
     assert "the loss went <away>" in Page((folder / "report.html").read_text()).text
+    assert not any("anna" in (folder / name).read_text() for name in ("report.html", "report.md", "report.json"))
 
 
 def test_an_error_before_the_first_step_leaves_a_report_too(tmp_path: Path) -> None:
