@@ -141,6 +141,17 @@ def test_a_preempted_run_says_so_and_names_its_checkpoint(tmp_path: Path) -> Non
     assert [file["path"] for file in numbers["checkpoints"]] == ["checkpoints/preempted-step=4.ckpt"]
 
 
+def test_only_checkpoints_of_this_run_are_listed(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny" / "version_0" / "kept"
+    folder.mkdir(parents=True)
+    (folder / "preempted-step=1.ckpt").write_text("of an earlier run")
+    os.utime(folder / "preempted-step=1.ckpt", (0, 0))
+    logger = CSVLogger(tmp_path, name="tiny", version=0)
+    fit_tiny(tmp_path, callbacks=[ModelCheckpoint(dirpath=folder, filename="new")], max_steps=1, logger=logger)
+    numbers = read_numbers(tmp_path / "tiny" / "version_0")
+    assert [file["path"] for file in numbers["checkpoints"]] == ["kept/new.ckpt"]
+
+
 def test_ctrl_c_is_an_interruption(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     try:
