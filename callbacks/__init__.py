@@ -4,6 +4,7 @@ from lit_fsdp.callbacks.predictions import WritePredictions
 from lit_fsdp.callbacks.preemption import Preemption
 from lit_fsdp.callbacks.profile import Profile
 from lit_fsdp.callbacks.progress import ProgressBar
+from lit_fsdp.callbacks.report import RunReport
 from lit_fsdp.callbacks.stability import StabilityMonitor, UnstableTrainingError
 from lit_fsdp.callbacks.summary import RunSummary
 from lit_fsdp.callbacks.throughput import ThroughputLogger
@@ -15,6 +16,7 @@ __all__ = [
     "Preemption",
     "Profile",
     "ProgressBar",
+    "RunReport",
     "RunSummary",
     "StabilityMonitor",
     "ThroughputLogger",

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_fsdp.callbacks.exchange import RankExchange, Spread
+from lit_fsdp.callbacks.history import Series
 from lit_fsdp.callbacks.plots import write_png
 from lit_fsdp.callbacks.readings import (
     find_run_folder,
@@ -22,8 +23,7 @@ from lit_fsdp.callbacks.readings import (
     read_resident_bytes,
     take_peak_bytes,
 )
-from lit_fsdp.callbacks.sections import Plot, Section, Table, print_table
-from lit_fsdp.callbacks.series import Series
+from lit_fsdp.callbacks.sections import Curve, Plot, Section, Table, print_table
 from lit_fsdp.callbacks.step_memory import describe_step, make_step_tables, plot_step
 from lit_fsdp.memory import KINDS
 from lit_fsdp.memory_trace import MemoryTrace, StepMemory
@@ -54,15 +54,20 @@ class MemoryLogger(Callback):
             follows none.
         snapshot_steps: Steps of this run of which every rank writes ``memory/snapshot_step_<n>_rank_<r>.pickle``,
             with all allocations of the CUDA allocator and who made them, for https://pytorch.org/memory_viz. GPU only.
+        fallback_dir: Folder for it if the run has none of its own, which it has with TensorBoardLogger or
+            CSVLogger; by default the Trainer's ``default_root_dir``.
     """
 
-    def __init__(self, trace_step: int | None = 2, snapshot_steps: Sequence[int] = ()) -> None:
+    def __init__(
+        self, trace_step: int | None = 2, snapshot_steps: Sequence[int] = (), fallback_dir: str | None = None
+    ) -> None:
         if trace_step is not None and trace_step < 2:
             raise ValueError(f"trace_step: got {trace_step}: optimizer state comes to be in step 1; expected 2 or more")
         if any(step < 1 for step in snapshot_steps):
             raise ValueError(f"snapshot_steps: got {list(snapshot_steps)}: steps are counted from 1")
         self.trace_step = trace_step
         self.snapshot_steps = tuple(snapshot_steps)
+        self.fallback_dir = fallback_dir
         self._trace: MemoryTrace | None = None
         self._reset()
 
@@ -82,7 +87,7 @@ class MemoryLogger(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._reset()
-        self._folder = find_run_folder(trainer) / "memory"
+        self._folder = find_run_folder(trainer, self.fallback_dir) / "memory"
         self._device = trainer.strategy.root_device
         self._first_step = self._last_step = trainer.global_step
         self._exchange = RankExchange(trainer, list(_read(self._device)))
@@ -127,7 +132,7 @@ class MemoryLogger(Callback):
         self._write_snapshot(trainer)
         values = _read(self._device)
         for name in _CURVES[self._device.type]:
-            self._series.setdefault(name, Series(_spell(name))).append(trainer.global_step, values[name])
+            self._series.setdefault(name, Series()).add(trainer.global_step, values[name])
         if is_logging_step(trainer):
             self._log(trainer)
             self._exchange.start(values, tag=trainer.global_step)
@@ -217,7 +222,7 @@ class MemoryLogger(Callback):
         return tables
 
     def _make_plots(self) -> list[Plot]:
-        curves = [series.draw() for series in self._series.values()]
+        curves = [_draw(name, series) for name, series in self._series.items()]
         plots = [Plot(title="Memory over the run (rank 0)", x_label="step", y_label="GiB", curves=curves)]
         if self._step_memory is not None:
             plots.append(plot_step(self._step_memory, self._traced_step))
@@ -244,6 +249,11 @@ def _read(device: torch.device) -> dict[str, float]:
         "alloc_retries": stats["num_alloc_retries"],
         "device_free_gib": torch.cuda.mem_get_info(device)[0] / _GIB,
     }
+
+
+def _draw(name: str, series: Series) -> Curve:
+    steps, values = zip(*series.list_points(), strict=True)
+    return Curve(label=_spell(name), x=steps, y=values)
 
 
 def _spell(name: str) -> str:

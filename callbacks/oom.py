@@ -41,13 +41,16 @@ class OOMReport(Callback):
         snapshot: Note all allocations of a GPU from the start of training, and write them beside the report
             (``out_of_memory_rank_<r>.pickle``) for https://pytorch.org/memory_viz. Costs host memory and some time
             in every step. GPU only.
+        fallback_dir: Folder for it if the run has none of its own, which it has with TensorBoardLogger or
+            CSVLogger; by default the Trainer's ``default_root_dir``.
     """
 
-    def __init__(self, num_tensors: int = 10, snapshot: bool = False) -> None:
+    def __init__(self, num_tensors: int = 10, snapshot: bool = False, fallback_dir: str | None = None) -> None:
         if num_tensors < 1:
             raise ValueError(f"num_tensors: got {num_tensors}: expected 1 or more")
         self.num_tensors = num_tensors
         self.snapshot = snapshot
+        self.fallback_dir = fallback_dir
         self._folder: Path | None = None
         self._phase, self._batch = "the start", None
 
@@ -57,7 +60,7 @@ class OOMReport(Callback):
             raise ValueError("snapshot: got true: only CUDA has them; leave it out")
         self._phase, self._batch = f"the start of {stage}", None
         self._resident_bytes = read_resident_bytes()
-        self._folder = find_run_folder(trainer)
+        self._folder = find_run_folder(trainer, self.fallback_dir)
         if trainer.is_global_zero:  # of an earlier run in this folder
             (self._folder / "out_of_memory.md").unlink(missing_ok=True)
 

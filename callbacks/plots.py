@@ -3,57 +3,100 @@
 from __future__ import annotations
 
 import io
+import re
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from lit_fsdp.callbacks.sections import Plot
+
+WIDE, NARROW = (8.0, 3.6), (4.2, 3.0)  # inches
+PALETTE = ("#2563a8", "#c2571a", "#2c8653", "#a83279", "#7a5cc4", "#8a6d1d", "#0f8a94", "#b03a3a", "#6b7280", "#4d7c0f")
+_INK = "#010203"  # stands for the colour of the text around a picture
+_NUMBERS = count()
 
 
 def write_png(plot: Plot, path: Path) -> None:
     """Write a plot as a picture."""
-    _draw(plot).savefig(path, format="png", dpi=110)
+    _draw(plot, WIDE).savefig(path, format="png", dpi=110)
 
 
-def render_svg(plot: Plot) -> str:
-    """Return a plot as one ``<svg>`` element that needs no other file."""
+def render_svg(plot: Plot, size: tuple[float, float] = WIDE) -> str:
+    """Return a plot as one ``<svg>`` element that needs no other file.
+
+    It has the width of what is around it, no background, and the colour of the text there. A page may set the
+    colours of the curves, as ``--curve-1`` to ``--curve-10``.
+
+    Args:
+        plot: What to draw.
+        size: Width and height in inches: how much there is room for beside the text, which is of one size.
+    """
     buffer = io.StringIO()
+    colors: Any = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK)
     # Text stays text: it can be searched and copied, and the browser's fonts show it.
-    with mpl.rc_context({"svg.fonttype": "none"}):
-        _draw(plot).savefig(buffer, format="svg", metadata={"Date": None})
+    with mpl.rc_context({"svg.fonttype": "none", **colors}):
+        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        _draw(plot, size).savefig(buffer, format="svg", metadata=metadata, transparent=True)
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    return _fit_in(text[text.index("<svg") :], plot)
 
 
-def _draw(plot: Plot) -> Figure:
+def _fit_in(svg: str, plot: Plot) -> str:
+    """Make the picture one part of a page: ids that no other has, its size and colours from around it."""
+    prefix = f"plot{next(_NUMBERS)}-"
+    svg = re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{prefix}", svg)
+    svg = svg.replace(_INK, "currentColor").replace(">*{", ">svg *{")
+    svg = re.sub('font-family: [^;"]*', "font-family: inherit", svg)
+    for number, color in enumerate(PALETTE, start=1):
+        svg = svg.replace(color, f"var(--curve-{number}, {color})")
+    head, rest = svg.split(">", 1)
+    head = re.sub(r'\s(width|height)="[^"]*"', "", head)
+    return f'{head} role="img" aria-label="{_escape(plot.title)}">{rest}'
+
+
+def _draw(plot: Plot, size: tuple[float, float]) -> Figure:
     # Not pyplot: it would keep the figure, and choose a window system.
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
+    axes.set_prop_cycle(color=PALETTE)
     draw = {"lines": _draw_lines, "stacked": _draw_stacked, "bars": _draw_bars}[plot.kind]
     draw(plot, axes)
     for i, (name, begin, end) in enumerate(plot.spans):
         axes.axvspan(begin, end, color="0.5", alpha=0.10 if i % 2 else 0.03, linewidth=0)
-        axes.annotate(name, ((begin + end) / 2, 1.0), xycoords=("data", "axes fraction"), ha="center", va="bottom")
+        place = ((begin + end) / 2, 1.0)
+        axes.annotate(_plain(name), place, xycoords=("data", "axes fraction"), ha="center", va="bottom")
     if plot.log_x:
         axes.set_xscale("log", base=2)
-    axes.set(xlabel=plot.x_label, ylabel=plot.y_label)
-    axes.set_title(plot.title, loc="left", pad=18 if plot.spans else 6)
-    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    axes.grid(visible=True, axis="y", alpha=0.3)
+    elif plot.kind != "bars" and all(float(x).is_integer() for curve in plot.curves for x in curve.x):
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    axes.set(xlabel=_plain(plot.x_label), ylabel=_plain(plot.y_label))
+    axes.set_title(_plain(plot.title), loc="left", pad=18 if plot.spans else 6, fontsize="medium", fontweight="bold")
+    if plot.from_zero:
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.grid(visible=True, axis="y", color="0.5", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
     if len(plot.curves) > 1:
-        figure.legend(loc="outside right upper", frameon=False, fontsize="small")
+        is_short = all(len(curve.label) <= 24 for curve in plot.curves)
+        legend: Any = {"loc": "outside lower left", "ncols": 2 if is_short else 1}
+        if size[0] >= WIDE[0]:  # there is room beside the plot
+            legend = {"loc": "outside right upper", "ncols": 1}
+        figure.legend(**legend, frameon=False, fontsize=9)
     return figure
 
 
 def _draw_lines(plot: Plot, axes: Axes) -> None:
     for curve in plot.curves:
-        axes.plot(curve.x, curve.y, label=curve.label, linewidth=1.4, marker="." if len(curve.x) < 40 else None)
+        marker = "." if len(curve.x) < 40 else None
+        axes.plot(curve.x, curve.y, label=_plain(curve.label), linewidth=1.4, marker=marker)
 
 
 def _draw_stacked(plot: Plot, axes: Axes) -> None:
-    labels = [curve.label for curve in plot.curves]
+    labels = [_plain(curve.label) for curve in plot.curves]
     axes.stackplot(plot.curves[0].x, *(curve.y for curve in plot.curves), labels=labels, step="post", linewidth=0)
 
 
@@ -62,5 +105,13 @@ def _draw_bars(plot: Plot, axes: Axes) -> None:
     width = 0.8 / len(plot.curves)
     for i, curve in enumerate(plot.curves):
         offset = (i - (len(plot.curves) - 1) / 2) * width
-        axes.bar([place + offset for place in places], curve.y, width, label=curve.label)
+        axes.bar([place + offset for place in places], curve.y, width, label=_plain(curve.label))
     axes.set_xticks(places, [f"{x:g}" for x in plot.curves[0].x])
+
+
+def _plain(text: str) -> str:
+    return text.replace("$", r"\$")  # else what is between two of them would be set as mathematics
+
+
+def _escape(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

@@ -9,14 +9,24 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 _GIB = 2**30
 _PEAKS: dict[torch.device, int] = {}  # bytes, of the stretches that ended with take_peak_bytes
 
 
-def find_run_folder(trainer: Trainer) -> Path:
-    """Return where a run leaves what it writes. All ranks must call it, as ``log_dir`` is a broadcast."""
-    return Path(trainer.log_dir or trainer.default_root_dir)
+def find_run_folder(trainer: Trainer, fallback_dir: str | None = None) -> Path:
+    """Return where a run leaves what it writes. All ranks must call it, as ``log_dir`` is a broadcast.
+
+    Args:
+        trainer: Of the run.
+        fallback_dir: Where to if the run has no folder of its own, which it has with TensorBoardLogger and
+            CSVLogger; by default ``default_root_dir``.
+    """
+    folder = trainer.log_dir
+    if fallback_dir is not None and not isinstance(trainer.logger, CSVLogger | TensorBoardLogger):
+        return Path(fallback_dir)
+    return Path(folder or trainer.default_root_dir)
 
 
 def is_logging_step(trainer: Trainer) -> bool:

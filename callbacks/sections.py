@@ -53,6 +53,7 @@ class Plot:
         kind: Lines, areas upon each other, or a group of bars for each ``x``.
         spans: Stretches of ``x`` with a name, such as the phases of a step: ``(name, begin, end)``.
         log_x: Whether ``x`` has a logarithmic scale, of base 2.
+        from_zero: Whether the scale of ``y`` begins at 0 where no value is below. Bars and layers need it.
     """
 
     title: str
@@ -62,6 +63,7 @@ class Plot:
     kind: Literal["lines", "stacked", "bars"] = "lines"
     spans: Sequence[tuple[str, float, float]] = ()
     log_x: bool = False
+    from_zero: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,15 @@ def count_micro_batches(trainer: pl.Trainer) -> int | None:
     return None if is_scheduled else trainer.accumulate_grad_batches
 
 
+def read_logged(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+    """Return what the loop that runs has logged by now, in a step or, at its end, over an epoch.
+
+    In ``trainer.callback_metrics`` that of other loops, logged long before, would be among it. All ranks must call
+    it: at the end of an epoch, it may be the first to ask for a metric that is reduced over ranks.
+    """
+    return dict(trainer._logger_connector.metrics["callback"]) if trainer._results else {}
+
+
 def use_no_grad(trainer: pl.Trainer) -> None:
     """Evaluate under ``no_grad``: tensors gathered under ``inference_mode`` cannot be used in a later backward."""
     val_loop = trainer.fit_loop.epoch_loop.val_loop

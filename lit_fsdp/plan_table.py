@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lit_fsdp.quantized_layers import count_weights
 from lit_fsdp.units import Unit, count_shard_bytes
 
+COLUMNS = ("unit", "parameters", "trainable", "bytes per rank")
+
 
 def print_plan(model: nn.Module, plan: Sequence[Unit], mesh: DeviceMesh) -> None:
     """Print one row for each unit; neighbours of one size share a row.
@@ -32,9 +34,25 @@ def make_table(model: nn.Module, plan: Sequence[Unit], mesh_shape: tuple[int, ..
     num_shards = mesh_shape[-1]
     replicate = mesh_shape[0] if len(mesh_shape) > 1 else 1
     table = Table(title=f"FSDP units, mesh replicate {replicate} x shard {num_shards}", title_justify="left")
-    table.add_column("unit")
-    for name in ("parameters", "trainable", "bytes per rank"):
+    table.add_column(COLUMNS[0])
+    for name in COLUMNS[1:]:
         table.add_column(name, justify="right")
+    *rows, totals = list_rows(model, plan, num_shards)
+    for row in rows:
+        table.add_row(*row)
+    table.add_section()
+    table.add_row(*totals)
+    return table
+
+
+def list_rows(model: nn.Module, plan: Sequence[Unit], num_shards: int) -> list[tuple[str, ...]]:
+    """Return the cells of the table under ``COLUMNS``, the totals last.
+
+    Args:
+        model: Sharded or not.
+        plan: Its units.
+        num_shards: Over how many ranks each parameter is split.
+    """
     sizes = {id(unit): count_shard_bytes(model, unit, num_shards) for unit in plan}
     weights = count_weights(model)
     counts = {id(unit): sum(weights[name] for name in unit.parameters) for unit in plan}
@@ -43,6 +61,7 @@ def make_table(model: nn.Module, plan: Sequence[Unit], mesh_shape: tuple[int, ..
         is_alone = unit.kind != "block"
         return (is_alone and unit.names, counts[id(unit)], unit.num_trainable, sizes[id(unit)])
 
+    rows = []
     for _, group in groupby(plan, key=describe):
         units = list(group)
         first, last, times = units[0], units[-1], f"{len(units)} x " if len(units) > 1 else ""
@@ -50,8 +69,6 @@ def make_table(model: nn.Module, plan: Sequence[Unit], mesh_shape: tuple[int, ..
         if len(units) > 1:
             name += f" .. {last.names[0].rsplit('.', 1)[-1]}"
         numbers = (counts[id(first)], first.num_trainable, sizes[id(first)])
-        table.add_row(name, *(f"{times}{number:,}" for number in numbers))
-    table.add_section()
+        rows.append((name, *(f"{times}{number:,}" for number in numbers)))
     totals = (sum(counts.values()), sum(u.num_trainable for u in plan), sum(sizes.values()))
-    table.add_row(f"all {len(plan)} units", *(f"{number:,}" for number in totals))
-    return table
+    return [*rows, (f"all {len(plan)} units", *(f"{number:,}" for number in totals))]

@@ -15,8 +15,6 @@ from typing import Any, NoReturn
 import torch
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
-from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar as LightningProgressBar
 
 # Private, seen in lightning 2.6.6: stores the YAML of model and data as their hyper-parameters.
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, _InstantiatorFn
@@ -28,7 +26,7 @@ from typing_extensions import override
 
 import lit_fsdp.strategy  # registers `strategy: fsdp2`
 import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by its short name
-from lit_fsdp.callbacks import Preemption, ProgressBar, RunSummary, WritePredictions
+from lit_fsdp.callbacks import Preemption, ProgressBar
 from lit_fsdp.cli_errors import (
     ConfigError,
     describe_config_error,
@@ -38,6 +36,7 @@ from lit_fsdp.cli_errors import (
     nearest,
 )
 from lit_fsdp.config_files import check_config_files
+from lit_fsdp.default_callbacks import Defaults, choose_callbacks
 from lit_fsdp.last_checkpoint import find_last_checkpoint
 from lit_fsdp.processes import choose_processes, stop_children
 from lit_fsdp.settings import PRESETS
@@ -182,6 +181,13 @@ class TrainerCLI(LightningCLI):
             "starts one; 2 lets a configuration try its sharding anywhere. No effect where there are GPUs.",
         )
         parser.add_argument("--run_summary", type=bool, default=True, help="Print a table at the end.")
+        parser.add_argument(
+            "--monitoring",
+            type=bool,
+            default=True,
+            help="Measure memory, communication, speed and stability, and write a report at the end. False leaves "
+            "all of it out; a callback that is listed in trainer.callbacks replaces the default one of its class.",
+        )
         parser.add_class_arguments(ProgressBar, "progress_bar")
 
     def before_instantiate_classes(self) -> None:
@@ -220,7 +226,12 @@ class TrainerCLI(LightningCLI):
         settings = self._get(self.config_init, "trainer")
         callbacks = settings["callbacks"] or []
         callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
-        callbacks += self._choose_callbacks(settings, callbacks)
+        defaults = Defaults(
+            command=self.command,
+            run_root=self.run_root,
+            **{key: self._get(self.config_init, key) for key in ("progress_bar", "run_summary", "monitoring")},
+        )
+        callbacks += choose_callbacks(defaults, settings, callbacks)
         kwargs |= {"callbacks": callbacks, "logger": self._choose_loggers(settings)}
         try:
             return super().instantiate_trainer(devices=self.devices, num_nodes=self.num_nodes, **kwargs)
@@ -284,22 +295,6 @@ class TrainerCLI(LightningCLI):
         except Exception as error:
             raise _InstantiationFailed(error, class_type, kwargs) from error
 
-    def _choose_callbacks(self, settings: Mapping[str, Any], given: list[Callback]) -> list[Callback]:
-        chosen: list[Callback] = []
-        if settings["enable_progress_bar"] is not False and not _has(given, LightningProgressBar):
-            chosen.append(self._get(self.config_init, "progress_bar"))
-        if self._get(self.config_init, "run_summary") and not _has(given, RunSummary):
-            chosen.append(RunSummary())
-        if self.subcommand == "predict" and not _has(given, WritePredictions):
-            chosen.append(WritePredictions(fallback_dir=str(self.run_root)))
-        if self.subcommand == "fit" and not settings["fast_dev_run"] and not _has(given, Preemption):
-            chosen.append(Preemption())
-        is_saved = settings["enable_checkpointing"] is not False and not settings["fast_dev_run"]
-        if is_saved and not _has(given, Checkpoint):
-            # A copy would be a second full checkpoint.
-            chosen.append(ModelCheckpoint(save_last="link"))
-        return chosen
-
     def _choose_loggers(self, settings: Mapping[str, Any]) -> Any:
         logger = settings["logger"]
         if logger not in (None, True) or settings["fast_dev_run"]:
@@ -343,10 +338,6 @@ def _check_strategy_name(strategy: Any) -> None:
         guess = nearest(strategy, PRESETS) or nearest(strategy, known)
         hint = f"did you mean {guess}?" if guess else f"expected a name such as {', '.join(PRESETS)}"
         raise ConfigError(f"trainer.strategy: got {strategy!r}: {hint}")
-
-
-def _has(callbacks: list[Callback], kind: type[Callback]) -> bool:
-    return any(isinstance(callback, kind) for callback in callbacks)
 
 
 def _add_path(line: str, config: dict[str, Any], path: str = "") -> str:

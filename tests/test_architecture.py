@@ -34,7 +34,7 @@ LAYERS = [
     {"dry_run"},
     {"plan", "strategy"},
     {"tasks", "callbacks"},
-    {"config_files"},
+    {"config_files", "default_callbacks"},
     {"trainer_cli", "export_cli", "scaling_cli"},
     {"bench_cli"},
     {"cli"},
@@ -44,19 +44,20 @@ LAYERS = [
 DOORS = {
     "bitsandbytes": ("quantization", "adamw_8bit"),
     "peft": ("adapters",),
-    "lightning": ("strategy", "precision_plugin", "lightning_internals", "tasks", "callbacks", "trainer_cli"),
+    "lightning": (
+        *("strategy", "precision_plugin", "lightning_internals", "tasks", "callbacks"),
+        *("default_callbacks", "trainer_cli"),
+    ),
     "pytorch_lightning": (),  # a second copy of Lightning's classes
 }
 SHARED_BY_TASKS = ("tasks.base", "tasks.loading")
 # Each may import those before it.
-SHARED_BY_CALLBACKS = (
-    "callbacks.readings",
-    "callbacks.exchange",
-    "callbacks.sections",
-    "callbacks.series",
-    "callbacks.plots",
-    "callbacks.step_memory",
-    "callbacks.traffic_section",
+SHARED_BY_CALLBACKS = tuple(
+    f"callbacks.{name}"
+    for name in (
+        *("readings", "exchange", "sections", "plots", "history", "redaction", "environment", "curves"),
+        *("run_facts", "report_files", "step_memory", "traffic_section"),
+    )
 )
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 HOMELESS = {"utils", "util", "helpers", "common", "misc"}

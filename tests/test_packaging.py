@@ -16,11 +16,13 @@ BUILD = ("-m", "build", "--no-isolation", "--outdir")
 INSTALL = ("-m", "pip", "install", "--no-deps", "--no-index")
 # Prints where the packages come from; fails if a top-level `tasks` or `callbacks` is importable beside them.
 LOOK = """
-import importlib, importlib.util
+import importlib, importlib.resources, importlib.util
 for name in ("tasks", "callbacks"):
     assert importlib.util.find_spec(name) is None, f"a top-level package {name} is importable"
 for name in ("lit_fsdp", "lit_fsdp.tasks", "lit_fsdp.callbacks"):
     print(importlib.import_module(name).__file__)
+template = importlib.resources.files("lit_fsdp.callbacks").joinpath("report.html.jinja")
+assert template.is_file(), f"{template} was not installed"
 """
 
 
@@ -55,7 +57,9 @@ def read_files(wheel: Path) -> dict[str, bytes]:
 
 
 def test_the_wheel_holds_every_source_file_once(clone: Path, wheel: Path) -> None:
-    sources = {str(p.relative_to(clone)) for f in FOLDERS for p in (clone / f).rglob("*.py")}
+    kinds = ("*.py", "*.jinja")
+    sources = {str(p.relative_to(clone)) for f in FOLDERS for kind in kinds for p in (clone / f).rglob(kind)}
+    assert "callbacks/report.html.jinja" in sources
     expected = {name if name.startswith("lit_fsdp/") else f"lit_fsdp/{name}" for name in sources}
     assert set(read_files(wheel)) == expected | {"lit_fsdp/py.typed"}
 

@@ -1,0 +1,302 @@
+"""The report of a run: what it was, what came out, what it took, in files to look at and to share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+import traceback
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from typing_extensions import override
+
+from lit_fsdp.callbacks import curves, run_facts
+from lit_fsdp.callbacks.environment import read_environment
+from lit_fsdp.callbacks.history import Series
+from lit_fsdp.callbacks.readings import find_run_folder
+from lit_fsdp.callbacks.redaction import hide_hosts, hide_paths, shorten_path
+from lit_fsdp.callbacks.report_files import HTML, Part, Report, draw_section, make_plain, write_report
+from lit_fsdp.callbacks.sections import HasSection, Section
+from lit_fsdp.lightning_internals import read_logged
+
+FORMAT = 1  # of report.json
+_OWN_FOLDER = "run_report"
+_MAX_MESSAGE = 1500  # characters of an error
+
+
+class RunReport(Callback):
+    """Write ``report.html``, ``report.md`` and ``report.json`` into the run's folder when ``fit`` ends.
+
+    It is written however the run ends, unless the process is killed: finished, stopped, interrupted, preempted or
+    failed. The page needs no other file, no network and no script. It holds the configuration, curves of all
+    scalars that the module logged, the FSDP units, what other callbacks have measured (each that has a method
+    ``make_section``), and the environment, without names of hosts or users, and paths only as seen from the current
+    folder.
+
+    Metrics are read every ``log_every_n_steps`` steps, as reading waits for the GPU. A run that goes on from a
+    checkpoint has a report of its own part. Under ``fast_dev_run`` there is none, as such a run leaves no files.
+
+    Args:
+        fallback_dir: Folder for it if the run has none of its own, which it has with TensorBoardLogger or CSVLogger.
+            By default ``run_report`` in ``default_root_dir``, or where the logger saves. A report that is there is
+            replaced.
+    """
+
+    def __init__(self, fallback_dir: str | None = None) -> None:
+        self.fallback_dir = fallback_dir
+        self._is_on = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Find the folder while all ranks are here: at the end it may be rank 0 alone."""
+        self._is_on = stage == "fit" and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        if not self._is_on:
+            return
+        self._start, self._start_time = time.perf_counter(), datetime.now(UTC)
+        self._folder = self._find_folder(trainer)
+        self._environment = read_environment(trainer)
+        self._history: dict[str, Series] = {}
+        self._known: set[str] = set()  # names that are read where they are logged
+        self._first_step: int | None = None  # none is trained yet
+        self._last_step = 0
+        self._num_planned = math.inf
+        self._units: Section | None = None
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_on and trainer.is_global_zero:
+            self._units = run_facts.describe_units(trainer, pl_module)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_on:
+            self._first_step = self._last_step = trainer.global_step  # after a resume, so not at 0
+            self._num_planned = trainer.estimated_stepping_batches
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if not self._is_on or step == self._last_step:  # else a micro-batch without a step
+            return
+        self._last_step = step
+        if step == (self._first_step or 0) + 1:
+            self._known.update(read_logged(trainer))
+        is_last = step >= self._num_planned or trainer.should_stop
+        if is_last or step % max(trainer.log_every_n_steps, 1) == 0:  # type: ignore[attr-defined]
+            self._keep_logged(trainer)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._is_on and not trainer.sanity_checking:
+            self._keep_logged(trainer)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._keep_late(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._keep_late(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if self._is_on:
+            when = "before the first step" if self._first_step is None else f"at step {self._last_step:,}"
+            self._write(trainer, *_describe_end(exception, when))
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write when all callbacks have had their ``on_fit_end``."""
+        if not self._is_on:
+            return
+        step, planned = trainer.global_step, self._num_planned
+        self._first_step, self._last_step = step if self._first_step is None else self._first_step, step
+        if trainer.should_stop and step < planned:
+            of = f" of {planned:,}" if math.isfinite(planned) else ""
+            self._write(trainer, "stopped", f"training was stopped early, at step {step:,}{of}.")
+        else:
+            self._write(trainer, "finished", f"training came to its end at step {step:,}.")
+
+    def _find_folder(self, trainer: Trainer) -> Path:
+        folder = find_run_folder(trainer)
+        if isinstance(trainer.logger, CSVLogger | TensorBoardLogger):
+            return folder
+        # Not the folder itself: it is likely the current one, where report.md may be the user's.
+        return folder / _OWN_FOLDER if self.fallback_dir is None else Path(self.fallback_dir)
+
+    def _keep_logged(self, trainer: Trainer) -> None:
+        metrics = read_logged(trainer)
+        self._known.update(metrics)
+        self._keep(trainer, metrics)
+
+    def _keep(self, trainer: Trainer, metrics: Mapping[str, Tensor]) -> None:
+        """Add values to the curves, on the first rank."""
+        for name, value in metrics.items() if trainer.is_global_zero else ():
+            stem = name.removesuffix("_step")
+            # Lightning's doubles of one that is logged both in steps and over epochs.
+            is_double = (stem != name and stem in metrics) or f"{name}_epoch" in metrics
+            if not is_double and value.numel() == 1:
+                self._history.setdefault(name, Series()).add(trainer.global_step, float(value))
+
+    def _keep_late(self, trainer: Trainer) -> None:
+        """Add what was logged over an epoch or at its end, once that is all there."""
+        if self._is_on:
+            metrics = trainer.callback_metrics
+            self._keep(trainer, {name: value for name, value in metrics.items() if name not in self._known})
+
+    def _write(self, trainer: Trainer, status: str, message: str) -> None:
+        self._is_on = False
+        if not trainer.is_global_zero:
+            return
+        try:
+            write_report(self._make_report(trainer, status, message), self._folder)
+        except Exception as error:  # noqa: BLE001 - neither a trained model nor the error of the run may be lost to it
+            rank_zero_warn(f"the run has no report: {type(error).__name__}: {error}")
+        else:
+            path = (self._folder / HTML).absolute()
+            rank_zero_info(f"report: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+
+    def _make_report(self, trainer: Trainer, status: str, message: str) -> Report:
+        ended = datetime.now(UTC)
+        config = run_facts.read_config(trainer, self._folder)
+        checkpoints = run_facts.describe_checkpoints(trainer, self._folder, since=self._start_time.timestamp())
+        curve_section = curves.make_section(self._history)
+        own = [checkpoints, self._units, run_facts.describe_environment(self._environment)]
+        parts = [draw_section(curve_section, self._folder, is_grid=True)]
+        others = self._collect_sections(trainer)
+        parts += [part for part, _ in others.values()]
+        parts += [draw_section(section, self._folder) for section in own if section is not None]
+        config_section = Section(title="Configuration", name="configuration")
+        parts.insert(-1, draw_section(config_section, self._folder, code=run_facts.format_config(config)))
+        run = self._describe_run(trainer, status, message, ended)
+        numbers = {
+            "format": FORMAT,
+            "run": run,
+            "curves": curve_section.numbers,
+            "checkpoints": [] if checkpoints is None else checkpoints.numbers["files"],
+            "units": None if self._units is None else self._units.numbers,
+            "sections": {name: entry for name, (_, entry) in others.items()},
+            "config": config,
+            "environment": self._environment,
+        }
+        return Report(
+            name=run["name"],
+            status=status,
+            message=message,
+            facts=self._list_facts(run, ended),
+            parts=parts,
+            numbers=make_plain(hide_paths(numbers)),
+        )
+
+    def _collect_sections(self, trainer: Trainer) -> dict[str, tuple[Part, dict[str, Any]]]:
+        """Return what the other callbacks have to say, drawn and for ``report.json``, by the names of sections."""
+        taken = {"curves", "checkpoints", "units", "configuration", "environment"}
+        found: dict[str, tuple[Part, dict[str, Any]]] = {}
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if callback is self or not isinstance(callback, HasSection):
+                continue
+            try:
+                section = callback.make_section()
+                if section is None:
+                    continue
+                section = _rename(section, taken)
+                part = draw_section(section, self._folder)
+                entry = {"title": section.title, "notes": section.notes, "numbers": make_plain(section.numbers)}
+            except Exception as error:  # noqa: BLE001 - of a callback that may be anyone's
+                name = type(callback).__name__
+                text = f"{type(error).__name__}: {error}"
+                rank_zero_warn(f"{name} has no section in the report: make_section: {text}")
+                title, note = name, f"This section could not be made: {hide_hosts(text)}"
+                section = _rename(Section(title=title, name=name.lower(), notes=[note]), taken)
+                part, entry = draw_section(section, self._folder), {"title": title, "error": hide_hosts(text)}
+            taken.add(section.name)
+            found[section.name] = (part, entry)
+        return found
+
+    def _describe_run(self, trainer: Trainer, status: str, message: str, ended: datetime) -> dict[str, Any]:
+        first = self._first_step or 0
+        last = max(self._last_step, first)
+        strategy = type(trainer.strategy).__name__
+        return {
+            "name": self._find_name(trainer),
+            "folder": shorten_path(self._folder),
+            "status": status,
+            "message": message,
+            "started_at": self._start_time.isoformat(timespec="seconds"),
+            "ended_at": ended.isoformat(timespec="seconds"),
+            "wall_s": round(time.perf_counter() - self._start, 3),
+            "first_step": first,
+            "last_step": last,
+            "num_steps": last - first,
+            "num_steps_planned": int(self._num_planned) if math.isfinite(self._num_planned) else None,
+            "resumed_from": shorten_path(Path(trainer.ckpt_path).absolute()) if first and trainer.ckpt_path else None,
+            "num_ranks": self._environment["world_size"],
+            "num_nodes": self._environment["num_nodes"],
+            "strategy": strategy,
+            "precision": str(trainer.precision),
+        }
+
+    def _find_name(self, trainer: Trainer) -> str:
+        folder = self._folder.absolute()
+        if isinstance(trainer.logger, CSVLogger | TensorBoardLogger):
+            return f"{folder.parent.name}/{folder.name}"
+        return folder.name if folder.name != _OWN_FOLDER else folder.parent.name
+
+    def _list_facts(self, run: dict[str, Any], ended: datetime) -> dict[str, str]:
+        facts = {}
+        for name, series in self._history.items():
+            if name.rpartition("/")[2] == "loss" and series.last is not None:
+                facts[f"final {name}"] = f"{series.last[1]:.4f}"
+                if not name.startswith("train") and series.low is not None:
+                    facts[f"best {name}"] = f"{series.low[1]:.4f} at step {series.low[0]:,}"
+        steps = f"{run['num_steps']:,}"
+        if run["first_step"]:
+            steps += f", from {run['first_step']:,} to {run['last_step']:,}"
+        facts["steps"] = steps
+        if run["resumed_from"]:
+            facts["went on from"] = run["resumed_from"]
+        facts["wall time"] = str(timedelta(seconds=round(run["wall_s"])))
+        facts["ranks"] = run_facts.format_ranks(self._environment)
+        facts["devices"] = run_facts.format_devices(self._environment["devices"])
+        facts |= {"strategy": run["strategy"], "precision": run["precision"]}
+        if self._units is not None:
+            numbers = self._units.numbers
+            facts["parameters"] = f"{numbers['num_parameters']:,}"
+            facts["trainable"] = f"{numbers['num_trainable']:,}"
+        facts["ended"] = f"{ended:%Y-%m-%d %H:%M} UTC"
+        facts["folder"] = run["folder"]
+        return hide_paths(facts)
+
+
+def _describe_end(exception: BaseException, when: str) -> tuple[str, str]:
+    """Return a word and a sentence for a run that ended by an exception."""
+    if isinstance(exception, SIGTERMException):
+        return "preempted", f"a signal ended the run {when}."
+    if isinstance(exception, KeyboardInterrupt):
+        return "interrupted", f"Ctrl-C ended the run {when}."
+    text = str(exception)
+    text = text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]} ..."
+    frames = traceback.extract_tb(exception.__traceback__)
+    where = f" ({frames[-1].name}, {Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
+    return "failed", hide_paths(hide_hosts(f"{when}: {type(exception).__name__}: {text}{where}"))
+
+
+def _rename(section: Section, taken: set[str]) -> Section:
+    """Return a section with a name that no other has."""
+    if not isinstance(section, Section):
+        raise TypeError(f"make_section returned a {type(section).__name__}: expected a Section, or None")
+    name, number = section.name, 1
+    while name in taken:
+        number += 1
+        name = f"{section.name}_{number}"
+    return dataclasses.replace(section, name=name)

@@ -1,0 +1,179 @@
+"""The three files of a run report: a page, the same as Markdown, and its numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jinja2 import Environment, StrictUndefined
+
+from lit_fsdp.callbacks.plots import NARROW, render_svg, write_png
+from lit_fsdp.callbacks.redaction import hide_paths
+from lit_fsdp.callbacks.sections import Plot, Section, Table
+
+HTML, MARKDOWN, JSON, PICTURES = "report.html", "report.md", "report.json", "report"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A plot as it lies in the files.
+
+    Args:
+        title: Of the plot.
+        wide: As ``<svg>`` for a screen; empty where the narrow one does for all.
+        narrow: As ``<svg>`` for a phone.
+        png: Its file, as seen from the folder of the report.
+    """
+
+    title: str
+    wide: str
+    narrow: str
+    png: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A section that has been drawn.
+
+    Args:
+        section: What is in it.
+        anchor: Its name in the page.
+        pictures: Of its plots.
+        code: Text that is shown as it is.
+    """
+
+    section: Section
+    anchor: str
+    pictures: Sequence[Picture] = ()
+    code: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All that is written.
+
+    Args:
+        name: Of the run.
+        status: How it ended, in one word.
+        message: The same in a sentence.
+        facts: What comes first: labels and values.
+        parts: What comes then.
+        numbers: For ``report.json``.
+    """
+
+    name: str
+    status: str
+    message: str
+    facts: Mapping[str, str]
+    parts: Sequence[Part]
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+def draw_section(section: Section, folder: Path, *, code: str = "", is_grid: bool = False) -> Part:
+    """Draw the plots of a section, and write them as PNG.
+
+    Args:
+        section: Its texts are cleared of paths of this machine.
+        folder: Of the report.
+        code: Text to show as it is.
+        is_grid: Whether small pictures beside each other will do.
+    """
+    section = hide_paths(section)
+    anchor = _make_slug(section.name)
+    pictures = []
+    for number, plot in enumerate(section.plots, start=1):
+        path = folder / PICTURES / f"{anchor}_{number}_{_make_slug(plot.title)}.png"
+        pictures.append(_draw(plot, path, is_grid=is_grid))
+    return Part(section=section, anchor=anchor, pictures=pictures, code=code)
+
+
+def write_report(report: Report, folder: Path) -> None:
+    """Write the three files; those that exist are replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {
+        JSON: json.dumps(report.numbers, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
+        MARKDOWN: _format_markdown(report),
+        HTML: _render_html(report),
+    }
+    for name, text in texts.items():
+        part = folder / f".{name}.part"
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, folder / name)  # noqa: PTH105 - whole, or as it was
+
+
+def make_plain(value: Any) -> Any:
+    """Return a value in the types of JSON; a number that is not finite becomes ``None``.
+
+    Raises:
+        TypeError: It has none there.
+    """
+    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): make_plain(part) for key, part in value.items()}
+    if isinstance(value, Sequence | set | frozenset):
+        return [make_plain(part) for part in value]
+    raise TypeError(f"a {type(value).__name__} has no place in JSON: expected numbers, texts, lists and dicts")
+
+
+def _draw(plot: Plot, path: Path, *, is_grid: bool) -> Picture:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_png(plot, path)
+    wide = "" if is_grid else render_svg(plot)
+    return Picture(title=plot.title, wide=wide, narrow=render_svg(plot, NARROW), png=f"{PICTURES}/{path.name}")
+
+
+def _make_slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")[:60] or "part"
+
+
+def _render_html(report: Report) -> str:
+    template = resources.files("lit_fsdp.callbacks").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(template).render(report=report)
+
+
+def _format_markdown(report: Report) -> str:
+    blocks = [f"# {_escape(report.name)}", f"**{report.status}**: {_escape(report.message)}"]
+    blocks.append(_format_table(["", ""], list(report.facts.items())))
+    for part in report.parts:
+        section = part.section
+        blocks.append(f"## {_escape(section.title)}")
+        blocks += map(_escape, section.notes)
+        if part.code:
+            fence = "`" * max(3, 1 + max(map(len, re.findall("`+", part.code)), default=0))
+            blocks.append(f"{fence}yaml\n{part.code.rstrip()}\n{fence}")
+        blocks += [f"![{_escape(picture.title)}]({picture.png})" for picture in part.pictures]
+        for table in section.tables:
+            blocks += _format_titled(table)
+    return "\n\n".join(blocks) + "\n"
+
+
+def _format_titled(table: Table) -> list[str]:
+    return [*([f"### {_escape(table.title)}"] if table.title else []), _format_table(table.columns, table.rows)]
+
+
+def _format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(_escape(cell) for cell in line)} |" for line in lines)
+
+
+def _escape(text: str) -> str:
+    """Keep a text from being read as a tag, as the end of a cell or as markup."""
+    text = re.sub(r"([\\`*|\[\]])", r"\\\1", str(text)).replace("&", "&amp;").replace("<", "&lt;")
+    return " ".join(text.split())
