@@ -91,10 +91,9 @@ class ThroughputLogger(Callback):
         self._peak_tflops = self._find_peak(trainer, pl_module)
         self._counter = self._build_counter(pl_module)
         self._undo.append(watch_fetches(trainer, lambda: self._timeline.cut("data")))
-        after = "other" if pl_module.automatic_optimization else "forward"
+        end_step = self._end_optimizer if pl_module.automatic_optimization else lambda *_: self._timeline.cut("forward")
         for optimizer in trainer.optimizers:
-            handle = optimizer.register_step_post_hook(lambda *_: self._timeline.cut(after))
-            self._undo.append(handle.remove)
+            self._undo.append(optimizer.register_step_post_hook(end_step).remove)
 
     # Marks
 
@@ -115,6 +114,12 @@ class ThroughputLogger(Callback):
         self._timeline.cut("optimizer")
         if pl_module.automatic_optimization:
             self._stop_counting()
+
+    def _end_optimizer(self, *_: Any) -> None:
+        # Torch calls this for the step of a parent class too, where an optimizer builds on that.
+        if self._timeline.name == "other":
+            self._timeline.rename("optimizer")
+        self._timeline.cut("other")
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

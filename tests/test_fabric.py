@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,14 +170,20 @@ def test_ctrl_c_ends_all_ranks() -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # Whoever runs the tests in the background ignores Ctrl-C, and so would what is started here.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     deadline = time.monotonic() + 60
     while len(ranks := children.read_text().split()) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(0.5)
-    process.send_signal(signal.SIGINT)  # to the first process only; a terminal's reaches the ranks too
-    _, err = process.communicate(timeout=30)
+    try:
+        process.send_signal(signal.SIGINT)  # to the first process only; a terminal's reaches the ranks too
+        _, err = process.communicate(timeout=30)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130
     assert err == "error: interrupted; all ranks were ended\n"
     assert len(ranks) == 2

@@ -123,7 +123,7 @@ def test_a_rank_that_sleeps_in_forward_is_the_straggler(slow: int, tmp_path: Pat
     found = json.loads((tmp_path / "out").read_text())
     assert found["straggler"]["rank"] == slow
     assert found["straggler"]["waited_s"] > 0.05
-    assert found["straggler"]["waited_pct"] > 20
+    assert found["straggler"]["waited_pct"] > 5  # from where on a rank is named
     assert f"rank {slow} is the straggler" in found["notes"][-1]
 
 
