@@ -12,7 +12,7 @@ from lit_fsdp.memory_trace import StepMemory
 
 _GIB = 2**30
 _MAX_UNITS = 24  # rows of the table by unit
-_MAX_POINTS = 1500
+_MAX_POINTS = 400
 
 
 def make_step_tables(memory: StepMemory, ranks: Mapping[str, Spread], step: int) -> list[Table]:
