@@ -29,7 +29,7 @@ class Scale:
         step_s: Of a step.
         exposed_s: Of a step, in which compute waits for collectives.
         exposed_pct: The same as a share.
-        sent_gib: By a rank in a step, all collectives.
+        wire_bytes: Sent by a rank in a step, all collectives; see ``count_wire_bytes``.
     """
 
     num_ranks: int
@@ -38,7 +38,7 @@ class Scale:
     step_s: float
     exposed_s: float
     exposed_pct: float
-    sent_gib: float
+    wire_bytes: float
 
     @property
     def per_s_per_rank(self) -> float:
@@ -47,11 +47,11 @@ class Scale:
 
 
 def bench_scaling(
-    config: list[str] | None = None,
-    ranks: list[int] | None = None,
+    config: list[str] | str | None = None,
+    ranks: str | None = None,
     steps: int = 20,
-    options: list[str] | None = None,
-    reports: list[Path] | None = None,
+    options: list[str] | str | None = None,
+    reports: list[str] | str | None = None,
     out: Path | None = None,
 ) -> int:
     """Train a configuration on 1, 2, 4 ... ranks for a few steps, and compare speed and communication.
@@ -60,11 +60,12 @@ def bench_scaling(
     this node. Of several nodes, run `fit` at each size under your launcher, and compare the reports with --reports.
 
     Args:
-        config: Configuration files, as for `fit`.
-        ranks: Numbers of ranks to compare. By default 1, 2, 4 ... up to the GPUs of this node; 1 and 2 on the CPU.
+        config: Configuration file, as for `fit`, or a list of them.
+        ranks: Numbers of ranks to compare, such as 1,2,4. By default 1, 2, 4 ... up to the GPUs of this node; 1 and 2
+            on the CPU.
         steps: Of each run, 8 or more.
-        options: More options for `fit`, such as "--data.batch_size=2".
-        reports: Compare these `report.json` instead of running anything.
+        options: One more option for `fit`, such as "--data.batch_size=2", or a list of them.
+        reports: A `report.json`, or a list of them, to compare instead of running anything.
         out: Folder for `scaling.json` and the plot `scaling.png`. By default nothing is written.
     """
     if (config is None) == (reports is None):
@@ -72,10 +73,10 @@ def bench_scaling(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     if reports is not None:
-        scales = [read_report(path) for path in reports]
+        scales = [read_report(Path(path)) for path in _list(reports)]
     else:
         assert config is not None
-        scales = _run_all(config, _choose_ranks(ranks), steps, options or [])
+        scales = _run_all(_list(config), _choose_ranks(ranks), steps, _list(options))
     scales = sorted(scales, key=lambda scale: scale.num_ranks)
     _print(scales)
     if out is not None:
@@ -94,7 +95,7 @@ def read_report(path: Path) -> Scale:
     """
     try:
         sections = json.loads(path.read_text())["sections"]
-        speed, comm = sections["speed"]["numbers"], sections.get("comm", {}).get("numbers")
+        speed, comm = sections["speed"]["numbers"], sections.get("comm", {}).get("numbers", {})
         unit = next(unit for unit in ("tokens", "samples") if f"{unit}_per_s" in speed)
     except (OSError, ValueError, KeyError, TypeError, StopIteration) as error:
         raise ConfigError(
@@ -102,8 +103,7 @@ def read_report(path: Path) -> Scale:
             f"({type(error).__name__}: {error})"
         ) from error
     # One rank has no collectives, and says nothing of them.
-    step = comm["step"] if comm is not None else dict.fromkeys(("exposed_s", "exposed_pct"), 0.0)
-    sent = 0.0 if comm is None else sum(value for name, value in step.items() if name.endswith("_gib"))
+    step = comm.get("step", {"exposed_s": 0.0, "exposed_pct": 0.0})
     return Scale(
         num_ranks=speed["ranks"],
         unit=unit,
@@ -111,11 +111,15 @@ def read_report(path: Path) -> Scale:
         step_s=speed["step_s"],
         exposed_s=step["exposed_s"],
         exposed_pct=step["exposed_pct"],
-        sent_gib=sent,
+        wire_bytes=sum(total["wire_bytes"] for total in comm.get("collectives", {}).values()),
     )
 
 
-def _choose_ranks(ranks: list[int] | None) -> list[int]:
+def _list(given: list[str] | str | None) -> list[str]:
+    return [given] if isinstance(given, str) else given or []
+
+
+def _choose_ranks(given: str | None) -> list[int]:
     if is_torchrun(os.environ):
         raise ConfigError(
             "bench scaling starts its runs itself: run it without torchrun, or compare reports with --reports"
@@ -123,10 +127,12 @@ def _choose_ranks(ranks: list[int] | None) -> list[int]:
     import torch
 
     num_gpus = torch.cuda.device_count()
-    if ranks is None:
-        ranks = [2**i for i in range(num_gpus.bit_length()) if 2**i <= num_gpus] or [1, 2]
-    if not ranks or min(ranks) < 1 or len(set(ranks)) != len(ranks):
-        raise ConfigError(f"ranks: got {ranks}: expected different numbers, 1 or more")
+    ranks = [2**i for i in range(num_gpus.bit_length())] or [1, 2]
+    if given is not None:
+        parts = [part.strip() for part in given.split(",")]
+        ranks = [int(part) for part in parts if part.isdecimal()]
+        if len(ranks) < len(parts) or min(ranks) < 1 or len(set(ranks)) < len(ranks):
+            raise ConfigError(f"ranks: got {given!r}: expected different numbers from 1 on, such as 1,2,4")
     if num_gpus and max(ranks) > num_gpus:
         raise ConfigError(f"ranks: got {max(ranks)}: this node has {num_gpus} GPUs")
     return ranks
@@ -176,7 +182,7 @@ def _print(scales: Sequence[Scale]) -> None:
     table = Table(title="the batch of a rank is the same in all runs", title_justify="left")
     first = scales[0]
     names = [f"{first.unit}/s", "per rank", f"of {first.num_ranks} rank{'s' if first.num_ranks > 1 else ''}", "step s"]
-    for name in ("ranks", *names, "exposed s", "exposed", "sent per rank, GiB"):
+    for name in ("ranks", *names, "exposed s", "exposed", "sent per rank, MiB"):
         table.add_column(name, justify="right")
     for scale in scales:
         efficiency = scale.per_s_per_rank / first.per_s_per_rank
@@ -185,7 +191,7 @@ def _print(scales: Sequence[Scale]) -> None:
             f"{scale.step_s:.4f}",
             f"{scale.exposed_s:.4f}",
             f"{scale.exposed_pct:.0f} %",
-            f"{scale.sent_gib:.3f}",
+            f"{scale.wire_bytes / 2**20:,.1f}",
         ]
         table.add_row(str(scale.num_ranks), *cells)
     Console(width=160).print(table)
