@@ -131,9 +131,11 @@ class StabilityMonitor(Callback):
         self._events: list[dict[str, Any]] = []
         self._notes: list[str] = []
         self._pending: _StepState | None = None
+        self._error: str | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._error = None
         if stage == "fit":  # before a checkpoint is loaded
             self.load_state_dict({"loss": [], "grad_norm": [], "counts": {}, "events": []})
 
@@ -141,7 +143,6 @@ class StabilityMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._state, self._pending = _StepState(), None
         self._num_bad = 0  # in a row
-        self._error: str | None = None
         self._notes = []
         self._loader: Any = None
         self._clock = Clock(trainer.strategy.root_device)

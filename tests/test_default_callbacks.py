@@ -85,6 +85,9 @@ def test_a_run_of_the_command_line_ends_in_a_report_with_its_merged_configuratio
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     assert numbers["config"] == saved
     assert saved["run_name"] == name
+    # Validation came first, as Lightning's check that it runs.
+    assert {"stability", "memory", "comm", "speed"} <= set(numbers["sections"])
+    assert not any("error" in section for section in numbers["sections"].values())
     page = Page((folder / "report.html").read_text())
     assert "script" not in page.tags
     assert f"run_name: {name}" in page.text
