@@ -64,7 +64,8 @@ def write_run(folder: Path, **sections: dict[str, Any]) -> None:
     trainer = {"accelerator": "cpu", "max_steps": 4, "log_every_n_steps": 1, "gradient_clip_val": 1.0, **quiet}
     data = {"train": "train.jsonl", "tokenizer": {"vocab_size": 300}, "seq_length": 32, "batch_size": 4}
     data |= {"num_workers": 0, "cache_dir": "cache"}
-    run = {
+    run: dict[str, Any] = {
+        "monitoring": False,  # a second in every run, and tested elsewhere
         "trainer": trainer | sections.get("trainer", {}),
         "model": {"class_path": "lit_fsdp.tasks.CausalLM", "init_args": {"config": architecture}},
         "data": {"class_path": "lit_fsdp.tasks.TextData", "init_args": data | sections.get("data", {})},

@@ -9,8 +9,21 @@ from launches import fork_ranks, write_run
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from report_runs import Page, read_numbers
 
-from lit_fsdp.callbacks import Preemption, ProgressBar, RunReport, RunSummary, WritePredictions
+from lit_fsdp.callbacks import (
+    MemoryLogger,
+    OOMReport,
+    Preemption,
+    ProgressBar,
+    RunReport,
+    RunSummary,
+    StabilityMonitor,
+    ThroughputLogger,
+    TrafficLogger,
+    WritePredictions,
+)
 from lit_fsdp.default_callbacks import Defaults, choose_callbacks
+
+MONITORS = [StabilityMonitor, MemoryLogger, TrafficLogger, ThroughputLogger, OOMReport, RunReport]
 
 
 def choose(
@@ -28,7 +41,7 @@ def choose(
 
 
 def test_a_fit_is_saved_preempted_summed_up_and_reported_the_report_last() -> None:
-    assert choose() == [ProgressBar, RunSummary, Preemption, ModelCheckpoint, RunReport]
+    assert choose() == [ProgressBar, RunSummary, Preemption, ModelCheckpoint, *MONITORS]
 
 
 class OwnReport(RunReport):
@@ -40,6 +53,7 @@ class OwnReport(RunReport):
     [
         (RunReport(), RunReport),
         (OwnReport(), RunReport),
+        (MemoryLogger(trace_step=5), MemoryLogger),
         (RunSummary(), RunSummary),
         (Preemption(), Preemption),
         (ProgressBar(), ProgressBar),
@@ -53,12 +67,12 @@ def test_a_callback_that_is_given_replaces_that_of_its_class(given: Callback, ki
 @pytest.mark.parametrize(
     ("settings", "missing"),
     [
-        ({"monitoring": False}, {RunReport}),
+        ({"monitoring": False}, {*MONITORS}),
         ({"run_summary": False}, {RunSummary}),
         ({"enable_progress_bar": False}, {ProgressBar}),
         ({"enable_checkpointing": False}, {ModelCheckpoint}),
         ({"fast_dev_run": True}, {Preemption, ModelCheckpoint}),
-        ({"command": "validate"}, {Preemption, RunReport}),
+        ({"command": "validate"}, {Preemption, *MONITORS}),
     ],
 )
 def test_each_setting_leaves_out_what_it_is_about(settings: dict[str, Any], missing: set[type[Callback]]) -> None:
