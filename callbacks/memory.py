@@ -21,6 +21,8 @@ from lit_fsdp.callbacks.readings import (
     is_trial,
     read_peak_gib,
     read_resident_bytes,
+    start_recording,
+    stop_recording,
     take_peak_bytes,
 )
 from lit_fsdp.callbacks.sections import Curve, Plot, Section, Table, print_table
@@ -78,6 +80,8 @@ class MemoryLogger(Callback):
         self._step_ranks: dict[str, Spread] = {}  # at the peak of the traced step
         self._series: dict[str, Series] = {}
         self._notes: list[str] = []
+        self._snapshots_left = sorted(self.snapshot_steps)
+        self._is_recording = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -90,6 +94,7 @@ class MemoryLogger(Callback):
         self._folder = find_run_folder(trainer, self.fallback_dir) / "memory"
         self._device = trainer.strategy.root_device
         self._first_step = self._last_step = trainer.global_step
+        self._peak_gib = 0.0
         self._exchange = RankExchange(trainer, list(_read(self._device)))
         strategy = trainer.strategy
         self._can_trace = self.trace_step is not None
@@ -100,17 +105,15 @@ class MemoryLogger(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step - self._first_step + 1
-        if step in self.snapshot_steps:
-            torch.cuda.memory._record_memory_history()  # the documented way, though it has no public name yet
-        if self._can_trace and step == self.trace_step and self._trace is None:
-            self._trace = MemoryTrace(
-                pl_module,
-                trainer.optimizers,
-                plan=getattr(trainer.strategy, "plan", ()),
-                device=self._device,
-            )
-            self._trace.__enter__()
-            self._trace.add_inputs(batch)
+        # Not ==: several optimizers count as several steps.
+        if self._snapshots_left and step >= self._snapshots_left[0] and not self._is_recording:
+            self._is_recording = True
+            start_recording(self)
+        if self._can_trace and self._step_memory is None and self._trace is None and step >= (self.trace_step or 0):
+            plan = getattr(trainer.strategy, "plan", ())
+            trace = MemoryTrace(pl_module, trainer.optimizers, plan=plan, device=self._device)
+            self._trace = trace.__enter__()
+            trace.add_inputs(batch)
         self._begin_phase("forward")
 
     @override
@@ -130,19 +133,27 @@ class MemoryLogger(Callback):
         self._last_step = trainer.global_step
         self._end_trace()
         self._write_snapshot(trainer)
-        values = _read(self._device)
-        for name in _CURVES[self._device.type]:
-            self._series.setdefault(name, Series()).add(trainer.global_step, values[name])
+        values = _read_step(self._device)
+        for name, value in values.items():
+            self._series.setdefault(name, Series()).add(trainer.global_step, value)
+        peak = _PEAK[self._device.type]
+        self._peak_gib = max(self._peak_gib, values.get(peak, 0.0))
         if is_logging_step(trainer):
             self._log(trainer)
-            self._exchange.start(values, tag=trainer.global_step)
+            # The peak is the largest of all steps since the last one that was logged.
+            self._exchange.start(
+                {**_read(self._device), **({peak: self._peak_gib} if self._peak_gib else {})}, tag=trainer.global_step
+            )
+            self._peak_gib = 0.0
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close_trace()  # of a step that did not come to its end
         self._log(trainer)
-        self._exchange.start({**_read(self._device), _PEAK[self._device.type]: read_peak_gib(self._device)})
+        self._exchange.start(_read(self._device))
         self._ranks = _finish(self._exchange)
+        if self._can_trace and self._step_memory is None:
+            self._notes.append(f"No step was followed: the run had no step {self.trace_step}.")
         if self._step_memory is not None:
             exchange = RankExchange(trainer, KINDS)
             exchange.start({kind: self._step_memory.peak.by_kind.get(kind, 0) for kind in KINDS})
@@ -153,6 +164,7 @@ class MemoryLogger(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close_trace()
+        stop_recording(self)
 
     def make_section(self) -> Section | None:
         """Return the tables and plots of the run."""
@@ -170,6 +182,20 @@ class MemoryLogger(Callback):
             notes=self._notes,
         )
 
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._trace is not None:  # between two micro-batches
+            self._trace.pause()
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._trace is not None:
+            self._trace.resume()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        stop_recording(self)
+
     def _begin_phase(self, name: str) -> None:
         if self._trace is not None:
             self._trace.begin_phase(name)
@@ -186,12 +212,14 @@ class MemoryLogger(Callback):
             self._traced_step = self._last_step
 
     def _write_snapshot(self, trainer: Trainer) -> None:
-        step = trainer.global_step - self._first_step
-        if step in self.snapshot_steps:
+        if self._is_recording:
+            self._is_recording = False
+            step = trainer.global_step - self._first_step
+            self._snapshots_left = [other for other in self._snapshots_left if other > step]
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"snapshot_step_{trainer.global_step}_rank_{trainer.global_rank}.pickle"
-            torch.cuda.memory._dump_snapshot(str(path))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            torch.cuda.memory._dump_snapshot(str(path))  # documented, though it has no public name yet
+            stop_recording(self)
             rank_zero_info(f"memory snapshot: {path}")
 
     def _log(self, trainer: Trainer) -> None:
@@ -230,18 +258,25 @@ class MemoryLogger(Callback):
 
 
 _PEAK = {"cuda": "peak_allocated_gib", "cpu": "peak_rss_gib"}
-_CURVES = {"cuda": ("peak_allocated_gib", "reserved_gib"), "cpu": ("rss_gib",)}
+
+
+def _read_step(device: torch.device) -> dict[str, float]:
+    """Return what is read after every step; of a GPU, begins a new stretch for its peak."""
+    if device.type != "cuda":
+        return {"rss_gib": read_resident_bytes() / _GIB}
+    peak, reserved = take_peak_bytes(device), torch.cuda.memory_reserved(device)
+    return {"peak_allocated_gib": peak / _GIB, "reserved_gib": reserved / _GIB}
 
 
 def _read(device: torch.device) -> dict[str, float]:
-    """Return what is told of this process's memory; of a GPU, begins a new stretch for its peak."""
+    """Return all that is told of this process's memory, the peak as that of the run."""
     if device.type != "cuda":
         return {"rss_gib": read_resident_bytes() / _GIB, "peak_rss_gib": read_peak_gib(device)}
     stats = torch.cuda.memory_stats(device)
     reserved, split = stats["reserved_bytes.all.current"], stats["inactive_split_bytes.all.current"]
     return {
         "allocated_gib": stats["allocated_bytes.all.current"] / _GIB,
-        "peak_allocated_gib": take_peak_bytes(device) / _GIB,
+        "peak_allocated_gib": read_peak_gib(device),
         "active_gib": stats["active_bytes.all.current"] / _GIB,
         "reserved_gib": reserved / _GIB,
         "inactive_split_gib": split / _GIB,

@@ -17,7 +17,13 @@ from torch.utils._pytree import tree_iter
 from typing_extensions import override
 
 from lit_fsdp.advice import Situation, Suggestion, suggest_settings
-from lit_fsdp.callbacks.readings import find_run_folder, read_resident_bytes
+from lit_fsdp.callbacks.readings import (
+    find_run_folder,
+    read_resident_bytes,
+    start_recording,
+    stop_recording,
+)
+from lit_fsdp.lightning_internals import outlive_children
 from lit_fsdp.memory import KINDS, Kind, is_on, iterate_states, measure_states
 from lit_fsdp.strategy import FSDP2Strategy
 from lit_fsdp.units import Unit
@@ -67,7 +73,7 @@ class OOMReport(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.snapshot:
-            torch.cuda.memory._record_memory_history()  # the documented way, though it has no public name yet
+            start_recording(self)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -95,9 +101,21 @@ class OOMReport(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        try:
+            self._report(trainer, pl_module, exception)
+        finally:
+            stop_recording(self)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._batch = None
+        stop_recording(self)
+
+    def _report(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         batch, self._batch = self._batch, None
         if self._folder is None or not is_out_of_memory(exception):
             return
+        outlive_children(trainer)
         where = f"rank {trainer.global_rank} of {trainer.world_size}, in {self._phase}, step {trainer.global_step + 1}"
         try:
             head = self._describe(trainer, pl_module, exception, batch, where=where)
@@ -115,8 +133,7 @@ class OOMReport(Callback):
             print(f"out of memory on {where}; another rank has reported: {path}", flush=True)
         if self.snapshot:
             dump = self._folder / f"out_of_memory_rank_{trainer.global_rank}.pickle"
-            torch.cuda.memory._dump_snapshot(str(dump))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            torch.cuda.memory._dump_snapshot(str(dump))  # documented, though it has no public name yet
 
     def _describe(
         self, trainer: Trainer, module: LightningModule, error: BaseException, batch: Any, *, where: str
@@ -165,7 +182,9 @@ def _gib(num_bytes: int) -> str:
 def _iterate_alive(device: torch.device) -> Iterator[Tensor]:
     for thing in gc.get_objects():
         # Not isinstance(): some things import a module when they are asked for their class.
-        if issubclass(type(thing), Tensor) and not issubclass(type(thing), DTensor) and is_on(thing, device):
+        if not issubclass(type(thing), Tensor) or issubclass(type(thing), DTensor) or not is_on(thing, device):
+            continue
+        if thing.layout is torch.strided and not torch._is_functional_tensor(thing):  # else it has no storage
             yield thing
 
 

@@ -76,7 +76,7 @@ class Profile(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # The step before the window is the profiler's warm-up: starting it would otherwise be in the trace.
-        if not self._is_over and self._profiler is None and self._next_step(trainer) == self.start_step - 1:
+        if not self._is_over and self._profiler is None and self._next_step(trainer) >= self.start_step - 1:
             self._profiler = self._build(trainer.strategy.root_device)
             self._profiler.start()
 
@@ -89,7 +89,7 @@ class Profile(Callback):
         self._step = trainer.global_step
         if self._profiler is None:
             return
-        if self._next_step(trainer) == self.start_step + self.num_steps:
+        if self._next_step(trainer) >= self.start_step + self.num_steps:
             self._stop()
         else:
             self._profiler.step()

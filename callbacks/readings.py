@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 _GIB = 2**30
+_RECORDING: set[int] = set()  # who wants allocations noted
 _PEAKS: dict[torch.device, int] = {}  # bytes, of the stretches that ended with take_peak_bytes
 
 
@@ -68,6 +69,20 @@ def take_peak_bytes(device: torch.device) -> int:
     _PEAKS[device] = max(peak, _PEAKS.get(device, 0))
     torch.cuda.reset_peak_memory_stats(device)
     return peak
+
+
+def start_recording(owner: object) -> None:
+    """Let CUDA's allocator note what it does, for a snapshot, as long as anyone wants it to."""
+    _RECORDING.add(id(owner))
+    torch.cuda.memory._record_memory_history()  # documented, though it has no public name yet
+
+
+def stop_recording(owner: object) -> None:
+    """End what ``start_recording`` began, unless somebody else still records."""
+    if id(owner) in _RECORDING:
+        _RECORDING.discard(id(owner))
+        if not _RECORDING:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def read_resident_bytes() -> int:

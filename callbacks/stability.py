@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_fsdp.bad_steps import KINDS, classify, conclude, describe, make_row
-from lit_fsdp.callbacks.readings import find_checkpoint_folder
+from lit_fsdp.callbacks.readings import find_checkpoint_folder, is_logging_step
 from lit_fsdp.callbacks.sections import Section, Table
 from lit_fsdp.clipping import compute_grad_norm
 from lit_fsdp.clock import Clock, Mark
@@ -273,8 +273,7 @@ class StabilityMonitor(Callback):
         self._step = trainer.global_step
         if self._error is not None:
             self._save(trainer)
-        is_due = self._step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
-        if trainer.is_global_zero and is_due:
+        if trainer.is_global_zero and is_logging_step(trainer):
             values = {f"stability/{name}": float(self._counts[name]) for name in ("skipped_steps", *KINDS)}
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=self._step)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lit_fsdp.callbacks.exchange import RankExchange, Spread
-from lit_fsdp.callbacks.readings import read_metric
+from lit_fsdp.callbacks.readings import is_logging_step, read_metric
 from lit_fsdp.callbacks.sections import Curve, Plot, Section, Table, print_table
 from lit_fsdp.clock import Clock
 from lit_fsdp.flops import FlopCounter, Flops, is_compiled
@@ -153,7 +153,7 @@ class ThroughputLogger(Callback):
         self._keep(self._timeline.take())
         if self._step - self._first_step in (1, self.num_warmup_steps):
             self._read_rate(trainer)
-        if self._step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        if is_logging_step(trainer):
             self._read_rate(trainer)
             self._log(trainer)
             self._send()
@@ -214,7 +214,7 @@ class ThroughputLogger(Callback):
             values[f"speed/{self._unit}_per_s"] = rate
             values[f"speed/{self._unit}_per_s_per_rank"] = rate / trainer.world_size
         values = {name: value for name, value in values.items() if not math.isnan(value)}
-        for logger in trainer.loggers:
+        for logger in trainer.loggers if values else ():
             logger.log_metrics(values, step=step)
         if step - self._first_step > self.num_warmup_steps:
             self._warn_if_starved(spreads)
@@ -273,9 +273,9 @@ class ThroughputLogger(Callback):
         if self._reading is None or self._reading[0] < len(self._history["step_s"]):
             self._read_rate(trainer)
         self._log(trainer)
-        if len(self._history["step_s"]) > self._num_sent:
-            self._send()
-            self._log(trainer)
+        # One GPU may have been further behind than another, so whether steps are left says nothing about other ranks.
+        self._send()
+        self._log(trainer)
         num_steps = len(self._history["step_s"])
         begin = self.num_warmup_steps if num_steps > self.num_warmup_steps else 0
         self._summary.start(self._measure(begin, statistics.median))

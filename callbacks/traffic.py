@@ -20,6 +20,9 @@ from lit_fsdp.strategy import FSDP2Strategy
 from lit_fsdp.traffic import UnitBytes, predict_bytes, predict_collectives
 from lit_fsdp.traffic_meter import StepTraffic, TrafficMeter, UnitTraffic
 
+_MAX_INTERVALS = 1000  # of which every second one goes when there are more
+_UNLOGGED_STEPS = 50  # in an interval, where the Trainer logs nothing
+
 
 class TrafficLogger(Callback):
     """Log what FSDP2 sends in a step, how long it takes, and how much of that time compute waits for it.
@@ -101,7 +104,7 @@ class TrafficLogger(Callback):
         self._num_micro_batches = 0
         self._collect(trainer, self._meter.take())
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every and self._step % every == 0:
+        if self._step % (every or _UNLOGGED_STEPS) == 0:
             self._receive(trainer)
             self._send()
 
@@ -195,8 +198,13 @@ class TrafficLogger(Callback):
         if any(math.isnan(value) for value in spreads["step_s"].values):  # the warmup, or a rank without steps
             return
         interval = Interval(step=step, spreads=spreads)
+        if not trainer.is_global_zero:
+            self._intervals = [interval]  # all that is asked of it is whether there is one
+            return
         self._intervals.append(interval)
-        if trainer.is_global_zero:
+        if len(self._intervals) > _MAX_INTERVALS:
+            self._intervals = self._intervals[::2]
+        if trainer.log_every_n_steps:  # type: ignore[attr-defined]
             values = {f"comm/{short}_gib": spreads[f"{short}_gib"].mean for short in SHORT_NAMES.values()}
             values |= {f"comm/{name}": spreads[name].mean for name in ("collective_s", "exposed_s")}
             values["comm/overlapped_s"] = spreads["collective_s"].mean - spreads["exposed_s"].mean

@@ -24,7 +24,7 @@ from typing_extensions import override
 from lit_fsdp.cli_errors import ConfigError, describe_config_error, explain_unknown_key, nearest, report_error
 from lit_fsdp.fabric import COLLECTIVES, Collective, Line, Timing, fit_line, measure_fabric
 from lit_fsdp.processes import is_torchrun
-from lit_fsdp.scaling_cli import bench_scaling
+from lit_fsdp.scaling_cli import bench_scaling, check_out_folder
 
 Backend = Literal["auto", "nccl", "gloo"]
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -81,7 +81,7 @@ def bench_comm(
         raise ConfigError(f"timeout_s: got {timeout_s}: expected seconds above 0")
     backend, world_size = _choose_ranks(ranks, backend)
     if out is not None:
-        _check_folder(out)
+        check_out_folder(out)
     body = (num_bytes, backend, repeats, out, timeout_s)
     if is_torchrun(os.environ):
         _measure(*body)
@@ -127,16 +127,6 @@ def _choose_ranks(ranks: int | None, backend: Backend) -> tuple[Backend, int]:
             f"ranks: got {local}: this node has {num_gpus} GPUs; use --ranks={num_gpus} or --backend=gloo"
         )
     return backend, started
-
-
-def _check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be written to, before anything runs."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out: got {folder}: {error.strerror}; choose another folder") from error
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"out: got {folder}: not writable; choose another folder")
 
 
 # The ranks

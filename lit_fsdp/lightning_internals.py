@@ -125,6 +125,17 @@ def watch_fetches(trainer: pl.Trainer, before: Callable[[], None]) -> Callable[[
     return undo
 
 
+def outlive_children(trainer: pl.Trainer) -> None:
+    """Keep Lightning from killing this process, which has yet to say what went wrong, because a rank it started failed.
+
+    Whoever ends the run must then end those ranks, as ``stop_children`` does.
+    """
+    launcher = trainer.strategy.launcher
+    if isinstance(launcher, _SubprocessScriptLauncher) and launcher.procs:
+        watched, launcher.procs = launcher.procs, list(launcher.procs)
+        watched.clear()  # the list that its observer thread looks at
+
+
 def mark_saved(trainer: pl.Trainer) -> None:
     """Keep every ``ModelCheckpoint`` from saving this step: somebody else did."""
     for callback in trainer.checkpoint_callbacks:

@@ -151,6 +151,20 @@ class MemoryTrace(TorchDispatchMode):
             hook.remove()
         self._sharded.clear()
 
+    def pause(self) -> None:
+        """Look away: what runs next is not part of the step."""
+        self._watcher.__exit__(None, None, None)
+        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def resume(self) -> None:
+        """Look again, at what is left of the tensors that were known."""
+        for block in self._blocks.values():
+            if (storage := block.storage()) is not None:
+                self._resize(storage)
+        self._watcher = _watch_resizes(self._resize)
+        self._watcher.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

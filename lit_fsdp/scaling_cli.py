@@ -71,7 +71,7 @@ def bench_scaling(
     if (config is None) == (reports is None):
         raise ConfigError("config or reports: expected one of them: what to run, or what has been run")
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        check_out_folder(out)
     if reports is not None:
         scales = [read_report(Path(path)) for path in _list(reports)]
     else:
@@ -113,6 +113,16 @@ def read_report(path: Path) -> Scale:
         exposed_pct=step["exposed_pct"],
         wire_bytes=sum(total["wire_bytes"] for total in comm.get("collectives", {}).values()),
     )
+
+
+def check_out_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written to, before anything runs."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out: got {folder}: {error.strerror}; choose another folder") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"out: got {folder}: not writable; choose another folder")
 
 
 def _list(given: list[str] | str | None) -> list[str]:
