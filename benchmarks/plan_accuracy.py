@@ -73,8 +73,13 @@ class Case:
     num_micro_batches: int = 1
     is_held_out: bool = False
 
+    @property
+    def num_tokens(self) -> int:
+        """Of a row: an image of 224 x 224 has 14 x 14 patches, and one more."""
+        return 197 if self.family == "vit" else self.length
+
     def __str__(self) -> str:
-        parts = [self.family, self.mode, self.precision, f"{self.world_size} ranks", f"{self.rows}x{self.length}"]
+        parts = [self.family, self.mode, self.precision, f"{self.world_size} ranks", f"{self.rows}x{self.num_tokens}"]
         parts += ["recompute"] if self.recompute == "full" else [self.recompute] * (self.recompute != "none")
         parts += ["no reshard"] * (not self.reshard) + ["accumulated"] * (self.num_micro_batches > 1)
         return ", ".join([*parts, *(f"{key}={value}" for key, value in self.change.items())])
@@ -167,7 +172,7 @@ def predict(case: Case) -> StepPrediction:
         settings,
         dtypes=dtypes,
         optimizer=Optimizer(),
-        micro_batch=MicroBatch(rows=case.rows, length=197 if case.family == "vit" else case.length),
+        micro_batch=MicroBatch(rows=case.rows, length=case.num_tokens),
         world_size=case.world_size,
         ranks_per_node=case.world_size,
         num_micro_batches=case.num_micro_batches,

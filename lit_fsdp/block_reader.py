@@ -269,7 +269,7 @@ def _attend(reader: Reader, module: Any, qkv: tuple[int, int, int], widths: tupl
     backward: Any = {"flops": products, "backward_flops": 2 * products}
     implementation = getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
     if implementation == "eager":
-        return _attend_eagerly(reader, qkv, groups, (num_heads, size), products, _find_dropout(module, "attn_dropout"))
+        return _attend_eagerly(reader, module, qkv, groups, (num_heads, size), products)
     if implementation != "sdpa" and not implementation.startswith("flash"):
         raise UnreadableModuleError(type(module).__name__, f"attention implementation {implementation}")
     log_sums = reader.num_tokens * num_heads * FLOAT32
@@ -290,11 +290,11 @@ def _attend(reader: Reader, module: Any, qkv: tuple[int, int, int], widths: tupl
 
 def _attend_eagerly(
     reader: Reader,
+    module: Any,
     qkv: tuple[int, int, int],
     groups: int,
     sizes: tuple[int, int],
     products: int,
-    dropout: float,
 ) -> int:
     tape = reader.tape
     num_heads, size = sizes
@@ -305,10 +305,13 @@ def _attend_eagerly(
     half: Any = {"flops": products // 2, "backward_flops": products}
     s = tape.add("bmm", (q, k), scores, saves=(q, k), **half)
     s = tape.add_pointwise("mul", s)
+    if getattr(module, "attn_logit_softcapping", None) is not None:  # Gemma 2
+        s = tape.add_pointwise("tanh", tape.add_pointwise("div", s), saves_output=True)
+        s = tape.add_pointwise("mul", s)
     s = tape.add("add", (s,), scores, shares_grad=True)
     s = tape.add_cast(s, tape.itemsize, FLOAT32)
     s = tape.add_pointwise("softmax", s, saves_output=True)
-    s = tape.add_dropout(tape.add_cast(s, FLOAT32, tape.itemsize), dropout)
+    s = tape.add_dropout(tape.add_cast(s, FLOAT32, tape.itemsize), _find_dropout(module, "attn_dropout"))
     return tape.add("bmm", (s, v), size, saves=(s, v), **half)
 
 
