@@ -96,8 +96,7 @@ def predict_step(
     Raises:
         ValueError: A setting does not fit, or a module has no rule: an ``UnreadableModuleError``.
     """
-    # Replicas all-reduce in place, and need nothing more.
-    _, shards = settings.mesh.resolve(world_size=world_size, ranks_per_node=ranks_per_node)
+    replicas, shards = settings.mesh.resolve(world_size=world_size, ranks_per_node=ranks_per_node)
     settings.sharding.check(shards)
     parameters = dict(model.named_parameters())
     tape = _read_model(model, plan, settings, dtypes, micro_batch, device_type)
@@ -109,7 +108,7 @@ def predict_step(
         tape=tape,
         units=_measure_units(parameters, plan, settings, dtypes, num_shards=shards),
         owners={name: i for i, unit in enumerate(plan) for name in unit.parameters},
-        settings=_describe_walk(settings, dtypes, parameters, shards, num_micro_batches),
+        settings=_describe_walk(settings, dtypes, parameters, (replicas, shards), num_micro_batches),
         fixed=_list_fixed(tape, buffers + own * on_device, state * on_device),
     )
     walk.run()
@@ -161,7 +160,7 @@ def _describe_walk(
     settings: Settings,
     dtypes: MixedPrecision,
     parameters: Mapping[str, nn.Parameter],
-    shards: int,
+    mesh: tuple[int, int],
     num_micro_batches: int,
 ) -> WalkSettings:
     reduce = _find_reduce_dtype(parameters, dtypes)
@@ -169,7 +168,8 @@ def _describe_walk(
     recompute = settings.recompute
     saved = recompute.saved_ops or DEFAULT_SAVED_OPS if recompute.mode == "selective" else ()
     return WalkSettings(
-        num_shards=shards,
+        num_shards=mesh[1],
+        is_replicated=mesh[0] > 1,
         num_micro_batches=num_micro_batches,
         holds_gradients=settings.sharding.hold_gradients,
         reduce_itemsize=reduce.itemsize,

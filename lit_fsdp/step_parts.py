@@ -68,6 +68,7 @@ class WalkSettings:
 
     Args:
         num_shards: Ranks that share a copy of the model.
+        is_replicated: Whether there are several copies.
         num_micro_batches: Accumulated in a step.
         holds_gradients: Whether only the last of them reduces.
         reduce_itemsize: Bytes of a number of the dtype that gradients are reduced in.
@@ -79,6 +80,7 @@ class WalkSettings:
     """
 
     num_shards: int
+    is_replicated: bool
     num_micro_batches: int
     holds_gradients: bool
     reduce_itemsize: int

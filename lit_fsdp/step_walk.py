@@ -43,6 +43,7 @@ class Walk:
         self._pending: set[int] = set()  # gathered ahead, not copied out yet
         self._in_buffer = 0  # of the last gather in forward
         self._out_buffer = 0  # of the last reduce-scatter
+        self._all_reduced = 0
         self._sharded: set[int] = set()  # units with a sharded gradient
         self._unreduced: Counter[str] = Counter()  # gradients of parameters at full size
         self._held: dict[int, int] = {}  # the same, by unit, of the micro-batches before
@@ -348,7 +349,10 @@ class Walk:
         self._add("gradients", unit.reduced)
         if self.settings.casts_shards:
             self._add("gradients", unit.gradient)
-            self._free("gradients", unit.reduced)
+            if self.settings.is_replicated:  # what was all-reduced stays until backward ends
+                self._all_reduced += unit.reduced
+            else:
+                self._free("gradients", unit.reduced)
         self._free("gradients", late)
         if index in self._sharded or not self.settings.keeps_shards:
             self._free("gradients", unit.gradient)
@@ -371,7 +375,8 @@ class Walk:
         for index in sorted(self._gathered):
             self._reshard(index)
         self._free("communication", self._out_buffer)
-        self._out_buffer = 0
+        self._free("gradients", self._all_reduced)
+        self._out_buffer = self._all_reduced = 0
 
 
 @dataclass

@@ -94,7 +94,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"num_hidden_layers": 4},
         {"world_size": 4, "length": 96, "num_micro_batches": 2, "sharding": Sharding(hold_gradients=True)},
     ),
-    ({}, {"world_size": 4, "length": 64, "mesh": Mesh(replicate=2), "precision": "bf16-mixed"}),
+    ({}, {"world_size": 4, "length": 64, "mesh": Mesh(replicate=2), "precision": "bf16-true"}),
 ]
 
 
