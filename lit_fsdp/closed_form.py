@@ -1,0 +1,291 @@
+"""Predicts the memory and the FLOPs of a training step by counting: in milliseconds, without tensors or ranks.
+
+Parameters, gradients, optimizer state and the buffers of collectives follow from the modules and the plan. Activations
+follow from what the blocks are made of, see Note [Tape]; a module without a rule is an error, and the exact trace the
+answer there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+
+import torch
+from torch import nn
+
+from lit_fsdp.adamw_8bit import BLOCK_SIZE, is_8bit
+from lit_fsdp.block_reader import Reader
+from lit_fsdp.flops import Flops
+from lit_fsdp.memory import Kind, label_unit
+from lit_fsdp.model_reader import ModelReader
+from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.precision import MixedPrecision
+from lit_fsdp.recompute import DEFAULT_SAVED_OPS, Recompute
+from lit_fsdp.settings import Settings
+from lit_fsdp.step_parts import Moment, UnitSizes, WalkSettings
+from lit_fsdp.step_walk import Walk
+from lit_fsdp.tape import FLOAT32, Op, Tape
+from lit_fsdp.units import Unit, count_shard_bytes, iterate_blocks
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """The shape of a micro-batch.
+
+    Args:
+        rows: How many.
+        length: Tokens of each; of an image, its patches and one more.
+    """
+
+    rows: int
+    length: int
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"micro_batch.{name}: got {getattr(self, name)}: expected 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPrediction:
+    """What one rank needs for a step.
+
+    Args:
+        peak: The largest moment.
+        moments: The largest of each part of the step, in order.
+        host_bytes: In host memory, with offload.
+        flops: Of all micro-batches.
+    """
+
+    peak: Moment
+    moments: Sequence[Moment]
+    host_bytes: int
+    flops: Flops
+
+
+def predict_step(
+    model: nn.Module,
+    plan: Sequence[Unit],
+    settings: Settings,
+    *,
+    dtypes: MixedPrecision,
+    optimizer: Optimizer,
+    micro_batch: MicroBatch,
+    world_size: int,
+    ranks_per_node: int,
+    num_micro_batches: int = 1,
+    device_type: str = "cuda",
+) -> StepPrediction:
+    """Predict the step of the first rank, which has the largest shards.
+
+    ``sdpa`` counts as fused, batches as not packed, compiled blocks as if they were not, which is more than they need.
+
+    Args:
+        model: On the meta device, with adapters, quantized and cast as it will be.
+        plan: From ``plan_module``.
+        settings: Of the strategy.
+        dtypes: What the Trainer's precision comes to.
+        optimizer: Its settings.
+        micro_batch: The shape of one.
+        world_size: How many ranks there are.
+        ranks_per_node: How many of them each node has.
+        num_micro_batches: Accumulated in a step.
+        device_type: Whose kernels: CPU's keep larger dropout masks.
+
+    Raises:
+        ValueError: A setting does not fit, or a module has no rule: an ``UnreadableModuleError``.
+    """
+    replicas, shards = settings.mesh.resolve(world_size=world_size, ranks_per_node=ranks_per_node)
+    settings.sharding.check(shards)
+    parameters = dict(model.named_parameters())
+    tape = _read_model(model, plan, settings, dtypes, micro_batch, device_type)
+    own = sum(count_shard_bytes(model, unit, shards) for unit in plan)
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    state, temporary = _measure_optimizer(parameters, optimizer, shards, device_type=device_type)
+    on_device = settings.offload is None
+    walk = Walk(
+        tape=tape,
+        units=_measure_units(parameters, plan, settings, dtypes, num_shards=shards),
+        owners={name: i for i, unit in enumerate(plan) for name in unit.parameters},
+        settings=_describe_walk(settings, dtypes, parameters, (replicas, shards), num_micro_batches),
+        fixed=_list_fixed(tape, buffers + own * on_device, state * on_device),
+    )
+    walk.run()
+    walk.add_temporary("rest", temporary * on_device)
+    moments = walk.finish()
+    gradients = sum(unit.gradient for unit in walk.units)
+    return StepPrediction(
+        peak=max(moments, key=lambda moment: moment.num_bytes),
+        moments=moments,
+        host_bytes=0 if on_device else own + state + gradients,
+        flops=_count_flops(tape, settings.recompute, num_micro_batches),
+    )
+
+
+def _list_fixed(tape: Tape, parameters: int, state: int) -> dict[Kind, int]:
+    """Return what is there throughout the step."""
+    tables, batch = tape.table_bytes, tape.batch_bytes
+    return {"parameters": parameters, "optimizer_state": state, "activations": tables, "rest": batch}
+
+
+def _read_model(
+    model: nn.Module,
+    plan: Sequence[Unit],
+    settings: Settings,
+    dtypes: MixedPrecision,
+    micro_batch: MicroBatch,
+    device_type: str,
+) -> Tape:
+    parameters = dict(model.named_parameters())
+    compute = _find_compute_dtype(parameters, dtypes)
+    tape = Tape(itemsize=compute.itemsize, fused_masks=device_type != "cpu")
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    reader = Reader(tape=tape, names=names, rows=micro_batch.rows, length=micro_batch.length)
+    recomputed = _list_recomputed(settings.recompute, list(iterate_blocks(plan)))
+    return ModelReader(model=model, plan=plan, recomputed=recomputed, reader=reader).read()
+
+
+def _find_compute_dtype(parameters: Mapping[str, nn.Parameter], dtypes: MixedPrecision) -> torch.dtype:
+    policy = dtypes.build_policy()
+    floating = [p.dtype for p in parameters.values() if p.is_floating_point()]
+    return policy.param_dtype or max(floating, key=lambda dtype: dtype.itemsize)
+
+
+def _list_recomputed(recompute: Recompute, blocks: Sequence[str]) -> Sequence[str]:
+    return () if recompute.mode == "none" else blocks[:: recompute.every]
+
+
+def _describe_walk(
+    settings: Settings,
+    dtypes: MixedPrecision,
+    parameters: Mapping[str, nn.Parameter],
+    mesh: tuple[int, int],
+    num_micro_batches: int,
+) -> WalkSettings:
+    reduce = _find_reduce_dtype(parameters, dtypes)
+    trained = next((p.dtype for p in parameters.values() if p.requires_grad), reduce)
+    recompute = settings.recompute
+    saved = recompute.saved_ops or DEFAULT_SAVED_OPS if recompute.mode == "selective" else ()
+    return WalkSettings(
+        num_shards=mesh[1],
+        is_replicated=mesh[0] > 1,
+        num_micro_batches=num_micro_batches,
+        holds_gradients=settings.sharding.hold_gradients,
+        reduce_itemsize=reduce.itemsize,
+        casts_shards=trained != reduce,
+        forward_prefetch=settings.sharding.forward_prefetch,
+        backward_prefetch=settings.sharding.backward_prefetch,
+        saved_ops=frozenset(name.removeprefix("aten.") for name in saved),
+        keeps_shards=settings.offload is None,
+    )
+
+
+def _find_reduce_dtype(parameters: Mapping[str, nn.Parameter], dtypes: MixedPrecision) -> torch.dtype:
+    return dtypes.build_policy().reduce_dtype or _find_compute_dtype(parameters, dtypes)
+
+
+def _measure_units(
+    parameters: Mapping[str, nn.Parameter],
+    plan: Sequence[Unit],
+    settings: Settings,
+    dtypes: MixedPrecision,
+    *,
+    num_shards: int,
+) -> list[UnitSizes]:
+    compute, reduce = dtypes.build_policy().param_dtype, _find_reduce_dtype(parameters, dtypes)
+    reshard = settings.sharding.reshard_after_forward
+    first = next((i for i, unit in enumerate(plan) if unit.num_trainable), len(plan))
+    sizes = []
+    for i, unit in enumerate(plan):
+        gathered = cast = numel = gradient = last = 0
+        for name in unit.parameters:
+            parameter = parameters[name]
+            padded = _pad(parameter, num_shards)
+            dtype = compute if parameter.is_floating_point() and compute else parameter.dtype
+            gathered += padded * dtype.itemsize
+            cast += padded * dtype.itemsize if dtype != parameter.dtype else 0
+            if parameter.requires_grad:
+                numel += padded
+                gradient += padded // num_shards * parameter.element_size()
+                last = parameter.numel() * dtype.itemsize
+        reshards = unit.kind in ("block", "embedding") and reshard is not False
+        kept = gathered // reshard if reshards and not isinstance(reshard, bool) else 0
+        sizes.append(
+            UnitSizes(
+                label=label_unit(unit),
+                gathered=gathered,
+                cast=cast // num_shards,
+                reduce=numel * reduce.itemsize,
+                reduced=numel // num_shards * reduce.itemsize,
+                gradient=gradient,
+                kept=kept,
+                last_gradient=last if num_shards > 1 else 0,
+                reshards=reshards,
+                trains=bool(numel),
+                is_root=unit.kind == "root",
+                is_reached=i >= first,
+                num_parameters=len(unit.parameters),
+            )
+        )
+    return sizes
+
+
+def _pad(parameter: torch.Tensor, num_shards: int) -> int:
+    """Return the elements of a parameter whose rows were filled up to divide among the shards."""
+    rows, *rest = parameter.shape or (1,)
+    return ceil(rows / num_shards) * num_shards * prod(rest)
+
+
+def _measure_optimizer(
+    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, num_shards: int, *, device_type: str
+) -> tuple[int, int]:
+    """Return the bytes of the state of one rank, and what a step needs besides."""
+    state, largest, total, casts = 0, 0, 0, 0
+    for parameter in parameters.values():
+        if not parameter.requires_grad:
+            continue
+        local, size = _pad(parameter, num_shards) // num_shards, parameter.element_size()
+        state += FLOAT32 + _count_state(parameter, local, optimizer)
+        largest = max(largest, local * FLOAT32)
+        total += local * size
+        casts += local * FLOAT32 if size != FLOAT32 else 0
+    if optimizer.name == "adafactor":
+        return state, casts + 2 * largest
+    if optimizer.name != "adamw" or optimizer.fused is not False:
+        return state, 0
+    # Without the fused kernel: the square roots of all second means at once on a GPU, of one after another elsewhere.
+    return state, total if device_type == "cuda" else 2 * largest
+
+
+def _count_state(parameter: torch.Tensor, local: int, optimizer: Optimizer) -> int:
+    rows = local // max(prod(parameter.shape[1:]), 1)
+    if optimizer.name == "adamw":
+        return 2 * local * parameter.element_size()
+    if optimizer.name != "adafactor":
+        if not is_8bit(parameter.shape):
+            return 2 * local * FLOAT32
+        blocks = ceil(prod(parameter.shape[1:]) / BLOCK_SIZE)
+        return 2 * local + 2 * rows * blocks * FLOAT32
+    if parameter.dim() < 2:
+        return local * FLOAT32
+    columns = parameter.shape[-1]
+    matrices = 1 if parameter.dim() == 2 else local // (parameter.shape[-2] * columns)
+    return (local // columns + matrices * columns) * FLOAT32
+
+
+def _count_flops(tape: Tape, recompute: Recompute, num_micro_batches: int) -> Flops:
+    saved = recompute.saved_ops or DEFAULT_SAVED_OPS
+    kept = {name.removeprefix("aten.") for name in saved} if recompute.mode == "selective" else set()
+    forward = backward = again = 0
+    is_recomputed = False
+    for step in tape.steps:
+        if isinstance(step, Op):
+            forward += step.flops
+            backward += step.backward_flops
+            again += step.again_flops
+            again += step.flops if is_recomputed and step.name not in kept else 0
+        elif step.what in ("enter_block", "leave_block"):
+            is_recomputed = step.what == "enter_block"
+    n = num_micro_batches
+    return Flops(forward=forward * n, backward=backward * n, recomputed=again * n)

@@ -1,0 +1,228 @@
+"""Reads a whole model onto a tape: embeddings, blocks, head and loss, with the FSDP units around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from lit_fsdp.block_reader import (
+    Reader,
+    UnreadableModuleError,
+    find_linears,
+    is_norm,
+    read_block,
+    read_linear,
+    read_norm,
+)
+from lit_fsdp.tape import FLOAT32, Tape
+from lit_fsdp.units import Unit, iterate_blocks
+
+INDEX = 8  # bytes of a token's number
+
+
+@dataclass
+class ModelReader:
+    """Reads one model.
+
+    Args:
+        model: The root of the plan.
+        plan: Its units.
+        recomputed: Names of the blocks that are computed again in backward.
+        reader: For the modules inside.
+    """
+
+    model: nn.Module
+    plan: Sequence[Unit]
+    recomputed: Sequence[str]
+    reader: Reader
+    blocks: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.blocks = list(iterate_blocks(self.plan))
+        self._names = {id(module): name for name, module in self.model.named_modules()}
+        self._units = {name: i for i, unit in enumerate(self.plan) for name in unit.names}
+        self._root = next(i for i, unit in enumerate(self.plan) if unit.kind == "root")
+
+    def read(self) -> Tape:
+        """Add the forward of the model, and return the tape.
+
+        Raises:
+            UnreadableModuleError: Some of it has no rule.
+        """
+        tape = self.reader.tape
+        if not self.blocks:
+            raise UnreadableModuleError(type(self.model).__name__, "no blocks")
+        for unit in self.plan:
+            if inner := [n for n in unit.names if any(n.startswith(f"{block}.") for block in self.blocks)]:
+                raise UnreadableModuleError(inner[0], "a unit inside a block")
+        convolutions = [name for name, m in self.model.named_modules() if isinstance(m, nn.Conv2d)]
+        begin = tape.add_value(0)
+        tape.mark("enter_unit", self._root, begin)
+        base = self._find_base()
+        x = self._read_patches(base, convolutions) if convolutions else self._read_embeddings(base)
+        for i, name in enumerate(self.blocks):
+            x = self._read_block(i, name, x)
+        end = self._read_classifier(base, x) if convolutions else self._read_head(base, x)
+        tape.mark("leave_unit", self._root, end)
+        return tape
+
+    def _find_base(self) -> str:
+        """Return the name of the module around the list of blocks."""
+        around = {name.rpartition(".")[0].rpartition(".")[0] for name in self.blocks}
+        if len(around) > 1:
+            raise UnreadableModuleError(", ".join(sorted(around)), "several stacks of blocks")
+        return around.pop()
+
+    def _read_block(self, index: int, name: str, x: int) -> int:
+        tape, is_recomputed = self.reader.tape, name in self.recomputed
+        with self._unit(name, x) as leave:
+            if is_recomputed:
+                tape.mark("enter_block", index, x)
+            y = read_block(self.reader, name, self.model.get_submodule(name), x)
+            if is_recomputed:
+                tape.mark("leave_block", index, y)
+            leave(y)
+        return y
+
+    @contextmanager
+    def _unit(self, name: str, x: int, last: str | None = None) -> Any:
+        """Put marks around what a module does, if it is one of a unit; ``last`` is the last module of that."""
+        index = self._units.get(name)
+        if index is not None:
+            self.reader.tape.mark("enter_unit", index, x)
+
+        def leave(y: int) -> None:
+            last_index = self._units.get(last or name)
+            if index is not None and last_index == index:
+                self.reader.tape.mark("leave_unit", index, y)
+
+        yield leave
+
+    def _read_embeddings(self, base: str) -> int:
+        reader, tape = self.reader, self.reader.tape
+        outside = {
+            name: module
+            for name, module in self.model.get_submodule(base).named_modules(prefix=base)
+            if isinstance(module, nn.Embedding) and not any(name.startswith(f"{b}.") for b in self.blocks)
+        }
+        if len(outside) not in (1, 2):
+            raise UnreadableModuleError(base, f"{len(outside)} embeddings")
+        tape.batch_bytes = 2 * reader.num_tokens * INDEX  # and labels
+        ids = tape.add_value(0)
+        parts = []
+        for i, (name, module) in enumerate(outside.items()):
+            rows = reader.rows if i == 0 else 1  # positions are those of one row
+            size = rows * reader.length * module.embedding_dim * tape.itemsize
+            with self._unit(name, ids) as leave:
+                weights = reader.list_trained(module.weight)
+                parts.append(tape.add("embedding", (ids,), size, saves=(ids,), weights=weights))
+                leave(parts[-1])
+        x = parts[0] if len(parts) == 1 else tape.add_sum(*parts)
+        if getattr(next(iter(outside.values())), "embed_scale", None) is not None:
+            x = tape.add_pointwise("mul", x)
+        drops = [m.p for m in self.model.get_submodule(base).children() if isinstance(m, nn.Dropout)]
+        return tape.add_dropout(x, drops[0] if drops else 0.0)
+
+    def _read_patches(self, base: str, convolutions: Sequence[str]) -> int:
+        reader, tape = self.reader, self.reader.tape
+        if len(convolutions) > 1:
+            raise UnreadableModuleError(convolutions[1], "a second convolution")
+        name = convolutions[0]
+        convolution: Any = self.model.get_submodule(name)
+        width, area = convolution.out_channels, convolution.kernel_size[0] * convolution.kernel_size[1]
+        num_patches = reader.length - 1
+        pixels = reader.rows * num_patches * area * convolution.in_channels
+        tape.batch_bytes = pixels * FLOAT32 + reader.rows * INDEX
+        is_cast = tape.itemsize != FLOAT32
+        x = tape.add("to", (), pixels * tape.itemsize) if is_cast else tape.add_value(0)
+        size = reader.rows * num_patches * width * tape.itemsize
+        owner = next((n for n in (name, *_list_parents(name)) if n in self._units), name)
+        with self._unit(owner, x) as leave:
+            weights = reader.list_trained(convolution.weight, convolution.bias)
+            flops = 2 * pixels * width
+            options: dict[str, Any] = {"flops": flops, "backward_flops": flops * bool(weights)}
+            y = tape.add("convolution", (x,), size, saves=(x,), weights=weights, **options)
+            leave(y)
+        tokens = tape.add("cat", (y,), reader.count_bytes(width))
+        around = getattr(self.model.get_submodule(base), "embeddings", None)
+        direct = [] if around is None else list(around.parameters(recurse=False))
+        weights = reader.list_trained(*direct)
+        summed = tape.add("add", (tokens,), reader.count_bytes(width), weights=weights, shares_grad=True)
+        return tape.add_dropout(summed, getattr(getattr(around, "dropout", None), "p", 0.0))
+
+    def _find_final_norm(self, base: str) -> tuple[str, Any]:
+        prefix = f"{base}." if base else ""
+        norms = [(f"{prefix}{key}", m) for key, m in self.model.get_submodule(base).named_children() if is_norm(m)]
+        if len(norms) != 1:
+            raise UnreadableModuleError(base, f"{len(norms)} norms beside its blocks")
+        return norms[0]
+
+    def _read_head(self, base: str, x: int) -> int:
+        reader, tape = self.reader, self.reader.tape
+        norm_name, norm = self._find_final_norm(base)
+        head, config = self._find_head()
+        head_name = self._names[id(head)]
+        index = self._units.get(norm_name)
+        is_shared = index is not None and index == self._units.get(head_name)
+        with self._unit(norm_name, x, head_name if is_shared else None) as leave:
+            y = read_norm(reader, norm_name, norm, x)
+            if not is_shared:
+                leave(y)
+        tape.hold(y)
+        if is_shared:
+            logits = read_linear(reader, head_name, head, y)
+            tape.mark("leave_unit", index, logits)  # type: ignore[arg-type]
+        else:
+            with self._unit(head_name, y) as leave:
+                logits = read_linear(reader, head_name, head, y)
+                leave(logits)
+        if getattr(config, "final_logit_softcapping", None) is not None:
+            logits = tape.add_pointwise("tanh", tape.add_pointwise("div", logits), saves_output=True)
+            logits = tape.add_pointwise("mul", logits)
+        return self._read_loss(logits)
+
+    def _find_head(self) -> tuple[Any, Any]:
+        for module in self.model.modules():
+            find: Any = getattr(module, "get_output_embeddings", None)
+            try:
+                head = None if find is None else find()
+            except (NotImplementedError, AttributeError):
+                continue  # Transformers' way of saying that a model has none
+            if head is not None:
+                return head, getattr(module, "config", None)
+        raise UnreadableModuleError(type(self.model).__name__, "no output head")
+
+    def _read_loss(self, logits: int) -> int:
+        """Add cross-entropy in float32, as the loss of causal models in Transformers."""
+        tape = self.reader.tape
+        wide = tape.add_cast(logits, tape.itemsize, FLOAT32)
+        tape.hold(logits, wide)
+        logs = tape.add_pointwise("log_softmax", wide, saves_output=True)
+        return tape.add("nll_loss", (logs,), FLOAT32, saves=(logs,))
+
+    def _read_classifier(self, base: str, x: int) -> int:
+        reader, tape = self.reader, self.reader.tape
+        norm_name, norm = self._find_final_norm(base)
+        with self._unit(norm_name, x) as leave:
+            y = read_norm(reader, norm_name, norm, x)
+            leave(y)
+        tape.hold(y)
+        parent = self.model.get_submodule(base.rpartition(".")[0])
+        heads = list(find_linears(parent).items())
+        if len(heads) != 1:
+            raise UnreadableModuleError(base, f"{len(heads)} heads")
+        prefix = base.rpartition(".")[0]
+        name, head = heads[0]
+        one = tape.sizes[y] // reader.length
+        first = tape.add("select", (y,), one)
+        logits = read_linear(reader, f"{prefix}.{name}" if prefix else name, head, first)
+        return self._read_loss(logits)
+
+
+def _list_parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]

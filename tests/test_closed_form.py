@@ -1,0 +1,200 @@
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+
+from lit_fsdp.adapters import LoRA, add_adapters, find_adapter_parameters
+from lit_fsdp.block_reader import UnreadableModuleError
+from lit_fsdp.closed_form import MicroBatch, StepPrediction, predict_step
+from lit_fsdp.dry_run import fake_ranks, trace_training_step
+from lit_fsdp.flops import FlopCounter
+from lit_fsdp.mesh import Mesh
+from lit_fsdp.offload import Offload
+from lit_fsdp.optimizers import Optimizer, build_optimizer
+from lit_fsdp.precision import cast_parameters, read_precision
+from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantized_layers import quantize_model
+from lit_fsdp.recompute import Recompute
+from lit_fsdp.settings import Settings
+from lit_fsdp.sharding import Sharding
+from lit_fsdp.units import Units, plan_module
+from ranks import run_ranks
+
+SMALL = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+# 1.9 billion parameters: 7.6 GB of float32.
+LARGE = {"vocab_size": 32000, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 22}
+LARGE |= {"num_attention_heads": 20, "num_key_value_heads": 20}
+
+
+class Model(nn.Module):
+    def __init__(self, family: str = "llama", *, mode: str = "full", device: str = "meta", **sizes: Any) -> None:
+        super().__init__()
+        with torch.device(device):
+            config = AutoConfig.for_model(family, **{**SMALL, **sizes})
+            self.model = AutoModelForCausalLM.from_config(config)
+        if mode == "nf4":
+            quantize_model(self.model, Quantization(type="nf4"))
+        if mode != "full":
+            add_adapters(self.model, LoRA(r=8))
+
+    def step(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.model(**batch, use_cache=False).loss
+
+
+def predict(
+    model: nn.Module,
+    *,
+    precision: str = "32-true",
+    world_size: int = 1,
+    rows: int = 1,
+    length: int = 16,
+    optimizer: Optimizer | None = None,
+    num_micro_batches: int = 1,
+    **settings: Any,
+) -> StepPrediction:
+    dtypes, chosen = read_precision(precision), Settings(**settings)
+    cast_parameters(model, dtypes, keep=find_adapter_parameters(model))
+    return predict_step(
+        model,
+        plan_module(model, chosen.units),
+        chosen,
+        dtypes=dtypes,
+        optimizer=optimizer or Optimizer(),
+        micro_batch=MicroBatch(rows=rows, length=length),
+        world_size=world_size,
+        ranks_per_node=world_size,
+        num_micro_batches=num_micro_batches,
+        device_type="cpu",
+    )
+
+
+def count_states(prediction: StepPrediction) -> float:
+    """Parameters, optimizer state and gradients when the optimizer steps, in GB."""
+    by_kind = prediction.moments[-1].by_kind
+    return sum(by_kind[kind] for kind in ("parameters", "optimizer_state", "gradients")) / 1e9  # type: ignore[index]
+
+
+# Shapes that no rule was fitted to.
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"num_key_value_heads": 2}, {"world_size": 4, "precision": "bf16-mixed", "rows": 2, "length": 192}),
+    (
+        {"family": "mistral", "mode": "nf4", "num_key_value_heads": 2},
+        {"precision": "bf16-true", "rows": 2, "length": 320},
+    ),
+    (
+        {"family": "qwen3", "head_dim": 96, "num_key_value_heads": 4},
+        {"world_size": 2, "length": 448, "recompute": Recompute(mode="full")},
+    ),
+    ({}, {"world_size": 2, "length": 320, "sharding": Sharding(reshard_after_forward=False)}),
+    (
+        {"num_hidden_layers": 4},
+        {"world_size": 4, "length": 96, "num_micro_batches": 2, "sharding": Sharding(hold_gradients=True)},
+    ),
+    ({}, {"world_size": 4, "length": 64, "mesh": Mesh(replicate=2), "precision": "bf16-true"}),
+]
+
+
+def trace(model: dict[str, Any], options: dict[str, Any]) -> int:
+    options = dict(options)
+    precision, world_size = options.pop("precision", "32-true"), options.pop("world_size", 1)
+    rows, length = options.pop("rows", 1), options.pop("length")
+    num = options.pop("num_micro_batches", 1)
+    module = Model(**model)
+    batch = {name: torch.empty(rows, length, dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
+    masking_utils.find_packed_sequence_indices = lambda _: None  # in a process of its own: rows are not packed
+    with fake_ranks(world_size):
+        traced = trace_training_step(
+            module,
+            Settings(**options),
+            batch,
+            dtypes=read_precision(precision),
+            compute_loss=lambda batch: module.step(batch),  # noqa: PLW0108  looked up when it is sharded
+            build_optimizer=lambda: build_optimizer(module.parameters(), Optimizer()),
+            step_name="step",
+            ranks_per_node=world_size,
+            num_micro_batches=num,
+        )
+    return traced.peak.num_bytes
+
+
+def compare(model: dict[str, Any], options: dict[str, Any]) -> None:
+    dist.destroy_process_group()
+    traced, predicted = trace(model, options), predict(Model(**model), **options)
+    assert abs(predicted.peak.num_bytes / traced - 1) < 0.03, (traced, predicted.peak)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])],
+    ids=str,
+)
+def test_the_peak_is_within_3_percent_of_the_exact_trace(model: dict[str, Any], options: dict[str, Any]) -> None:
+    run_ranks(compare, model, options, world_size=1)
+
+
+def test_states_of_8_gb_of_parameters_are_32_gb_on_one_gpu_and_8_gb_on_each_of_four() -> None:
+    alone, shared = predict(Model(**LARGE)), predict(Model(**LARGE), world_size=4)
+    assert sum(p.numel() for p in Model(**LARGE).parameters()) * 4 / 1e9 == pytest.approx(7.6, abs=0.1)
+    assert count_states(alone) == pytest.approx(30.5, abs=0.2)
+    assert count_states(shared) == pytest.approx(count_states(alone) / 4, rel=0.001)
+
+
+@pytest.mark.parametrize(("optimizer", "num_bytes"), [("adamw", 8.0), ("adamw_8bit", 2.03), ("adafactor", 0.003)])
+def test_the_optimizer_state_has_its_bytes_per_parameter(optimizer: Any, num_bytes: float) -> None:
+    model = Model(**LARGE)
+    count = sum(p.numel() for p in model.parameters())
+    state = predict(model, optimizer=Optimizer(name=optimizer)).peak.by_kind["optimizer_state"]
+    assert state / count == pytest.approx(num_bytes, rel=0.15 if num_bytes < 1 else 0.002)
+
+
+def test_ten_billion_parameters_have_160_gb_of_states() -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 48}
+    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 32}
+    assert count_states(predict(Model(**{**LARGE, **sizes}))) == pytest.approx(160, rel=0.03)
+
+
+def test_offload_moves_all_states_to_the_host() -> None:
+    here, there = predict(Model()), predict(Model(), offload=Offload())
+    states = here.moments[-1].by_kind
+    total = states["parameters"] + states["optimizer_state"] + states["gradients"]
+    buffers = sum(b.numel() * b.element_size() for b in Model().buffers())
+    assert there.host_bytes == pytest.approx(total - buffers, rel=0.001)
+    assert there.moments[-1].by_kind["gradients"] == there.moments[-1].by_kind["optimizer_state"] == 0
+    assert there.peak.by_kind["parameters"] == buffers
+
+
+def test_flops_are_those_that_are_counted_as_the_model_runs() -> None:
+    model = Model(device="cpu")
+    ids = torch.arange(64).view(2, 32)
+    with FlopCounter() as counter:
+        model.step({"input_ids": ids, "labels": ids}).backward()
+    assert predict(Model(), rows=2, length=32).flops == counter.flops
+
+
+def test_recomputing_runs_every_other_block_once_more() -> None:
+    none, half, full = (
+        predict(Model(num_hidden_layers=4), recompute=recompute)
+        for recompute in (Recompute(), Recompute(mode="full", every=2), Recompute(mode="full"))
+    )
+    extra = full.flops.recomputed - none.flops.recomputed
+    assert half.flops.recomputed - none.flops.recomputed == extra // 2 > 0
+    assert none.flops.model == full.flops.model
+
+
+def test_what_has_no_rule_is_named() -> None:
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    with pytest.raises(UnreadableModuleError, match=r"model.model.layers.0.mlp: an MLP of .*use the exact trace"):
+        predict(Model("qwen3_moe", **moe))
+    with pytest.raises(UnreadableModuleError, match="a unit inside a block"):
+        predict(Model(), units=Units(rule="min_size", min_num_params=1000))
+
+
+def test_shapes_and_meshes_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"micro_batch.length: got 0: expected 1 or more"):
+        MicroBatch(rows=1, length=0)
+    with pytest.raises(ValueError, match="must divide the 4 shards"):
+        predict(Model(), world_size=4, sharding=Sharding(reshard_after_forward=3))
