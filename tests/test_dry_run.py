@@ -26,15 +26,23 @@ from ranks import run_ranks
 
 CPU = torch.device("cpu")
 SIZES = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_key_value_heads": 2}
 BF16 = MixedPrecision(storage_dtype="float32", param_dtype="bfloat16", reduce_dtype="float32")
 FP32 = MixedPrecision(storage_dtype="float32")
 
 
 class Model(nn.Module):
-    def __init__(self, *, lora: bool = False, quantization: Quantization | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        lora: bool = False,
+        quantization: Quantization | None = None,
+        model_type: str = "llama",
+        **config_settings: Any,
+    ) -> None:
         super().__init__()
         with torch.device("meta"):
-            config = AutoConfig.for_model("llama", vocab_size=300, **SIZES)
+            config = AutoConfig.for_model(model_type, vocab_size=300, **SIZES, **config_settings)
             self.model = AutoModelForCausalLM.from_config(config)
         if quantization is not None:
             quantize_model(self.model, quantization)
@@ -118,6 +126,12 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {}, {"packed": True}),
     ({"lora": True}, {}, {}),
     ({"lora": True, "quantization": Quantization(type="nf4", double=True)}, {}, {}),
+    ({}, {}, {"optimizer": Optimizer(name="adamw_8bit")}),
+    ({}, {}, {"optimizer": Optimizer(name="adafactor")}),
+    ({}, {}, {"optimizer": Optimizer(fused=False)}),
+    ({}, {"recompute": Recompute(mode="selective")}, {}),
+    ({"tie_word_embeddings": True}, {}, {}),
+    ({"model_type": "qwen3_moe", **EXPERTS}, {}, {"dtypes": BF16}),
 ]
 
 
