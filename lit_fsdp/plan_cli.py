@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lit_fsdp.cli_errors import ConfigError
+from lit_fsdp.cli_errors import ConfigError, describe_exception, is_debugging
 from lit_fsdp.config_files import check_config_files
 from lit_fsdp.dry_run import fake_ranks, trace_training_step
 from lit_fsdp.memory_trace import StepMemory
@@ -166,6 +166,16 @@ class PlanCLI(TrainerCLI):
         accelerator = "cpu" if settings["accelerator"] == "cpu" else PlannedGpu()
         return {"callbacks": [], "logger": False, "enable_checkpointing": False, "accelerator": accelerator}
 
+    @override
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except ValueError as error:
+            line = describe_exception(error)
+            if line is None or is_debugging():
+                raise
+            raise ConfigError(line) from error
+
 
 def _plan(trainer: PlanTrainer, module: LightningModule, data: LightningDataModule | None) -> Plan:
     strategy = trainer.strategy
@@ -214,19 +224,28 @@ def trace_exactly(step: PlannedStep) -> StepMemory:
     module, strategy = step.module, step.strategy
     find_context: Callable[..., AbstractContextManager[None]]
     find_context = getattr(module, "enter_dry_run", lambda _: nullcontext())
-    with fake_ranks(step.ranks.world_size), find_context(step.batch):
-        return trace_training_step(
-            module,
-            strategy.settings,
-            step.batch,
-            dtypes=strategy.precision_plugin.mixed_precision,
-            compute_loss=lambda batch: _take_loss(module.training_step(batch, 0)),  # looked up when it is sharded
-            build_optimizer=step.build_optimizer,
-            step_name="training_step",
-            ranks_per_node=step.ranks.per_node,
-            num_micro_batches=min(step.num_micro_batches, _MAX_TRACED),
-            clip_norm=step.clip_norm,
-        )
+    try:
+        with fake_ranks(step.ranks.world_size), find_context(step.batch):
+            return trace_training_step(
+                module,
+                strategy.settings,
+                step.batch,
+                dtypes=strategy.precision_plugin.mixed_precision,
+                compute_loss=lambda batch: _take_loss(module.training_step(batch, 0)),  # looked up when it is sharded
+                build_optimizer=step.build_optimizer,
+                step_name="training_step",
+                ranks_per_node=step.ranks.per_node,
+                num_micro_batches=min(step.num_micro_batches, _MAX_TRACED),
+                clip_norm=step.clip_norm,
+            )
+    except RuntimeError as error:  # also what torch raises when values are asked for that fake tensors have not
+        if is_debugging():
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(
+            f"plan: the step of {type(module).__name__} cannot run on tensors without values ({reason}); see "
+            "docs/planning.md"
+        ) from error
 
 
 def _take_loss(output: Any) -> Tensor:

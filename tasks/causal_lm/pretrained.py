@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from transformers import PreTrainedConfig
 
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.base_model import describe_base
@@ -110,3 +111,11 @@ def check_lora(stored: dict[str, Any], lora: LoRA) -> None:
                 f"lora.{name}: got {own[name]!r}: the adapters of the checkpoint were trained with {stored[name]!r}; "
                 "set that"
             )
+
+
+def drop_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a configuration without that of bitsandbytes, whose layers we have ourselves."""
+    settings: Any = getattr(config, "quantization_config", None)
+    if isinstance(settings, dict) and settings.get("quant_method") == "bitsandbytes":
+        del config.quantization_config
+    return config

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -32,8 +30,14 @@ from lit_fsdp.tasks.causal_lm.collate import Batch
 from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_length, check_packing
 from lit_fsdp.tasks.causal_lm.masks import keep_branches
 from lit_fsdp.tasks.causal_lm.packing import IGNORED
-from lit_fsdp.tasks.causal_lm.pretrained import check_base, check_lora, choose_quantization, plan_quantization
-from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id
+from lit_fsdp.tasks.causal_lm.pretrained import (
+    check_base,
+    check_lora,
+    choose_quantization,
+    drop_quantization,
+    plan_quantization,
+)
+from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id, read_tokenizer_files
 from lit_fsdp.weights import init_weights, load_weights
 
 GENERATION = "generation_config.json"
@@ -191,7 +195,7 @@ class CausalLM(Task):
         """Return the model's configuration."""
         if self.pretrained is not None:
             try:
-                return _drop_quantization(AutoConfig.from_pretrained(find_pretrained(self.pretrained)))
+                return drop_quantization(AutoConfig.from_pretrained(find_pretrained(self.pretrained)))
             except (OSError, ValueError) as error:
                 reason = str(error).strip().splitlines()[0]
                 raise ValueError(f"pretrained: got {self.pretrained!r}: {reason}") from error
@@ -366,7 +370,7 @@ class CausalLM(Task):
                     setattr(config, name, getattr(tokenizer, name))
                     setattr(generation, name, getattr(tokenizer, name))
                 generation.pad_token_id = find_pad_id(self._find_tokenizer())
-            files |= _read_tokenizer(tokenizer)
+            files |= read_tokenizer_files(tokenizer)
         files["config.json"] = config.to_json_string()
         if self.lora is not None:
             files[ADAPTER_CONFIG] = describe_adapters(model, self.lora, self.pretrained)
@@ -383,25 +387,3 @@ class CausalLM(Task):
         if not hasattr(data, "tokenizer"):
             raise RuntimeError("generating text needs a data module with a tokenizer, such as TextData")
         return data.tokenizer
-
-
-def _drop_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a configuration without that of bitsandbytes, whose layers we have ourselves."""
-    settings: Any = getattr(config, "quantization_config", None)
-    if isinstance(settings, dict) and settings.get("quant_method") == "bitsandbytes":
-        del config.quantization_config
-    return config
-
-
-def _read_tokenizer(tokenizer: Any) -> dict[str, str | bytes]:
-    """Return the files of a tokenizer by name: texts, but for the models of SentencePiece."""
-    files: dict[str, str | bytes] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-            name, content = path.relative_to(folder).as_posix(), path.read_bytes()
-            try:
-                files[name] = content.decode()
-            except UnicodeDecodeError:
-                files[name] = content
-    return files
