@@ -63,7 +63,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
 
 def _make_memory_table(plan: Plan) -> Table:
     peak, ranks = plan.memory.peak, plan.ranks
-    size, name = (_GIB, "GiB") if peak.num_bytes >= _GIB / 4 else (_GIB / 1024, "MiB")
+    size, name = _choose_unit(peak.num_bytes)
     rows = []
     for kind in KINDS:
         numbers = (peak.by_kind.get(kind, 0), max(plan.memory.by_kind[kind]))
@@ -78,10 +78,11 @@ def _make_memory_table(plan: Plan) -> Table:
 
 
 def _make_host_table(plan: Plan) -> Table:
-    rows = [[kind.replace("_", " "), f"{value / _GIB:.2f}"] for kind, value in plan.memory.host_by_kind.items()]
     total = sum(plan.memory.host_by_kind.values())
-    rows += [["a rank", f"{total / _GIB:.2f}"], ["a node", f"{total * plan.ranks.per_node / _GIB:.2f}"]]
-    return Table(title="Host memory, GiB (offload)", columns=["kind", "at its largest"], rows=rows)
+    size, name = _choose_unit(total)
+    rows = [[kind.replace("_", " "), f"{value / size:.2f}"] for kind, value in plan.memory.host_by_kind.items()]
+    rows += [["a rank", f"{total / size:.2f}"], ["a node", f"{total * plan.ranks.per_node / size:.2f}"]]
+    return Table(title=f"Host memory of a rank with offload, {name}", columns=["kind", "at its largest"], rows=rows)
 
 
 def _make_traffic_table(plan: Plan) -> Table:
@@ -91,11 +92,16 @@ def _make_traffic_table(plan: Plan) -> Table:
         ("all-reduce between replicas", "all_reduce", plan.collectives.all_reduces),
     )
     sums = plan.sum_traffic()
+    size, name = _choose_unit(sum(sums.values()))
     rows = []
     for label, key, count in counts:
         largest = max((getattr(unit, key) for unit in plan.traffic), default=0)
-        rows.append([label, str(count), f"{sums[key] / _GIB:.3f}", f"{largest / _GIB:.3f}"])
-    rows.append(["all", str(sum(count for *_, count in counts)), f"{sum(sums.values()) / _GIB:.3f}", ""])
+        rows.append([label, str(count), f"{sums[key] / size:.2f}", f"{largest / size:.2f}"])
+    rows.append(["all", str(sum(count for *_, count in counts)), f"{sum(sums.values()) / size:.2f}", ""])
     batches = f" of {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
-    title = f"Collectives of an optimizer step{batches}, a rank, full sizes in GiB"
-    return Table(title=title, columns=["collective", "calls", "bytes of a step", "largest call"], rows=rows)
+    title = f"Collectives of a step{batches}, {name}"
+    return Table(title=title, columns=["collective", "calls", "in a step", "largest call"], rows=rows)
+
+
+def _choose_unit(num_bytes: int) -> tuple[float, str]:
+    return (_GIB, "GiB") if num_bytes >= _GIB / 4 else (_GIB / 1024, "MiB")

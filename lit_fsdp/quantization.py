@@ -273,7 +273,7 @@ def _build_state(
 def count_hidden_bytes(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Return what an operator of bitsandbytes makes inside itself and frees again: a whole weight, dequantized.
 
-    On CUDA for about 1500 tokens and more, and on most cards for fewer; seen in bitsandbytes 0.50. Others give 0.
+    On CUDA above 512 tokens, of small weights above 1536 at the latest; seen in bitsandbytes 0.50. Others give 0.
     """
     # By identity, as this is asked of every operator that runs.
     if operator is not torch.ops.bitsandbytes.gemm_4bit.default:

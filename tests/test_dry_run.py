@@ -15,7 +15,7 @@ from lit_fsdp.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.mesh import Mesh, build_mesh
 from lit_fsdp.optimizers import Optimizer, build_optimizer
 from lit_fsdp.precision import MixedPrecision
-from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantization import Quantization, count_hidden_bytes
 from lit_fsdp.quantized_layers import quantize_model
 from lit_fsdp.recompute import Recompute
 from lit_fsdp.settings import Settings
@@ -138,6 +138,15 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("model", "strategy", "options"), CASES, ids=str)
 def test_a_dry_step_holds_what_a_real_one_holds(model: dict, strategy: dict, options: dict) -> None:
     run_ranks(compare, 4, model, strategy, options, world_size=1)
+
+
+def test_a_product_with_4_bit_weights_counts_the_weight_that_it_dequantizes() -> None:
+    operator = torch.ops.bitsandbytes.gemm_4bit.default
+    x, codes, absmax = torch.empty(600, 64, dtype=torch.bfloat16), torch.empty(96 * 32, 1), torch.empty(96)
+    args = (x, codes, [96, 64], absmax, 64, "nf4")
+    assert count_hidden_bytes(operator, args, {}) == 96 * 64 * 2
+    assert count_hidden_bytes(operator, args, {"absmax_8bit": absmax}) == 96 * 64 * 2 + 96 * 4
+    assert count_hidden_bytes(torch.ops.aten.mm.default, (x, x), {}) == 0
 
 
 def refuse_second_group() -> None:

@@ -182,5 +182,51 @@ def test_what_cannot_be_planned_is_said_in_one_line(option: str, said: str, caps
     assert not dist.is_initialized()
 
 
+MINE = """
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+class Net(pl.LightningModule):
+    def __init__(self, width: int = 256, by_hand: bool = False, peeks: bool = False):
+        super().__init__()
+        self.width, self.automatic_optimization, self.peeks = width, not by_hand, peeks
+
+    def setup(self, stage):
+        raise AssertionError("a plan needs no setup")
+
+    def configure_model(self):
+        with torch.device("meta"):
+            self.net = nn.Sequential(*[nn.Linear(self.width, self.width, bias=False) for _ in range(4)])
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch["x"]).square().mean()
+        if self.peeks and loss > 1:
+            loss = loss / 2
+        self.log("loss", loss)
+        return {"loss": loss}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+        steps = self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=int(steps))]
+
+class Data(pl.LightningDataModule):
+    def make_example_batch(self):
+        return {"x": torch.zeros(8, 256)}
+"""
+
+
+def test_a_task_and_data_of_ones_own_need_one_method(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "mine.py").write_text(MINE)
+    own = ["--model=mine.Net", "--data=mine.Data", "--devices=4"]
+    memory = plan(*own)["memory"]["largest_bytes_by_kind"]
+    assert memory["parameters"] == memory["optimizer_state"] == 4 * 256 * 256 * 4 // 4
+    for option, said in (("by_hand", "optimizes manually"), ("peeks", "tensors without values")):
+        capsys.readouterr()
+        assert main(["plan", *own, f"--model.{option}=true"]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_sizes_of_memory_have_units() -> None:
     assert [parse_memory(text) for text in ("16GiB", "24 gb", "1.5MiB")] == [16 * 2**30, 24 * 10**9, 3 * 2**19]
