@@ -68,7 +68,7 @@ def _make_memory_table(plan: Plan) -> Table:
     for kind in KINDS:
         numbers = (peak.by_kind.get(kind, 0), max(plan.memory.by_kind[kind]))
         rows.append([kind.replace("_", " "), *(f"{number / size:.2f}" for number in numbers), _MEANINGS[kind]])
-    if plan.quantized_bytes:
+    if plan.quantized_bytes and not plan.memory.host_by_kind:
         stored = f"{plan.quantized_bytes / size:.2f}"
         rows.insert(1, ["  of these quantized", stored, stored, "codes of 4 or 8 bits and their scales"])
     rows.append(["peak", f"{peak.num_bytes / size:.2f}", "", f"in {peak.phase}, {peak.unit}"])
@@ -81,6 +81,8 @@ def _make_host_table(plan: Plan) -> Table:
     total = sum(plan.memory.host_by_kind.values())
     size, name = _choose_unit(total)
     rows = [[kind.replace("_", " "), f"{value / size:.2f}"] for kind, value in plan.memory.host_by_kind.items()]
+    if plan.quantized_bytes:
+        rows.insert(1, ["  of these quantized", f"{plan.quantized_bytes / size:.2f}"])
     rows += [["a rank", f"{total / size:.2f}"], ["a node", f"{total * plan.ranks.per_node / size:.2f}"]]
     return Table(title=f"Host memory of a rank with offload, {name}", columns=["kind", "at its largest"], rows=rows)
 

@@ -108,6 +108,8 @@ def test_the_big_configurations_plan_from_the_architecture_alone(
     is_quantized, is_offloaded = "qlora" in name, "70b" in name
     assert (found["memory"]["quantized_bytes"] > 0) is is_quantized
     assert (found["host"]["bytes"] > 0) is is_offloaded
+    stored = found["host"]["bytes_by_kind"] if is_offloaded else found["memory"]["largest_bytes_by_kind"]
+    assert found["memory"]["quantized_bytes"] < stored["parameters"]
     assert found["traffic"]["bytes_per_step"]["gather"] > found["memory"]["largest_bytes_by_kind"]["parameters"]
 
 
