@@ -253,7 +253,7 @@ class MemoryLogger(Callback):
         curves = [_draw(name, series) for name, series in self._series.items()]
         plots = [Plot(title="Memory over the run (rank 0)", x_label="step", y_label="GiB", curves=curves)]
         if self._step_memory is not None:
-            plots.append(plot_step(self._step_memory, self._traced_step))
+            plots.append(plot_step(self._step_memory, title=f"Memory over step {self._traced_step} (rank 0)"))
         return plots
 
 

@@ -58,7 +58,7 @@ def describe_step(memory: StepMemory, step: int) -> dict[str, Any]:
     }
 
 
-def plot_step(memory: StepMemory, step: int) -> Plot:
+def plot_step(memory: StepMemory, *, title: str) -> Plot:
     """Return the kinds as areas upon each other, operator by operator."""
     num = len(memory.by_kind[KINDS[0]])
     stride = max(1, num // _MAX_POINTS)
@@ -71,7 +71,7 @@ def plot_step(memory: StepMemory, step: int) -> Plot:
         if any(memory.by_kind[kind])
     ]
     return Plot(
-        title=f"Memory over step {step} (rank 0)",
+        title=title,
         x_label="operator",
         y_label="GiB",
         curves=curves,

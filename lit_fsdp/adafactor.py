@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lit_fsdp.shard_optimizer import ShardOptimizer, make_zeros, sum_over_shards, to_local
+from lit_fsdp.shard_optimizer import ShardOptimizer, make_zeros, read_steps, sum_over_shards, to_local
 
 _EPS2 = 1e-3  # least scale of a parameter: else one that starts at zero would stay there
 
@@ -158,7 +158,7 @@ def _compute_update(work: _Work, total: Tensor) -> Tensor:
 
 def _apply_update(work: _Work, total: Tensor, update_norm: Tensor) -> None:
     num_elements, lr, local = work.parameter.numel(), work.group["lr"], to_local(work.parameter)
-    scale = (total[0] / num_elements).sqrt().clamp(min=_EPS2) * min(lr, float(work.state["step"]) ** -0.5)
+    scale = (total[0] / num_elements).sqrt().clamp(min=_EPS2) * min(lr, read_steps(work.state) ** -0.5)
     limit = (update_norm[0] / num_elements).sqrt().clamp(min=1.0)
     local.mul_(1 - lr * work.group["weight_decay"])
     local.add_(_compute_update(work, total).mul_(-scale / limit).to(local.dtype))
@@ -166,4 +166,4 @@ def _apply_update(work: _Work, total: Tensor, update_norm: Tensor) -> None:
 
 def _compute_share(work: _Work) -> float:
     """Return how much of a statistic this step makes up."""
-    return float(work.state["step"]) ** -0.8
+    return float(read_steps(work.state) ** -0.8)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from lit_fsdp.shard_optimizer import ShardOptimizer, make_zeros, to_local
+from lit_fsdp.shard_optimizer import ShardOptimizer, make_zeros, read_steps, to_local
 
 BLOCK_SIZE = 256  # fixed in the kernels of bitsandbytes
 MIN_8BIT_SIZE = 4096  # as in bitsandbytes, but of the whole parameter, not of a shard
@@ -71,7 +72,6 @@ class AdamW8bit(ShardOptimizer):
     ) -> None:
         _import_kernels()
         self._is_paged = is_paged
-        self._code_books: dict[torch.device, list[_CodeBook]] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @override
@@ -153,7 +153,7 @@ class AdamW8bit(ShardOptimizer):
             exp_avg,
             beta1,
             group["eps"],
-            int(state["step"]),
+            read_steps(state),
             group["lr"],
             exp_avg_sq,
             beta2,
@@ -173,12 +173,12 @@ class AdamW8bit(ShardOptimizer):
                 if _is_pages(tensor):
                     chunk.is_paged = True  # type: ignore[attr-defined]  # else bitsandbytes takes it for host memory
                 chunks.append(chunk)
-            self._update_chunk(rows[own], gradient[own], chunks, int(state["step"]), group)
+            self._update_chunk(rows[own], gradient[own], chunks, read_steps(state), group)
 
     def _update_chunk(
         self, rows: Tensor, gradient: Tensor, state: list[Tensor], step: int, group: dict[str, Any]
     ) -> None:
-        code_books = self._get_code_books(rows.device)
+        code_books = make_code_books(rows.device)
         codes1, codes2, absmax1, absmax2 = state
         missing = -rows.shape[1] % BLOCK_SIZE
         padded = [rows, gradient.contiguous(), codes1, codes2]
@@ -209,12 +209,6 @@ class AdamW8bit(ShardOptimizer):
             for own, copy in zip((rows, codes1, codes2), (padded[0], padded[2], padded[3]), strict=True):
                 own.copy_(copy[:, : own.shape[1]])
 
-    def _get_code_books(self, device: torch.device) -> list[_CodeBook]:
-        if device not in self._code_books:
-            maps = [_import_kernels().create_dynamic_map(signed=is_signed) for is_signed in (True, False)]
-            self._code_books[device] = [_CodeBook(m.to(device), int((m == 0).nonzero()[0])) for m in maps]
-        return self._code_books[device]
-
     # Checkpoints: pages look like host memory to torch, so they are exchanged as tensors on the GPU.
 
     @override
@@ -239,6 +233,14 @@ class AdamW8bit(ShardOptimizer):
         codes = self._make_codes(parameter.detach()) if old is None else old  # pages are never given back
         to_local(codes).copy_(to_local(value))
         return codes
+
+
+@cache
+def make_code_books(device: torch.device) -> tuple[_CodeBook, _CodeBook]:
+    """Return what the codes of the two means stand for, which is kept: for a dry run, make it before."""
+    maps = [_import_kernels().create_dynamic_map(signed=is_signed) for is_signed in (True, False)]
+    first, second = (_CodeBook(m.to(device), int((m == 0).nonzero()[0])) for m in maps)
+    return first, second
 
 
 def is_8bit(shape: torch.Size) -> bool:

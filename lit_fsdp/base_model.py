@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,15 @@ def fetch_pretrained(pretrained: str, setting: str = "pretrained") -> None:
     Raises:
         ValueError: It is neither.
     """
+    _fetch(pretrained, setting, _PATTERNS)
+
+
+def _fetch(pretrained: str, setting: str, patterns: Sequence[str]) -> None:
     folder = Path(pretrained).expanduser()
     if folder.is_dir():
         return
     try:
-        snapshot_download(pretrained, allow_patterns=list(_PATTERNS))
+        snapshot_download(pretrained, allow_patterns=list(patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         if _is_meant_locally(pretrained):
             guess = nearest(folder.name, [path.name for path in folder.parent.glob("*/")])
@@ -40,6 +45,15 @@ def fetch_pretrained(pretrained: str, setting: str = "pretrained") -> None:
             raise ValueError(f"{setting}: got {pretrained!r}: there is no such folder: {hint}") from error
         first = str(error).strip().splitlines()[0]
         raise ValueError(f"{setting}: got {pretrained!r}: no such folder, and the Hub says: {first}") from error
+
+
+def fetch_config(pretrained: str) -> None:
+    """Download the configuration of a model unless it is a folder or in the cache, without its weights.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    _fetch(pretrained, "pretrained", ("config.json",))
 
 
 def find_pretrained(pretrained: str) -> Path:

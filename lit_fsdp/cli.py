@@ -42,6 +42,10 @@ COMMANDS: dict[str, Command] = {
         summary="Write the model of a checkpoint for Transformers and other tools.",
         entry="lit_fsdp.export_cli:run_export",
     ),
+    "plan": Command(
+        summary="Tell what a run will take of GPUs, host and network, without any of them.",
+        entry="lit_fsdp.plan_cli:run_plan",
+    ),
     "bench": Command(
         summary="Measure the machines: `bench comm` the connections between ranks.",
         entry="lit_fsdp.bench_cli:run_bench",

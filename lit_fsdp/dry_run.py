@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
+from lit_fsdp.adamw_8bit import make_code_books
 from lit_fsdp.assembly import shard_module
 from lit_fsdp.clipping import clip_grad_norm
 from lit_fsdp.memory_trace import MemoryTrace, StepMemory
@@ -79,6 +80,7 @@ def trace_training_step(
     sizes = {"world_size": dist.get_world_size(), "ranks_per_node": ranks_per_node}
     mesh = build_mesh(settings.mesh, device_type=_DEVICE.type, timeout_s=60.0, **sizes)
     prepare_tables(_DEVICE)
+    make_code_books(_DEVICE)
     plan = shard_module(module, settings, dtypes=dtypes, mesh=mesh, device=_DEVICE)
     # Non-fake inputs are constants that a model or library has made before.
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -96,8 +98,9 @@ def trace_training_step(
             is_held=settings.sharding.hold_gradients,
             clip_norm=clip_norm,
         )
-        step(lambda _: None)  # makes the state of the optimizer
-        trace = MemoryTrace(module, [optimizer], plan=plan, device=_DEVICE)
+        step(lambda _: None, num_micro_batches=1)  # makes the state of the optimizer
+        is_offloaded = settings.offload is not None
+        trace = MemoryTrace(module, [optimizer], plan=plan, device=_DEVICE, is_offloaded=is_offloaded)
         with trace:
             trace.add_inputs(fake)
             step(trace.begin_phase)

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 
 from lit_fsdp.fsdp_internals import find_shard, iterate_sharded, list_unreduced_gradients
 from lit_fsdp.memory import KINDS, Kind, is_on, iterate_states, label_unit, name_units
+from lit_fsdp.quantization import count_hidden_bytes
 from lit_fsdp.units import Unit
 
 PHASES = ("forward", "backward", "optimizer")
@@ -52,11 +53,13 @@ class StepMemory:
         peak: Its largest moment.
         by_kind: Bytes of each kind after each operator.
         phases: ``(name, first operator, end)``, in order; with several micro-batches they repeat.
+        host_by_kind: Bytes that a trace was told to count as host memory, each kind at its largest.
     """
 
     peak: Peak
     by_kind: Mapping[Kind, Sequence[int]]
     phases: Sequence[tuple[str, int, int]]
+    host_by_kind: Mapping[Kind, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -65,12 +68,14 @@ class _Block:
     kind: Kind
     unit: str
     storage: weakref.ref[torch.UntypedStorage]
+    is_on_host: bool = False
 
 
 class MemoryTrace(TorchDispatchMode):
     """Counts the tensors that are alive on a device after every operator, while it is entered.
 
-    Counts storages, not what an allocator rounds them up to or keeps, and not what a kernel takes for itself. It sees
+    Counts storages, not what an allocator rounds them up to or keeps, and of what a kernel takes for itself only whole
+    weights that are dequantized inside. It sees
     real and fake tensors alike. Every operator costs some tens of microseconds more; values do not change. Code
     that was compiled runs as it was written. Tensors that were made before are known if they are of the model or its
     optimizers, or passed to :meth:`add_inputs`.
@@ -80,6 +85,8 @@ class MemoryTrace(TorchDispatchMode):
         optimizers: Of its parameters.
         plan: Its units, to say whose memory it is; empty leaves that out.
         device: The device that is looked at.
+        is_offloaded: Count shards, their gradients and state, and all that the optimizer makes as memory of the
+            host, wherever they lie: fake tensors have one device only.
     """
 
     def __init__(
@@ -89,8 +96,13 @@ class MemoryTrace(TorchDispatchMode):
         *,
         plan: Sequence[Unit] = (),
         device: torch.device,
+        is_offloaded: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._is_offloaded = is_offloaded
+        self._host: Counter[Kind] = Counter()
+        self._host_largest: Counter[Kind] = Counter()
+        self._arriving: list[_Block] = []  # gradients on their way to the host
         self._model, self._optimizers = model, list(optimizers)
         self._device = device
         self._owners = name_units(plan)
@@ -113,6 +125,8 @@ class MemoryTrace(TorchDispatchMode):
     def begin_phase(self, name: str) -> None:
         """Say which part of the step begins: one of ``PHASES``."""
         self._phases.append((name, len(self._history)))
+        if name == "optimizer":
+            self._move_arriving()
 
     def finish(self) -> StepMemory:
         """Return what was seen.
@@ -129,11 +143,14 @@ class MemoryTrace(TorchDispatchMode):
             peak=self._peak,
             by_kind={kind: list(column) for kind, column in zip(KINDS, columns, strict=True)},
             phases=[(name, begin, end) for name, begin, end in phases if end > begin],
+            host_by_kind=dict(self._host_largest),
         )
 
     def __enter__(self) -> MemoryTrace:
+        parameters = dict(self._model.named_parameters())
         for kind, name, tensor in iterate_states(self._model, self._optimizers):
-            self._add(tensor, kind, self._owners.get(name, OUTSIDE))
+            is_state = kind in ("optimizer_state", "gradients") or (kind == "parameters" and name in parameters)
+            self._add(tensor, kind, self._owners.get(name, OUTSIDE), is_on_host=self._is_offloaded and is_state)
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         for _, sharded in iterate_sharded(self._model):
             unit = self._owners.get(names.get(find_shard(sharded), ""), OUTSIDE)
@@ -179,9 +196,10 @@ class MemoryTrace(TorchDispatchMode):
             self._mark_gradients()
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
-                self._add(tensor, self._choose_kind(phase), self._unit)
-        self._mark_communication(func, args, kwargs)
-        self._record(phase)
+                is_on_host = self._is_offloaded and phase == "optimizer"
+                self._add(tensor, self._choose_kind(phase), self._unit, is_on_host=is_on_host)
+        hidden = count_hidden_bytes(func, args, kwargs) + self._mark_communication(func, args, kwargs)
+        self._record(phase, hidden)
         return out
 
     def _choose_kind(self, phase: str) -> Kind:
@@ -206,64 +224,94 @@ class MemoryTrace(TorchDispatchMode):
             for gradient in list_unreduced_gradients(sharded):
                 self._mark(gradient, "gradients", self._unit)
 
-    def _mark_communication(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Tell the buffers of collectives by the operators that FSDP2 fills and empties them with."""
-        name = str(func)
+    def _mark_communication(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """Tell the buffers of collectives by the operators that FSDP2 fills and empties them with.
+
+        Returns:
+            Bytes of copies on the device of what is taken for host memory.
+        """
+        name, copied = str(func), 0
         if name.startswith("fsdp.all_gather_copy_in"):
             shards, output = args[0], args[1]
             unit = next((b.unit for t in shards if (b := self._find(t)) and b.kind == "parameters"), self._unit)
+            copied = sum(b.num_bytes for t in shards if (b := self._find(t)) and b.is_on_host)
             for tensor in (*shards, output):
                 self._mark(tensor, "communication", unit)
         elif name.startswith("fsdp.chunk_cat"):
             self._mark(kwargs["out"] if "out" in kwargs else args[3], "communication", self._unit)
         elif "reduce_scatter" in name:
+            self._move_arriving()
             for tensor in tree_iter(args[0]):
                 if isinstance(tensor, Tensor):  # gradients are views of it, unless their dtype is another
                     self._mark(tensor, "gradients", self._unit)
+                    if self._is_offloaded and (block := self._find(tensor)):
+                        self._arriving.append(block)
+        return copied
+
+    def _move_arriving(self) -> None:
+        """Let gradients arrive on the host: they are copied while the next unit is computed."""
+        for block in self._arriving:
+            if block.storage() is not None:
+                self._count(block, -block.num_bytes)
+                block.is_on_host = True
+                self._count(block, block.num_bytes)
+        self._arriving.clear()
 
     def _mark(self, tensor: Tensor, kind: Kind, unit: str) -> None:
         """Change what a tensor is for; those that stay beyond the step keep what they are."""
         block = self._find(tensor)
         if block is not None and block.kind in ("activations", "rest", "communication"):
-            self._by_kind[block.kind] -= block.num_bytes
+            self._count(block, -block.num_bytes)
             block.kind, block.unit = kind, unit
-            self._by_kind[kind] += block.num_bytes
+            self._count(block, block.num_bytes)
 
     def _find(self, tensor: Tensor) -> _Block | None:
         return self._blocks.get(tensor.untyped_storage()._cdata)
 
-    def _add(self, tensor: Tensor, kind: Kind, unit: str) -> None:
+    def _count(self, block: _Block, num_bytes: int) -> None:
+        if not block.is_on_host:
+            self._by_kind[block.kind] += num_bytes
+            return
+        self._host[block.kind] += num_bytes
+        self._host_largest[block.kind] = max(self._host_largest[block.kind], self._host[block.kind])
+
+    def _add(self, tensor: Tensor, kind: Kind, unit: str, *, is_on_host: bool = False) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._blocks or not is_on(tensor, self._device):
             return
         reference = weakref.ref(storage, partial(self._release, key))
-        self._blocks[key] = _Block(storage.nbytes(), kind, unit, reference)
-        self._by_kind[kind] += storage.nbytes()
+        block = self._blocks[key] = _Block(storage.nbytes(), kind, unit, reference, is_on_host)
+        self._count(block, block.num_bytes)
 
     def _release(self, key: int, _: Any) -> None:
         block = self._blocks.pop(key)
-        self._by_kind[block.kind] -= block.num_bytes
+        self._count(block, -block.num_bytes)
 
     def _resize(self, storage: torch.UntypedStorage) -> None:
         # FSDP2 gathers into, and frees, one and the same tensor.
         if block := self._blocks.get(storage._cdata):
-            self._by_kind[block.kind] += storage.nbytes() - block.num_bytes
+            self._count(block, storage.nbytes() - block.num_bytes)
             block.num_bytes = storage.nbytes()
 
-    def _record(self, phase: str) -> None:
-        self._history.append(tuple(self._by_kind[kind] for kind in KINDS))
+    def _record(self, phase: str, hidden: int) -> None:
+        by_kind = self._by_kind.copy()
+        by_kind["rest"] += hidden
+        self._history.append(tuple(by_kind[kind] for kind in KINDS))
         total = sum(self._history[-1])
         if self._peak is None or total > self._peak.num_bytes:
             by_unit: dict[str, Counter[Kind]] = {}
             for block in self._blocks.values():
-                by_unit.setdefault(block.unit, Counter())[block.kind] += block.num_bytes
+                if not block.is_on_host:
+                    by_unit.setdefault(block.unit, Counter())[block.kind] += block.num_bytes
+            if hidden:
+                by_unit.setdefault(self._unit, Counter())["rest"] += hidden
             self._peak = Peak(
                 num_bytes=total,
                 operator=len(self._history) - 1,
                 phase=phase,
                 unit=self._unit,
-                by_kind=dict(self._by_kind),
+                by_kind=dict(by_kind),
                 by_unit=by_unit,
             )
 

@@ -34,7 +34,7 @@ def choose_processes(
         has_accelerator: Whether the run will find a GPU or the like.
         environ: The environment of this process.
     """
-    count = _count_devices(devices)
+    count = count_devices(devices)
     if is_torchrun(environ):
         local = int(environ["LOCAL_WORLD_SIZE"])
         nodes = int(environ["WORLD_SIZE"]) // local
@@ -56,8 +56,8 @@ def choose_processes(
     return devices, num_nodes
 
 
-def _count_devices(devices: Any) -> int | None:
-    """Count what was asked for; ``None`` when it was left to the machine."""
+def count_devices(devices: Any) -> int | None:
+    """Count what ``trainer.devices`` asks for; ``None`` when it is left to the machine."""
     if devices in ("auto", "-1", -1, None):
         return None
     if isinstance(devices, str):

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# Private, seen in torch 2.13.
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -71,6 +74,11 @@ class ShardOptimizer(Optimizer):
 def to_local(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor; it shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def read_steps(state: dict[str, Tensor]) -> int:
+    """Return how many steps a state has seen; 1 in a dry run, whose tensors have no values."""
+    return 1 if isinstance(state["step"], FakeTensor) else int(state["step"])
 
 
 def make_zeros(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -140,10 +140,13 @@ class _InstantiationFailed(BaseException):
 class TrainerCLI(LightningCLI):
     """LightningCLI with our defaults: the FSDP2 strategy, one folder a run, a summary at the end."""
 
+    trainer_type: type[Trainer] = Trainer
+
     def __init__(self, args: list[str], *, default_run_name: str | None = None) -> None:
         self.command = args[0]
         self.default_run_name = default_run_name
         super().__init__(
+            trainer_class=self.trainer_type,
             save_config_callback=SaveRunConfig,
             trainer_defaults={
                 # A class, not the name "fsdp2": so that `--trainer.strategy.mesh.shard=2` finds it in place.
@@ -223,7 +226,17 @@ class TrainerCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer, with our loggers and callbacks where the configuration has none of the kind."""
-        settings = self._get(self.config_init, "trainer")
+        kwargs |= self.choose_parts(self._get(self.config_init, "trainer"))
+        try:
+            return super().instantiate_trainer(devices=self.devices, num_nodes=self.num_nodes, **kwargs)
+        except Exception as error:
+            line = describe_exception(error, trusted=("lit_fsdp", "lightning"))
+            if line is None:
+                raise
+            raise ConfigError(_add_path(line, self.config[self.subcommand].as_dict(), "trainer")) from error
+
+    def choose_parts(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the Trainer is built of besides its settings: loggers and callbacks."""
         callbacks = settings["callbacks"] or []
         callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
         defaults = Defaults(
@@ -232,14 +245,7 @@ class TrainerCLI(LightningCLI):
             **{key: self._get(self.config_init, key) for key in ("progress_bar", "run_summary", "monitoring")},
         )
         callbacks += choose_callbacks(defaults, settings, callbacks)
-        kwargs |= {"callbacks": callbacks, "logger": self._choose_loggers(settings)}
-        try:
-            return super().instantiate_trainer(devices=self.devices, num_nodes=self.num_nodes, **kwargs)
-        except Exception as error:
-            line = describe_exception(error, trusted=("lit_fsdp", "lightning"))
-            if line is None:
-                raise
-            raise ConfigError(_add_path(line, self.config[self.subcommand].as_dict(), "trainer")) from error
+        return {"callbacks": callbacks, "logger": self._choose_loggers(settings)}
 
     def after_instantiate_classes(self) -> None:
         """Let ``--ckpt_path last`` find the newest complete checkpoint of the runs of this name."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -147,6 +148,28 @@ class Task(LightningModule):
                 "lora.dtype: got 'float32' with trainer.precision bf16-true: only FSDP2Strategy keeps adapters in a "
                 "dtype of their own; set trainer.strategy to fsdp2, or lora.dtype to bfloat16"
             )
+
+    def prepare_plan(self, data: Any) -> list[str]:  # noqa: ARG002
+        """Get ready for a plan, which calls this instead of ``prepare_data`` and ``setup``: fetch no weights.
+
+        Args:
+            data: The data module, not set up.
+
+        Returns:
+            Sentences that the user should read beside the plan.
+        """
+        if self.optimizer_settings.name != "adamw_8bit_paged":
+            return []
+        self.optimizer_settings = replace(self.optimizer_settings, name="adamw_8bit")
+        return ["adamw_8bit_paged: its state is counted in full, though the driver may move it to host memory"]
+
+    def enter_dry_run(self, batch: Mapping[str, Any]) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Return the context in which tensors without values can run ``training_step``; the place for an override.
+
+        Args:
+            batch: From the data module's ``make_example_batch``, with values.
+        """
+        return nullcontext()
 
     def finish_model(self) -> None:
         """Give a model that was built on the meta device its weights, unless the strategy will do it sharded.

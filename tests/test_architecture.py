@@ -36,8 +36,8 @@ LAYERS = [
     {"plan", "strategy"},
     {"tasks", "callbacks"},
     {"config_files", "default_callbacks"},
-    {"trainer_cli", "export_cli", "scaling_cli"},
-    {"bench_cli"},
+    {"trainer_cli", "export_cli", "scaling_cli", "plan_report"},
+    {"bench_cli", "plan_cli"},
     {"cli"},
     {"__init__", "__main__"},
 ]
@@ -47,7 +47,7 @@ DOORS = {
     "peft": ("adapters",),
     "lightning": (
         *("strategy", "precision_plugin", "lightning_internals", "tasks", "callbacks"),
-        *("default_callbacks", "trainer_cli"),
+        *("default_callbacks", "trainer_cli", "plan_cli"),
     ),
     "pytorch_lightning": (),  # a second copy of Lightning's classes
 }

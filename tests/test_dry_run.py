@@ -15,7 +15,7 @@ from lit_fsdp.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.mesh import Mesh, build_mesh
 from lit_fsdp.optimizers import Optimizer, build_optimizer
 from lit_fsdp.precision import MixedPrecision
-from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantization import Quantization, count_hidden_bytes
 from lit_fsdp.quantized_layers import quantize_model
 from lit_fsdp.recompute import Recompute
 from lit_fsdp.settings import Settings
@@ -26,15 +26,23 @@ from ranks import run_ranks
 
 CPU = torch.device("cpu")
 SIZES = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_key_value_heads": 2}
 BF16 = MixedPrecision(storage_dtype="float32", param_dtype="bfloat16", reduce_dtype="float32")
 FP32 = MixedPrecision(storage_dtype="float32")
 
 
 class Model(nn.Module):
-    def __init__(self, *, lora: bool = False, quantization: Quantization | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        lora: bool = False,
+        quantization: Quantization | None = None,
+        model_type: str = "llama",
+        **config_settings: Any,
+    ) -> None:
         super().__init__()
         with torch.device("meta"):
-            config = AutoConfig.for_model("llama", vocab_size=300, **SIZES)
+            config = AutoConfig.for_model(model_type, vocab_size=300, **SIZES, **config_settings)
             self.model = AutoModelForCausalLM.from_config(config)
         if quantization is not None:
             quantize_model(self.model, quantization)
@@ -118,12 +126,27 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {}, {"packed": True}),
     ({"lora": True}, {}, {}),
     ({"lora": True, "quantization": Quantization(type="nf4", double=True)}, {}, {}),
+    ({}, {}, {"optimizer": Optimizer(name="adamw_8bit")}),
+    ({}, {}, {"optimizer": Optimizer(name="adafactor")}),
+    ({}, {}, {"optimizer": Optimizer(fused=False)}),
+    ({}, {"recompute": Recompute(mode="selective")}, {}),
+    ({"tie_word_embeddings": True}, {}, {}),
+    ({"model_type": "qwen3_moe", **EXPERTS}, {}, {"dtypes": BF16}),
 ]
 
 
 @pytest.mark.parametrize(("model", "strategy", "options"), CASES, ids=str)
 def test_a_dry_step_holds_what_a_real_one_holds(model: dict, strategy: dict, options: dict) -> None:
     run_ranks(compare, 4, model, strategy, options, world_size=1)
+
+
+def test_a_product_with_4_bit_weights_counts_the_weight_that_it_dequantizes() -> None:
+    operator = torch.ops.bitsandbytes.gemm_4bit.default
+    x, codes, absmax = torch.empty(600, 64, dtype=torch.bfloat16), torch.empty(96 * 32, 1), torch.empty(96)
+    args = (x, codes, [96, 64], absmax, 64, "nf4")
+    assert count_hidden_bytes(operator, args, {}) == 96 * 64 * 2
+    assert count_hidden_bytes(operator, args, {"absmax_8bit": absmax}) == 96 * 64 * 2 + 96 * 4
+    assert count_hidden_bytes(torch.ops.aten.mm.default, (x, x), {}) == 0
 
 
 def refuse_second_group() -> None:

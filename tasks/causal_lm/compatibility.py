@@ -30,6 +30,20 @@ def check_data(config: PreTrainedConfig, data: Any) -> None:
             f"config.vocab_size: got {text.vocab_size}: the tokenizer has {size} tokens: expected {size} or more, "
             "or a tokenizer that belongs to the model"
         )
+    check_length(config, data)
+
+
+def check_length(config: PreTrainedConfig, data: Any) -> None:
+    """Refuse rows that are longer than the model has positions.
+
+    Args:
+        config: Of the model.
+        data: A data module, read where it has ``seq_length``.
+
+    Raises:
+        ValueError: With the setting and the nearest fix.
+    """
+    text = config.get_text_config()
     limit, length = getattr(text, "max_position_embeddings", None), getattr(data, "seq_length", None)
     if limit and length and length > limit:
         raise ValueError(

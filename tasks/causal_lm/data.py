@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lit_fsdp.tasks.causal_lm.cache import build_once, find_cache_dir, make_key
-from lit_fsdp.tasks.causal_lm.collate import EvalRows, PadRows, PromptRows, stack_rows
+from lit_fsdp.tasks.causal_lm.collate import Batch, EvalRows, PadRows, PromptRows, stack_rows
 from lit_fsdp.tasks.causal_lm.examples import Format, LossOn, RowError, RowFormat, list_texts, parse_row
 from lit_fsdp.tasks.causal_lm.packing import DocumentRows, Ints, PackedRows
 from lit_fsdp.tasks.causal_lm.rows import Row
@@ -31,6 +32,7 @@ from lit_fsdp.tasks.loading import ResumableLoader, build_eval_loader, build_tra
 
 Split = Literal["train", "validation", "test", "predict"]
 
+_EXAMPLE_DOCUMENTS = 4  # in a packed row of an example
 CACHE_VERSION = 1  # raise it when the same settings give other tokens than before
 HELD_OUT_SEED = 0  # not the seed setting: runs with other seeds are compared on the same held-out documents
 SPLITS_OF_STAGE: dict[str | None, tuple[Split, ...]] = {
@@ -186,6 +188,21 @@ class TextData(LightningDataModule):
             trainer=self.trainer,
             what=f"train ({len(store)} documents, {int(store.ends[-1])} tokens, as {kind})",
         )
+
+    def make_example_batch(self) -> Batch:
+        """Return a micro-batch of the largest size that training can have, without reading data.
+
+        Packed rows hold several documents; rows of a padded batch are as long as they may be, the first one shorter.
+        """
+        shape = (self.batch_size, self.seq_length)
+        if self.packing:
+            positions = torch.arange(self.seq_length) % -(-self.seq_length // _EXAMPLE_DOCUMENTS)
+            ids = torch.zeros(shape, dtype=torch.int64)
+            return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions.expand(shape).clone()}
+        lengths = [max(1, self.seq_length // 2)] * (self.batch_size > 1)
+        lengths += [self.seq_length] * (self.batch_size - len(lengths))
+        rows = [dict.fromkeys(("input_ids", "labels"), np.zeros(length, dtype=np.int64)) for length in lengths]
+        return PadRows(pad_id=0, multiple_of=self.pad_to_multiple_of)(rows)
 
     def val_dataloader(self) -> Any:
         """Return this rank's validation batches, or none if nothing is set to validate on."""

@@ -18,7 +18,7 @@ def keep_branches(batch: Mapping[str, Any]) -> Iterator[None]:
     of a traced graph, which needs memory that no run needs.
 
     Args:
-        batch: With values; ``position_ids`` [batch, length] if the model gets them.
+        batch: With values; ``position_ids`` or ``attention_mask`` [batch, length] if the model gets them.
     """
     # Private in all but name, seen in transformers 5.23; asked once in a forward.
     original = masking_utils.find_packed_sequence_indices
@@ -28,8 +28,18 @@ def keep_branches(batch: Mapping[str, Any]) -> Iterator[None]:
     def find(position_ids: Tensor) -> Tensor | None:
         return original(position_ids) if is_packed else None
 
+    # Private, seen in transformers 5.23; whether nothing is padded, so that attention needs no mask.
+    ignore = masking_utils._ignore_causal_mask_sdpa
+    padding = batch.get("attention_mask")
+    is_padded = padding is None or not bool(padding.all())
+
+    def ignore_mask(padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> bool:
+        return bool(ignore(padding_mask if is_padded else None, *args, **kwargs))
+
     masking_utils.find_packed_sequence_indices = find
+    masking_utils._ignore_causal_mask_sdpa = ignore_mask
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = original
+        masking_utils._ignore_causal_mask_sdpa = ignore

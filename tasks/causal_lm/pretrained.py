@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
+from transformers import PreTrainedConfig
 
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.base_model import describe_base
@@ -26,7 +28,31 @@ def choose_quantization(folder: Path, model: nn.Module, given: Quantization | No
     Raises:
         ValueError: The files have it otherwise.
     """
-    stored = read_quantization(folder, model)
+    return _compare_quantization(read_quantization(folder, model), given)
+
+
+def plan_quantization(folder: Path, model: nn.Module, given: Quantization | None) -> Quantization | None:  # noqa: ARG001
+    """Return the same by what ``config.json`` says of the files, which need not be there.
+
+    Args:
+        folder: Of ``config.json``.
+        model: Not looked at.
+        given: What the user asks for.
+
+    Raises:
+        ValueError: The configuration has it otherwise.
+    """
+    settings = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
+    if settings.get("quant_method") != "bitsandbytes":
+        return given
+    skip = settings.get("llm_int8_skip_modules")
+    options: dict[str, Any] = {"type": "int8"}
+    if settings.get("load_in_4bit"):
+        options = {"type": settings["bnb_4bit_quant_type"], "double": settings.get("bnb_4bit_use_double_quant", False)}
+    return _compare_quantization(Quantization(**options, skip=None if skip is None else tuple(skip)), given)
+
+
+def _compare_quantization(stored: Quantization | None, given: Quantization | None) -> Quantization | None:
     if stored is None or given is None:
         return stored or given
     for name in ("type", "block_size", "is_double"):
@@ -85,3 +111,11 @@ def check_lora(stored: dict[str, Any], lora: LoRA) -> None:
                 f"lora.{name}: got {own[name]!r}: the adapters of the checkpoint were trained with {stored[name]!r}; "
                 "set that"
             )
+
+
+def drop_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a configuration without that of bitsandbytes, whose layers we have ourselves."""
+    settings: Any = getattr(config, "quantization_config", None)
+    if isinstance(settings, dict) and settings.get("quant_method") == "bitsandbytes":
+        del config.quantization_config
+    return config

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,7 +18,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from typing_extensions import override
 
 from lit_fsdp.adapters import LoRA, iterate_adapters
-from lit_fsdp.base_model import BASE, LORA, describe_base, fetch_pretrained, find_pretrained
+from lit_fsdp.base_model import BASE, LORA, describe_base, fetch_config, fetch_pretrained, find_pretrained
 from lit_fsdp.checkpoint_reader import EXPORT
 from lit_fsdp.export_adapter import describe_adapters
 from lit_fsdp.model_folder import ADAPTER_CONFIG
@@ -27,10 +27,17 @@ from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_files import read_quantization
 from lit_fsdp.tasks.base import Schedule, Task
 from lit_fsdp.tasks.causal_lm.collate import Batch
-from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_packing
+from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_length, check_packing
+from lit_fsdp.tasks.causal_lm.masks import keep_branches
 from lit_fsdp.tasks.causal_lm.packing import IGNORED
-from lit_fsdp.tasks.causal_lm.pretrained import check_base, check_lora, choose_quantization
-from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id
+from lit_fsdp.tasks.causal_lm.pretrained import (
+    check_base,
+    check_lora,
+    choose_quantization,
+    drop_quantization,
+    plan_quantization,
+)
+from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id, read_tokenizer_files
 from lit_fsdp.weights import init_weights, load_weights
 
 GENERATION = "generation_config.json"
@@ -90,7 +97,7 @@ class CausalLM(Task):
         self.sample_prompts = sample_prompts or []
         self.generation = {"max_new_tokens": 64, **(generation or {})}
         self.model: PreTrainedModel | None = None
-        self._is_packing_checked = False
+        self._is_packing_checked = self._is_planned = False
         check_generation(self.generation)
         if empty := [prompt for prompt in self.sample_prompts if not prompt]:
             raise ValueError(f"sample_prompts: {len(empty)} of them are empty; expected a word or more")
@@ -104,6 +111,19 @@ class CausalLM(Task):
         """Download the model, on one process per node."""
         if self.pretrained is not None:
             fetch_pretrained(self.pretrained)
+
+    @override
+    def prepare_plan(self, data: Any) -> list[str]:
+        """Fetch the configuration of the model, and nothing else."""
+        if self.pretrained is not None:
+            fetch_config(self.pretrained)
+        self._is_planned = True
+        check_length(self.read_config(), data)
+        return super().prepare_plan(data)
+
+    @override
+    def enter_dry_run(self, batch: Mapping[str, Any]) -> AbstractContextManager[None]:
+        return keep_branches(batch)
 
     @override
     def setup(self, stage: str) -> None:
@@ -142,7 +162,8 @@ class CausalLM(Task):
                 raise ValueError(f"attention: got {self.attention!r}: {reason}; nearest: eager") from error
         if self.pretrained is not None:
             folder = find_pretrained(self.pretrained)
-            self.quantization = choose_quantization(folder, model, self.quantization)
+            choose = plan_quantization if self._is_planned else choose_quantization
+            self.quantization = choose(folder, model, self.quantization)
         self.adapt_model(model, lora=self.lora, quantization=self.quantization)
         self.model = model  # not before all is well: other strategies could not move it away
         self.finish_model()
@@ -174,7 +195,7 @@ class CausalLM(Task):
         """Return the model's configuration."""
         if self.pretrained is not None:
             try:
-                return _drop_quantization(AutoConfig.from_pretrained(find_pretrained(self.pretrained)))
+                return drop_quantization(AutoConfig.from_pretrained(find_pretrained(self.pretrained)))
             except (OSError, ValueError) as error:
                 reason = str(error).strip().splitlines()[0]
                 raise ValueError(f"pretrained: got {self.pretrained!r}: {reason}") from error
@@ -349,7 +370,7 @@ class CausalLM(Task):
                     setattr(config, name, getattr(tokenizer, name))
                     setattr(generation, name, getattr(tokenizer, name))
                 generation.pad_token_id = find_pad_id(self._find_tokenizer())
-            files |= _read_tokenizer(tokenizer)
+            files |= read_tokenizer_files(tokenizer)
         files["config.json"] = config.to_json_string()
         if self.lora is not None:
             files[ADAPTER_CONFIG] = describe_adapters(model, self.lora, self.pretrained)
@@ -366,25 +387,3 @@ class CausalLM(Task):
         if not hasattr(data, "tokenizer"):
             raise RuntimeError("generating text needs a data module with a tokenizer, such as TextData")
         return data.tokenizer
-
-
-def _drop_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a configuration without that of bitsandbytes, whose layers we have ourselves."""
-    settings: Any = getattr(config, "quantization_config", None)
-    if isinstance(settings, dict) and settings.get("quant_method") == "bitsandbytes":
-        del config.quantization_config
-    return config
-
-
-def _read_tokenizer(tokenizer: Any) -> dict[str, str | bytes]:
-    """Return the files of a tokenizer by name: texts, but for the models of SentencePiece."""
-    files: dict[str, str | bytes] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-            name, content = path.relative_to(folder).as_posix(), path.read_bytes()
-            try:
-                files[name] = content.decode()
-            except UnicodeDecodeError:
-                files[name] = content
-    return files

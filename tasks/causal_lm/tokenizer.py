@@ -77,3 +77,17 @@ def identify_tokenizer(tokenizer: Any) -> str:
 def find_pad_id(tokenizer: Any) -> int:
     """Return the id to fill rows up with: the pad token, or where there is none the end token."""
     return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+
+
+def read_tokenizer_files(tokenizer: Any) -> dict[str, str | bytes]:
+    """Return the files of a tokenizer by name: texts, but for the models of SentencePiece."""
+    files: dict[str, str | bytes] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            name, content = path.relative_to(folder).as_posix(), path.read_bytes()
+            try:
+                files[name] = content.decode()
+            except UnicodeDecodeError:
+                files[name] = content
+    return files

@@ -1,0 +1,109 @@
+"""A plan for people: tables in the terminal, and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lit_fsdp.callbacks.plots import write_png
+from lit_fsdp.callbacks.sections import Table, print_table
+from lit_fsdp.callbacks.step_memory import plot_step
+from lit_fsdp.memory import KINDS
+from lit_fsdp.plan import HEADROOM, OUTSIDE_BYTES, Plan
+
+_GIB = 2**30
+_MEANINGS = {
+    "parameters": "this rank's shards, and buffers",
+    "optimizer_state": "of these shards",
+    "gradients": "of these shards, and unreduced ones",
+    "gathered": "parameters of the units in use",
+    "communication": "buffers of collectives",
+    "activations": "made in forward, also when it is computed again",
+    "rest": "temporaries of backward, optimizer and kernels; the batch",
+}
+
+
+def print_report(plan: Plan, device_bytes: int | None) -> None:
+    """Print what a step takes, and whether it fits.
+
+    Args:
+        plan: The step.
+        device_bytes: Memory of a device, where it is known.
+    """
+    print_table(_make_memory_table(plan))
+    if plan.memory.host_by_kind:
+        print_table(_make_host_table(plan))
+    print_table(_make_traffic_table(plan))
+    for note in plan.notes:
+        print(f"note: {note}")
+    print(
+        "not counted: CUDA context and NCCL, about 0.5 to 1 GiB of each GPU; what the allocator rounds up and cannot "
+        "give back"
+    )
+    if device_bytes is not None:
+        print(describe_fit(plan, device_bytes))
+
+
+def describe_fit(plan: Plan, device_bytes: int) -> str:
+    """Return the line that says whether a step fits a device."""
+    fit = plan.fit_into(device_bytes)
+    sign = "left" if fit.fits else "missing"
+    return (
+        f"fits: {'yes' if fit.fits else 'NO'}: {abs(fit.left_bytes) / _GIB:.2f} GiB {sign}: "
+        f"{plan.memory.peak.num_bytes / _GIB:.2f} GiB x {HEADROOM} for the allocator + {OUTSIDE_BYTES / _GIB:.0f} GiB "
+        f"for CUDA and NCCL = {fit.needed_bytes / _GIB:.2f} GiB of {device_bytes / _GIB:.2f} GiB"
+    )
+
+
+def draw_plan(plan: Plan, path: Path) -> None:
+    """Write the memory over the step as a picture."""
+    title = f"Memory of the planned step, 1 of {plan.ranks.world_size} ranks"
+    write_png(plot_step(plan.memory, title=title), path)
+
+
+def _make_memory_table(plan: Plan) -> Table:
+    peak, ranks = plan.memory.peak, plan.ranks
+    size, name = _choose_unit(peak.num_bytes)
+    rows = []
+    for kind in KINDS:
+        numbers = (peak.by_kind.get(kind, 0), max(plan.memory.by_kind[kind]))
+        rows.append([kind.replace("_", " "), *(f"{number / size:.2f}" for number in numbers), _MEANINGS[kind]])
+    if plan.quantized_bytes and not plan.memory.host_by_kind:
+        stored = f"{plan.quantized_bytes / size:.2f}"
+        rows.insert(1, ["  of these quantized", stored, stored, "codes of 4 or 8 bits and their scales"])
+    rows.append(["peak", f"{peak.num_bytes / size:.2f}", "", f"in {peak.phase}, {peak.unit}"])
+    arrangement = f"{ranks.num_nodes} x {ranks.per_node} ranks, replicate {ranks.num_replicas} x shard"
+    title = f"GPU memory of a rank, {name}: {arrangement} {ranks.num_shards}, {plan.engine}"
+    return Table(title=title, columns=["kind", "at the peak", "at its largest", "what it is"], rows=rows)
+
+
+def _make_host_table(plan: Plan) -> Table:
+    total = sum(plan.memory.host_by_kind.values())
+    size, name = _choose_unit(total)
+    rows = [[kind.replace("_", " "), f"{value / size:.2f}"] for kind, value in plan.memory.host_by_kind.items()]
+    if plan.quantized_bytes:
+        rows.insert(1, ["  of these quantized", f"{plan.quantized_bytes / size:.2f}"])
+    rows += [["a rank", f"{total / size:.2f}"], ["a node", f"{total * plan.ranks.per_node / size:.2f}"]]
+    return Table(title=f"Host memory of a rank with offload, {name}", columns=["kind", "at its largest"], rows=rows)
+
+
+def _make_traffic_table(plan: Plan) -> Table:
+    counts: Sequence[tuple[str, str, int]] = (
+        ("all-gather of parameters", "gather", plan.collectives.gathers),
+        ("reduce-scatter of gradients", "reduce_scatter", plan.collectives.reduce_scatters),
+        ("all-reduce between replicas", "all_reduce", plan.collectives.all_reduces),
+    )
+    sums = plan.sum_traffic()
+    size, name = _choose_unit(sum(sums.values()))
+    rows = []
+    for label, key, count in counts:
+        largest = max((getattr(unit, key) for unit in plan.traffic), default=0)
+        rows.append([label, str(count), f"{sums[key] / size:.2f}", f"{largest / size:.2f}"])
+    rows.append(["all", str(sum(count for *_, count in counts)), f"{sum(sums.values()) / size:.2f}", ""])
+    batches = f" of {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
+    title = f"Collectives of a step{batches}, {name}"
+    return Table(title=title, columns=["collective", "calls", "in a step", "largest call"], rows=rows)
+
+
+def _choose_unit(num_bytes: int) -> tuple[float, str]:
+    return (_GIB, "GiB") if num_bytes >= _GIB / 4 else (_GIB / 1024, "MiB")

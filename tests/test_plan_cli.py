@@ -1,0 +1,234 @@
+"""``plan`` on the command line, and what it says beside what a run holds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from launches import OURS, ROOT, fork_ranks, write_run
+
+from lit_fsdp.cli import main
+from lit_fsdp.plan import HEADROOM, OUTSIDE_BYTES, parse_memory
+from lit_fsdp.tensor_files import TensorFiles
+
+QWEN3 = {"model_type": "qwen3", "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+QWEN3 |= {"vocab_size": 151936, "num_hidden_layers": 36, "max_position_embeddings": 40960}
+QWEN2 = {"model_type": "qwen2", "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 152064}
+QWEN2 |= {"num_hidden_layers": 80, "max_position_embeddings": 32768}
+# The architectures that the configurations name, as their config.json has them.
+BIG: dict[str, dict[str, Any]] = {
+    "causal_lm_qlora_2x8gb": {**QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
+    "causal_lm_lora_4x16gb": {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
+    "causal_lm_qlora_2x24gb_70b": {
+        **QWEN2,
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "tie_word_embeddings": False,
+    },
+}
+LORA = {"r": 4, "dtype": "float32"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a user works, with a tiny run."""
+    monkeypatch.chdir(tmp_path)
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+    write_run(tmp_path)
+    return tmp_path
+
+
+def plan(*args: str, code: int = 0) -> dict[str, Any]:
+    """Plan and return ``plan.json``."""
+    assert main(["plan", *args, "--out=planned"]) == code
+    assert not dist.is_initialized()
+    found: dict[str, Any] = json.loads(Path("planned/plan.json").read_text())
+    return found
+
+
+def write_config(folder: Path, **settings: Any) -> Path:
+    """Write a model folder in which any look at the weights would fail."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param({}, id="full"),
+        pytest.param({"lora": LORA}, id="lora", marks=pytest.mark.slow),
+        pytest.param({"lora": LORA, "quantization": {"type": "nf4"}}, id="nf4", marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_is_what_a_run_on_two_ranks_holds(folder: Path, model: dict[str, Any]) -> None:
+    architecture = {"model_type": "llama", "vocab_size": 320, "hidden_size": 128, "intermediate_size": 256}
+    architecture |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sections = {"trainer": {"enable_checkpointing": False}, "data": {"seq_length": 128}}
+    write_run(folder, model={"config": architecture, **model}, **sections)
+    ended = fork_ranks("fit", "--config=run.yaml")
+    assert [rank.code for rank in ended] == [0, 0], ended[0].err
+    report = next(folder.glob("runs/run/**/report.json"))
+    real = json.loads(report.read_text())["sections"]["memory"]["numbers"]["step"]
+    planned = plan("--config=run.yaml", "--devices=2")["memory"]
+    assert planned["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.01)
+    assert planned["peak_phase"] == real["peak_phase"]
+    for kind in ("parameters", "optimizer_state", "gradients", "gathered"):
+        assert planned["largest_bytes_by_kind"][kind] == real["largest_bytes_by_kind"][kind], kind
+
+
+def test_the_quickstart_plans_on_the_processes_that_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(f"--config={ROOT / 'configs' / 'quickstart.yaml'}")
+    assert found["ranks"] == {"world_size": 2, "nodes": 1, "devices": 2, "replicas": 1, "shards": 2}
+    assert found["memory"]["peak_bytes"] == sum(found["memory"]["peak_bytes_by_kind"].values())
+    assert found["device"] is None
+    assert Path("planned/plan.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    for words in ("optimizer state", "at the peak", "all-gather of parameters", "CUDA context", "1 x 2 ranks"):
+        assert words in printed
+    assert "fits:" not in printed
+
+
+@pytest.mark.parametrize("num_layers", [1, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", BIG)
+def test_the_big_configurations_plan_from_the_architecture_alone(
+    folder: Path, name: str, num_layers: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a file of weights was opened")
+
+    monkeypatch.setattr(TensorFiles, "__init__", refuse)
+    config = BIG[name] if num_layers is None else {**BIG[name], "num_hidden_layers": num_layers}
+    model = write_config(folder / "model", **config)
+    found = plan(f"--config={ROOT / 'configs' / name}.yaml", f"--model.pretrained={model}", "--device-memory=24GiB")
+    assert found["device"]["fits"]
+    is_quantized, is_offloaded = "qlora" in name, "70b" in name
+    assert (found["memory"]["quantized_bytes"] > 0) is is_quantized
+    assert (found["host"]["bytes"] > 0) is is_offloaded
+    stored = found["host"]["bytes_by_kind"] if is_offloaded else found["memory"]["largest_bytes_by_kind"]
+    assert found["memory"]["quantized_bytes"] < stored["parameters"]
+    assert found["traffic"]["bytes_per_step"]["gather"] > found["memory"]["largest_bytes_by_kind"]["parameters"]
+
+
+def test_what_is_offloaded_is_host_memory_and_no_device_memory() -> None:
+    offload = "--trainer.strategy.offload={}"
+    on_device, on_host = (plan("--config=run.yaml", "--devices=2", *more) for more in ((), (offload,)))
+    states = on_device["memory"]["largest_bytes_by_kind"]
+    host = on_host["host"]["bytes_by_kind"]
+    assert host["optimizer_state"] == states["optimizer_state"]
+    buffers = on_host["memory"]["largest_bytes_by_kind"]["parameters"]
+    assert 0 < host["parameters"] == states["parameters"] - buffers
+    assert host["gradients"] == host["parameters"]
+    assert on_host["memory"]["largest_bytes_by_kind"]["optimizer_state"] == 0
+    assert on_host["memory"]["peak_bytes"] < on_device["memory"]["peak_bytes"]
+
+
+def test_a_step_fits_where_its_peak_and_the_headroom_do(capsys: pytest.CaptureFixture[str]) -> None:
+    roomy = plan("--config=run.yaml", "--devices=2", "--device-memory=24GB")["device"]
+    assert roomy["fits"]
+    assert roomy["memory_bytes"] == 24 * 10**9
+    assert "fits: yes" in capsys.readouterr().out
+    tight = plan("--config=run.yaml", "--devices=2", "--device-memory", "1GiB")
+    needed = round(tight["memory"]["peak_bytes"] * HEADROOM) + OUTSIDE_BYTES
+    assert tight["device"]["needed_bytes"] == needed
+    assert tight["device"]["left_bytes"] == 2**30 - needed < 0
+    assert not tight["device"]["fits"]
+    assert "fits: NO" in capsys.readouterr().out
+
+
+def test_more_ranks_hold_less_each_and_settings_of_gpus_need_none() -> None:
+    options = ["--config=run.yaml", "--trainer.accelerator=gpu", "--trainer.devices=4"]
+    options += ["--trainer.precision=16-mixed", "--trainer.accumulate_grad_batches=3"]
+    few = plan(*options)
+    many = plan(*options, "--devices=8", "--nodes=2")
+    assert (few["ranks"]["world_size"], many["ranks"]["world_size"]) == (4, 16)
+    state = "optimizer_state"
+    assert many["memory"]["largest_bytes_by_kind"][state] < few["memory"]["largest_bytes_by_kind"][state] / 3
+    assert few["micro_batches"] == 3
+    assert few["traffic"]["collectives_per_step"]["gather"] % 3 == 0
+
+
+def test_padded_rows_need_a_mask_only_where_something_is_padded() -> None:
+    options = ["--config=run.yaml", "--devices=2", "--data.packing=false", "--data.seq_length=256"]
+    one, padded = (
+        plan(*options, "--data.batch_size=1", *more)["memory"]["peak_bytes"]
+        for more in ((), ("--data.pad_to_multiple_of=257",))
+    )
+    assert padded > one + 256 * 256
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--device-memory=16 gallons", "expected a number and one of B, KB"),
+        ("--device-memory=0GiB", "expected more than nothing"),
+        ("--devices=0", "devices: got 0: expected 1 or more"),
+        ("--nodes=-1", "nodes: got -1: expected 1 or more"),
+        ("--device_memry=1GiB", "device_memory"),
+        ("--exact=false", "no other engine"),
+        ("--trainer.strategy=ddp", "only FSDP2Strategy can be planned"),
+        ("--data.seq_length=999999", "rows are longer than the model has positions"),
+        ("--data=lightning.pytorch.demos.boring_classes.BoringDataModule", "has no method make_example_batch"),
+        ("--model.pretrained=nowhere", "expected one of them"),
+        ("--out=run.yaml", "choose another folder"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_one_line(option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config=run.yaml", "--devices=2", option]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert said in lines[0]
+    assert not dist.is_initialized()
+
+
+MINE = """
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+class Net(pl.LightningModule):
+    def __init__(self, width: int = 256, by_hand: bool = False, peeks: bool = False):
+        super().__init__()
+        self.width, self.automatic_optimization, self.peeks = width, not by_hand, peeks
+
+    def setup(self, stage):
+        raise AssertionError("a plan needs no setup")
+
+    def configure_model(self):
+        with torch.device("meta"):
+            self.net = nn.Sequential(*[nn.Linear(self.width, self.width, bias=False) for _ in range(4)])
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch["x"]).square().mean()
+        if self.peeks and loss > 1:
+            loss = loss / 2
+        self.log("loss", loss)
+        return {"loss": loss}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
+        steps = self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=int(steps))]
+
+class Data(pl.LightningDataModule):
+    def make_example_batch(self):
+        return {"x": torch.zeros(8, 256)}
+"""
+
+
+def test_a_task_and_data_of_ones_own_need_one_method(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "mine.py").write_text(MINE)
+    own = ["--model=mine.Net", "--data=mine.Data", "--devices=4"]
+    memory = plan(*own)["memory"]["largest_bytes_by_kind"]
+    assert memory["parameters"] == memory["optimizer_state"] == 4 * 256 * 256 * 4 // 4
+    for option, said in (("by_hand", "optimizes manually"), ("peeks", "tensors without values")):
+        capsys.readouterr()
+        assert main(["plan", *own, f"--model.{option}=true"]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_sizes_of_memory_have_units() -> None:
+    assert [parse_memory(text) for text in ("16GiB", "24 gb", "1.5MiB")] == [16 * 2**30, 24 * 10**9, 3 * 2**19]
