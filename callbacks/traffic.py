@@ -165,7 +165,8 @@ class TrafficLogger(Callback):
 
     def _collect(self, trainer: Trainer, steps: Sequence[StepTraffic]) -> None:
         for step in steps:
-            if not self._is_compared:
+            # Not the first: what ran before training may have left a unit gathered that backward never reaches.
+            if not self._is_compared and step.tag[0] - self._first_step >= 2:
                 self._is_compared = True
                 self._compare(trainer, step)
             is_warmup = step.tag[0] - self._first_step <= self.num_warmup_steps

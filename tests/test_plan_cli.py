@@ -69,7 +69,7 @@ def test_a_plan_is_what_a_run_on_two_ranks_holds(folder: Path, model: dict[str, 
     architecture |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     sections = {"trainer": {"enable_checkpointing": False}, "data": {"seq_length": 128}}
     write_run(folder, model={"config": architecture, **model}, **sections)
-    ended = fork_ranks("fit", "--config=run.yaml")
+    ended = fork_ranks("fit", "--config=run.yaml", "--monitoring=true")
     assert [rank.code for rank in ended] == [0, 0], ended[0].err
     report = next(folder.glob("runs/run/**/report.json"))
     real = json.loads(report.read_text())["sections"]["memory"]["numbers"]["step"]
