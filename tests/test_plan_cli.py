@@ -1,6 +1,9 @@
 """``plan`` on the command line, and what it says beside what a run holds."""
 
 import json
+import os
+import sys
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from launches import OURS, ROOT, fork_ranks, write_run
 
-from lit_fsdp.cli import main
+from lit_fsdp import cli
 from lit_fsdp.plan import HEADROOM, OUTSIDE_BYTES, parse_memory
 from lit_fsdp.tensor_files import TensorFiles
 
@@ -40,10 +43,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def main(args: list[str]) -> int | None:
+    """Run the command in a process of its own: torch keeps what it worked out for ranks, also for those of a plan."""
+    process = get_context("fork").Process(target=_enter, args=(args,))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def _enter(args: list[str]) -> None:
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    code = cli.main(args)
+    assert not dist.is_initialized()
+    sys.exit(code)
+
+
 def plan(*args: str, code: int = 0) -> dict[str, Any]:
     """Plan and return ``plan.json``."""
     assert main(["plan", *args, "--out=planned"]) == code
-    assert not dist.is_initialized()
     found: dict[str, Any] = json.loads(Path("planned/plan.json").read_text())
     return found
 
@@ -80,13 +97,13 @@ def test_a_plan_is_what_a_run_on_two_ranks_holds(folder: Path, model: dict[str, 
         assert planned["largest_bytes_by_kind"][kind] == real["largest_bytes_by_kind"][kind], kind
 
 
-def test_the_quickstart_plans_on_the_processes_that_it_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_quickstart_plans_on_the_processes_that_it_starts(capfd: pytest.CaptureFixture[str]) -> None:
     found = plan(f"--config={ROOT / 'configs' / 'quickstart.yaml'}")
     assert found["ranks"] == {"world_size": 2, "nodes": 1, "devices": 2, "replicas": 1, "shards": 2}
     assert found["memory"]["peak_bytes"] == sum(found["memory"]["peak_bytes_by_kind"].values())
     assert found["device"] is None
     assert Path("planned/plan.png").read_bytes().startswith(b"\x89PNG")
-    printed = capsys.readouterr().out
+    printed = capfd.readouterr().out
     for words in ("optimizer state", "at the peak", "all-gather of parameters", "CUDA context", "1 x 2 ranks"):
         assert words in printed
     assert "fits:" not in printed
@@ -126,17 +143,17 @@ def test_what_is_offloaded_is_host_memory_and_no_device_memory() -> None:
     assert on_host["memory"]["peak_bytes"] < on_device["memory"]["peak_bytes"]
 
 
-def test_a_step_fits_where_its_peak_and_the_headroom_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_fits_where_its_peak_and_the_headroom_do(capfd: pytest.CaptureFixture[str]) -> None:
     roomy = plan("--config=run.yaml", "--devices=2", "--device-memory=24GB")["device"]
     assert roomy["fits"]
     assert roomy["memory_bytes"] == 24 * 10**9
-    assert "fits: yes" in capsys.readouterr().out
+    assert "fits: yes" in capfd.readouterr().out
     tight = plan("--config=run.yaml", "--devices=2", "--device-memory", "1GiB")
     needed = round(tight["memory"]["peak_bytes"] * HEADROOM) + OUTSIDE_BYTES
     assert tight["device"]["needed_bytes"] == needed
     assert tight["device"]["left_bytes"] == 2**30 - needed < 0
     assert not tight["device"]["fits"]
-    assert "fits: NO" in capsys.readouterr().out
+    assert "fits: NO" in capfd.readouterr().out
 
 
 def test_more_ranks_hold_less_each_and_settings_of_gpus_need_none() -> None:
@@ -176,9 +193,9 @@ def test_padded_rows_need_a_mask_only_where_something_is_padded() -> None:
         ("--out=run.yaml", "choose another folder"),
     ],
 )
-def test_what_cannot_be_planned_is_said_in_one_line(option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_planned_is_said_in_one_line(option: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--config=run.yaml", "--devices=2", option]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
     assert said in lines[0]
     assert not dist.is_initialized()
@@ -219,15 +236,15 @@ class Data(pl.LightningDataModule):
 """
 
 
-def test_a_task_and_data_of_ones_own_need_one_method(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_and_data_of_ones_own_need_one_method(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "mine.py").write_text(MINE)
     own = ["--model=mine.Net", "--data=mine.Data", "--devices=4"]
     memory = plan(*own)["memory"]["largest_bytes_by_kind"]
     assert memory["parameters"] == memory["optimizer_state"] == 4 * 256 * 256 * 4 // 4
     for option, said in (("by_hand", "optimizes manually"), ("peeks", "tensors without values")):
-        capsys.readouterr()
+        capfd.readouterr()
         assert main(["plan", *own, f"--model.{option}=true"]) == 2
-        assert said in capsys.readouterr().err
+        assert said in capfd.readouterr().err
 
 
 def test_sizes_of_memory_have_units() -> None:
