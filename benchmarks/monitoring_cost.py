@@ -1,11 +1,13 @@
 """What measuring costs: steps with all callbacks that are on by default beside steps without any.
 
-    python benchmarks/monitoring_cost.py --rounds 10 --out benchmarks/results/monitoring_cost_DATE.md
+    python benchmarks/monitoring_cost.py --rounds 30 --out benchmarks/results/monitoring_cost_DATE.md
 
 Two ranks train a random Llama-architecture model on random tokens. Short runs with and without the callbacks take turns
 in the same processes (without, with, with, without ...). Of each run the first steps are left out: the callbacks
-count the operations of the first, follow the memory of the second and warm up. The cost is the median over pairs of
-neighbouring runs of the ratio of their median step times.
+count the operations of the first, follow the memory of the second and warm up. What the callbacks do in a step does
+not depend on its tokens, but the noise of a machine grows with the time of the step. So the pairs take steps of few
+tokens, and the cost in seconds, the median over pairs of the difference of their median steps, is set beside the step
+of ``--length`` tokens, timed in the same processes.
 """
 
 from __future__ import annotations
@@ -23,6 +25,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+import torch
+
+from lit_fsdp import FSDP2Strategy
+from lit_fsdp.callbacks import MemoryLogger, OOMReport, RunReport, StabilityMonitor, ThroughputLogger, TrafficLogger
+from lit_fsdp.tasks import CausalLM, Schedule
+
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 8192,
@@ -33,36 +42,51 @@ CONFIG = {
     "num_key_value_heads": 6,
 }
 NUM_LEFT_OUT = 4
+NUM_FULL = 2
+SHORT = 8
+
+
+class Times(pl.Callback):
+    """Notes when each step begins, in wall and CPU time."""
+
+    def on_train_start(self, *_: Any) -> None:
+        """Begin anew."""
+        self.times: list[tuple[float, float]] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Look at the clocks."""
+        self.times.append((time.perf_counter(), time.process_time()))
+
+    def take_medians(self) -> tuple[float, float]:
+        """Return the median of the steps that count."""
+        steps_s = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(self.times, self.times[1:], strict=False)]
+        wall_s, cpu_s = map(statistics.median, zip(*steps_s[NUM_LEFT_OUT:], strict=True))
+        return wall_s, cpu_s
+
+
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Random tokens."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(CONFIG["vocab_size"], (self.length,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
 
 
 def train(num_rounds: int, steps: int, length: int) -> None:
-    """Train on this rank, with and without in turn; rank 0 prints the step times as JSON."""
-    import lightning.pytorch as pl
-    import torch
+    """Train on this rank, with and without in turn; rank 0 prints the step times as JSON.
 
-    from lit_fsdp import FSDP2Strategy
-    from lit_fsdp.callbacks import MemoryLogger, OOMReport, RunReport, StabilityMonitor, ThroughputLogger, TrafficLogger
-    from lit_fsdp.tasks import CausalLM, Schedule
-
-    class Times(pl.Callback):
-        def on_train_start(self, *_: Any) -> None:
-            self.times: list[tuple[float, float]] = []
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            self.times.append((time.perf_counter(), time.process_time()))
-
-    class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-        def __len__(self) -> int:
-            return 4096
-
-        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-            ids = torch.randint(CONFIG["vocab_size"], (length,), generator=torch.Generator().manual_seed(index))
-            return {"input_ids": ids, "labels": ids}
-
+    The first runs, without, have the full length.
+    """
     found: list[tuple[bool, float, float]] = []
     num_params = 0
-    for i in range(2 * num_rounds):
-        is_measured = i % 4 in (1, 2)
+    for i in range(-NUM_FULL, 2 * num_rounds):
+        is_measured = i >= 0 and i % 4 in (1, 2)
         with tempfile.TemporaryDirectory() as folder:
             times = Times()
             callbacks: list[pl.Callback] = [times]
@@ -83,10 +107,8 @@ def train(num_rounds: int, steps: int, length: int) -> None:
                 enable_model_summary=False,
             )
             task = CausalLM(config=CONFIG, schedule=Schedule(shape="constant"))
-            trainer.fit(task, torch.utils.data.DataLoader(Rows(), batch_size=2))
-            steps_s = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(times.times, times.times[1:], strict=False)]
-            wall, cpu = map(statistics.median, zip(*steps_s[NUM_LEFT_OUT:], strict=True))
-            found.append((is_measured, wall, cpu))
+            trainer.fit(task, torch.utils.data.DataLoader(Rows(length if i < 0 else SHORT), batch_size=2))
+            found.append((is_measured, *times.take_medians()))
             num_params = sum(p.numel() for p in task.parameters())
             trainer.strategy.barrier()
     if trainer.is_global_zero:
@@ -95,24 +117,29 @@ def train(num_rounds: int, steps: int, length: int) -> None:
 
 def format_results(result: dict[str, Any], args: argparse.Namespace) -> str:
     """Return the result page."""
-    runs = result["runs"]
+    full, runs = result["runs"][:NUM_FULL], result["runs"][NUM_FULL:]
     pairs = [sorted(runs[i : i + 2]) for i in range(0, len(runs), 2)]  # without first
     rows = []
     for i, name in ((1, "wall time"), (2, "CPU time of rank 0")):
-        without = statistics.median(run[i] for run in runs if not run[0])
-        ratios = sorted(100 * (b[i] / a[i] - 1) for a, b in pairs)
-        listed = ", ".join(f"{ratio:+.1f}" for ratio in ratios)
-        rows.append(f"| {name} | {without:.4f} | {statistics.median(ratios):+.2f} % | {listed} |")
+        full_s, short_s = (statistics.median(run[i] for run in some if not run[0]) for some in (full, runs))
+        costs_ms = [1e3 * (b[i] - a[i]) for a, b in pairs]
+        cost_ms, (low_ms, _, high_ms) = statistics.median(costs_ms), statistics.quantiles(costs_ms, n=4)
+        shares = f"{cost_ms / short_s / 10:+.2f} % | **{cost_ms / full_s / 10:+.2f} %**"
+        rows.append(
+            f"| {name} | {full_s:.4f} | {short_s:.4f} | {cost_ms:+.2f} | {low_ms:+.2f} to {high_ms:+.2f} | {shares} |"
+        )
     command = f"--rounds {args.rounds} --steps {args.steps} --length {args.length}"
     setting = (
         f"`python benchmarks/monitoring_cost.py {command}` on CPU ({platform.machine()}), 2 ranks with gloo; torch "
         f"{version('torch')}, lightning {version('lightning')}. Llama architecture, {result['params'] / 1e6:.1f} M "
-        f"parameters in fp32, 2 x {args.length} tokens a rank and step. With: StabilityMonitor, MemoryLogger, "
-        "TrafficLogger, ThroughputLogger, OOMReport, RunReport. "
+        f"parameters in fp32, 2 x {args.length} tokens a rank and step, 2 x {SHORT} in the pairs. With: "
+        "StabilityMonitor, MemoryLogger, TrafficLogger, ThroughputLogger, OOMReport, RunReport. "
         f"{args.rounds} pairs of runs of {args.steps} steps, the first {NUM_LEFT_OUT} left out."
     )
     head = f"# Cost of what is measured by default, {datetime.now(UTC).date().isoformat()}"
-    table = ["| of a step | without, s | cost, median of the pairs | all pairs, % |", "|---|---|---|---|", *rows]
+    columns = ["of a step", f"2 x {args.length} without, s", f"2 x {SHORT} without, s", "cost, ms: median of the pairs"]
+    columns += ["quartiles", f"of 2 x {SHORT}", f"of 2 x {args.length}"]
+    table = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *rows]
     return "\n".join([head, "", setting, "", *table]) + "\n"
 
 
@@ -125,6 +152,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error(f"--rounds: got {args.rounds}: quartiles need 2 or more")
     if args.rank:
         train(args.rounds, args.steps, args.length)
         return

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, masking_utils
 
 from lit_fsdp.adapters import LoRA, add_adapters, find_adapter_parameters
-from lit_fsdp.closed_form import MicroBatch, StepPrediction, predict_step
+from lit_fsdp.closed_form import StepPrediction, predict_step
 from lit_fsdp.dry_run import fake_ranks, trace_training_step
 from lit_fsdp.memory import KINDS
 from lit_fsdp.memory_trace import StepMemory
@@ -34,6 +34,7 @@ from lit_fsdp.quantized_layers import quantize_model
 from lit_fsdp.recompute import Recompute
 from lit_fsdp.settings import Settings
 from lit_fsdp.sharding import Sharding
+from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.units import plan_module
 
 MIB = 2**20

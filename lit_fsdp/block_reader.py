@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from lit_fsdp.quantized_layers import QuantizedLinear
 from lit_fsdp.tape import FLOAT32, Tape
@@ -27,6 +26,7 @@ class UnreadableModuleError(ValueError):
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}: the closed form has no rule for it; use the exact trace")
+        self.name, self.reason = name, reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,14 @@ class Reader:
         names: Of the parameters, by ``id``.
         rows: Of a micro-batch.
         length: Tokens of a row.
+        is_masked: Whether some of the tokens must not see each other, besides those after them.
     """
 
     tape: Tape
     names: Mapping[int, str]
     rows: int
     length: int
+    is_masked: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -84,7 +86,8 @@ def read_block(reader: Reader, name: str, block: nn.Module, x: int) -> int:
     for i, key in enumerate((attention[0], rest[0])):
         part, (norm_name, norm) = f"{name}.{key}", norms[2 * i if around else i]
         y = read_norm(reader, norm_name, norm, x)
-        y = read_attention(reader, part, others[key], y) if i == 0 else read_mlp(reader, part, others[key], y)
+        with reader.tape.part("attention" if i == 0 else "MLP"):
+            y = read_attention(reader, part, others[key], y) if i == 0 else read_mlp(reader, part, others[key], y)
         if around:
             y = read_norm(reader, *norms[2 * i + 1], y)
         for probability in dropouts:
@@ -135,6 +138,11 @@ def read_norm(reader: Reader, name: str, module: Any, x: int) -> int:
     Raises:
         UnreadableModuleError: It is of another kind.
     """
+    with reader.tape.part("norms"):
+        return _read_norm(reader, name, module, x)
+
+
+def _read_norm(reader: Reader, name: str, module: Any, x: int) -> int:
     tape = reader.tape
     width, weight = module.weight.numel(), module.weight
     size = tape.sizes[x]
@@ -225,7 +233,7 @@ def is_norm(module: nn.Module) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     """Whether it multiplies by a matrix."""
-    return isinstance(module, nn.Linear | Conv1D) or hasattr(module, "lora_A")
+    return isinstance(module, nn.Linear) or _is_conv1d(module) or hasattr(module, "lora_A")
 
 
 def find_linears(module: nn.Module) -> dict[str, nn.Module]:
@@ -236,9 +244,14 @@ def find_linears(module: nn.Module) -> dict[str, nn.Module]:
 def get_features(module: Any) -> tuple[int, int]:
     """Return how many numbers go into a linear layer, and come out."""
     module = getattr(module, "base_layer", module)
-    if isinstance(module, Conv1D):
+    if _is_conv1d(module):
         return module.weight.shape[0], module.weight.shape[1]
     return module.in_features, module.out_features
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    # By name: its class comes with all of Transformers.
+    return type(module).__name__ == "Conv1D"
 
 
 def _read_adapted(reader: Reader, name: str, module: Any, x: int) -> int:
@@ -272,7 +285,18 @@ def _attend(reader: Reader, module: Any, qkv: tuple[int, int, int], widths: tupl
         return _attend_eagerly(reader, module, qkv, groups, (num_heads, size), products)
     if implementation != "sdpa" and not implementation.startswith("flash"):
         raise UnreadableModuleError(type(module).__name__, f"attention implementation {implementation}")
-    log_sums = reader.num_tokens * num_heads * FLOAT32
+    extra = reader.num_tokens * num_heads * FLOAT32  # logarithms of sums
+    # Of the layer, or of all layers.
+    window = getattr(module, "sliding_window", getattr(getattr(module, "config", None), "sliding_window", None))
+    is_local = window is not None and window <= reader.length
+    if implementation == "sdpa" and (reader.is_masked or is_local):
+        # With a mask, heads are not shared inside the kernel, which keeps the mask as numbers of its dtype.
+        mask = reader.rows * reader.length * reader.length
+        tape.masks[is_local] = mask
+        extra += mask * tape.itemsize
+        if groups > 1:
+            q, k, v = qkv
+            qkv = (q, tape.add("repeat", (k,), size), tape.add("repeat", (v,), size))
     # The gradients of views are put together in one more tensor.
     joined = tape.sizes[qkv[0]] if qkv[0] == qkv[1] else 0
     return tape.add(
@@ -280,7 +304,7 @@ def _attend(reader: Reader, module: Any, qkv: tuple[int, int, int], widths: tupl
         qkv,
         size,
         saves=tuple(dict.fromkeys(qkv)),
-        extra=log_sums,
+        extra=extra,
         saves_output=True,
         backward_temp=joined,
         again_flops=products // 2,

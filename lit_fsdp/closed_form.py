@@ -17,34 +17,17 @@ from torch import nn
 from lit_fsdp.adamw_8bit import BLOCK_SIZE, is_8bit
 from lit_fsdp.block_reader import Reader
 from lit_fsdp.flops import Flops
-from lit_fsdp.memory import Kind, label_unit
+from lit_fsdp.memory import KINDS, Kind, label_unit
+from lit_fsdp.memory_trace import Peak, StepMemory
 from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.precision import MixedPrecision
 from lit_fsdp.recompute import DEFAULT_SAVED_OPS, Recompute
 from lit_fsdp.settings import Settings
-from lit_fsdp.step_parts import Moment, UnitSizes, WalkSettings
+from lit_fsdp.step_parts import MicroBatch, Moment, UnitSizes, WalkSettings
 from lit_fsdp.step_walk import Walk
 from lit_fsdp.tape import FLOAT32, Op, Tape
 from lit_fsdp.units import Unit, count_shard_bytes, iterate_blocks
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """The shape of a micro-batch.
-
-    Args:
-        rows: How many.
-        length: Tokens of each; of an image, its patches and one more.
-    """
-
-    rows: int
-    length: int
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"micro_batch.{name}: got {getattr(self, name)}: expected 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +37,36 @@ class StepPrediction:
     Args:
         peak: The largest moment.
         moments: The largest of each part of the step, in order.
-        host_bytes: In host memory, with offload.
+        host_by_kind: Bytes in host memory, with offload.
         flops: Of all micro-batches.
     """
 
     peak: Moment
     moments: Sequence[Moment]
-    host_bytes: int
+    host_by_kind: Mapping[Kind, int]
     flops: Flops
+
+    @property
+    def memory(self) -> StepMemory:
+        """The same as an exact trace has it, but for units: a moment stands for all operators of its part."""
+        peak = self.peak
+        phases: list[tuple[str, int, int]] = []
+        for i, moment in enumerate(self.moments):
+            begin = phases.pop()[1] if phases and phases[-1][0] == moment.phase else i
+            phases.append((moment.phase, begin, i + 1))
+        return StepMemory(
+            peak=Peak(
+                num_bytes=peak.num_bytes,
+                operator=self.moments.index(peak),
+                phase=peak.phase,
+                unit=peak.unit,
+                by_kind=peak.by_kind,
+                by_unit={},
+            ),
+            by_kind={kind: [moment.by_kind.get(kind, 0) for moment in self.moments] for kind in KINDS},
+            phases=phases,
+            host_by_kind=self.host_by_kind,
+        )
 
 
 def predict_step(
@@ -79,7 +84,7 @@ def predict_step(
 ) -> StepPrediction:
     """Predict the step of the first rank, which has the largest shards.
 
-    ``sdpa`` counts as fused, batches as not packed, compiled blocks as if they were not, which is more than they need.
+    ``sdpa`` counts as fused, compiled blocks as if they were not, which is more than they need.
 
     Args:
         model: On the meta device, with adapters, quantized and cast as it will be.
@@ -114,11 +119,11 @@ def predict_step(
     walk.run()
     walk.add_temporary("rest", temporary * on_device)
     moments = walk.finish()
-    gradients = sum(unit.gradient for unit in walk.units)
+    host: dict[Kind, int] = {"parameters": own, "gradients": sum(u.gradient for u in walk.units)}
     return StepPrediction(
         peak=max(moments, key=lambda moment: moment.num_bytes),
         moments=moments,
-        host_bytes=0 if on_device else own + state + gradients,
+        host_by_kind={} if on_device else {**host, "optimizer_state": state},
         flops=_count_flops(tape, settings.recompute, num_micro_batches),
     )
 
@@ -141,7 +146,7 @@ def _read_model(
     compute = _find_compute_dtype(parameters, dtypes)
     tape = Tape(itemsize=compute.itemsize, fused_masks=device_type != "cpu")
     names = {id(parameter): name for name, parameter in parameters.items()}
-    reader = Reader(tape=tape, names=names, rows=micro_batch.rows, length=micro_batch.length)
+    reader = Reader(tape=tape, names=names, **vars(micro_batch))
     recomputed = _list_recomputed(settings.recompute, list(iterate_blocks(plan)))
     return ModelReader(model=model, plan=plan, recomputed=recomputed, reader=reader).read()
 

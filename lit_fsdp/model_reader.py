@@ -66,8 +66,11 @@ class ModelReader:
         x = self._read_patches(base, convolutions) if convolutions else self._read_embeddings(base)
         for i, name in enumerate(self.blocks):
             x = self._read_block(i, name, x)
-        end = self._read_classifier(base, x) if convolutions else self._read_head(base, x)
+        with tape.part("head and loss"):
+            end = self._read_classifier(base, x) if convolutions else self._read_head(base, x)
         tape.mark("leave_unit", self._root, end)
+        if self.recomputed:  # which keeps what it is called with; else they are gone when memory is at its largest
+            tape.table_bytes += sum(tape.masks.values())
         return tape
 
     def _find_base(self) -> str:
@@ -82,7 +85,8 @@ class ModelReader:
         with self._unit(name, x) as leave:
             if is_recomputed:
                 tape.mark("enter_block", index, x)
-            y = read_block(self.reader, name, self.model.get_submodule(name), x)
+            with tape.part("residual stream"):
+                y = read_block(self.reader, name, self.model.get_submodule(name), x)
             if is_recomputed:
                 tape.mark("leave_block", index, y)
             leave(y)
@@ -111,7 +115,8 @@ class ModelReader:
         }
         if len(outside) not in (1, 2):
             raise UnreadableModuleError(base, f"{len(outside)} embeddings")
-        tape.batch_bytes = 2 * reader.num_tokens * INDEX  # and labels
+        # Labels as well, and positions or padding.
+        tape.batch_bytes = (3 if reader.is_masked else 2) * reader.num_tokens * INDEX
         ids = tape.add_value(0)
         parts = []
         for i, (name, module) in enumerate(outside.items()):

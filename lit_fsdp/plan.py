@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from lit_fsdp.flops import Flops
 from lit_fsdp.memory import KINDS, Kind
 from lit_fsdp.memory_trace import StepMemory
 from lit_fsdp.traffic import Collectives, UnitBytes
@@ -74,6 +75,9 @@ class Plan:
         num_micro_batches: Accumulated in a step.
         quantized_bytes: Of the parameters that are stored as 4 or 8 bits, a part of ``parameters``.
         engine: What the memory was found with.
+        closed_form_bytes: The peak that the closed form says, whatever the engine; ``None`` if it has no rules for it.
+        flops: Of a step, likewise.
+        activations: Bytes at the peak by the part of the model that made them, likewise; empty without.
         notes: What to know about the numbers.
     """
 
@@ -84,6 +88,9 @@ class Plan:
     num_micro_batches: int
     quantized_bytes: int
     engine: str
+    closed_form_bytes: int | None = None
+    flops: Flops | None = None
+    activations: Mapping[str, int] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
     def sum_traffic(self) -> dict[str, int]:
@@ -127,6 +134,7 @@ def describe_plan(plan: Plan, device_bytes: int | None) -> dict[str, Any]:
             "peak_bytes_by_unit": {unit: dict(kinds) for unit, kinds in peak.by_unit.items()},
             "largest_bytes_by_kind": {kind: max(values) for kind, values in plan.memory.by_kind.items()},
             "quantized_bytes": plan.quantized_bytes,
+            "peak_activation_bytes_by_part": dict(plan.activations),
         },
         "host": {"bytes_by_kind": dict(plan.memory.host_by_kind), "bytes": sum(plan.memory.host_by_kind.values())},
         "traffic": {
@@ -138,6 +146,8 @@ def describe_plan(plan: Plan, device_bytes: int | None) -> dict[str, Any]:
             },
             "units": [vars(unit) for unit in plan.traffic],
         },
+        "closed_form_peak_bytes": plan.closed_form_bytes,
+        "flops": None if plan.flops is None else {"model": plan.flops.model, "hardware": plan.flops.hardware},
         "device": None,
         "notes": list(plan.notes),
     }

@@ -33,7 +33,12 @@ def print_report(plan: Plan, device_bytes: int | None) -> None:
     print_table(_make_memory_table(plan))
     if plan.memory.host_by_kind:
         print_table(_make_host_table(plan))
+    if plan.activations:
+        print_table(_make_activation_table(plan))
     print_table(_make_traffic_table(plan))
+    if plan.closed_form_bytes is not None and plan.engine != "closed form":
+        difference = 100 * (plan.closed_form_bytes / plan.memory.peak.num_bytes - 1)
+        print(f"closed form: {plan.closed_form_bytes / _GIB:.2f} GiB, {difference:+.1f} %")
     for note in plan.notes:
         print(f"note: {note}")
     print(
@@ -75,6 +80,15 @@ def _make_memory_table(plan: Plan) -> Table:
     arrangement = f"{ranks.num_nodes} x {ranks.per_node} ranks, replicate {ranks.num_replicas} x shard"
     title = f"GPU memory of a rank, {name}: {arrangement} {ranks.num_shards}, {plan.engine}"
     return Table(title=title, columns=["kind", "at the peak", "at its largest", "what it is"], rows=rows)
+
+
+def _make_activation_table(plan: Plan) -> Table:
+    total = sum(plan.activations.values())
+    size, name = _choose_unit(total)
+    parts = sorted(plan.activations.items(), key=lambda item: -item[1])
+    rows = [[part, f"{value / size:.2f}", f"{100 * value / max(total, 1):.0f}"] for part, value in parts]
+    where = "" if plan.engine == "closed form" else ", by the closed form"
+    return Table(title=f"Activations at the peak by part{where}", columns=["part", name, "%"], rows=rows)
 
 
 def _make_host_table(plan: Plan) -> Table:

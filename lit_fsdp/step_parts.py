@@ -11,6 +11,26 @@ OUTSIDE = "(outside units)"
 
 
 @dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """The shape of a micro-batch.
+
+    Args:
+        rows: How many.
+        length: Tokens of each; of an image, its patches and one more.
+        is_masked: Whether attention needs a mask: rows hold several documents, or are padded.
+    """
+
+    rows: int
+    length: int
+    is_masked: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"micro_batch.{name}: got {getattr(self, name)}: expected 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnitSizes:
     """Bytes of one unit on one rank.
 
@@ -54,12 +74,14 @@ class Moment:
         unit: Which unit was computing.
         num_bytes: All of it.
         by_kind: Bytes of each kind.
+        activations: Bytes of those by the part of the model that made them.
     """
 
     phase: str
     unit: str
     num_bytes: int
     by_kind: Mapping[Kind, int]
+    activations: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lit_fsdp.memory import KINDS, Kind
 from lit_fsdp.step_parts import OUTSIDE, Moment, UnitSizes, WalkSettings
@@ -39,6 +40,7 @@ class Walk:
         self._live: dict[Kind, int] = {kind: self.fixed.get(kind, 0) for kind in KINDS}
         self._phase, self._unit, self._stack = "forward", OUTSIDE, [OUTSIDE]
         self._best = 0
+        self._by_part: Counter[str] = Counter()
         self._gathered: set[int] = set()
         self._pending: set[int] = set()  # gathered ahead, not copied out yet
         self._in_buffer = 0  # of the last gather in forward
@@ -84,7 +86,7 @@ class Walk:
         self._live[kind] += num_bytes
         total = sum(self._live.values())
         if total > self._best:
-            self._best, self._best_kinds = total, dict(self._live)
+            self._best, self._best_kinds, self._best_parts = total, dict(self._live), +self._by_part
 
     def _free(self, kind: Kind, num_bytes: int) -> None:
         self._live[kind] -= num_bytes
@@ -97,21 +99,21 @@ class Walk:
 
     def _close(self) -> None:
         if self._best:
-            moment = Moment(phase=self._phase, unit=self._unit, num_bytes=self._best, by_kind=self._best_kinds)
-            self.moments.append(moment)
+            most: dict[str, Any] = {"by_kind": self._best_kinds, "activations": self._best_parts}
+            self.moments.append(Moment(phase=self._phase, unit=self._unit, num_bytes=self._best, **most))
         self._best = 0
 
-    # Values of forward: how many still need each, and what kind of memory it is.
+    # Values of forward: how many still need each.
 
     def _run_forward(self) -> None:
         self._refs: Counter[int] = Counter()
-        self._kind: dict[int, Kind] = {}
+        self._alive: set[int] = set()
         self._order = []
         self._stack = [OUTSIDE]
         self._enter("forward", OUTSIDE)
         made = {step.output for step in self.tape.steps if isinstance(step, Op)}
         for value in self.tape.held - made:
-            self._make(value, "activations", 1 + self._uses[value])
+            self._make(value, 1 + self._uses[value])
         is_recomputed = False
         for step in self.tape.steps:
             if isinstance(step, Op):
@@ -125,27 +127,30 @@ class Walk:
                 if is_recomputed:
                     self._refs[step.value] += 1
 
-    def _make(self, value: int, kind: Kind, refs: int) -> None:
+    def _make(self, value: int, refs: int) -> None:
         self._refs[value] += refs
-        if value not in self._kind:
-            self._kind[value] = kind
-            self._add(kind, self.tape.sizes[value])
+        if value not in self._alive:
+            self._alive.add(value)
+            self._by_part[self.tape.parts[value]] += self.tape.sizes[value]
+            self._add("activations", self.tape.sizes[value])
 
     def _drop(self, value: int) -> None:
         self._refs[value] -= 1
-        if self._refs[value] <= 0 and value in self._kind:
-            self._free(self._kind.pop(value), self.tape.sizes[value])
+        if self._refs[value] <= 0 and value in self._alive:
+            self._alive.remove(value)
+            self._by_part[self.tape.parts[value]] -= self.tape.sizes[value]
+            self._free("activations", self.tape.sizes[value])
 
     def _run_op(self, op: Op, *, keeps: bool) -> None:
         """Run forward of an operator; ``keeps`` says whether it keeps what backward needs."""
-        self._make(op.output, "activations", self._uses[op.output] + (op.output in self.tape.held) + 1)
+        self._make(op.output, self._uses[op.output] + (op.output in self.tape.held) + 1)
         self.add_temporary("activations", op.forward_temp)
         if keeps:
             for value in op.saves:
-                self._make(value, "activations", 1)
+                self._make(value, 1)
         elif op.name in self.settings.saved_ops:
             for value in _list_outputs(op):
-                self._make(value, "activations", 1)
+                self._make(value, 1)
         for value in op.inputs:
             self._drop(value)
         self._drop(op.output)
@@ -168,7 +173,7 @@ class Walk:
                 self._unused += _list_outputs(op)
             if i == last:
                 for value in op.saves:
-                    self._make(value, "activations", 1)
+                    self._make(value, 1)
             for value in op.inputs:
                 self._drop(value)
 

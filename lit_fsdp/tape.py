@@ -7,7 +7,8 @@ that keep it; gradients of values live until they were used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -71,20 +72,32 @@ class Tape:
         fused_masks: Whether dropout keeps a byte for each number, as on GPUs, or a number of the same dtype.
         batch_bytes: Of the micro-batch, which stays for the whole step.
         table_bytes: Of what all blocks share, such as cosines and sines.
+        masks: Bytes of each mask of attention that blocks share.
     """
 
     itemsize: int
     fused_masks: bool = True
     batch_bytes: int = 0
     table_bytes: int = 0
+    masks: dict[bool, int] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
     needs_grad: list[bool] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
     steps: list[Op | Mark] = field(default_factory=list)
+    _part: str = "embeddings"
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Say which part of the model the values made inside belong to."""
+        before, self._part = self._part, name
+        yield
+        self._part = before
 
     def add_value(self, num_bytes: int, *, needs_grad: bool = False) -> int:
         """Return a new value, which something else than an operator of the tape makes."""
         self.sizes.append(num_bytes)
+        self.parts.append(self._part)
         self.needs_grad.append(needs_grad)
         return len(self.sizes) - 1
 

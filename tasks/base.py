@@ -34,6 +34,7 @@ from lit_fsdp.clipping import clip_grad_norm, clip_grad_value, compute_grad_norm
 from lit_fsdp.optimizers import Optimizer, build_optimizer
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_layers import quantize_model
+from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.strategy import FSDP2Strategy
 from lit_fsdp.weights import init_weights, materialize
 
@@ -162,6 +163,14 @@ class Task(LightningModule):
             return []
         self.optimizer_settings = replace(self.optimizer_settings, name="adamw_8bit")
         return ["adamw_8bit_paged: its state is counted in full, though the driver may move it to host memory"]
+
+    def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch | None:  # noqa: ARG002
+        """Return the shape of a micro-batch, for the closed form of a plan; ``None`` where it has none.
+
+        Args:
+            batch: From a data loader, or the data module's ``make_example_batch``.
+        """
+        return None
 
     def enter_dry_run(self, batch: Mapping[str, Any]) -> AbstractContextManager[None]:  # noqa: ARG002
         """Return the context in which tensors without values can run ``training_step``; the place for an override.

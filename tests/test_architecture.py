@@ -34,6 +34,8 @@ LAYERS = [
     {"precision_plugin", "lightning_internals", "checkpoint_writer", "export"},
     {"dry_run", "closed_form"},
     {"plan", "strategy"},
+    {"forecast"},
+    {"planner"},
     {"tasks", "callbacks"},
     {"config_files", "default_callbacks"},
     {"trainer_cli", "export_cli", "scaling_cli", "plan_report"},
@@ -47,7 +49,7 @@ DOORS = {
     "peft": ("adapters",),
     "lightning": (
         *("strategy", "precision_plugin", "lightning_internals", "tasks", "callbacks"),
-        *("default_callbacks", "trainer_cli", "plan_cli"),
+        *("forecast", "planner", "default_callbacks", "trainer_cli", "plan_cli"),
     ),
     "pytorch_lightning": (),  # a second copy of Lightning's classes
 }

@@ -90,11 +90,12 @@ def test_a_plan_is_what_a_run_on_two_ranks_holds(folder: Path, model: dict[str, 
     assert [rank.code for rank in ended] == [0, 0], ended[0].err
     report = next(folder.glob("runs/run/**/report.json"))
     real = json.loads(report.read_text())["sections"]["memory"]["numbers"]["step"]
-    planned = plan("--config=run.yaml", "--devices=2")["memory"]
-    assert planned["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.01)
-    assert planned["peak_phase"] == real["peak_phase"]
-    for kind in ("parameters", "optimizer_state", "gradients", "gathered"):
-        assert planned["largest_bytes_by_kind"][kind] == real["largest_bytes_by_kind"][kind], kind
+    for options in ((), ("--exact=true",)):
+        planned = plan("--config=run.yaml", "--devices=2", *options)["memory"]
+        assert planned["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.01)
+        assert planned["peak_phase"] == real["peak_phase"]
+        for kind in ("parameters", "optimizer_state", "gradients", "gathered"):
+            assert planned["largest_bytes_by_kind"][kind] == real["largest_bytes_by_kind"][kind], kind
 
 
 def test_the_quickstart_plans_on_the_processes_that_it_starts(capfd: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +129,37 @@ def test_the_big_configurations_plan_from_the_architecture_alone(
     stored = found["host"]["bytes_by_kind"] if is_offloaded else found["memory"]["largest_bytes_by_kind"]
     assert found["memory"]["quantized_bytes"] < stored["parameters"]
     assert found["traffic"]["bytes_per_step"]["gather"] > found["memory"]["largest_bytes_by_kind"]["parameters"]
+
+
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_engines_agree_and_the_trace_says_so(packing: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--config=run.yaml", "--devices=2", f"--data.packing={packing}", "--data.batch_size=2"]
+    options += ["--data.seq_length=256", "--trainer.strategy.recompute.mode=full"]
+    counted, traced = plan(*options), plan(*options, "--exact=true")
+    assert (counted["engine"], traced["engine"]) == ("closed form", "exact trace")
+    counted_bytes, traced_bytes = counted["memory"]["peak_bytes"], traced["memory"]["peak_bytes"]
+    assert counted_bytes == pytest.approx(traced_bytes, rel=0.01)
+    assert traced["closed_form_peak_bytes"] == counted_bytes
+    assert f"{100 * (counted_bytes / traced_bytes - 1):+.1f} %" in capfd.readouterr().out
+    parts = counted["memory"]["peak_activation_bytes_by_part"]
+    assert sum(parts.values()) == counted["memory"]["peak_bytes_by_kind"]["activations"]
+    assert {"residual stream", "head and loss"} < set(parts)
+
+
+def test_what_the_closed_form_has_no_rules_for_is_traced() -> None:
+    architecture = "{model_type: olmo2, vocab_size: 64, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, "
+    architecture += "num_attention_heads: 2, num_key_value_heads: 2}"
+    found = plan("--config=run.yaml", "--devices=2", f"--model.config={architecture}")
+    assert found["engine"] == "exact trace"
+    assert found["closed_form_peak_bytes"] is found["flops"] is None
+    assert "no closed form" in found["notes"][0]
+
+
+def test_offload_on_one_rank_is_counted_but_not_traced(capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--config=run.yaml", "--devices=1", "--trainer.strategy.offload={}"]
+    assert plan(*options)["host"]["bytes"] > 0
+    assert main(["plan", *options, "--exact=true"]) == 2
+    assert "offload on one rank cannot be followed yet" in capfd.readouterr().err
 
 
 def test_what_is_offloaded_is_host_memory_and_no_device_memory() -> None:
@@ -185,7 +217,6 @@ def test_padded_rows_need_a_mask_only_where_something_is_padded() -> None:
         ("--devices=0", "devices: got 0: expected 1 or more"),
         ("--nodes=-1", "nodes: got -1: expected 1 or more"),
         ("--device_memry=1GiB", "device_memory"),
-        ("--exact=false", "no other engine"),
         ("--trainer.strategy=ddp", "only FSDP2Strategy can be planned"),
         ("--data.seq_length=999999", "rows are longer than the model has positions"),
         ("--data=lightning.pytorch.demos.boring_classes.BoringDataModule", "has no method make_example_batch"),

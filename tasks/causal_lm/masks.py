@@ -10,6 +10,14 @@ from torch import Tensor
 from transformers import masking_utils
 
 
+def needs_mask(batch: Mapping[str, Any]) -> bool:
+    """Return whether attention needs a mask: rows of several documents, or padded ones."""
+    positions, padding = batch.get("position_ids"), batch.get("attention_mask")
+    # Private in all but name, seen in transformers 5.23.
+    is_packed = positions is not None and masking_utils.find_packed_sequence_indices(positions) is not None
+    return is_packed or (padding is not None and not bool(padding.all()))
+
+
 @contextmanager
 def keep_branches(batch: Mapping[str, Any]) -> Iterator[None]:
     """Answer for tensors without values what Transformers asks of the values of this batch.
@@ -20,7 +28,7 @@ def keep_branches(batch: Mapping[str, Any]) -> Iterator[None]:
     Args:
         batch: With values; ``position_ids`` or ``attention_mask`` [batch, length] if the model gets them.
     """
-    # Private in all but name, seen in transformers 5.23; asked once in a forward.
+    # Asked once in a forward.
     original = masking_utils.find_packed_sequence_indices
     positions = batch.get("position_ids")
     is_packed = positions is not None and original(positions) is not None

@@ -25,10 +25,11 @@ from lit_fsdp.model_folder import ADAPTER_CONFIG
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_files import read_quantization
+from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.base import Schedule, Task
 from lit_fsdp.tasks.causal_lm.collate import Batch
 from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_length, check_packing
-from lit_fsdp.tasks.causal_lm.masks import keep_branches
+from lit_fsdp.tasks.causal_lm.masks import keep_branches, needs_mask
 from lit_fsdp.tasks.causal_lm.packing import IGNORED
 from lit_fsdp.tasks.causal_lm.pretrained import (
     check_base,
@@ -120,6 +121,11 @@ class CausalLM(Task):
         self._is_planned = True
         check_length(self.read_config(), data)
         return super().prepare_plan(data)
+
+    @override
+    def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch:
+        rows, length = batch["input_ids"].shape
+        return MicroBatch(rows=rows, length=length, is_masked=needs_mask(batch))
 
     @override
     def enter_dry_run(self, batch: Mapping[str, Any]) -> AbstractContextManager[None]:

@@ -1,0 +1,80 @@
+"""What the closed form says of a module under its strategy: for ``plan``, for the search, and for a run to check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from lit_fsdp.block_reader import UnreadableModuleError
+from lit_fsdp.closed_form import StepPrediction, predict_step
+from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.step_parts import MicroBatch
+from lit_fsdp.strategy import FSDP2Strategy
+from lit_fsdp.units import plan_module
+
+
+class NoForecastError(ValueError):
+    """There is no closed form of this step; says why."""
+
+
+def measure_batch(module: LightningModule, batch: Any) -> MicroBatch:
+    """Return the shape of a micro-batch, as the module's ``measure_batch`` says.
+
+    Raises:
+        NoForecastError: It has no such method, or says that this batch has no such shape.
+    """
+    measure: Any = getattr(module, "measure_batch", None)
+    found: MicroBatch | None = measure(batch) if measure is not None and isinstance(batch, Mapping) else None
+    if found is None:
+        raise NoForecastError(f"{_name(module)} does not say what shape its batches have (measure_batch)")
+    return found
+
+
+def forecast_step(
+    module: LightningModule,
+    strategy: FSDP2Strategy,
+    micro_batch: MicroBatch,
+    *,
+    world_size: int,
+    ranks_per_node: int,
+    num_micro_batches: int,
+    device_type: str,
+) -> StepPrediction:
+    """Predict a step of the first rank by the closed form.
+
+    Args:
+        module: With its model, cast as it will be; sharded or not.
+        strategy: Its settings and dtypes.
+        micro_batch: The shape of one.
+        world_size: How many ranks there are.
+        ranks_per_node: How many of them each node has.
+        num_micro_batches: Accumulated in a step.
+        device_type: ``cuda`` or ``cpu``.
+
+    Raises:
+        NoForecastError: The module or its optimizer is none that the closed form has rules for.
+    """
+    optimizer = getattr(module, "optimizer_settings", None)
+    if not isinstance(optimizer, Optimizer):
+        raise NoForecastError(f"{_name(module)} builds an optimizer of its own")
+    try:
+        return predict_step(
+            module,
+            plan_module(module, strategy.settings.units),
+            strategy.settings,
+            dtypes=strategy.precision_plugin.mixed_precision,
+            optimizer=optimizer,
+            micro_batch=micro_batch,
+            world_size=world_size,
+            ranks_per_node=ranks_per_node,
+            num_micro_batches=num_micro_batches,
+            device_type=device_type,
+        )
+    except UnreadableModuleError as error:
+        raise NoForecastError(f"{error.name}: {error.reason}") from error
+
+
+def _name(module: LightningModule) -> str:
+    return type(module).__name__.removeprefix("FSDP")

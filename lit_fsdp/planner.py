@@ -1,0 +1,253 @@
+"""Plans a training step: gets a module ready as ``fit`` would, and asks an engine what its step holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lit_fsdp.adapters import find_adapter_parameters
+from lit_fsdp.cli_errors import ConfigError, is_debugging
+from lit_fsdp.closed_form import StepPrediction
+from lit_fsdp.dry_run import fake_ranks, trace_training_step
+from lit_fsdp.forecast import NoForecastError, forecast_step, measure_batch
+from lit_fsdp.memory_trace import StepMemory
+from lit_fsdp.plan import Plan, Ranks
+from lit_fsdp.precision import cast_parameters
+from lit_fsdp.quantized_layers import iterate_quantized
+from lit_fsdp.strategy import FSDP2Strategy
+from lit_fsdp.traffic import predict_bytes, predict_collectives
+from lit_fsdp.units import plan_module
+
+_MAX_TRACED = 2  # micro-batches: all after the second hold what it holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """What an engine is given: everything that a step is made of.
+
+    Args:
+        module: On the meta device.
+        strategy: With its settings and dtypes.
+        batch: One micro-batch.
+        ranks: That take part.
+        device_type: ``cuda`` or ``cpu``.
+        num_micro_batches: Accumulated in a step.
+        clip_norm: Of ``gradient_clip_val``.
+        build_optimizer: Called once the module is sharded.
+        notes: What to know about it.
+    """
+
+    module: LightningModule
+    strategy: FSDP2Strategy
+    batch: Mapping[str, Any]
+    ranks: Ranks
+    device_type: str
+    num_micro_batches: int
+    clip_norm: float | None
+    build_optimizer: Callable[[], torch.optim.Optimizer]
+    notes: Sequence[str]
+
+
+def prepare_step(trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> PlannedStep:
+    """Build the model of a run on the meta device, and find out what its step is made of.
+
+    Raises:
+        ConfigError: It is none that can be planned.
+    """
+    strategy = trainer.strategy
+    if not isinstance(strategy, FSDP2Strategy):
+        raise ConfigError(
+            f"trainer.strategy: got {type(strategy).__name__}: only FSDP2Strategy can be planned; set fsdp2"
+        )
+    per_node = strategy.num_processes
+    num_replicas, num_shards = strategy.settings.mesh.resolve(
+        world_size=trainer.num_nodes * per_node, ranks_per_node=per_node
+    )
+    batch = _make_batch(data)
+    notes = _prepare_module(trainer, module, data)
+    cast_parameters(module, strategy.precision_plugin.mixed_precision, keep=find_adapter_parameters(module))
+    return PlannedStep(
+        module=module,
+        strategy=strategy,
+        batch=batch,
+        ranks=Ranks(num_nodes=trainer.num_nodes, per_node=per_node, num_replicas=num_replicas, num_shards=num_shards),
+        device_type=strategy.root_device.type,
+        num_micro_batches=trainer.accumulate_grad_batches,
+        clip_norm=_find_clip_norm(trainer),
+        build_optimizer=lambda: _find_optimizer(module),
+        notes=notes,
+    )
+
+
+def plan_step(step: PlannedStep, *, exact: bool) -> Plan:
+    """Plan a step, with the closed form where that has rules for it.
+
+    Args:
+        step: Afterwards of no other use, if it was traced.
+        exact: Trace it, and compare.
+
+    Raises:
+        ConfigError: It cannot be traced, and has to be.
+    """
+    settings, ranks, notes = step.strategy.settings, step.ranks, list(step.notes)
+    counts = {"num_replicas": ranks.num_replicas, "num_micro_batches": step.num_micro_batches}
+    units, dtypes = plan_module(step.module, settings.units), step.strategy.precision_plugin.mixed_precision
+    traffic = predict_bytes(step.module, units, settings.sharding, dtypes, num_shards=ranks.num_shards, **counts)
+    quantized_bytes = _count_quantized(step.module, ranks.num_shards)
+    prediction = _forecast(step, notes)
+    memory = prediction.memory if prediction is not None and not exact else trace_exactly(step)
+    if settings.compile is not None:
+        notes.append("compile is left out: compiled blocks keep fewer activations, which no plan can see")
+    if settings.offload is not None:
+        notes.append("offload: shards, gradients and optimizer state are in host memory, where the optimizer runs")
+    return Plan(
+        memory=memory,
+        ranks=ranks,
+        traffic=traffic,
+        collectives=predict_collectives(units, settings.sharding, num_shards=ranks.num_shards, **counts),
+        num_micro_batches=step.num_micro_batches,
+        quantized_bytes=quantized_bytes,
+        engine="closed form" if prediction is not None and not exact else "exact trace",
+        closed_form_bytes=None if prediction is None else prediction.peak.num_bytes,
+        flops=None if prediction is None else prediction.flops,
+        activations={} if prediction is None else _split_activations(prediction),
+        notes=notes,
+    )
+
+
+def _forecast(step: PlannedStep, notes: list[str]) -> StepPrediction | None:
+    """Return what the closed form says; where it has no rules, note why."""
+    try:
+        return forecast_step(
+            step.module,
+            step.strategy,
+            measure_batch(step.module, step.batch),
+            world_size=step.ranks.world_size,
+            ranks_per_node=step.ranks.per_node,
+            num_micro_batches=step.num_micro_batches,
+            device_type=step.device_type,
+        )
+    except NoForecastError as error:
+        notes.append(f"no closed form, so the step was traced: {error}")
+        return None
+
+
+def trace_exactly(step: PlannedStep) -> StepMemory:
+    """Return the memory of a step, followed operator by operator on tensors without values."""
+    module, strategy = step.module, step.strategy
+    if strategy.settings.offload is not None and step.ranks.num_shards == 1:
+        raise ConfigError(
+            "exact: offload on one rank cannot be followed yet, as the shard is the whole; leave exact out, or use "
+            "--devices 2"
+        )
+    find_context: Callable[..., AbstractContextManager[None]]
+    find_context = getattr(module, "enter_dry_run", lambda _: nullcontext())
+    try:
+        with fake_ranks(step.ranks.world_size), find_context(step.batch):
+            return trace_training_step(
+                module,
+                strategy.settings,
+                step.batch,
+                dtypes=strategy.precision_plugin.mixed_precision,
+                compute_loss=lambda batch: _take_loss(module.training_step(batch, 0)),  # looked up when it is sharded
+                build_optimizer=step.build_optimizer,
+                step_name="training_step",
+                ranks_per_node=step.ranks.per_node,
+                num_micro_batches=min(step.num_micro_batches, _MAX_TRACED),
+                clip_norm=step.clip_norm,
+            )
+    except RuntimeError as error:  # also what torch raises when values are asked for that fake tensors have not
+        if is_debugging():
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ConfigError(
+            f"plan: the step of {type(module).__name__} cannot run on tensors without values ({reason}); see "
+            "docs/planning.md"
+        ) from error
+
+
+def _take_loss(output: Any) -> Tensor:
+    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
+    return loss
+
+
+def _make_batch(data: LightningDataModule | None) -> Mapping[str, Any]:
+    make: Any = getattr(data, "make_example_batch", None)
+    if make is None:
+        what = "data: not set" if data is None else f"data: {type(data).__name__} has no method make_example_batch"
+        raise ConfigError(
+            f"{what}: a plan needs one that returns a micro-batch of the sizes that training will have, without "
+            "reading data; see docs/planning.md"
+        )
+    batch: Mapping[str, Any] = make()
+    if not isinstance(batch, Mapping):
+        raise ConfigError(
+            f"data: {type(data).__name__}.make_example_batch returned a {type(batch).__name__}: expected a dict of "
+            "tensors"
+        )
+    return batch
+
+
+def _prepare_module(trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> list[str]:
+    """Let a module build its model as at the start of ``fit``, but for its data and weights."""
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"model: {type(module).__name__} optimizes manually: only training_step knows what a step is, so it "
+            "cannot be planned"
+        )
+    trainer.state.fn, trainer.training = TrainerFn.FITTING, True
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    prepare: Any = getattr(module, "prepare_plan", lambda _: [])
+    notes = list(prepare(data))
+    module.configure_model()
+    # What is logged goes nowhere.
+    for name in ("log", "log_dict"):
+        setattr(module, name, lambda *_, **__: None)
+    module.train()
+    if not any(parameter.is_meta for parameter in module.parameters()):
+        notes.append("the model was not built on the meta device: this process has allocated it")
+    return notes
+
+
+def _find_optimizer(module: LightningModule) -> torch.optim.Optimizer:
+    found: Any = module.configure_optimizers()
+    while isinstance(found, list | tuple | dict):
+        if isinstance(found, list | tuple) and len(found) != 1 and not isinstance(found[0], list | tuple):
+            raise ConfigError(
+                f"model: {type(module).__name__}.configure_optimizers returned {len(found)} optimizers: expected one"
+            )
+        found = found["optimizer"] if isinstance(found, dict) else found[0]
+    optimizer: torch.optim.Optimizer = found.optimizer if isinstance(found, LightningOptimizer) else found
+    return optimizer
+
+
+def _find_clip_norm(trainer: Trainer) -> float | None:
+    by_value = trainer.gradient_clip_algorithm == "value"
+    return None if by_value or not trainer.gradient_clip_val else float(trainer.gradient_clip_val)
+
+
+def _split_activations(prediction: StepPrediction) -> dict[str, int]:
+    peak = prediction.peak
+    rest = peak.by_kind["activations"] - sum(peak.activations.values())
+    return {**peak.activations, **({"tables, masks and temporaries": rest} if rest else {})}
+
+
+def _count_quantized(module: LightningModule, num_shards: int) -> int:
+    """Return the bytes of codes and scales of one rank, before anything is sharded."""
+    total = 0
+    for _, layer in iterate_quantized(module):
+        for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
+            if tensor.dtype == torch.uint8:
+                rows, *others = tensor.shape
+                total += (ceil(rows / num_shards) if isinstance(tensor, torch.nn.Parameter) else rows) * prod(others)
+    return total
