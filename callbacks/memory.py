@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,9 +26,11 @@ from lit_fsdp.callbacks.readings import (
     take_peak_bytes,
 )
 from lit_fsdp.callbacks.sections import Curve, Plot, Section, Table, print_table
-from lit_fsdp.callbacks.step_memory import describe_step, make_step_tables, plot_step
+from lit_fsdp.callbacks.step_memory import Comparison, describe_step, make_step_tables, plot_step
+from lit_fsdp.forecast import NoForecastError, forecast_step, measure_batch
 from lit_fsdp.memory import KINDS
 from lit_fsdp.memory_trace import MemoryTrace, StepMemory
+from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.strategy import FSDP2Strategy
 
 _GIB = 2**30
@@ -47,13 +49,16 @@ class MemoryLogger(Callback):
 
     In one step it notes after every operator which tensors are alive: parameters, gathered parameters, gradients,
     optimizer state, buffers of collectives, activations, and the rest, by FSDP unit. That step takes about
-    twice as long, and computes the same. Not with ``compile``, whose code such a look would not see.
+    twice as long, and computes the same. Not with ``compile``, whose code such a look would not see. Beside it stands
+    what the closed form of ``plan`` says of the same step, where it has rules for the model; a difference above
+    ``warn_pct`` is warned of.
 
     At the end of ``fit`` it prints a table and writes ``memory/step.png`` and ``memory/run.png`` into the run's folder.
 
     Args:
         trace_step: Which step of this run to follow, 2 or later, as optimizer state comes to be in the first; ``null``
             follows none.
+        warn_pct: Warn if the peak of that step differs from the predicted one by more than this share.
         snapshot_steps: Steps of this run of which every rank writes ``memory/snapshot_step_<n>_rank_<r>.pickle``,
             with all allocations of the CUDA allocator and who made them, for https://pytorch.org/memory_viz. GPU only.
         fallback_dir: Folder for it if the run has none of its own, which it has with TensorBoardLogger or
@@ -61,13 +66,20 @@ class MemoryLogger(Callback):
     """
 
     def __init__(
-        self, trace_step: int | None = 2, snapshot_steps: Sequence[int] = (), fallback_dir: str | None = None
+        self,
+        trace_step: int | None = 2,
+        warn_pct: float = 15.0,
+        snapshot_steps: Sequence[int] = (),
+        fallback_dir: str | None = None,
     ) -> None:
         if trace_step is not None and trace_step < 2:
             raise ValueError(f"trace_step: got {trace_step}: optimizer state comes to be in step 1; expected 2 or more")
         if any(step < 1 for step in snapshot_steps):
             raise ValueError(f"snapshot_steps: got {list(snapshot_steps)}: steps are counted from 1")
+        if warn_pct <= 0:
+            raise ValueError(f"warn_pct: got {warn_pct}: expected above 0, such as 15")
         self.trace_step = trace_step
+        self.warn_pct = warn_pct
         self.snapshot_steps = tuple(snapshot_steps)
         self.fallback_dir = fallback_dir
         self._trace: MemoryTrace | None = None
@@ -76,6 +88,8 @@ class MemoryLogger(Callback):
     def _reset(self) -> None:
         self._step_memory: StepMemory | None = None
         self._traced_step = 0
+        self._micro_batch: MicroBatch | None = None  # the largest of the traced step
+        self._comparison: Comparison | None = None
         self._ranks: dict[str, Spread] = {}  # over the whole run
         self._step_ranks: dict[str, Spread] = {}  # at the peak of the traced step
         self._series: dict[str, Series] = {}
@@ -114,6 +128,8 @@ class MemoryLogger(Callback):
             trace = MemoryTrace(pl_module, trainer.optimizers, plan=plan, device=self._device)
             self._trace = trace.__enter__()
             trace.add_inputs(batch)
+        if self._trace is not None:
+            self._measure_batch(trainer, pl_module, batch)
         self._begin_phase("forward")
 
     @override
@@ -131,9 +147,11 @@ class MemoryLogger(Callback):
         if trainer.global_step == self._last_step:  # a micro-batch without a step
             return
         self._last_step = trainer.global_step
-        self._end_trace()
+        was_traced = self._end_trace()
         self._write_snapshot(trainer)
         values = _read_step(self._device)
+        if was_traced:
+            self._compare(trainer, pl_module, values)
         for name, value in values.items():
             self._series.setdefault(name, Series()).add(trainer.global_step, value)
         peak = _PEAK[self._device.type]
@@ -173,6 +191,13 @@ class MemoryLogger(Callback):
         numbers: dict[str, Any] = {name: _list_spread(spread) for name, spread in self._ranks.items()}
         if self._step_memory is not None:
             numbers["step"] = describe_step(self._step_memory, self._traced_step)
+        if self._comparison is not None:
+            numbers["predicted"] = {
+                "peak_bytes": self._comparison.predicted.num_bytes,
+                "peak_bytes_by_kind": dict(self._comparison.predicted.by_kind),
+                "measured_bytes": self._comparison.measured_bytes,
+                "difference_pct": self._comparison.difference_pct,
+            }
         return Section(
             title="Memory",
             name="memory",
@@ -206,10 +231,55 @@ class MemoryLogger(Callback):
             trace.__exit__(None, None, None)
         return trace
 
-    def _end_trace(self) -> None:
-        if (trace := self._close_trace()) is not None:
-            self._step_memory = trace.finish()
-            self._traced_step = self._last_step
+    def _end_trace(self) -> bool:
+        if (trace := self._close_trace()) is None:
+            return False
+        self._step_memory = trace.finish()
+        self._traced_step = self._last_step
+        return True
+
+    def _measure_batch(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+        if not isinstance(trainer.strategy, FSDP2Strategy) or not trainer.is_global_zero:
+            return
+        try:
+            found = measure_batch(pl_module, batch)
+        except NoForecastError as error:
+            self._note_missing(error)
+            return
+        largest = self._micro_batch
+        if largest is None or found.rows * found.length > largest.rows * largest.length:
+            self._micro_batch = found
+
+    def _compare(self, trainer: Trainer, pl_module: LightningModule, values: Mapping[str, float]) -> None:
+        strategy, memory = trainer.strategy, self._step_memory
+        if self._micro_batch is None or memory is None or not isinstance(strategy, FSDP2Strategy):
+            return
+        if strategy.settings.offload is not None and self._device.type == "cpu":
+            self._notes.append("Nothing was predicted: on a CPU, offload moves nothing.")
+            return
+        try:
+            predicted = forecast_step(
+                pl_module,
+                strategy,
+                self._micro_batch,
+                world_size=trainer.world_size,
+                ranks_per_node=trainer.world_size // trainer.num_nodes,
+                num_micro_batches=trainer.accumulate_grad_batches,
+                device_type=self._device.type,
+            )
+        except NoForecastError as error:
+            self._note_missing(error)
+            return
+        allocated = round(values.get("peak_allocated_gib", 0) * _GIB)
+        found = Comparison(predicted=predicted.memory.peak, measured_bytes=allocated or memory.peak.num_bytes)
+        self._comparison = found
+        self._notes.append(f"Step {self._traced_step}, rank 0: {found.describe()}.")
+        if abs(found.difference_pct) > self.warn_pct:
+            rank_zero_warn(f"memory of step {self._traced_step}: {found.describe()}: a plan of this run would mislead")
+
+    def _note_missing(self, error: NoForecastError) -> None:
+        if (note := f"Nothing was predicted: {error}.") not in self._notes:
+            self._notes.append(note)
 
     def _write_snapshot(self, trainer: Trainer) -> None:
         if self._is_recording:
@@ -246,7 +316,7 @@ class MemoryLogger(Callback):
         columns = ["at the end of the run", "min", "mean", "max", "rank of max"]
         tables = [Table(title="Memory of the ranks", columns=columns, rows=rows)]
         if self._step_memory is not None:
-            tables += make_step_tables(self._step_memory, self._step_ranks, self._traced_step)
+            tables += make_step_tables(self._step_memory, self._step_ranks, self._traced_step, self._comparison)
         return tables
 
     def _make_plots(self) -> list[Plot]:

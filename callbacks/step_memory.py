@@ -3,37 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lit_fsdp.callbacks.exchange import Spread
 from lit_fsdp.callbacks.sections import Curve, Plot, Table
-from lit_fsdp.memory import KINDS
-from lit_fsdp.memory_trace import StepMemory
+from lit_fsdp.memory import KINDS, Kind
+from lit_fsdp.memory_trace import Peak, StepMemory
 
 _GIB = 2**30
 _MAX_UNITS = 24  # rows of the table by unit
 _MAX_POINTS = 400
 
 
-def make_step_tables(memory: StepMemory, ranks: Mapping[str, Spread], step: int) -> list[Table]:
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A step beside what was predicted for it.
+
+    Args:
+        predicted: Its peak by the closed form.
+        measured_bytes: Its peak as it was: of a GPU what the allocator gave out, else what was traced.
+    """
+
+    predicted: Peak
+    measured_bytes: int
+
+    @property
+    def difference_pct(self) -> float:
+        """How much more the step took than predicted."""
+        return 100 * (self.measured_bytes / self.predicted.num_bytes - 1)
+
+    def describe(self) -> str:
+        """Return a sentence."""
+        return (
+            f"peak predicted {self.predicted.num_bytes / _GIB:.3f} GiB, measured {self.measured_bytes / _GIB:.3f} GiB "
+            f"({self.difference_pct:+.1f} %)"
+        )
+
+
+def make_step_tables(
+    memory: StepMemory, ranks: Mapping[str, Spread], step: int, comparison: Comparison | None
+) -> list[Table]:
     """Return the table by kind and the table by unit.
 
     Args:
         memory: Of rank 0.
         ranks: Bytes of each kind at the peak of each rank.
         step: Its number.
+        comparison: With what was predicted, where there is any.
     """
     peak = memory.peak
+    predicted = None if comparison is None else comparison.predicted
     size, name = (_GIB, "GiB") if peak.num_bytes >= _GIB else (_GIB / 1024, "MiB")
     rows = []
     for kind in KINDS:
         numbers = (peak.by_kind.get(kind, 0), max(memory.by_kind[kind]))
-        rows.append([_spell(kind), *(f"{number / size:.2f}" for number in numbers), _format_ranks(ranks[kind], size)])
+        cells = [*(f"{number / size:.2f}" for number in numbers), _format_ranks(ranks[kind], size)]
+        rows.append([_spell(kind), *_format_predicted(predicted, kind, size), *cells])
     sums = Spread(values=tuple(map(sum, zip(*(spread.values for spread in ranks.values()), strict=True))))
     total = f"{peak.num_bytes / size:.2f}"
-    rows.append(["all tensors", total, total, _format_ranks(sums, size)])
+    whole = [] if predicted is None else [f"{predicted.num_bytes / size:.2f}"]
+    rows.append(["all tensors", *whole, total, total, _format_ranks(sums, size)])
     where = f"in {peak.phase}, {peak.unit}"
     columns = ["kind", "at the peak", "largest in the step", "ranks at their peaks"]
+    if predicted is not None:
+        columns.insert(1, "predicted peak")
     by_kind = Table(title=f"Tensors in step {step}, rank 0, {name}; peak {where}", columns=columns, rows=rows)
     units = sorted(peak.by_unit.items(), key=lambda item: -sum(item[1].values()))
     shown = [(unit, [kinds.get(kind, 0) for kind in KINDS]) for unit, kinds in units[:_MAX_UNITS]]
@@ -82,6 +116,10 @@ def plot_step(memory: StepMemory, *, title: str) -> Plot:
 
 def _spell(kind: str) -> str:
     return kind.replace("_", " ")
+
+
+def _format_predicted(predicted: Peak | None, kind: Kind, size: float) -> list[str]:
+    return [] if predicted is None else [f"{predicted.by_kind.get(kind, 0) / size:.2f}"]
 
 
 def _format_ranks(spread: Spread, size: float) -> str:

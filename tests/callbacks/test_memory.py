@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
-from training import EVEN, GLOBAL_BATCH, Recorder, Rows, build_task, build_trainer, save_model
+from training import EVEN, GLOBAL_BATCH, LENGTH, Recorder, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks import MemoryLogger
 from lit_fsdp.memory import measure_states
+from lit_fsdp.step_parts import MicroBatch
+from lit_fsdp.tasks import CausalLM
 from ranks import run_ranks
 
 
@@ -44,6 +46,13 @@ def fit(folder: Path, out: Path, options: dict[str, Any], settings: dict[str, An
         return
     step = section.numbers["step"]
     assert step["step"] == 2
+    if dist.get_rank() == 0:
+        predicted = section.numbers["predicted"]
+        assert predicted["measured_bytes"] == step["peak_bytes"]
+        assert abs(predicted["difference_pct"]) < 1
+        assert predicted["peak_bytes_by_kind"]["optimizer_state"] == step["peak_bytes_by_kind"]["optimizer_state"]
+        assert section.tables[1].columns[1] == "predicted peak"
+        assert any("peak predicted" in note for note in section.notes)
     assert step["largest_bytes_by_kind"]["parameters"] == sizes.held["parameters"]
     assert step["peak_bytes"] == sum(step["peak_bytes_by_kind"].values())
     assert step["peak_bytes_by_unit"]["model.model.layers.0"]["parameters"] > 0
@@ -79,6 +88,40 @@ def test_it_logs_every_step_and_names_the_rank_that_holds_most(
     out = capfd.readouterr().out
     assert "Memory of the ranks" in out
     assert "Tensors in step 2, rank 0, MiB; peak in " in out
+
+
+def test_a_step_far_from_its_prediction_is_warned_of(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Activations of a row more than the step has.
+    monkeypatch.setattr(CausalLM, "measure_batch", lambda *_: MicroBatch(rows=GLOBAL_BATCH + 3, length=LENGTH))
+
+    def body() -> None:
+        memory = MemoryLogger()
+        options: dict[str, Any] = {"max_steps": 3, "default_root_dir": tmp_path}
+        trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[memory], **options)
+        with pytest.warns(UserWarning, match=r"memory of step 2: peak predicted .* \(-\d\d.\d %\): a plan of this run"):
+            trainer.fit(build_task(folder), Rows(EVEN["vocab_size"], GLOBAL_BATCH))
+
+    run_ranks(body, world_size=1)
+
+
+def test_without_rules_for_a_model_the_reason_is_noted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CausalLM, "measure_batch", lambda *_: None)
+
+    def body() -> None:
+        memory = MemoryLogger()
+        options: dict[str, Any] = {"max_steps": 3, "default_root_dir": tmp_path}
+        trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[memory], **options)
+        trainer.fit(build_task(folder), Rows(EVEN["vocab_size"], GLOBAL_BATCH))
+        section = memory.make_section()
+        assert section is not None
+        assert "predicted" not in section.numbers
+        assert "CausalLM does not say what shape its batches have" in section.notes[0]
+
+    run_ranks(body, world_size=1)
 
 
 def test_accumulated_micro_batches_are_one_step(folder: Path, tmp_path: Path) -> None:
@@ -131,6 +174,7 @@ def test_a_trial_run_leaves_no_files(folder: Path, tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"trace_step": 1}, "trace_step: got 1: .* expected 2 or more"),
+        ({"warn_pct": 0}, "warn_pct: got 0: expected above 0"),
         ({"snapshot_steps": [0]}, "snapshot_steps: got \\[0\\]: steps are counted from 1"),
     ],
 )
