@@ -177,6 +177,13 @@ class ModelReader:
             y = read_norm(reader, norm_name, norm, x)
             if not is_shared:
                 leave(y)
+        if (num_chunks := getattr(head, "num_loss_chunks", 1)) > 1:
+            with self._unit(head_name, y) as leave:
+                loss = self._read_chunks(head_name, head, y, num_chunks)
+                leave(loss)
+            if is_shared:
+                tape.mark("leave_unit", index, loss)  # type: ignore[arg-type]
+            return loss
         tape.hold(y)
         if is_shared:
             logits = read_linear(reader, head_name, head, y)
@@ -189,6 +196,30 @@ class ModelReader:
             logits = tape.add_pointwise("tanh", tape.add_pointwise("div", logits), saves_output=True)
             logits = tape.add_pointwise("mul", logits)
         return self._read_loss(logits)
+
+    def _read_chunks(self, name: str, head: Any, x: int, num_chunks: int) -> int:
+        """Add head and loss in chunks, each computed again in backward."""
+        reader, tape = self.reader, self.reader.tape
+        if not isinstance(head, nn.Linear):
+            raise UnreadableModuleError(name, f"loss chunks over a {type(head).__name__}")
+        rows = -(-reader.num_tokens // min(num_chunks, reader.num_tokens))
+        wide = rows * head.out_features * FLOAT32
+        weights = reader.list_trained(head.weight, head.bias)
+        # Of a chunk, and its sum with that of those before, which autograd does not make in place.
+        gradient = 2 * sum(size for _, size in weights)
+        flops = 2 * reader.num_tokens * head.in_features * head.out_features
+        return tape.add(
+            "chunked_loss",
+            (x,),
+            FLOAT32,
+            saves=(x,),
+            weights=weights,
+            forward_temp=2 * wide,
+            backward_temp=max(3 * wide, gradient),
+            flops=flops,
+            backward_flops=flops * (bool(weights) + tape.needs_grad[x]),
+            again_flops=flops,
+        )
 
     def _find_head(self) -> tuple[Any, Any]:
         for module in self.model.modules():

@@ -103,8 +103,12 @@ class Plan:
 
     def fit_into(self, device_bytes: int) -> Fit:
         """Return whether the step fits a device of this memory, with headroom."""
-        needed = round(self.memory.peak.num_bytes * HEADROOM) + OUTSIDE_BYTES
-        return Fit(device_bytes=device_bytes, needed_bytes=needed)
+        return Fit(device_bytes=device_bytes, needed_bytes=find_needed_bytes(self.memory.peak.num_bytes))
+
+
+def find_needed_bytes(peak_bytes: int) -> int:
+    """Return what a device must have for tensors of so many bytes."""
+    return round(peak_bytes * HEADROOM) + OUTSIDE_BYTES
 
 
 def describe_plan(plan: Plan, device_bytes: int | None) -> dict[str, Any]:

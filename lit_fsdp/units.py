@@ -126,13 +126,12 @@ def count_shard_bytes(model: nn.Module, unit: Unit, num_shards: int) -> int:
 
     ``fully_shard`` splits each parameter by rows, so a rank has up to one row more than another.
     """
-    owned = set(unit.parameters)
     total = 0
-    for name, parameter in model.named_parameters():
-        if name in owned:
-            rows = parameter.shape[0] if parameter.dim() else 1
-            row_bytes = parameter.numel() // max(rows, 1) * parameter.element_size()
-            total += -(-rows // num_shards) * row_bytes
+    for name in unit.parameters:
+        parameter = model.get_parameter(name)
+        rows = parameter.shape[0] if parameter.dim() else 1
+        row_bytes = parameter.numel() // max(rows, 1) * parameter.element_size()
+        total += -(-rows // num_shards) * row_bytes
     return total
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from copy import deepcopy
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -20,15 +19,15 @@ from typing_extensions import override
 from lit_fsdp.adapters import LoRA, iterate_adapters
 from lit_fsdp.base_model import BASE, LORA, describe_base, fetch_config, fetch_pretrained, find_pretrained
 from lit_fsdp.checkpoint_reader import EXPORT
-from lit_fsdp.export_adapter import describe_adapters
-from lit_fsdp.model_folder import ADAPTER_CONFIG
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_files import read_quantization
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.base import Schedule, Task
+from lit_fsdp.tasks.causal_lm.chunked_loss import check_chunked_loss, install_chunked_loss, sum_chunked_losses
 from lit_fsdp.tasks.causal_lm.collate import Batch
 from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_length, check_packing
+from lit_fsdp.tasks.causal_lm.export_files import collect_export_files
 from lit_fsdp.tasks.causal_lm.masks import keep_branches, needs_mask
 from lit_fsdp.tasks.causal_lm.packing import IGNORED
 from lit_fsdp.tasks.causal_lm.pretrained import (
@@ -38,10 +37,8 @@ from lit_fsdp.tasks.causal_lm.pretrained import (
     drop_quantization,
     plan_quantization,
 )
-from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id, read_tokenizer_files
+from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id
 from lit_fsdp.weights import init_weights, load_weights
-
-GENERATION = "generation_config.json"
 
 
 class CausalLM(Task):
@@ -60,6 +57,9 @@ class CausalLM(Task):
         lora: Train low-rank adapters and leave the model as it is; ``null`` trains all of it.
         quantization: Keep the weights that do not train in 4 or 8 bits; needs ``lora``. Taken from the files of
             ``pretrained`` where these are quantized already.
+        loss_chunks: Compute output head and loss in so many parts of the tokens, each once more in backward: 8 leave
+            an eighth of the memory of logits, which rules it in models with a large vocabulary, for about 5 % of
+            time. 1 computes all at once.
         optimizer: Which one, and its settings.
         schedule: How the learning rate moves.
         sample_prompts: Texts to continue when training ends, printed.
@@ -74,6 +74,7 @@ class CausalLM(Task):
         attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa",
         lora: LoRA | None = None,
         quantization: Quantization | None = None,
+        loss_chunks: int = 1,
         optimizer: Optimizer | None = None,
         schedule: Schedule | None = None,
         sample_prompts: list[str] | None = None,
@@ -90,6 +91,14 @@ class CausalLM(Task):
         self.pretrained = pretrained
         self.config_settings = config
         self.attention = attention
+        if loss_chunks < 1:
+            raise ValueError(f"loss_chunks: got {loss_chunks}: expected 1 or more, such as 8")
+        if loss_chunks > 1 and type(self).sum_losses is not CausalLM.sum_losses:
+            raise ValueError(
+                f"loss_chunks: got {loss_chunks}: {type(self).__name__}.sum_losses takes the logits of all tokens; set "
+                "loss_chunks: 1"
+            )
+        self.loss_chunks = loss_chunks
         self.lora, self.quantization = lora, quantization
         if quantization is not None:
             quantization.check()
@@ -171,6 +180,8 @@ class CausalLM(Task):
             choose = plan_quantization if self._is_planned else choose_quantization
             self.quantization = choose(folder, model, self.quantization)
         self.adapt_model(model, lora=self.lora, quantization=self.quantization)
+        if self.loss_chunks > 1:
+            install_chunked_loss(model, self.loss_chunks)
         self.model = model  # not before all is well: other strategies could not move it away
         self.finish_model()
 
@@ -239,7 +250,10 @@ class CausalLM(Task):
         """
         assert self.model is not None
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        return self.sum_losses(self.model(**inputs, use_cache=False), batch["labels"])
+        labels = batch["labels"]
+        if self.loss_chunks > 1:
+            return sum_chunked_losses(self.model, inputs, labels), (labels[:, 1:] != IGNORED).sum()
+        return self.sum_losses(self.model(**inputs, use_cache=False), labels)
 
     def sum_losses(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses of all target tokens, and their number: the place for a loss of your own.
@@ -281,6 +295,9 @@ class CausalLM(Task):
     @override
     def on_fit_start(self) -> None:
         self._check_packing()
+        if self.loss_chunks > 1:
+            assert self.model is not None
+            check_chunked_loss(self, self.model)
 
     @override
     def on_validation_start(self) -> None:
@@ -348,7 +365,9 @@ class CausalLM(Task):
         super().on_save_checkpoint(checkpoint)
         if self.trainer.is_global_zero and isinstance(self.model, PreTrainedModel):  # its metadata is that of rank 0
             if self._export_files is None:
-                self._export_files = self._collect_export_files(self.model)
+                data = getattr(self.trainer, "datamodule", None)
+                tokenizer = self._find_tokenizer() if hasattr(data, "tokenizer") else None
+                self._export_files = collect_export_files(self.model, self.pretrained, self.lora, tokenizer)
             checkpoint[EXPORT] = self._export_files
             if self.lora is not None:
                 checkpoint[LORA] = asdict(self.lora)  # plain, as any strategy may write it
@@ -362,29 +381,6 @@ class CausalLM(Task):
             check_base(checkpoint[BASE], self.pretrained, self.quantization)
         if LORA in checkpoint and self.lora is not None:
             check_lora(checkpoint[LORA], self.lora)
-
-    def _collect_export_files(self, model: PreTrainedModel) -> dict[str, str | bytes]:
-        """Return the small files of a Hugging Face folder by name, so that a checkpoint is enough to export."""
-        config, generation = deepcopy(model.config), deepcopy(model.generation_config)
-        # FSDP2 puts a class of its own in front of the model's.
-        config.architectures = [type(model).__name__.removeprefix("FSDP")]
-        files: dict[str, str | bytes] = {}
-        if hasattr(getattr(self.trainer, "datamodule", None), "tokenizer"):
-            tokenizer = self._find_tokenizer()
-            if self.pretrained is None:  # or generation would end at a token that the model has never seen
-                for name in ("bos_token_id", "eos_token_id"):
-                    setattr(config, name, getattr(tokenizer, name))
-                    setattr(generation, name, getattr(tokenizer, name))
-                generation.pad_token_id = find_pad_id(self._find_tokenizer())
-            files |= read_tokenizer_files(tokenizer)
-        files["config.json"] = config.to_json_string()
-        if self.lora is not None:
-            files[ADAPTER_CONFIG] = describe_adapters(model, self.lora, self.pretrained)
-        if model.can_generate():
-            files[GENERATION] = generation.to_json_string()
-        if self.pretrained is not None and (given := find_pretrained(self.pretrained) / GENERATION).is_file():
-            files[GENERATION] = given.read_text()
-        return files
 
     # Tokenizer
 

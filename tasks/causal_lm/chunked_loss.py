@@ -1,0 +1,113 @@
+"""Output head and loss, a chunk of tokens after another: the logits of all tokens never exist at once.
+
+Each chunk is computed again in backward, so that of the logits only one chunk is alive, forward and backward. All of it
+happens inside the head's own ``forward``: FSDP2 has its weight gathered there, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lit_fsdp.tasks.causal_lm.packing import IGNORED
+
+_PROBE = (1, 8)  # rows and tokens on which both ways are compared
+
+
+def install_chunked_loss(model: PreTrainedModel, num_chunks: int) -> None:
+    """Let the output head of a model take ``labels`` and return a loss. Before the model is sharded.
+
+    Args:
+        model: With an output head; changed in place.
+        num_chunks: Into how many parts the tokens of a micro-batch are split.
+
+    Raises:
+        ValueError: It has a loss besides that of its tokens, or no output head.
+    """
+    head: Any = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        raise ValueError("loss_chunks: the loss of routers needs the whole model's output; set loss_chunks: 1")
+    if head is None:
+        raise ValueError(f"loss_chunks: {type(model).__name__} has no output head; set loss_chunks: 1")
+    head.forward = partial(_run_head, head.forward, partial(_finish_logits, config), num_chunks)
+    head.num_loss_chunks = num_chunks  # for whoever plans
+
+
+def sum_chunked_losses(model: PreTrainedModel, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+    """Return the sum of the losses of all target tokens.
+
+    Args:
+        model: After :func:`install_chunked_loss`.
+        inputs: Of the model.
+        labels: [batch, length], not shifted; -100 is no target.
+    """
+    decoder: Any = model.get_decoder()
+    hidden = decoder(**inputs, use_cache=False).last_hidden_state
+    head: Any = model.get_output_embeddings()
+    loss_sum: Tensor = head(hidden, labels=functional.pad(labels[:, 1:], (0, 1), value=IGNORED))
+    return loss_sum
+
+
+@torch.no_grad()
+def check_chunked_loss(task: Any, model: PreTrainedModel) -> None:
+    """Refuse a model that does something of its own between its head and its loss. All ranks must call it.
+
+    Args:
+        task: A LightningModule around the model, with ``sum_losses`` and ``compute_loss``.
+        model: After :func:`install_chunked_loss`.
+
+    Raises:
+        ValueError: The sums differ.
+    """
+    was_training = task.training
+    task.eval()
+    vocab_size = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocab_size, _PROBE, generator=torch.Generator().manual_seed(0)).to(task.device)
+    whole = float(task.sum_losses(SimpleNamespace(logits=task(input_ids=ids)), ids)[0])
+    chunked = float(task.compute_loss({"input_ids": ids, "labels": ids})[0])
+    task.train(was_training)
+    if abs(chunked / whole - 1) > 0.01:  # rounding of half precision is less
+        name = type(model).__name__.removeprefix("FSDP")
+        raise ValueError(
+            f"loss_chunks: {name} computes its loss otherwise than from its head alone (sum {whole:.4f}, in chunks "
+            f"{chunked:.4f}); set loss_chunks: 1"
+        )
+
+
+def _run_head(
+    forward: Callable[[Tensor], Tensor],
+    finish: Callable[[Tensor], Tensor],
+    num_chunks: int,
+    hidden: Tensor,
+    labels: Tensor | None = None,
+) -> Tensor:
+    if labels is None:
+        return forward(hidden)
+
+    def sum_losses(part: Tensor, targets: Tensor) -> Tensor:
+        logits = finish(forward(part)).float()  # as the losses of Transformers
+        return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+
+    parts = zip(hidden.flatten(0, 1).chunk(num_chunks), labels.flatten().chunk(num_chunks), strict=True)
+    sums: list[Any] = [checkpoint(sum_losses, part, targets, use_reentrant=False) for part, targets in parts]
+    return torch.stack(sums).sum()
+
+
+def _finish_logits(config: PreTrainedConfig, logits: Tensor) -> Tensor:
+    """Do what families of models do with their logits, by the names of their settings."""
+    if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+        logits = logits * scale
+    if (scaling := getattr(config, "logits_scaling", None)) is not None:  # Granite
+        logits = logits / scaling
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
+        logits = torch.tanh(logits / cap) * cap
+    return logits
