@@ -3,9 +3,13 @@
 Where the figures are published, all by NVIDIA:
 the architecture white papers of Turing (TU102), Ampere (GA100, GA102), Ada (AD102), Hopper
 (GH100) and RTX Blackwell (GB202), whose tables give tensor throughput by the dtype of the accumulator; for data
-center and workstation cards the product data sheets. They were not yet compared with these line by line. They are at
-the reference boost clock, dense: where a sheet says "with sparsity", half of it. Left out are GPUs whose figures differ
-between sources (B200) or were not found (A10G).
+center and workstation cards the product data sheets. They are at the reference boost clock, dense: where a sheet says
+"with sparsity", half of it. Left out are GPUs whose figures differ between sources (B200) or were not found (A10G).
+
+Compared with copies of data sheets and with public databases (waredb, hmc-tech, sysrqmts), to a percent. All numbers:
+RTX 4090, A40, T4, all A100, H100 SXM, H200 SXM, L40, L40S. Peaks only: RTX 3090 Ti, H100 PCIe. Float32 and bandwidth:
+RTX 3060, 3090, 4060, 4060 Ti, 5090, A10, Quadro RTX 6000. Bandwidth only: RTX 5070 Ti, 5080. Of the RTX A6000 one
+source agrees and one has 40.0 in float32. The others were not compared.
 
 Half precision is that with float32 accumulation, which is what torch multiplies with. GeForce cards since Turing do
 it at half the rate of float16 accumulation, so the larger number on their boxes is not the one that training can
