@@ -228,3 +228,24 @@ _DATA_CENTER = [
     _build("H200 NVL", 141, 4800, 60.0, 417.5, 835.5, 835.5),
 ]
 GPUS: Sequence[Gpu] = (*_GEFORCE, *_WORKSTATION, *_TURING_AND_VOLTA, *_DATA_CENTER)
+
+# Of the peak, what large products in bfloat16 were measured to reach, the best of many shapes: by stas00/ml-engineering
+# (A100 and H100 SXM) and mag-/gpu_benchmark (the others). Above 1 where cards boost beyond their reference clock.
+_PRODUCT_SHARES = (
+    (r"RTX [34]0", 1.08),  # RTX 3090: 1.10, 3090 Ti: 1.08, 4090: 1.08
+    (r"A100", 0.86),
+    (r"H\d00 SXM", 0.80),
+    (r"H\d00 PCIe", 0.66),
+    (r"H\d00 NVL", 0.58),
+    (r"L40S", 0.70),
+    (r"L40", 0.94),
+    (r"L4", 0.75),
+    (r"RTX A\d|A40", 0.85),  # RTX A5000
+    (r"RTX \d+ Ada", 0.76),  # RTX 6000 Ada: 0.76, RTX 4000 Ada: 0.77
+)
+_USUAL_SHARE = 0.8
+
+
+def get_product_share(gpu: Gpu) -> float:
+    """Return what large products in half precision reach of the peak of a GPU, measured where that was found."""
+    return next((share for pattern, share in _PRODUCT_SHARES if re.search(pattern, gpu.name)), _USUAL_SHARE)
