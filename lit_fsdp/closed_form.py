@@ -39,12 +39,15 @@ class StepPrediction:
         moments: The largest of each part of the step, in order.
         host_by_kind: Bytes in host memory, with offload.
         flops: Of all micro-batches.
+        moved_bytes: Of all micro-batches: what operators other than products and attention read and write. Compiled
+            blocks move less.
     """
 
     peak: Moment
     moments: Sequence[Moment]
     host_by_kind: Mapping[Kind, int]
     flops: Flops
+    moved_bytes: int
 
     @property
     def memory(self) -> StepMemory:
@@ -125,6 +128,7 @@ def predict_step(
         moments=moments,
         host_by_kind={} if on_device else {**host, "optimizer_state": state},
         flops=_count_flops(tape, settings.recompute, num_micro_batches),
+        moved_bytes=_count_moved(tape, settings.recompute, num_micro_batches),
     )
 
 
@@ -280,8 +284,7 @@ def _count_state(parameter: torch.Tensor, local: int, optimizer: Optimizer) -> i
 
 
 def _count_flops(tape: Tape, recompute: Recompute, num_micro_batches: int) -> Flops:
-    saved = recompute.saved_ops or DEFAULT_SAVED_OPS
-    kept = {name.removeprefix("aten.") for name in saved} if recompute.mode == "selective" else set()
+    kept = _list_kept(recompute)
     forward = backward = again = 0
     is_recomputed = False
     for step in tape.steps:
@@ -294,3 +297,31 @@ def _count_flops(tape: Tape, recompute: Recompute, num_micro_batches: int) -> Fl
             is_recomputed = step.what == "enter_block"
     n = num_micro_batches
     return Flops(forward=forward * n, backward=backward * n, recomputed=again * n)
+
+
+def _count_moved(tape: Tape, recompute: Recompute, num_micro_batches: int) -> int:
+    kept = _list_kept(recompute)
+    total = 0
+    is_recomputed = False
+    for step in tape.steps:
+        if not isinstance(step, Op):
+            is_recomputed = is_recomputed if step.what.endswith("unit") else step.what == "enter_block"
+            continue
+        size = tape.sizes[step.output]
+        if step.flops:
+            # Of 4 bits, the dense weight: written once, in whichever of both passes the tape has it.
+            forward = backward = max(step.forward_temp, step.backward_temp) if step.name == "quantized" else 0
+        else:
+            forward = sum(tape.sizes[value] for value in step.inputs) + size + 2 * step.forward_temp
+            gradients = sum(tape.sizes[value] for value in (*step.saves, *step.gets_grad))
+            is_trained = bool(step.gets_grad or step.weights) and not step.shares_grad
+            backward = is_trained * (size + gradients + 2 * step.backward_temp)
+        total += forward + backward
+        total += forward if is_recomputed and step.name not in kept else 0
+    return total * num_micro_batches
+
+
+def _list_kept(recompute: Recompute) -> set[str]:
+    """Return the operators that blocks which are computed again do not compute again."""
+    saved = recompute.saved_ops or DEFAULT_SAVED_OPS
+    return {name.removeprefix("aten.") for name in saved} if recompute.mode == "selective" else set()

@@ -3,9 +3,13 @@
 Where the figures are published, all by NVIDIA:
 the architecture white papers of Turing (TU102), Ampere (GA100, GA102), Ada (AD102), Hopper
 (GH100) and RTX Blackwell (GB202), whose tables give tensor throughput by the dtype of the accumulator; for data
-center and workstation cards the product data sheets. They were not yet compared with these line by line. They are at
-the reference boost clock, dense: where a sheet says "with sparsity", half of it. Left out are GPUs whose figures differ
-between sources (B200) or were not found (A10G).
+center and workstation cards the product data sheets. They are at the reference boost clock, dense: where a sheet says
+"with sparsity", half of it. Left out are GPUs whose figures differ between sources (B200) or were not found (A10G).
+
+Compared with copies of data sheets and with public databases (waredb, hmc-tech, sysrqmts), to a percent. All numbers:
+RTX 4090, A40, T4, all A100, H100 SXM, H200 SXM, L40, L40S. Peaks only: RTX 3090 Ti, H100 PCIe. Float32 and bandwidth:
+RTX 3060, 3090, 4060, 4060 Ti, 5090, A10, Quadro RTX 6000. Bandwidth only: RTX 5070 Ti, 5080. Of the RTX A6000 one
+source agrees and one has 40.0 in float32. The others were not compared.
 
 Half precision is that with float32 accumulation, which is what torch multiplies with. GeForce cards since Turing do
 it at half the rate of float16 accumulation, so the larger number on their boxes is not the one that training can
@@ -224,3 +228,24 @@ _DATA_CENTER = [
     _build("H200 NVL", 141, 4800, 60.0, 417.5, 835.5, 835.5),
 ]
 GPUS: Sequence[Gpu] = (*_GEFORCE, *_WORKSTATION, *_TURING_AND_VOLTA, *_DATA_CENTER)
+
+# Of the peak, what large products in bfloat16 were measured to reach, the best of many shapes: by stas00/ml-engineering
+# (A100 and H100 SXM) and mag-/gpu_benchmark (the others). Above 1 where cards boost beyond their reference clock.
+_PRODUCT_SHARES = (
+    (r"RTX [34]0", 1.08),  # RTX 3090: 1.10, 3090 Ti: 1.08, 4090: 1.08
+    (r"A100", 0.86),
+    (r"H\d00 SXM", 0.80),
+    (r"H\d00 PCIe", 0.66),
+    (r"H\d00 NVL", 0.58),
+    (r"L40S", 0.70),
+    (r"L40", 0.94),
+    (r"L4", 0.75),
+    (r"RTX A\d|A40", 0.85),  # RTX A5000
+    (r"RTX \d+ Ada", 0.76),  # RTX 6000 Ada: 0.76, RTX 4000 Ada: 0.77
+)
+_USUAL_SHARE = 0.8
+
+
+def get_product_share(gpu: Gpu) -> float:
+    """Return what large products in half precision reach of the peak of a GPU, measured where that was found."""
+    return next((share for pattern, share in _PRODUCT_SHARES if re.search(pattern, gpu.name)), _USUAL_SHARE)

@@ -16,6 +16,7 @@ OTHER_FOLDERS = ("tests", "benchmarks", "configs", "docs", ".ci")
 LAYERS = [
     {"cli_errors", "processes", "manifest", "random_state", "signals", "clock", "tape"},
     {"hardware", "flops", "spikes", "bad_steps", "timeline", "fabric"},
+    {"links"},
     {"mesh", "units", "precision", "offload", "clipping", "quantization", "shard_optimizer"},
     {"quantized_layers"},
     {"adapters", "adamw_8bit", "adafactor"},
@@ -26,8 +27,8 @@ LAYERS = [
     {"model_reader", "step_walk"},
     {"conversion", "own_rows", "quantized_files"},
     {"weights", "settings", "traffic"},
-    {"base_model", "advice", "assembly"},
-    {"checkpoint", "last_checkpoint", "hub_names", "tensor_writer", "model_card", "quantized_export"},
+    {"base_model", "advice", "assembly", "unit_timeline"},
+    {"checkpoint", "last_checkpoint", "hub_names", "tensor_writer", "model_card", "quantized_export", "step_time"},
     {"single_file", "checkpoint_reader", "model_folder"},
     {"merging"},
     {"export_adapter"},

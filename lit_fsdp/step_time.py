@@ -1,0 +1,311 @@
+"""How long an optimizer step takes: compute, what communication adds to it, and the optimizer.
+
+Note [Step time]: arithmetic on what is counted elsewhere, in about a millisecond.
+
+- Compute: FLOPs as executed, over what products reach of the peak (``get_product_share``, and 0.85 of that in a model);
+  and what other operators and the copies of collectives move, over the bandwidth of the memory. The second is why
+  GPUs whose peak is high for their memory reach less of it.
+- Communication: each collective of each unit by ``time_collective``; with offload, copies to and from the host.
+- Overlap: units follow each other as in FSDP2. In forward the next unit is gathered while one computes. In backward
+  the next is gathered and the gradients of the last one are reduced, one after the other, as both use the same links.
+  What compute has to wait for is exposed. Collectives beside compute still cost it ``contention`` of their time, as
+  they take multiprocessors and memory bandwidth from it: 0.35, or 0.85 where they go through host memory.
+- Optimizer: what it reads and writes of the shard, over the bandwidth of the memory that is in.
+
+How these numbers were found, and how exact the result is: docs/speed_model.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lit_fsdp.flops import Flops
+from lit_fsdp.hardware import Gpu, get_product_share
+from lit_fsdp.links import Interconnect, arrange_groups
+from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.traffic import UnitBytes
+from lit_fsdp.unit_timeline import HOST_COPY_GB_S, find_waits, sum_kinds, time_units
+from lit_fsdp.units import Unit
+
+MODEL_SHARE = 0.85  # of what a single large product reaches, for all products of a model
+MEMORY_SHARE = 0.8  # of the bandwidth on data sheets
+CONTENTION, CONTENTION_THROUGH_HOST = 0.35, 0.85
+HOST_GB_S = 50.0  # of the memory of a node, for all its ranks: two channels of DDR5, or a few of DDR4
+# Where it was not counted: bytes that other operators move for each FLOP. Of blocks from 7 to 70 billion parameters.
+_TYPICAL_BYTES_PER_FLOP = 1.2e-3
+_COMPILED_SHARE = 0.4  # of these bytes, what is left when operators are fused
+
+Bound = Literal["compute", "link", "optimizer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The time of an optimizer step, predicted.
+
+    Args:
+        compute_s: Forward, backward and what is computed again, undisturbed.
+        communication_s: Of all collectives, and of copies with offload, added up.
+        exposed_s: What communication adds to compute.
+        optimizer_s: Of the optimizer and gradient clipping.
+        by_collective: The seconds of communication by kind; ``host_copy`` are those of offload.
+        num_ranks: How many there are.
+        tokens: Of a rank in a step.
+        tokens_per_gather: Of a rank in a micro-batch.
+        model_flops: Of a rank in a step, see Note [FLOPs].
+        peak_tflops: Of its GPU, in the dtype of compute.
+        notes: What was assumed.
+    """
+
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    optimizer_s: float
+    by_collective: Mapping[str, float]
+    num_ranks: int
+    tokens: int
+    tokens_per_gather: int
+    model_flops: int
+    peak_tflops: float
+    notes: Sequence[str] = ()
+
+    @property
+    def step_s(self) -> float:
+        """The whole step."""
+        return self.compute_s + self.exposed_s + self.optimizer_s
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Of one rank."""
+        return self.tokens / self.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks."""
+        return self.tokens_per_s_per_gpu * self.num_ranks
+
+    @property
+    def mfu_pct(self) -> float:
+        """Model FLOPs, in percent of what the peak could do in that time."""
+        return 100 * self.model_flops / (self.step_s * self.peak_tflops * 1e12)
+
+    @property
+    def bound(self) -> Bound:
+        """What takes longest. A faster GPU hardly helps where it is the link."""
+        parts: dict[Bound, float] = {
+            "compute": self.compute_s,
+            "link": self.communication_s,
+            "optimizer": self.optimizer_s,
+        }
+        return max(parts, key=lambda part: parts[part])
+
+    @property
+    def crossover_tokens(self) -> float:
+        """Tokens of a micro-batch below which communication takes longer than compute, so that it cannot hide."""
+        return self.tokens_per_gather * self.communication_s / self.compute_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a rank does in an optimizer step.
+
+    Args:
+        flops: Of all micro-batches, as of ``predict_step``.
+        plan: The units, as given to ``predict_bytes``.
+        units: What that returned.
+        tokens: Of a micro-batch.
+        num_micro_batches: Accumulated in a step.
+        moved_bytes: ``StepPrediction.moved_bytes``; without it, a typical number for each FLOP.
+        update_bytes: Of ``count_update_bytes``.
+        offloaded_bytes: Its shards, where they are in host memory: copied up for each gather, gradients down.
+        regather_ranks: ``reshard_after_forward``, where that is a number of ranks.
+        is_compiled: Whether blocks are compiled, so that less is moved.
+    """
+
+    flops: Flops
+    plan: Sequence[Unit]
+    units: Sequence[UnitBytes]
+    tokens: int
+    num_micro_batches: int = 1
+    moved_bytes: int | None = None
+    update_bytes: int = 0
+    offloaded_bytes: int = 0
+    regather_ranks: int | None = None
+    is_compiled: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "num_micro_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: got {getattr(self, name)}: expected 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a step runs on.
+
+    Args:
+        gpu: Of every rank.
+        links: Between them: from ``parse_links``, or ``choose_links`` where the user says nothing.
+        num_shards: Ranks that share one copy of the model.
+        num_replicas: Copies of the model.
+        ranks_per_node: Ranks of each node.
+        dtype: That is computed in, as ``Gpu.get_peak_tflops`` takes it.
+        efficiency: Share of the peak that products reach in the model, instead of what is usual on this GPU.
+        contention: What a second of hidden communication costs compute, instead of what is usual.
+    """
+
+    gpu: Gpu
+    links: Interconnect
+    num_shards: int
+    num_replicas: int = 1
+    ranks_per_node: int
+    dtype: str = "bfloat16"
+    efficiency: float | None = None
+    contention: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.efficiency is not None and not 0 < self.efficiency <= 1.1:
+            raise ValueError(f"efficiency: got {self.efficiency}: expected a share of the peak, above 0 and up to 1.1")
+        if self.contention is not None and not 0 <= self.contention <= 1:
+            raise ValueError(f"contention: got {self.contention}: expected a share of the time of collectives, 0 to 1")
+        if self.gpu.get_peak_tflops(self.dtype) is None:
+            raise ValueError(f"precision: {self.gpu.name} has no tensor cores for {self.dtype}; use float16 or float32")
+
+    @property
+    def product_tflops(self) -> float:
+        """What products reach in the model."""
+        share = self.efficiency or MODEL_SHARE * get_product_share(self.gpu)
+        return share * self.peak_tflops
+
+    @property
+    def peak_tflops(self) -> float:
+        """Of the GPU, in the dtype of compute."""
+        peak = self.gpu.get_peak_tflops(self.dtype)
+        assert peak is not None
+        return peak
+
+    @property
+    def memory_gb_s(self) -> float:
+        """What operators reach of the bandwidth of its memory."""
+        return MEMORY_SHARE * self.gpu.bandwidth_gb_s
+
+    @property
+    def hidden_cost(self) -> float:
+        """What a second of hidden communication costs compute."""
+        usual = CONTENTION_THROUGH_HOST if self.links.intra.is_through_host else CONTENTION
+        return usual if self.contention is None else self.contention
+
+
+def predict_time(work: Workload, machine: Machine) -> StepTime:
+    """Predict the time of an optimizer step, see Note [Step time].
+
+    Example:
+        >>> step = predict_step(model, plan, settings, ...)
+        >>> units = predict_bytes(model, plan, settings.sharding, dtypes, num_shards=8)
+        >>> update = count_update_bytes(plan, Optimizer(), num_shards=8, itemsize=4)
+        >>> work = Workload(
+        ...     flops=step.flops, plan=plan, units=units, tokens=2 * 4096, moved_bytes=step.moved_bytes,
+        ...     update_bytes=update,
+        ... )
+        >>> gpu = find_gpu("H100 SXM")
+        >>> time = predict_time(work, Machine(gpu=gpu, links=choose_links(gpu), num_shards=8, ranks_per_node=8))
+        >>> print(f"{time.step_s:.2f} s, of it {time.exposed_s:.2f} s exposed, {time.mfu_pct:.0f} % MFU")
+
+    Args:
+        work: What a rank does.
+        machine: What it runs on.
+
+    Raises:
+        ValueError: ``links`` says nothing of a network, and ranks are on several nodes.
+    """
+    compute = _time_compute(work, machine)
+    shard, replica = arrange_groups(machine.num_replicas, machine.num_shards, machine.ranks_per_node)
+    times = time_units(
+        work.plan,
+        work.units,
+        machine.links,
+        shard=shard,
+        replica=replica,
+        regather=arrange_groups(1, work.regather_ranks or machine.num_shards, machine.ranks_per_node)[0],
+        num_micro_batches=work.num_micro_batches,
+        offloaded_bytes=work.offloaded_bytes,
+    )
+    by_collective = sum_kinds(times, work.num_micro_batches)
+    communication = sum(by_collective.values())
+    waits = find_waits(times, compute, work.flops.forward / max(work.flops.hardware, 1), work.num_micro_batches)
+    update_gb_s = HOST_GB_S / machine.ranks_per_node if work.offloaded_bytes else machine.memory_gb_s
+    return StepTime(
+        compute_s=compute,
+        communication_s=communication,
+        exposed_s=waits + machine.hidden_cost * max(communication - waits, 0.0),
+        optimizer_s=work.update_bytes / update_gb_s / 1e9,
+        by_collective=by_collective,
+        num_ranks=machine.num_replicas * machine.num_shards,
+        tokens=work.tokens * work.num_micro_batches,
+        tokens_per_gather=work.tokens,
+        model_flops=work.flops.model,
+        peak_tflops=machine.peak_tflops,
+        notes=_list_notes(work, machine),
+    )
+
+
+def count_update_bytes(plan: Sequence[Unit], optimizer: Optimizer, *, num_shards: int, itemsize: int) -> int:
+    """Return what the optimizer and gradient clipping read and write of a rank's shard in a step.
+
+    Args:
+        plan: The units.
+        optimizer: Its settings.
+        num_shards: Ranks that share one copy of the model.
+        itemsize: Bytes of a number of what trains.
+    """
+    # Clipping reads gradients twice and writes them once; the step reads both, and writes parameters.
+    numbers = 3 + 3
+    if optimizer.name == "adamw":
+        per_number = (numbers + 4) * itemsize
+    elif optimizer.name == "adafactor":
+        per_number = (numbers + 3) * itemsize  # three passes more, for the means of rows, columns and the update
+    else:
+        per_number = numbers * itemsize + 4  # two bytes, read and written
+    return per_number * sum(unit.num_trainable for unit in plan) // num_shards
+
+
+def find_crossover(bytes_per_parameter: float, flops_per_parameter: float, *, tflops: float, gb_s: float) -> float:
+    """Return the tokens of a GPU and gather below which communication takes longer than compute.
+
+    It does not depend on the size of the model: both grow with its parameters. ``StepTime.crossover_tokens`` is the
+    same with all that is counted there.
+
+    Args:
+        bytes_per_parameter: That a rank sends in a micro-batch: 8 for full training in bfloat16 with reduction in
+            float32 (two gathers of 2, one reduction of 4), 4 for LoRA, 1.03 for QLoRA.
+        flops_per_parameter: And token: 6, 8 with checkpointing, 6 for adapters with checkpointing.
+        tflops: That a GPU achieves.
+        gb_s: That the link achieves.
+    """
+    return bytes_per_parameter / flops_per_parameter * tflops * 1e12 / (gb_s * 1e9)
+
+
+def _time_compute(work: Workload, machine: Machine) -> float:
+    moved = work.flops.hardware * _TYPICAL_BYTES_PER_FLOP if work.moved_bytes is None else work.moved_bytes
+    moved *= _COMPILED_SHARE if work.is_compiled else 1.0
+    # Gathered parameters are copied out of the buffer, gradients into one in the dtype of reduction.
+    moved += sum(2 * unit.gather_step + 1.5 * unit.reduce_scatter_step for unit in work.units)
+    return work.flops.hardware / (machine.product_tflops * 1e12) + moved / (machine.memory_gb_s * 1e9)
+
+
+def _list_notes(work: Workload, machine: Machine) -> list[str]:
+    share = machine.product_tflops / machine.peak_tflops
+    notes = [
+        f"speed: products reach {100 * share:.0f} % of the peak of {machine.gpu.name}",
+        f"speed: a second of hidden communication costs compute {machine.hidden_cost:.2f} s",
+        *machine.links.notes,
+    ]
+    if work.moved_bytes is None:
+        notes.append("speed: what norms and activations move was not counted: as in models of 7 to 70 billion")
+    if work.offloaded_bytes:
+        notes.append(
+            f"speed: offload: {HOST_COPY_GB_S:.0f} GB/s between a GPU and its host, {HOST_GB_S:.0f} GB/s of memory "
+            "for the optimizers of a node"
+        )
+    return notes
