@@ -10,6 +10,7 @@ from typing import Any
 from lit_fsdp.flops import Flops
 from lit_fsdp.memory import KINDS, Kind
 from lit_fsdp.memory_trace import StepMemory
+from lit_fsdp.step_time import StepTime
 from lit_fsdp.traffic import Collectives, UnitBytes
 
 # Of published runs, what the allocator held over what tensors took, median; see docs/planning.md.
@@ -77,6 +78,7 @@ class Plan:
         engine: What the memory was found with.
         closed_form_bytes: The peak that the closed form says, whatever the engine; ``None`` if it has no rules for it.
         flops: Of a step, likewise.
+        time: Of a step, on the hardware that was named; ``None`` without, or without a closed form.
         activations: Bytes at the peak by the part of the model that made them, likewise; empty without.
         notes: What to know about the numbers.
     """
@@ -90,6 +92,7 @@ class Plan:
     engine: str
     closed_form_bytes: int | None = None
     flops: Flops | None = None
+    time: StepTime | None = None
     activations: Mapping[str, int] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
@@ -152,6 +155,7 @@ def describe_plan(plan: Plan, device_bytes: int | None) -> dict[str, Any]:
         },
         "closed_form_peak_bytes": plan.closed_form_bytes,
         "flops": None if plan.flops is None else {"model": plan.flops.model, "hardware": plan.flops.hardware},
+        "time": None if plan.time is None else describe_time(plan.time),
         "device": None,
         "notes": list(plan.notes),
     }
@@ -166,6 +170,23 @@ def describe_plan(plan: Plan, device_bytes: int | None) -> dict[str, Any]:
             "outside_bytes": OUTSIDE_BYTES,
         }
     return described
+
+
+def describe_time(time: StepTime) -> dict[str, Any]:
+    """Return the numbers for programs."""
+    return {
+        "step_s": time.step_s,
+        "compute_s": time.compute_s,
+        "communication_s": time.communication_s,
+        "exposed_communication_s": time.exposed_s,
+        "optimizer_s": time.optimizer_s,
+        "communication_s_by_collective": dict(time.by_collective),
+        "tokens_per_s": time.tokens_per_s,
+        "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,
+        "mfu_pct": time.mfu_pct,
+        "bound": time.bound,
+        "crossover_tokens": time.crossover_tokens,
+    }
 
 
 def parse_memory(text: str) -> int:

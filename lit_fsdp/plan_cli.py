@@ -9,19 +9,30 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from typing_extensions import override
 
 from lit_fsdp.cli_errors import ConfigError, describe_exception, is_debugging
 from lit_fsdp.config_files import check_config_files
+from lit_fsdp.estimate import Hardware
+from lit_fsdp.forecast import measure_batch
+from lit_fsdp.hardware import find_gpu, suggest_gpus
+from lit_fsdp.links import choose_links, parse_links
 from lit_fsdp.plan import describe_plan, parse_memory
 from lit_fsdp.plan_report import draw_plan, print_report
-from lit_fsdp.planner import plan_step, prepare_step
+from lit_fsdp.planner import PlannedStep, find_model, list_variants, plan_step, prepare_step
 from lit_fsdp.processes import count_devices
+from lit_fsdp.search import Candidate, Problem, Variant, choose
+from lit_fsdp.search import search as search_all
+from lit_fsdp.search_report import apply_changes, describe_search, format_changes, print_search
 from lit_fsdp.trainer_cli import TrainerCLI
 
 _OWN_OPTIONS = {"--device-memory": "--device_memory"}
+_PLAN_KEYS = {"config", "devices", "nodes", "device_memory", "gpu", "link", "exact", "search", "write", "out"}
+# A usual one of each size, where only the memory is known.
+_USUAL_GPUS = {12: "RTX 3060 12GB", 16: "RTX 4080", 24: "RTX 4090", 48: "L40S"}
 
 
 def run_plan(args: Sequence[str]) -> int:
@@ -42,6 +53,8 @@ def run_plan(args: Sequence[str]) -> int:
 class PlanTrainer(Trainer):
     """A Trainer that never trains: for what modules ask of theirs while they build a model and its optimizer."""
 
+    given_config: Mapping[str, Any]  # as it would be for ``fit``
+
     @property
     @override
     def estimated_stepping_batches(self) -> int | float:
@@ -55,7 +68,11 @@ class PlanTrainer(Trainer):
         devices: int | None = None,  # noqa: ARG002  read before there is a Trainer
         nodes: int | None = None,  # noqa: ARG002
         device_memory: str | None = None,
+        gpu: str | None = None,
+        link: str | None = None,
         exact: bool = False,
+        search: bool = False,
+        write: Path | None = None,
         out: Path | None = None,
     ) -> None:
         """Plan the memory and the traffic of a training step, without a GPU and without weights.
@@ -68,20 +85,54 @@ class PlanTrainer(Trainer):
             devices: GPUs of each node. By default what the configuration says, else 1.
             nodes: How many nodes. By default what the configuration says.
             device_memory: Of one GPU, with a unit, such as 16GiB: says whether the step fits, with 1.15 times the
-                tensors for what the allocator takes on top, and 1 GiB for CUDA and NCCL.
+                tensors for what the allocator takes on top, and 1 GiB for CUDA and NCCL. By default that of `gpu`.
+            gpu: Such as "RTX 4090" or "H100 SXM": predicts the time of a step as well.
+            link: What connects the GPUs, inside a node and between nodes, such as "pcie4" or "nvlink4,ib400x8", or a
+                comm.json of `bench comm`. By default what usually connects such GPUs.
             exact: Follow the step operator by operator on tensors without values: some seconds to minutes, for any
                 model. Otherwise it is counted from what the model is made of, in a moment, where that can be.
+            search: Try other settings, and show which fit, the fastest first. Without `gpu`, speed is that of a usual
+                GPU with this memory.
+            write: With `search`: file for the configuration with the chosen settings, for `fit --config`.
             out: Folder for `plan.json` and the picture `plan.png`. By default nothing is written.
         """
         device_bytes = None if device_memory is None else _check(parse_memory, device_memory)
+        hardware = find_hardware(gpu, link, device_bytes=device_bytes, ranks_per_node=self.num_devices, search=search)
+        if gpu is not None and device_bytes is None and hardware is not None:
+            device_bytes = round(hardware.gpu.memory_gib * 2**30)
+        _check_search(search=search, exact=exact, write=write, device_bytes=device_bytes)
         if out is not None:
             _make_folder(out)
-        found = plan_step(prepare_step(self, model, datamodule), exact=exact)
+        variants = list_variants(model) if search else [(model, {})]
+        steps = [(prepare_step(self, variant, datamodule), changes) for variant, changes in variants]
+        found = plan_step(steps[0][0], exact=exact, hardware=hardware)
         print_report(found, device_bytes)
+        described = describe_plan(found, device_bytes)
+        if search:
+            assert hardware is not None
+            assert device_bytes is not None
+            candidates = search_settings(steps, hardware, device_bytes, splits_batch=_splits_batch(datamodule))
+            chosen = choose(candidates)
+            print_search(candidates, chosen, device_bytes)
+            described["search"] = describe_search(candidates, chosen)
+            if write is not None:
+                self._write_config(write, chosen)
         if out is not None:
-            (out / "plan.json").write_text(json.dumps(describe_plan(found, device_bytes), indent=1) + "\n")
+            (out / "plan.json").write_text(json.dumps(described, indent=1) + "\n")
             draw_plan(found, out / "plan.png")
             print(f"written: {out / 'plan.json'}, {out / 'plan.png'}")
+
+    def _write_config(self, path: Path, chosen: Candidate | None) -> None:
+        if chosen is None:
+            raise ConfigError(f"write: {path} is not written, as nothing fits")
+        settings = apply_changes(self.given_config, chosen.changes)
+        head = f"# Chosen by `plan --search`: {format_changes(chosen.changes)}.\n"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(head + yaml.safe_dump(settings, sort_keys=False))
+        except OSError as error:
+            raise ConfigError(f"write: got {path}: {error.strerror}; choose another file") from error
+        print(f"written: {path}: python -m lit_fsdp fit --config {path}")
 
 
 class PlannedGpu(CUDAAccelerator):
@@ -109,6 +160,7 @@ class PlanCLI(TrainerCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
+        self.given_config = self._dump_given()
         trainer = self._get(self.config, "trainer")
         given = {name: self._get(self.config, name) for name in ("devices", "nodes")}
         for name, value in given.items():
@@ -123,6 +175,16 @@ class PlanCLI(TrainerCLI):
         trainer["logger"] = False
         super().before_instantiate_classes()
 
+    def _dump_given(self) -> dict[str, Any]:
+        """Return the configuration as ``fit`` takes it, without what is as by default."""
+        assert self.subcommand is not None
+        parser = self._subcommand_parsers[self.subcommand]
+        given = yaml.safe_load(parser.dump(self.config[self.subcommand], skip_default=True)) or {}
+        for key, name in (("devices", "devices"), ("nodes", "num_nodes")):
+            if given.get(key) is not None:
+                given.setdefault("trainer", {})[name] = given[key]
+        return {key: value for key, value in given.items() if key not in _PLAN_KEYS}
+
     @override
     def choose_parts(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         self.save_config_callback = None
@@ -131,6 +193,7 @@ class PlanCLI(TrainerCLI):
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
+        self.trainer.given_config = self.given_config  # type: ignore[attr-defined]
         try:
             super()._run_subcommand(subcommand)
         except ValueError as error:
@@ -138,6 +201,67 @@ class PlanCLI(TrainerCLI):
             if line is None or is_debugging():
                 raise
             raise ConfigError(line) from error
+
+
+def find_hardware(
+    gpu: str | None, link: str | None, *, device_bytes: int | None, ranks_per_node: int, search: bool
+) -> Hardware | None:
+    """Return what was named, or for a search what is usual; ``None`` if time is not asked for.
+
+    Raises:
+        ConfigError: No such GPU or link is known.
+    """
+    memory_gib = None if device_bytes is None else device_bytes / 2**30
+    if gpu is None:
+        if link is not None and not search:
+            raise ConfigError(f"link: got {link}: not used without gpu; name one, such as --gpu 'RTX 4090'")
+        if not search or memory_gib is None:
+            return None
+        gpu = next((name for size, name in _USUAL_GPUS.items() if memory_gib <= size), "H100 SXM")
+        print(f"note: speed as on {gpu}, a GPU of this size; name yours with --gpu")
+    found = find_gpu(gpu, memory_gib)
+    if found is None:
+        raise ConfigError(f"gpu: got {gpu!r}: not in lit_fsdp/hardware.py; nearest: {', '.join(suggest_gpus(gpu))}")
+    try:
+        links = choose_links(found, ranks_per_node) if link is None else parse_links(link)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return Hardware(gpu=found, links=links)
+
+
+def search_settings(
+    steps: Sequence[tuple[PlannedStep, Mapping[str, Any]]], hardware: Hardware, device_bytes: int, *, splits_batch: bool
+) -> list[Candidate]:
+    """Search around the first of the steps, with the models of the others in its place.
+
+    Raises:
+        ConfigError: The closed form has no rules for this model.
+    """
+    configured = steps[0][0]
+    problem = Problem(
+        variants=[Variant(model=find_model(step), changes=changes) for step, changes in steps],
+        settings=configured.strategy.settings,
+        ranks=configured.ranks,
+        micro_batch=measure_batch(configured.module, configured.batch),
+        num_micro_batches=configured.num_micro_batches,
+        splits_batch=splits_batch,
+        hardware=hardware,
+        device_bytes=device_bytes,
+    )
+    return search_all(problem)
+
+
+def _check_search(*, search: bool, exact: bool, write: Path | None, device_bytes: int | None) -> None:
+    if write is not None and not search:
+        raise ConfigError(f"write: got {write}: not used without search; add --search true")
+    if search and exact:
+        raise ConfigError("exact: got true with search: each setting would be traced; trace the chosen one afterwards")
+    if search and device_bytes is None:
+        raise ConfigError("search: what has to fit is not known; add --device-memory, such as 16GiB, or --gpu")
+
+
+def _splits_batch(data: Any) -> bool:
+    return isinstance(getattr(data, "batch_size", None), int)
 
 
 def _make_folder(folder: Path) -> None:

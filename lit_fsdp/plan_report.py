@@ -10,6 +10,7 @@ from lit_fsdp.callbacks.sections import Table, print_table
 from lit_fsdp.callbacks.step_memory import plot_step
 from lit_fsdp.memory import KINDS
 from lit_fsdp.plan import HEADROOM, OUTSIDE_BYTES, Plan
+from lit_fsdp.step_time import StepTime
 
 _GIB = 2**30
 _MEANINGS = {
@@ -36,6 +37,14 @@ def print_report(plan: Plan, device_bytes: int | None) -> None:
     if plan.activations:
         print_table(_make_activation_table(plan))
     print_table(_make_traffic_table(plan))
+    if plan.time is not None:
+        time = plan.time
+        print_table(_make_time_table(time))
+        print(
+            f"speed: {time.tokens_per_s:,.0f} tokens/s, {time.tokens_per_s_per_gpu:,.0f} of each GPU, MFU "
+            f"{time.mfu_pct:.1f} %, bound by {time.bound}; with fewer than {time.crossover_tokens:,.0f} tokens in a "
+            "micro-batch of a rank, communication takes longer than compute"
+        )
     if plan.closed_form_bytes is not None and plan.engine != "closed form":
         difference = 100 * (plan.closed_form_bytes / plan.memory.peak.num_bytes - 1)
         print(f"closed form: {plan.closed_form_bytes / _GIB:.2f} GiB, {difference:+.1f} %")
@@ -117,6 +126,18 @@ def _make_traffic_table(plan: Plan) -> Table:
     batches = f" of {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
     title = f"Collectives of a step{batches}, {name}"
     return Table(title=title, columns=["collective", "calls", "in a step", "largest call"], rows=rows)
+
+
+def _make_time_table(time: StepTime) -> Table:
+    rows = [
+        ["step", f"{time.step_s:.3f}"],
+        ["  compute", f"{time.compute_s:.3f}"],
+        ["  communication that compute does not hide", f"{time.exposed_s:.3f}"],
+        ["  optimizer", f"{time.optimizer_s:.3f}"],
+        ["all communication", f"{time.communication_s:.3f}"],
+        *([f"  {kind.replace('_', ' ')}", f"{s:.3f}"] for kind, s in time.by_collective.items() if s),
+    ]
+    return Table(title="Time of a step", columns=["part", "seconds"], rows=rows)
 
 
 def _choose_unit(num_bytes: int) -> tuple[float, str]:

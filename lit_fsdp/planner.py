@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
@@ -14,19 +15,24 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lit_fsdp.adapters import find_adapter_parameters
+from lit_fsdp.adapters import LoRA, find_adapter_parameters
 from lit_fsdp.cli_errors import ConfigError, is_debugging
 from lit_fsdp.closed_form import StepPrediction
 from lit_fsdp.dry_run import fake_ranks, trace_training_step
+from lit_fsdp.estimate import Hardware, ModelToTrain, estimate_time
 from lit_fsdp.forecast import NoForecastError, forecast_step, measure_batch
 from lit_fsdp.memory_trace import StepMemory
+from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.plan import Plan, Ranks
 from lit_fsdp.precision import cast_parameters
+from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_layers import iterate_quantized
+from lit_fsdp.step_time import StepTime
 from lit_fsdp.strategy import FSDP2Strategy
 from lit_fsdp.traffic import predict_bytes, predict_collectives
 from lit_fsdp.units import plan_module
 
+_LOSS_CHUNKS, _LORA_RANK = 8, 16  # of what is tried in place of what is configured
 _MAX_TRACED = 2  # micro-batches: all after the second hold what it holds
 
 
@@ -88,12 +94,56 @@ def prepare_step(trainer: Trainer, module: LightningModule, data: LightningDataM
     )
 
 
-def plan_step(step: PlannedStep, *, exact: bool) -> Plan:
+def list_variants(module: LightningModule) -> list[tuple[LightningModule, dict[str, Any]]]:
+    """Return a module and what could be trained in its place, none of them built yet, with the settings for it.
+
+    Args:
+        module: Before ``configure_model``; those in its place are copies. A task says by its attributes
+            ``loss_chunks``, ``lora`` and ``quantization`` what it can do.
+    """
+    chunks = {"model.loss_chunks": _LOSS_CHUNKS} if getattr(module, "loss_chunks", None) == 1 else {}
+    choices: list[dict[str, Any]] = [{}, chunks] if chunks else [{}]
+    if getattr(module, "lora", "") is None:
+        choices.append({**chunks, "model.lora": {"r": _LORA_RANK}})
+        if getattr(module, "quantization", "") is None:
+            choices.append({**choices[-1], "model.quantization": {"type": "nf4"}})
+    found: list[tuple[LightningModule, dict[str, Any]]] = [(module, {})]
+    for changes in choices[1:]:
+        variant: Any = deepcopy(module)
+        if "model.loss_chunks" in changes:
+            variant.loss_chunks = changes["model.loss_chunks"]
+        if "model.lora" in changes:
+            variant.lora = LoRA(**changes["model.lora"])
+        if "model.quantization" in changes:
+            variant.quantization = Quantization(**changes["model.quantization"])
+        found.append((variant, changes))
+    return found
+
+
+def find_model(step: PlannedStep) -> ModelToTrain:
+    """Return the model of a step, for estimates.
+
+    Raises:
+        ConfigError: Its optimizer is none of ours, so nothing is known of it.
+    """
+    optimizer = getattr(step.module, "optimizer_settings", None)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"model: {type(step.module).__name__} builds an optimizer of its own, so its cost is unknown")
+    return ModelToTrain(
+        module=step.module,
+        units=plan_module(step.module, step.strategy.settings.units),
+        dtypes=step.strategy.precision_plugin.mixed_precision,
+        optimizer=optimizer,
+    )
+
+
+def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = None) -> Plan:
     """Plan a step, with the closed form where that has rules for it.
 
     Args:
         step: Afterwards of no other use, if it was traced.
         exact: Trace it, and compare.
+        hardware: To predict the time on, which takes the closed form.
 
     Raises:
         ConfigError: It cannot be traced, and has to be.
@@ -104,6 +154,9 @@ def plan_step(step: PlannedStep, *, exact: bool) -> Plan:
     traffic = predict_bytes(step.module, units, settings.sharding, dtypes, num_shards=ranks.num_shards, **counts)
     quantized_bytes = _count_quantized(step.module, ranks.num_shards)
     prediction = _forecast(step, notes)
+    time = None if prediction is None or hardware is None else _estimate_time(step, prediction, hardware)
+    if time is not None:
+        notes += time.notes
     memory = prediction.memory if prediction is not None and not exact else trace_exactly(step)
     if settings.compile is not None:
         notes.append("compile is left out: compiled blocks keep fewer activations, which no plan can see")
@@ -120,7 +173,20 @@ def plan_step(step: PlannedStep, *, exact: bool) -> Plan:
         closed_form_bytes=None if prediction is None else prediction.peak.num_bytes,
         flops=None if prediction is None else prediction.flops,
         activations={} if prediction is None else _split_activations(prediction),
+        time=time,
         notes=notes,
+    )
+
+
+def _estimate_time(step: PlannedStep, prediction: StepPrediction, hardware: Hardware) -> StepTime:
+    return estimate_time(
+        find_model(step),
+        step.strategy.settings,
+        prediction,
+        hardware,
+        ranks=step.ranks,
+        micro_batch=measure_batch(step.module, step.batch),
+        num_micro_batches=step.num_micro_batches,
     )
 
 

@@ -1,0 +1,233 @@
+"""Which settings let a step fit, and how fast each would be: every combination worth a look, by the closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lit_fsdp.closed_form import predict_step
+from lit_fsdp.estimate import Hardware, ModelToTrain, estimate_time
+from lit_fsdp.mesh import Mesh
+from lit_fsdp.offload import Offload
+from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.plan import Ranks, find_needed_bytes
+from lit_fsdp.recompute import Recompute
+from lit_fsdp.settings import Settings
+from lit_fsdp.step_parts import MicroBatch
+from lit_fsdp.step_time import StepTime
+from lit_fsdp.units import iterate_blocks
+
+_STRATEGY = "trainer.strategy"
+_CHANGES_RESULT = {"model.lora", "model.quantization", "model.optimizer.name"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A model to search for.
+
+    Args:
+        model: As it would be trained.
+        changes: What makes it of the configured one: settings as in YAML, with their values.
+    """
+
+    model: ModelToTrain
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is searched for.
+
+    Args:
+        variants: The configured model, and others in its place.
+        settings: As configured.
+        ranks: That take part.
+        micro_batch: The shape of one, as configured.
+        num_micro_batches: Accumulated in a step, as configured.
+        splits_batch: Whether ``data.batch_size`` may change, with accumulation in return.
+        hardware: What it would run on.
+        device_bytes: Memory of one GPU.
+    """
+
+    variants: Sequence[Variant]
+    settings: Settings
+    ranks: Ranks
+    micro_batch: MicroBatch
+    num_micro_batches: int
+    splits_batch: bool
+    hardware: Hardware
+    device_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One combination, estimated.
+
+    Args:
+        changes: What differs from the configuration: settings as in YAML, with their values.
+        peak_bytes: Of the tensors of a GPU.
+        needed_bytes: With headroom and what lies outside of the allocator.
+        host_bytes: Of a rank, with offload.
+        time: Of an optimizer step.
+        keeps_result: Whether the run computes the same, up to rounding.
+        fits: Whether ``needed_bytes`` are there.
+    """
+
+    changes: Mapping[str, Any]
+    peak_bytes: int
+    needed_bytes: int
+    host_bytes: int
+    time: StepTime
+    keeps_result: bool
+    fits: bool
+
+
+def search(problem: Problem) -> list[Candidate]:
+    """Estimate every combination; return the configured one first, then the others, fastest first.
+
+    Of others only those are returned to which no other is both faster and smaller. The global batch stays as it is.
+    Offload is only tried where nothing fits without.
+    """
+    configured = _estimate(problem, problem.variants[0], problem.settings, (problem.micro_batch.rows, {}))
+    found = []
+    for variant in problem.variants:
+        for offload in (None, problem.settings.offload or Offload()):
+            tried = list(_try_all(problem, variant, offload))
+            found += tried
+            # Of a variant that trains otherwise, anything that fits will do.
+            if any(c.fits and (c.keeps_result or _CHANGES_RESULT & variant.changes.keys()) for c in tried):
+                break
+    kept: list[Candidate] = []
+    for keeps_result in (True, False):
+        some = [candidate for candidate in found if candidate.keeps_result is keeps_result]
+        kept += _drop_beaten(some)
+    return [configured, *sorted(kept, key=lambda candidate: (not candidate.keeps_result, candidate.time.step_s))]
+
+
+def choose(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the fastest that fits and computes the same; else the fastest that fits; ``None`` if nothing does.
+
+    Args:
+        candidates: From :func:`search`. What is configured wins over what is not 2 % faster.
+    """
+    configured, *others = candidates
+    fitting = [candidate for candidate in others if candidate.fits]
+    best = next((c for c in fitting if c.keeps_result), None) or next(iter(fitting), None)
+    if configured.fits and (best is None or configured.time.step_s < 1.02 * best.time.step_s):
+        return configured
+    return best
+
+
+def _try_all(problem: Problem, variant: Variant, offload: Offload | None) -> Iterator[Candidate]:
+    for split in _list_splits(problem):
+        for settings in _list_settings(problem, variant, offload, split[1].get("trainer.accumulate_grad_batches")):
+            for optimizer in _list_optimizers(variant, offload):
+                model = replace(variant.model, optimizer=optimizer)
+                yield _estimate(problem, replace(variant, model=model), settings, split)
+
+
+def _list_splits(problem: Problem) -> list[tuple[int, dict[str, Any]]]:
+    """Return rows of a micro-batch, with the settings that make them so."""
+    rows, num = problem.micro_batch.rows, problem.num_micro_batches
+    if not problem.splits_batch:
+        return [(rows, {})]
+    sizes = sorted({2**i for i in range((rows * num).bit_length()) if rows * num % 2**i == 0} | {rows})
+    found: list[tuple[int, dict[str, Any]]] = []
+    for size in sizes:
+        changes = {"data.batch_size": size, "trainer.accumulate_grad_batches": rows * num // size}
+        found.append((size, {} if size == rows else changes))
+    return found
+
+
+def _list_settings(
+    problem: Problem, variant: Variant, offload: Offload | None, num_micro_batches: int | None
+) -> Iterator[Settings]:
+    ranks, given = problem.ranks, problem.settings
+    meshes = [given.mesh]
+    if ranks.num_nodes > 1:  # what crosses nodes: everything, or gradients only
+        meshes = list(dict.fromkeys([given.mesh, Mesh(), Mesh(replicate=-1, shard="node")]))
+    blocks = next(iterate_blocks(variant.model.units), None) is not None
+    recomputes = [given.recompute]
+    if blocks and given.recompute.every == 1 and not given.recompute.saved_ops:
+        recomputes = [Recompute(mode=mode) for mode in ("none", "selective", "full")]
+    num = num_micro_batches or problem.num_micro_batches
+    for mesh in meshes:
+        _, shards = mesh.resolve(world_size=ranks.world_size, ranks_per_node=ranks.per_node)
+        keeps = [(True, False), (False, False), *([(False, True)] if num > 1 else [])]
+        for reshards, holds in keeps if shards > 1 else [(True, False)]:
+            sharding = replace(given.sharding, reshard_after_forward=reshards, hold_gradients=holds)
+            for recompute in recomputes:
+                yield replace(given, mesh=mesh, sharding=sharding, recompute=recompute, offload=offload)
+
+
+def _list_optimizers(variant: Variant, offload: Offload | None) -> list[Optimizer]:
+    given = variant.model.optimizer
+    trained, total = (sum(getattr(u, name) for u in variant.model.units) for name in ("num_trainable", "num_params"))
+    if given.name != "adamw" or offload is not None or trained < 0.1 * total:
+        return [given]
+    return [given, replace(given, name="adamw_8bit", fused=None)]
+
+
+def _estimate(
+    problem: Problem, variant: Variant, settings: Settings, split: tuple[int, Mapping[str, Any]]
+) -> Candidate:
+    rows, changes = split
+    model, ranks, micro_batch = variant.model, problem.ranks, replace(problem.micro_batch, rows=rows)
+    num = changes.get("trainer.accumulate_grad_batches", problem.num_micro_batches)
+    step = predict_step(
+        model.module,
+        model.units,
+        settings,
+        dtypes=model.dtypes,
+        optimizer=model.optimizer,
+        micro_batch=micro_batch,
+        world_size=ranks.world_size,
+        ranks_per_node=ranks.per_node,
+        num_micro_batches=num,
+    )
+    time = estimate_time(
+        model, settings, step, problem.hardware, ranks=ranks, micro_batch=micro_batch, num_micro_batches=num
+    )
+    needed = find_needed_bytes(step.peak.num_bytes)
+    own = {**variant.changes, **changes, **_list_changes(problem.settings, settings)}
+    if model.optimizer.name != problem.variants[0].model.optimizer.name:
+        own["model.optimizer.name"] = model.optimizer.name
+    return Candidate(
+        changes=own,
+        peak_bytes=step.peak.num_bytes,
+        needed_bytes=needed,
+        host_bytes=sum(step.host_by_kind.values()),
+        time=time,
+        keeps_result=not _CHANGES_RESULT & own.keys(),
+        fits=needed <= problem.device_bytes,
+    )
+
+
+def _list_changes(given: Settings, chosen: Settings) -> dict[str, Any]:
+    pairs = {
+        "mesh.replicate": (given.mesh.replicate, chosen.mesh.replicate),
+        "mesh.shard": (given.mesh.shard, chosen.mesh.shard),
+        "sharding.reshard_after_forward": (
+            given.sharding.reshard_after_forward,
+            chosen.sharding.reshard_after_forward,
+        ),
+        "sharding.hold_gradients": (given.sharding.hold_gradients, chosen.sharding.hold_gradients),
+        "recompute.mode": (given.recompute.mode, chosen.recompute.mode),
+    }
+    changes: dict[str, Any] = {}
+    for key, (old, new) in pairs.items():
+        if old != new or type(old) is not type(new):  # true is not 1
+            changes[f"{_STRATEGY}.{key}"] = new
+    if given.offload != chosen.offload:
+        changes[f"{_STRATEGY}.offload"] = None if chosen.offload is None else {}
+    return changes
+
+
+def _drop_beaten(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Keep those to which no other is both faster and smaller; of equals the one with the fewest changes."""
+    kept: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (c.time.step_s, c.needed_bytes, len(c.changes))):
+        if not kept or candidate.needed_bytes < kept[-1].needed_bytes:
+            kept.append(candidate)
+    return kept

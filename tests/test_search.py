@@ -1,0 +1,207 @@
+"""``plan --search``: what it tries, what it picks, and the configuration that it writes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from launches import OURS, write_run
+from test_closed_form import Model
+from test_plan_cli import main, plan
+
+from lit_fsdp.estimate import Hardware, ModelToTrain
+from lit_fsdp.hardware import find_gpu
+from lit_fsdp.links import parse_links
+from lit_fsdp.offload import Offload
+from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.plan import Ranks, find_needed_bytes
+from lit_fsdp.precision import cast_parameters, read_precision
+from lit_fsdp.recompute import Recompute
+from lit_fsdp.search import Candidate, Problem, Variant, choose, search
+from lit_fsdp.search_report import apply_changes
+from lit_fsdp.settings import Settings
+from lit_fsdp.step_parts import MicroBatch
+from lit_fsdp.units import plan_module
+
+MIB = 2**20
+BIGGER = {"model_type": "llama", "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512}
+BIGGER |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def describe(
+    device_bytes: int, *, num_nodes: int = 1, rows: int = 4, settings: Settings | None = None, **more: Any
+) -> Problem:
+    dtypes, model = read_precision("bf16-mixed"), Model(num_hidden_layers=4)
+    cast_parameters(model, dtypes, keep=set())
+    units, given = plan_module(model, Settings().units), settings or Settings()
+    gpu = find_gpu("RTX 4090")
+    assert gpu is not None
+    replicas, shards = given.mesh.resolve(world_size=4 * num_nodes, ranks_per_node=4)
+    options: dict[str, Any] = {
+        "variants": [Variant(model=ModelToTrain(module=model, units=units, dtypes=dtypes, optimizer=Optimizer()))],
+        "settings": given,
+        "ranks": Ranks(num_nodes=num_nodes, per_node=4, num_replicas=replicas, num_shards=shards),
+        "micro_batch": MicroBatch(rows=rows, length=512),
+        "num_micro_batches": 1,
+        "splits_batch": True,
+        "hardware": Hardware(gpu=gpu, links=parse_links("pcie4,ethernet25")),
+        "device_bytes": device_bytes,
+    }
+    return Problem(**{**options, **more})
+
+
+def roomy(problem: dict[str, Any] | None = None) -> list[Candidate]:
+    return search(describe(2**40, **(problem or {})))
+
+
+def test_each_candidate_is_beaten_by_no_other() -> None:
+    _, *others = roomy()
+    same = [candidate for candidate in others if candidate.keeps_result]
+    assert len(same) > 2
+    times = [candidate.time.step_s for candidate in same]
+    assert times == sorted(times)
+    sizes = [candidate.needed_bytes for candidate in same]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_the_fastest_that_fits_and_computes_the_same_is_chosen() -> None:
+    configured, *others = roomy()
+    middle = sorted(c.needed_bytes for c in others if c.keeps_result)[1]
+    found = search(describe(middle))
+    chosen = choose(found)
+    assert chosen is not None
+    assert chosen.fits
+    assert chosen.keeps_result
+    assert chosen.needed_bytes <= middle == chosen.needed_bytes
+    assert all(c.time.step_s >= chosen.time.step_s for c in found if c.fits and c.keeps_result)
+    assert not configured.changes
+
+
+def test_what_is_configured_stays_where_nothing_is_faster() -> None:
+    best = Settings(recompute=Recompute(mode="none"))
+    problem = describe(2**40, settings=best, splits_batch=False)
+    fastest = choose(search(problem))
+    assert fastest is not None
+    while fastest.changes:  # take over what is faster, once
+        assert set(fastest.changes) <= {"trainer.strategy.sharding.reshard_after_forward"}
+        from dataclasses import replace
+
+        sharding = replace(best.sharding, reshard_after_forward=False)
+        fastest = choose(search(replace(problem, settings=replace(best, sharding=sharding))))
+        assert fastest is not None
+
+
+def test_another_training_is_chosen_only_where_nothing_else_fits() -> None:
+    candidates = roomy()
+    others = [c.needed_bytes for c in candidates if not c.keeps_result]
+    same = [c.needed_bytes for c in candidates if c.keeps_result]
+    assert min(others) < min(same)
+    # Offload would fit as well, and computes the same.
+    chosen = choose(search(describe(min(others), settings=Settings(recompute=Recompute(mode="full")))))
+    assert chosen is not None
+    assert chosen.keeps_result
+    assert chosen.changes["trainer.strategy.offload"] == {}
+
+
+def test_offload_is_tried_only_where_nothing_fits_without() -> None:
+    assert not any(c.host_bytes for c in roomy())
+    assert not any(c.host_bytes for c in roomy({"settings": Settings(offload=Offload())})[1:])
+    assert any(c.host_bytes for c in search(describe(1)))
+    assert choose(search(describe(1))) is None
+
+
+def test_nodes_with_a_slow_link_replicate_where_there_is_room() -> None:
+    chosen = choose(roomy({"num_nodes": 4}))
+    assert chosen is not None
+    assert chosen.changes["trainer.strategy.mesh.replicate"] == -1
+    assert chosen.changes["trainer.strategy.mesh.shard"] == "node"
+    assert chosen.time.by_collective["all_reduce"] > 0
+
+
+def test_the_batch_is_split_with_accumulation_in_return_or_not_at_all() -> None:
+    for candidate in roomy({"rows": 6, "num_micro_batches": 2}):
+        rows, num = (candidate.changes.get(k) for k in ("data.batch_size", "trainer.accumulate_grad_batches"))
+        assert (rows is None) is (num is None)
+        assert rows is None or rows * num == 12
+    fixed = roomy({"splits_batch": False})
+    assert not any("data.batch_size" in candidate.changes for candidate in fixed)
+
+
+def test_changes_are_put_where_yaml_has_them() -> None:
+    config = {"trainer": {"strategy": "fsdp2_hybrid"}, "model": {"class_path": "M", "init_args": {"lora": None}}}
+    config |= {"data": {"class_path": "D"}}
+    changes = {"trainer.strategy.recompute.mode": "full", "model.lora": {"r": 16}, "data.batch_size": 2}
+    found = apply_changes(
+        config, {**changes, "trainer.accumulate_grad_batches": 4, "model.optimizer.name": "adamw_8bit"}
+    )
+    strategy = found["trainer"]["strategy"]
+    assert strategy["class_path"] == "lit_fsdp.FSDP2Strategy"
+    assert strategy["init_args"] == {"mesh": {"replicate": -1, "shard": "node"}, "recompute": {"mode": "full"}}
+    assert found["trainer"]["accumulate_grad_batches"] == 4
+    assert found["model"]["init_args"] == {"lora": {"r": 16}, "optimizer": {"name": "adamw_8bit"}}
+    assert found["data"] == {"class_path": "D", "init_args": {"batch_size": 2}}
+    assert config["data"] == {"class_path": "D"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+    write_run(tmp_path, model={"config": BIGGER}, data={"seq_length": 128, "batch_size": 4})
+    return tmp_path
+
+
+def test_the_written_configuration_takes_what_the_search_said(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    # More than the headroom, less than what is configured.
+    device_bytes = find_needed_bytes(plan("--config=run.yaml", "--devices=2")["memory"]["peak_bytes"]) - MIB
+    options = ["--config=run.yaml", "--devices=2", f"--device-memory={device_bytes}B", "--search=true"]
+    found = plan(*options, "--write=chosen/mine.yaml")
+    assert not found["device"]["fits"]
+    candidates, chosen = found["search"]["candidates"], found["search"]["chosen"]
+    assert not candidates[0]["fits"]
+    assert candidates[chosen]["fits"]
+    assert "chosen: " in capfd.readouterr().out
+    again = plan("--config=chosen/mine.yaml", f"--device-memory={device_bytes}B")
+    assert again["memory"]["peak_bytes"] == candidates[chosen]["peak_bytes"]
+    assert again["device"]["fits"]
+    assert again["ranks"]["world_size"] == 2
+    written = yaml.safe_load(Path("chosen/mine.yaml").read_text())
+    assert not {"search", "write", "out", "devices", "config"} & written.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--search=true"], "what has to fit is not known; add --device-memory"),
+        (["--write=mine.yaml"], "not used without search"),
+        (["--search=true", "--device-memory=1GiB", "--exact=true"], "trace the chosen one afterwards"),
+        (["--search=true", "--device-memory=1MiB", "--write=mine.yaml"], "mine.yaml is not written, as nothing fits"),
+        (["--gpu=RTX 9999"], "gpu: got 'RTX 9999': not in lit_fsdp/hardware.py; nearest: RTX"),
+        (["--gpu=RTX 4090", "--link=pcie9"], "link: got 'pcie9': unknown"),
+        (["--link=pcie4"], "not used without gpu"),
+        (["--gpu=T4", "--trainer.precision=bf16-true"], "T4 has no tensor cores for bfloat16"),
+    ],
+)
+def test_what_cannot_be_searched_is_said_in_one_line(
+    folder: Path, options: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--config=run.yaml", "--devices=2", *options]) == 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert said in lines[0]
+    assert not Path("mine.yaml").exists()
+
+
+def test_a_named_gpu_gives_its_memory_and_the_time_of_a_step(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    few = plan("--config=run.yaml", "--devices=4", "--gpu=RTX 4090")
+    assert few["device"]["memory_bytes"] == 24 * 2**30
+    many = plan("--config=run.yaml", "--devices=8", "--nodes=64", "--gpu=RTX 4090", "--link=pcie4,ib100")
+    for found in (few, many):
+        time = found["time"]
+        total = time["compute_s"] + time["exposed_communication_s"] + time["optimizer_s"]
+        assert time["step_s"] == pytest.approx(total)
+    assert many["time"]["tokens_per_s_per_gpu"] < few["time"]["tokens_per_s_per_gpu"]
+    assert "tokens/s" in capfd.readouterr().out
+    assert json.loads(Path("planned/plan.json").read_text())["time"]["bound"] == "link"
