@@ -109,7 +109,7 @@ def test_settings_that_cannot_work_are_refused() -> None:
     config = {"model_type": "llama"}
     with pytest.raises(ValueError, match="loss_chunks: got 0: expected 1 or more"):
         CausalLM(config=config, loss_chunks=0)
-    with pytest.raises(ValueError, match="Mine.sum_losses takes the logits of all tokens"):
+    with pytest.raises(ValueError, match=r"Mine\.sum_losses takes the logits of all tokens"):
         Mine(config=config, loss_chunks=2)
     settings = SimpleNamespace(output_router_logits=True, get_text_config=lambda: settings)
     model: Any = SimpleNamespace(config=settings, get_output_embeddings=lambda: None)
