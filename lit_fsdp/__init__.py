@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lit_fsdp.auto_strategy import AutoFSDP2Strategy
     from lit_fsdp.mesh import Mesh
     from lit_fsdp.offload import Offload
     from lit_fsdp.precision import MixedPrecision
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from lit_fsdp.units import Unit, Units
 
 __all__ = [
+    "AutoFSDP2Strategy",
     "Compile",
     "FSDP2Strategy",
     "Mesh",
@@ -33,6 +35,7 @@ __all__ = [
 __version__ = version("lit_fsdp")
 
 _HOMES = {
+    "AutoFSDP2Strategy": "auto_strategy",
     "Compile": "sharding",
     "FSDP2Strategy": "strategy",
     "Mesh": "mesh",

@@ -32,6 +32,18 @@ def measure_batch(module: LightningModule, batch: Any) -> MicroBatch:
     return found
 
 
+def find_optimizer(module: LightningModule) -> Optimizer:
+    """Return the settings of a module's optimizer.
+
+    Raises:
+        NoForecastError: It builds one of its own, of which nothing is known.
+    """
+    optimizer = getattr(module, "optimizer_settings", None)
+    if not isinstance(optimizer, Optimizer):
+        raise NoForecastError(f"{_name(module)} builds an optimizer of its own")
+    return optimizer
+
+
 def forecast_step(
     module: LightningModule,
     strategy: FSDP2Strategy,
@@ -56,16 +68,13 @@ def forecast_step(
     Raises:
         NoForecastError: The module or its optimizer is none that the closed form has rules for.
     """
-    optimizer = getattr(module, "optimizer_settings", None)
-    if not isinstance(optimizer, Optimizer):
-        raise NoForecastError(f"{_name(module)} builds an optimizer of its own")
     try:
         return predict_step(
             module,
             plan_module(module, strategy.settings.units),
             strategy.settings,
             dtypes=strategy.precision_plugin.mixed_precision,
-            optimizer=optimizer,
+            optimizer=find_optimizer(module),
             micro_batch=micro_batch,
             world_size=world_size,
             ranks_per_node=ranks_per_node,

@@ -67,6 +67,7 @@ class Gpu:
         return peaks.get(dtype)
 
 
+_USUAL = {12: "RTX 3060 12GB", 16: "RTX 4080", 24: "RTX 4090", 48: "L40S"}
 # Words that all makers' names contain and that tell nothing apart.
 _NOISE = {"nvidia", "geforce", "tesla", "quadro", "gpu", "generation", "edition", "graphics", "card", "rtx"}
 
@@ -90,6 +91,16 @@ def find_gpu(name: str, memory_gib: float | None = None) -> Gpu | None:
     if memory_gib is not None:
         return min(fits, key=lambda gpu: (abs(gpu.memory_gib - memory_gib), gpu.fp16_tflops, gpu.bandwidth_gb_s))
     return min(fits, key=lambda gpu: (gpu.memory_gib, gpu.fp16_tflops, gpu.bandwidth_gb_s))
+
+
+def find_usual_gpu(memory_gib: float) -> Gpu:
+    """Return a usual GPU of a size, where only that is known.
+
+    Args:
+        memory_gib: Of one GPU.
+    """
+    name = next((name for size, name in _USUAL.items() if memory_gib <= size), "H100 SXM")
+    return next(gpu for gpu in GPUS if gpu.name == name)
 
 
 def suggest_gpus(name: str, count: int = 3) -> list[str]:

@@ -18,21 +18,19 @@ from lit_fsdp.cli_errors import ConfigError, describe_exception, is_debugging
 from lit_fsdp.config_files import check_config_files
 from lit_fsdp.estimate import Hardware
 from lit_fsdp.forecast import measure_batch
-from lit_fsdp.hardware import find_gpu, suggest_gpus
+from lit_fsdp.hardware import find_gpu, find_usual_gpu, suggest_gpus
 from lit_fsdp.links import choose_links, parse_links
 from lit_fsdp.plan import describe_plan, parse_memory
 from lit_fsdp.plan_report import draw_plan, print_report
 from lit_fsdp.planner import PlannedStep, find_model, list_variants, plan_step, prepare_step
 from lit_fsdp.processes import count_devices
-from lit_fsdp.search import Candidate, Problem, Variant, choose
+from lit_fsdp.search import Candidate, Problem, Variant, choose, format_changes
 from lit_fsdp.search import search as search_all
-from lit_fsdp.search_report import apply_changes, describe_search, format_changes, print_search
+from lit_fsdp.search_report import apply_changes, describe_search, print_search
 from lit_fsdp.trainer_cli import TrainerCLI
 
 _OWN_OPTIONS = {"--device-memory": "--device_memory"}
 _PLAN_KEYS = {"config", "devices", "nodes", "device_memory", "gpu", "link", "exact", "search", "write", "out"}
-# A usual one of each size, where only the memory is known.
-_USUAL_GPUS = {12: "RTX 3060 12GB", 16: "RTX 4080", 24: "RTX 4090", 48: "L40S"}
 
 
 def run_plan(args: Sequence[str]) -> int:
@@ -217,7 +215,7 @@ def find_hardware(
             raise ConfigError(f"link: got {link}: not used without gpu; name one, such as --gpu 'RTX 4090'")
         if not search or memory_gib is None:
             return None
-        gpu = next((name for size, name in _USUAL_GPUS.items() if memory_gib <= size), "H100 SXM")
+        gpu = find_usual_gpu(memory_gib).name
         print(f"note: speed as on {gpu}, a GPU of this size; name yours with --gpu")
     found = find_gpu(gpu, memory_gib)
     if found is None:

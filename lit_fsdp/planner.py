@@ -16,13 +16,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lit_fsdp.adapters import LoRA, find_adapter_parameters
+from lit_fsdp.auto_strategy import AutoFSDP2Strategy
 from lit_fsdp.cli_errors import ConfigError, is_debugging
 from lit_fsdp.closed_form import StepPrediction
 from lit_fsdp.dry_run import fake_ranks, trace_training_step
 from lit_fsdp.estimate import Hardware, ModelToTrain, estimate_time
-from lit_fsdp.forecast import NoForecastError, forecast_step, measure_batch
+from lit_fsdp.forecast import NoForecastError, find_optimizer, forecast_step, measure_batch
 from lit_fsdp.memory_trace import StepMemory
-from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.plan import Plan, Ranks
 from lit_fsdp.precision import cast_parameters
 from lit_fsdp.quantization import Quantization
@@ -80,6 +80,8 @@ def prepare_step(trainer: Trainer, module: LightningModule, data: LightningDataM
     )
     batch = _make_batch(data)
     notes = _prepare_module(trainer, module, data)
+    if isinstance(strategy, AutoFSDP2Strategy):
+        notes.append("fsdp2_auto chooses its settings when fit starts: here are those of fsdp2; add --search")
     cast_parameters(module, strategy.precision_plugin.mixed_precision, keep=find_adapter_parameters(module))
     return PlannedStep(
         module=module,
@@ -126,9 +128,10 @@ def find_model(step: PlannedStep) -> ModelToTrain:
     Raises:
         ConfigError: Its optimizer is none of ours, so nothing is known of it.
     """
-    optimizer = getattr(step.module, "optimizer_settings", None)
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(f"model: {type(step.module).__name__} builds an optimizer of its own, so its cost is unknown")
+    try:
+        optimizer = find_optimizer(step.module)
+    except NoForecastError as error:
+        raise ConfigError(f"model: {error}, so its cost is unknown") from error
     return ModelToTrain(
         module=step.module,
         units=plan_module(step.module, step.strategy.settings.units),

@@ -48,6 +48,8 @@ class Problem:
         splits_batch: Whether ``data.batch_size`` may change, with accumulation in return.
         hardware: What it would run on.
         device_bytes: Memory of one GPU.
+        tries_optimizers: Whether the optimizer may change.
+        device_type: ``cuda``, or ``cpu`` for a run that is tried out there.
     """
 
     variants: Sequence[Variant]
@@ -58,6 +60,8 @@ class Problem:
     splits_batch: bool
     hardware: Hardware
     device_bytes: int
+    tries_optimizers: bool = True
+    device_type: str = "cuda"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +70,7 @@ class Candidate:
 
     Args:
         changes: What differs from the configuration: settings as in YAML, with their values.
+        settings: Of the strategy, as a whole.
         peak_bytes: Of the tensors of a GPU.
         needed_bytes: With headroom and what lies outside of the allocator.
         host_bytes: Of a rank, with offload.
@@ -75,6 +80,7 @@ class Candidate:
     """
 
     changes: Mapping[str, Any]
+    settings: Settings
     peak_bytes: int
     needed_bytes: int
     host_bytes: int
@@ -119,10 +125,21 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
     return best
 
 
+def format_changes(changes: Mapping[str, Any]) -> str:
+    """Return settings as on the command line, without what all have in front."""
+    if not changes:
+        return "as configured"
+    names = {key: key.removeprefix("trainer.strategy.").removeprefix("trainer.") for key in changes}
+    return ", ".join(f"{names[key]}={_spell(value)}" for key, value in changes.items())
+
+
 def _try_all(problem: Problem, variant: Variant, offload: Offload | None) -> Iterator[Candidate]:
+    own = variant.model.optimizer
+    if offload is not None and own.name == "adamw_8bit_paged":  # its pages are in host memory already
+        return
     for split in _list_splits(problem):
         for settings in _list_settings(problem, variant, offload, split[1].get("trainer.accumulate_grad_batches")):
-            for optimizer in _list_optimizers(variant, offload):
+            for optimizer in _list_optimizers(variant, offload) if problem.tries_optimizers else [own]:
                 model = replace(variant.model, optimizer=optimizer)
                 yield _estimate(problem, replace(variant, model=model), settings, split)
 
@@ -185,6 +202,7 @@ def _estimate(
         world_size=ranks.world_size,
         ranks_per_node=ranks.per_node,
         num_micro_batches=num,
+        device_type=problem.device_type,
     )
     time = estimate_time(
         model, settings, step, problem.hardware, ranks=ranks, micro_batch=micro_batch, num_micro_batches=num
@@ -195,6 +213,7 @@ def _estimate(
         own["model.optimizer.name"] = model.optimizer.name
     return Candidate(
         changes=own,
+        settings=settings,
         peak_bytes=step.peak.num_bytes,
         needed_bytes=needed,
         host_bytes=sum(step.host_by_kind.values()),
@@ -231,3 +250,11 @@ def _drop_beaten(candidates: Sequence[Candidate]) -> list[Candidate]:
         if not kept or candidate.needed_bytes < kept[-1].needed_bytes:
             kept.append(candidate)
     return kept
+
+
+def _spell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_spell(item)}" for key, item in value.items()) + "}"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

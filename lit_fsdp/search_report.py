@@ -8,7 +8,7 @@ from typing import Any
 
 from lit_fsdp.callbacks.sections import Table, print_table
 from lit_fsdp.plan import describe_time
-from lit_fsdp.search import Candidate
+from lit_fsdp.search import Candidate, format_changes
 from lit_fsdp.settings import PRESETS
 
 _GIB = 2**30
@@ -47,14 +47,6 @@ def print_search(candidates: Sequence[Candidate], chosen: Candidate | None, devi
     else:
         share = 100 * (chosen.time.step_s / configured.time.step_s - 1)
         print(f"chosen: {format_changes(chosen.changes)}: {share:+.0f} % of time for a step")
-
-
-def format_changes(changes: Mapping[str, Any]) -> str:
-    """Return settings as on the command line, without what all have in front."""
-    if not changes:
-        return "as configured"
-    names = {key: key.removeprefix("trainer.strategy.").removeprefix("trainer.") for key in changes}
-    return ", ".join(f"{names[key]}={_spell(value)}" for key, value in changes.items())
 
 
 def describe_search(candidates: Sequence[Candidate], chosen: Candidate | None) -> dict[str, Any]:
@@ -145,11 +137,3 @@ def _make_table(
         rows.append(cells)
     columns = ["settings", "peak GiB", "GiB left", *(["host GiB"] if has_host else [])]
     return Table(title=title, columns=[*columns, "step s", "of now", "tokens/s", "MFU %"], rows=rows)
-
-
-def _spell(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_spell(item)}" for key, item in value.items()) + "}"
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 import lit_fsdp.strategy  # registers `strategy: fsdp2`
 import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by its short name
+from lit_fsdp.auto_strategy import NAME
 from lit_fsdp.callbacks import Preemption, ProgressBar
 from lit_fsdp.cli_errors import (
     ConfigError,
@@ -341,8 +342,9 @@ def _check_strategy_name(strategy: Any) -> None:
     """Refuse a name that Lightning would answer with a list of its own, without ours."""
     known = ["auto", *StrategyRegistry.available_strategies()]
     if isinstance(strategy, str) and strategy not in known:
-        guess = nearest(strategy, PRESETS) or nearest(strategy, known)
-        hint = f"did you mean {guess}?" if guess else f"expected a name such as {', '.join(PRESETS)}"
+        ours = [*PRESETS, NAME]
+        guess = nearest(strategy, ours) or nearest(strategy, known)
+        hint = f"did you mean {guess}?" if guess else f"expected a name such as {', '.join(ours)}"
         raise ConfigError(f"trainer.strategy: got {strategy!r}: {hint}")
 
 

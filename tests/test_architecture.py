@@ -37,6 +37,7 @@ LAYERS = [
     {"plan", "strategy"},
     {"estimate", "forecast"},
     {"search"},
+    {"auto_strategy"},
     {"planner"},
     {"tasks", "callbacks"},
     {"config_files", "default_callbacks"},
@@ -51,7 +52,7 @@ DOORS = {
     "peft": ("adapters",),
     "lightning": (
         *("strategy", "precision_plugin", "lightning_internals", "tasks", "callbacks"),
-        *("forecast", "planner", "default_callbacks", "trainer_cli", "plan_cli"),
+        *("forecast", "auto_strategy", "planner", "default_callbacks", "trainer_cli", "plan_cli"),
     ),
     "pytorch_lightning": (),  # a second copy of Lightning's classes
 }

@@ -1,0 +1,173 @@
+"""``fsdp2_auto``: the strategy that looks for the settings with which a run fits its GPUs and is fastest."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lit_fsdp.adapters import find_adapter_parameters
+from lit_fsdp.checkpoint_writer import CheckpointFormat
+from lit_fsdp.estimate import Hardware, ModelToTrain
+from lit_fsdp.forecast import NoForecastError, find_optimizer, measure_batch
+from lit_fsdp.hardware import find_gpu, find_usual_gpu
+from lit_fsdp.links import choose_links, parse_links
+from lit_fsdp.mesh import build_mesh
+from lit_fsdp.plan import Ranks, parse_memory
+from lit_fsdp.precision import MixedPrecision, cast_parameters
+from lit_fsdp.search import Candidate, Problem, Variant, choose, format_changes, search
+from lit_fsdp.sharding import Compile
+from lit_fsdp.strategy import FSDP2Strategy
+from lit_fsdp.units import Units, plan_module
+
+NAME = "fsdp2_auto"
+_GIB = 2**30
+
+
+class AutoFSDP2Strategy(FSDP2Strategy):
+    """FSDP2Strategy that chooses ``mesh``, ``sharding``, ``recompute`` and ``offload`` itself when ``fit`` starts.
+
+    It predicts memory and time of a step for every combination, as ``plan --search`` does, takes the fastest that fits
+    the GPU with the least memory, and prints what and why. All of these compute the same. What changes the training
+    (batch, adapters, 4-bit weights, optimizer) stays as configured; ``plan --search`` tries that as well. Needs a task
+    whose model the closed form has rules for, and data with ``make_example_batch``. Evaluation takes the defaults.
+
+    Args:
+        device_memory: Of a GPU, with a unit, such as 15GiB, where less may be used than it has.
+        link: What connects the GPUs, such as ``pcie4`` or ``nvlink4,ib400x8``, or a comm.json of ``bench comm``;
+            ``null`` takes what usually connects such GPUs.
+        units: Which modules form an FSDP unit.
+        mixed_precision: Dtypes that win over those of the Trainer's ``precision``.
+        compile: Compile every block; ``null`` does not.
+        checkpoint_format: As of FSDP2Strategy.
+        save_frozen: As of FSDP2Strategy.
+        async_checkpoints: As of FSDP2Strategy.
+        print_plan: Print the units when ``fit`` starts.
+        timeout_s: How long a collective may take before the run fails.
+    """
+
+    def __init__(
+        self,
+        device_memory: str | None = None,
+        link: str | None = None,
+        units: Units | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        compile: Compile | None = None,  # noqa: A002
+        checkpoint_format: CheckpointFormat = "sharded",
+        save_frozen: bool | None = None,
+        async_checkpoints: bool = False,
+        print_plan: bool = True,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        super().__init__(
+            units=units,
+            mixed_precision=mixed_precision,
+            compile=compile,
+            checkpoint_format=checkpoint_format,
+            save_frozen=save_frozen,
+            async_checkpoints=async_checkpoints,
+            print_plan=print_plan,
+            timeout_s=timeout_s,
+        )
+        self.device_bytes = None if device_memory is None else parse_memory(device_memory)
+        self.links = None if link is None else parse_links(link)
+
+    @override
+    def _shard(self, module: pl.LightningModule) -> None:
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            self._choose(module)
+        super()._shard(module)
+
+    def _choose(self, module: pl.LightningModule) -> None:
+        """Set ``settings``, the same on all ranks."""
+        try:
+            problem = self._describe(module)
+            candidates = search(problem)
+        except NoForecastError as error:
+            raise ValueError(f"{NAME}: {error}; set trainer.strategy to fsdp2, and its settings by hand") from error
+        chosen = choose(candidates)
+        if chosen is None:
+            chosen = min(candidates, key=lambda candidate: candidate.needed_bytes)
+            self._report_missing(chosen, problem.device_bytes)
+        if chosen.settings.mesh != self.settings.mesh:
+            sizes = {"world_size": self.world_size, "ranks_per_node": self.num_processes}
+            mesh = build_mesh(
+                chosen.settings.mesh, device_type=self.root_device.type, timeout_s=self.timeout_s, **sizes
+            )
+            self.device_mesh = module._device_mesh = mesh
+        self.settings = chosen.settings
+        self._report(chosen, candidates[0], problem)
+
+    def _describe(self, module: pl.LightningModule) -> Problem:
+        trainer: Any = module.trainer
+        make: Any = getattr(trainer.datamodule, "make_example_batch", None)
+        if make is None:
+            raise NoForecastError("the data has no method make_example_batch, see docs/planning.md")
+        dtypes = self.precision_plugin.mixed_precision
+        cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
+        model = ModelToTrain(
+            module=module,
+            units=plan_module(module, self.settings.units),
+            dtypes=dtypes,
+            optimizer=find_optimizer(module),
+        )
+        hardware, device_bytes = self._find_hardware()
+        ranks = Ranks(num_nodes=self.num_nodes, per_node=self.num_processes, num_replicas=1, num_shards=self.world_size)
+        return Problem(
+            variants=[Variant(model=model)],
+            settings=self.settings,
+            ranks=ranks,
+            micro_batch=measure_batch(module, make()),
+            num_micro_batches=trainer.accumulate_grad_batches,
+            splits_batch=False,
+            tries_optimizers=False,
+            hardware=hardware,
+            device_bytes=device_bytes,
+            device_type=self.root_device.type,
+        )
+
+    def _find_hardware(self) -> tuple[Hardware, int]:
+        """Return the GPU with the least memory of all ranks, its links, and its memory."""
+        device = self.root_device
+        if device.type == "cuda":
+            own = (torch.cuda.mem_get_info(device)[1], torch.cuda.get_device_name(device))
+        else:  # this rank's share of the host
+            own = (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.num_processes, "")
+        ranks: list[tuple[int, str]] = [own] * self.world_size
+        dist.all_gather_object(ranks, own)
+        memory, name = min(ranks)
+        device_bytes = memory if self.device_bytes is None else min(self.device_bytes, memory)
+        gpu = find_gpu(name, memory / _GIB) or find_usual_gpu(memory / _GIB)
+        return Hardware(gpu=gpu, links=self.links or choose_links(gpu, self.num_processes)), device_bytes
+
+    def _report_missing(self, smallest: Candidate, device_bytes: int) -> None:
+        sizes = (
+            f"the smallest has {smallest.peak_bytes / _GIB:.2f} GiB of tensors and needs "
+            f"{smallest.needed_bytes / _GIB:.2f} GiB with headroom, of {device_bytes / _GIB:.2f} GiB"
+        )
+        help_text = (
+            "take more GPUs or a smaller batch, or see plan --search, which tries adapters and 4-bit weights too"
+        )
+        if smallest.peak_bytes > device_bytes:
+            raise ValueError(f"{NAME}: nothing fits: {sizes}; {help_text}")
+        rank_zero_warn(f"{NAME}: nothing fits with headroom: {sizes}; going on with that; {help_text}")
+
+    def _report(self, chosen: Candidate, default: Candidate, problem: Problem) -> None:
+        text = format_changes(chosen.changes) if chosen.changes else "the defaults"
+        rank_zero_info(
+            f"{NAME}: {text}: {chosen.needed_bytes / _GIB:.2f} of {problem.device_bytes / _GIB:.2f} GiB with headroom, "
+            f"{chosen.time.step_s / default.time.step_s:.2f} of the time of the defaults, which need "
+            f"{default.needed_bytes / _GIB:.2f} GiB (speed as on {problem.hardware.gpu.name}, {problem.hardware.links})"
+        )
+
+
+StrategyRegistry.register(
+    NAME, AutoFSDP2Strategy, description="Sharding, recomputation and offload as a search finds them", override=True
+)

@@ -1,0 +1,92 @@
+"""``fsdp2_auto``: what it chooses when a run starts, and that training is the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launches import OURS, fork_ranks, write_run
+from training import EVEN, GLOBAL_BATCH, LENGTH, Recorder, Rows, build_task, build_trainer, save_model
+
+from lit_fsdp import AutoFSDP2Strategy, FSDP2Strategy
+from ranks import run_ranks
+
+MODEL = {**EVEN, "hidden_size": 128, "intermediate_size": 512}
+
+
+class Data(Rows):
+    """Says how large its batches are."""
+
+    def make_example_batch(self) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(self.batch_size, LENGTH, dtype=torch.int64)
+        return {"input_ids": ids, "labels": ids}
+
+
+def fit(folder: Path, strategy: FSDP2Strategy) -> list[float]:
+    recorder = Recorder()
+    trainer = build_trainer(strategy, callbacks=[recorder], max_steps=3)
+    trainer.fit(build_task(folder), Data(EVEN["vocab_size"], GLOBAL_BATCH // dist.get_world_size()))
+    return recorder.result.losses
+
+
+def train_both_ways(folder: Path) -> None:
+    roomy, tight = AutoFSDP2Strategy(), AutoFSDP2Strategy(device_memory="1025.7MiB")
+    expected = fit(folder, FSDP2Strategy(print_plan=False))
+    for strategy in (roomy, tight):
+        assert fit(folder, strategy) == pytest.approx(expected, rel=1e-6)
+    assert roomy.settings.recompute.mode == "none"
+    assert roomy.settings.sharding.reshard_after_forward is False
+    assert tight.settings != roomy.settings
+    settings: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(settings, tight.settings)
+    assert settings == [tight.settings] * dist.get_world_size()
+
+
+def test_training_is_the_same_with_settings_that_fit_the_memory(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(train_both_ways, save_model(tmp_path / "model", **MODEL), world_size=2)
+    out = "".join(capfd.readouterr())
+    assert "fsdp2_auto: sharding.reshard_after_forward=false" in out
+    assert "of the time of the defaults" in out
+
+
+def fail(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"fsdp2_auto: nothing fits: the smallest has .* take more GPUs"):
+        fit(folder, AutoFSDP2Strategy(device_memory="1KiB"))
+    trainer = build_trainer(AutoFSDP2Strategy(), max_steps=1)
+    with pytest.raises(
+        ValueError, match=r"fsdp2_auto: the data has no method make_example_batch.* set trainer.strategy"
+    ):
+        trainer.fit(build_task(folder), Rows(EVEN["vocab_size"], GLOBAL_BATCH))
+
+
+def test_what_it_cannot_choose_for_is_refused_before_anything_is_sharded(tmp_path: Path) -> None:
+    run_ranks(fail, save_model(tmp_path / "model", **MODEL), world_size=1)
+
+
+def warn(folder: Path) -> None:
+    with pytest.warns(UserWarning, match="nothing fits with headroom"):
+        fit(folder, AutoFSDP2Strategy(device_memory="900MiB"))
+
+
+def test_what_fits_without_headroom_only_is_tried_with_a_warning(tmp_path: Path) -> None:
+    run_ranks(warn, save_model(tmp_path / "model", **MODEL), world_size=1)
+
+
+def test_settings_that_cannot_work_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="device_memory: got '8 GPUs'"):
+        AutoFSDP2Strategy(device_memory="8 GPUs")
+    with pytest.raises(ValueError, match="link: got 'string'"):
+        AutoFSDP2Strategy(link="string")
+
+
+def test_it_has_a_name_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+    write_run(tmp_path, trainer={"strategy": "fsdp2_auto", "enable_checkpointing": False})
+    ended = fork_ranks("fit", "--config=run.yaml")
+    assert [rank.code for rank in ended] == [0, 0], ended[0].err
+    assert "fsdp2_auto: " in ended[0].err + ended[0].out
