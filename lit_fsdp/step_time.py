@@ -9,7 +9,7 @@ Note [Step time]: arithmetic on what is counted elsewhere, in about a millisecon
 - Overlap: units follow each other as in FSDP2. In forward the next unit is gathered while one computes. In backward
   the next is gathered and the gradients of the last one are reduced, one after the other, as both use the same links.
   What compute has to wait for is exposed. Collectives beside compute still cost it ``contention`` of their time, as
-  they take multiprocessors and memory bandwidth from it: 0.35, or 0.85 where they go through host memory.
+  they take multiprocessors and memory bandwidth from it: 0.4, or 0.8 where they go through host memory.
 - Optimizer: what it reads and writes of the shard, over the bandwidth of the memory that is in.
 
 How these numbers were found, and how exact the result is: docs/speed_model.md.
@@ -31,7 +31,7 @@ from lit_fsdp.units import Unit
 
 MODEL_SHARE = 0.85  # of what a single large product reaches, for all products of a model
 MEMORY_SHARE = 0.8  # of the bandwidth on data sheets
-CONTENTION, CONTENTION_THROUGH_HOST = 0.35, 0.85
+CONTENTION, CONTENTION_THROUGH_HOST = 0.4, 0.8
 HOST_GB_S = 50.0  # of the memory of a node, for all its ranks: two channels of DDR5, or a few of DDR4
 # Where it was not counted: bytes that other operators move for each FLOP. Of blocks from 7 to 70 billion parameters.
 _TYPICAL_BYTES_PER_FLOP = 1.2e-3

@@ -12,9 +12,10 @@ from lit_fsdp.hardware import GPUS, Gpu, find_gpu, get_product_share
 from lit_fsdp.links import Group, Interconnect, Link, parse_links
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.precision import cast_parameters, read_precision
+from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantized_layers import quantize_model
 from lit_fsdp.recompute import Recompute
 from lit_fsdp.settings import Settings
-from lit_fsdp.sharding import Sharding
 from lit_fsdp.step_time import CONTENTION, Machine, StepTime, Workload, count_update_bytes, find_crossover, predict_time
 from lit_fsdp.traffic import UnitBytes, predict_bytes
 from lit_fsdp.unit_timeline import UnitTimes, find_waits, time_units
@@ -81,14 +82,26 @@ def predict(net: Interconnect, *, tflop: float = 300, n: int = 1, num_shards: in
 class Case:
     """A Llama on the meta device, and what its step comes to."""
 
-    def __init__(self, *, num_shards: int, num_replicas: int = 1, layers: int = 4, length: int = 2048) -> None:
+    def __init__(
+        self,
+        *,
+        num_shards: int,
+        num_replicas: int = 1,
+        layers: int = 4,
+        length: int = 2048,
+        recompute: Recompute | None = None,
+        is_quantized: bool = False,
+        num_micro_batches: int = 1,
+    ) -> None:
         sizes = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
         with torch.device("meta"):
             config = AutoConfig.for_model("llama", **sizes, num_hidden_layers=layers, num_key_value_heads=32)
             model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        if is_quantized:
+            quantize_model(model, Quantization())
         dtypes = read_precision("bf16-mixed")
         cast_parameters(model, dtypes)
-        settings = Settings(recompute=Recompute(mode="full"), sharding=Sharding())
+        settings = Settings(recompute=recompute or Recompute(mode="full"))
         self.plan, self.length = plan_module(model, settings.units), length
         self.num_shards, self.num_replicas = num_shards, num_replicas
         self.step: StepPrediction = predict_step(
@@ -100,6 +113,7 @@ class Case:
             micro_batch=MicroBatch(rows=1, length=length),
             world_size=num_shards,
             ranks_per_node=num_shards,
+            num_micro_batches=num_micro_batches,
         )
         self.units = predict_bytes(
             model, self.plan, settings.sharding, dtypes, num_shards=num_shards, num_replicas=num_replicas
@@ -322,9 +336,18 @@ def test_what_was_not_counted_is_typical_of_llamas() -> None:
     assert case.step.moved_bytes / case.step.flops.hardware == pytest.approx(1.2e-3, rel=0.35)
 
 
-def test_what_is_moved_grows_with_tokens_and_with_recomputation() -> None:
-    short, long = Case(num_shards=2, length=512, layers=2), Case(num_shards=2, length=2048, layers=2)
-    assert long.step.moved_bytes == pytest.approx(4 * short.step.moved_bytes, rel=0.01)
+def test_what_is_moved_grows_with_tokens_and_micro_batches_and_recomputation() -> None:
+    once = Case(num_shards=2, layers=2).step.moved_bytes
+    assert once == pytest.approx(4 * Case(num_shards=2, length=512, layers=2).step.moved_bytes, rel=0.01)
+    assert Case(num_shards=2, layers=2, num_micro_batches=3).step.moved_bytes == 3 * once
+    kept = Case(num_shards=2, layers=2, recompute=Recompute()).step.moved_bytes
+    assert kept < once < 1.5 * kept
+
+
+def test_quantized_weights_are_moved_once_more_for_each_product() -> None:
+    dense, quantized = (Case(num_shards=2, layers=2, is_quantized=q).step.moved_bytes for q in (False, True))
+    weights = 2 * (4 * 4096**2 + 3 * 4096 * 11008)  # of two blocks, in forward, again, and in backward
+    assert quantized - dense == pytest.approx(3 * 2 * weights, rel=0.02)
 
 
 @pytest.mark.parametrize(
