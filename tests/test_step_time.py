@@ -229,6 +229,14 @@ def test_shards_inside_nodes_and_replicas_between_them_win_over_a_slow_network()
     assert set(hybrid.predict("H100 SXM", slow).by_collective) == {"all_gather", "reduce_scatter", "all_reduce"}
 
 
+def test_whole_copies_only_reduce_their_gradients() -> None:
+    case = Case(num_shards=1, num_replicas=2, layers=2)
+    found = case.predict("H100 SXM", "nvlink4").by_collective
+    num_bytes = 4 * sum(unit.num_params for unit in case.plan)
+    assert list(found) == ["all_reduce"]
+    assert found["all_reduce"] == pytest.approx(num_bytes / 360e9, rel=0.05)
+
+
 def test_parameters_that_stay_gathered_save_the_second_gather() -> None:
     twice = predict(make_net(3))
     once = predict(make_net(3), units=count_units(PLAN, reshard=False))
