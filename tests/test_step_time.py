@@ -162,6 +162,13 @@ def test_collectives_take_their_bytes_over_the_link() -> None:
     assert step.communication_s == sum(step.by_collective.values())
 
 
+def test_gathered_parameters_and_gradients_are_copied() -> None:
+    units = count_units(PLAN)
+    alone, shared = predict(make_net(10), units=zero_units()), predict(make_net(10), units=units)
+    copied = sum(2 * unit.gather_step + 1.5 * unit.reduce_scatter_step for unit in units)
+    assert shared.compute_s - alone.compute_s == pytest.approx(copied / 1000e9)
+
+
 def make_times(count: int, *, gather: float, reduce: float, num_reductions: int = 1) -> list[UnitTimes]:
     unit = UnitTimes(
         share=1 / count,
