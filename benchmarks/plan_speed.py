@@ -46,7 +46,7 @@ from lit_fsdp.step_time import (
     predict_time,
 )
 from lit_fsdp.traffic import predict_bytes
-from lit_fsdp.units import plan_module
+from lit_fsdp.units import count_shard_bytes, plan_module
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, key_heads: int, vocabulary: int) -> dict[str, Any]:
@@ -104,6 +104,7 @@ class Row:
     shards: int
     per_node: int
     compiled: bool
+    offload: bool
     measured_s: float
 
     @property
@@ -123,7 +124,7 @@ class Row:
         mode = {"full": "", "lora": ", LoRA", "nf4": ", NF4 + LoRA", "fp8": ", fp8"}[self.mode]
         batch = f"{self.rows}x{self.length}" + f" x{self.micro_batches}" * (self.micro_batches > 1)
         extra = {"none": "", "full": ", recompute", "selective": ", selective"}[self.recompute]
-        return f"{self.model}{mode}, {batch}{extra}" + ", compiled" * self.compiled
+        return f"{self.model}{mode}, {batch}{extra}" + ", compiled" * self.compiled + ", offload" * self.offload
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -137,7 +138,8 @@ def read_rows(path: Path) -> list[Row]:
         step, rate = values.pop("step_s"), values.pop("tokens_per_s_per_gpu")
         tokens = values["rows"] * values["length"] * values["micro_batches"]
         values["measured_s"] = float(step) if step else tokens / float(rate)
-        values["compiled"] = values["compiled"] == "yes"
+        for name in ("compiled", "offload"):
+            values[name] = values[name] == "yes"
         values["memory_gb_s"] = float(values["memory_gb_s"]) if values["memory_gb_s"] else None
         rows.append(Row(**values))
     return rows
@@ -171,6 +173,7 @@ def count_work(row: Row) -> Workload:
         moved_bytes=step.moved_bytes,
         update_bytes=count_update_bytes(plan, Optimizer(), num_shards=row.shards, itemsize=4),
         is_compiled=row.compiled,
+        offloaded_bytes=sum(count_shard_bytes(module, unit, row.shards) for unit in plan) if row.offload else 0,
     )
 
 
@@ -268,8 +271,8 @@ def write_report(rows: Sequence[Row], fitted: dict[str, float], seconds: float) 
         f"| the same through host memory | {fitted['through_host']:.2f} | {CONTENTION_THROUGH_HOST} | {FITTED_BOARD} |",
         f"| link of that board, GB/s | {fitted['board']:.2f} | {board} | the same two |",
         "",
-        "Nothing was fitted to the other measurements, which are called held out; but the form of the model (what products",
-        "reach, what else is moved, contention) was chosen with all of them in sight.",
+        "Nothing was fitted to the other measurements, which are called held out; but the form of the model (what",
+        "products reach, what else is moved, contention) was chosen with all of them in sight.",
         "",
         "## Errors",
         "",

@@ -5,7 +5,7 @@ The table holds bandwidths that NCCL reaches with large messages, not those on d
 
 - NVLink: NCCL's own model of a link (``src/graph/topo.h``: 12.0 GB/s for GA10x, 20.0 for V100 and A100, 20.6 for
   Hopper, 40.1 for Blackwell) times the links of a GPU, at most 235 on A100 (``tuning.cc``). NVIDIA gives 360 as what
-  to expect on H100 (nccl-tests#326); 8 x A100 measure 208 to 235 (nccl-tests#149, #178).
+  to expect on H100 (nccl-tests#326); 8 x A100 measure 200 to 235 (nccl-tests#149, #178, stas00/ml-engineering).
 - PCIe between GPUs that reach each other: 12.0 for PCIe 3 x16 in ``topo.h``, doubled by each generation, halved with
   the lanes.
 - PCIe through host memory, as between GeForce cards, whose driver forbids the direct way: 0.48 of the raw rate in each

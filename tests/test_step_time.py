@@ -162,6 +162,13 @@ def test_collectives_take_their_bytes_over_the_link() -> None:
     assert step.communication_s == sum(step.by_collective.values())
 
 
+def test_gathered_parameters_and_gradients_are_copied() -> None:
+    units = count_units(PLAN)
+    alone, shared = predict(make_net(10), units=zero_units()), predict(make_net(10), units=units)
+    copied = sum(2 * unit.gather_step + 1.5 * unit.reduce_scatter_step for unit in units)
+    assert shared.compute_s - alone.compute_s == pytest.approx(copied / 1000e9)
+
+
 def make_times(count: int, *, gather: float, reduce: float, num_reductions: int = 1) -> list[UnitTimes]:
     unit = UnitTimes(
         share=1 / count,
@@ -227,6 +234,14 @@ def test_shards_inside_nodes_and_replicas_between_them_win_over_a_slow_network()
     assert hybrid.predict("H100 SXM", slow).step_s < 0.6 * full.predict("H100 SXM", slow).step_s
     assert hybrid.predict("H100 SXM", fast).exposed_s == pytest.approx(full.predict("H100 SXM", fast).exposed_s, rel=1)
     assert set(hybrid.predict("H100 SXM", slow).by_collective) == {"all_gather", "reduce_scatter", "all_reduce"}
+
+
+def test_whole_copies_only_reduce_their_gradients() -> None:
+    case = Case(num_shards=1, num_replicas=2, layers=2)
+    found = case.predict("H100 SXM", "nvlink4").by_collective
+    num_bytes = 4 * sum(unit.num_params for unit in case.plan)
+    assert list(found) == ["all_reduce"]
+    assert found["all_reduce"] == pytest.approx(num_bytes / 360e9, rel=0.05)
 
 
 def test_parameters_that_stay_gathered_save_the_second_gather() -> None:
