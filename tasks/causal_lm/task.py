@@ -30,14 +30,14 @@ from lit_fsdp.tasks.causal_lm.collate import Batch
 from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_length, check_packing
 from lit_fsdp.tasks.causal_lm.masks import keep_branches
 from lit_fsdp.tasks.causal_lm.packing import IGNORED
-from lit_fsdp.tasks.causal_lm.pretrained import (
+from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id, read_tokenizer_files
+from lit_fsdp.tasks.pretrained import (
     check_base,
     check_lora,
     choose_quantization,
     drop_quantization,
     plan_quantization,
 )
-from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id, read_tokenizer_files
 from lit_fsdp.weights import init_weights, load_weights
 
 GENERATION = "generation_config.json"
