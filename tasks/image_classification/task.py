@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
@@ -373,4 +374,5 @@ class ImageClassification(Task):
             files[PROCESSOR_FILE] = preprocessing.describe()
         if self.lora is not None:
             files[ADAPTER_CONFIG] = describe_adapters(model, self.lora, self.pretrained)
+            files["classes.json"] = json.dumps(self.class_names, indent=1)  # without config.json, which names them
         return files

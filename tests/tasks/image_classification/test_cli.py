@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
-from image_training import VIT, write_folder
+from image_training import VIT, save_classifier, write_folder
 from launches import ROOT, fork_ranks
+from peft import PeftModel
 from PIL import Image
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
 from lit_fsdp.cli import main
 
@@ -67,21 +70,56 @@ def test_a_run_is_trained_tested_used_and_exported(
     assert all(1 / 3 <= row["probability"] <= 1 for row in predictions)
     assert main(["export", "--checkpoint", str(runs / "version_0"), "--out", "model"]) == 0
     capsys.readouterr()
+    (tmp_path / "names.json").write_text('["cat", "dog", "eel"]')
+    assert AutoConfig.from_pretrained("model").id2label == {0: "cat", 1: "dog", 2: "eel"}
     check_export(tmp_path, predictions)
 
 
-def check_export(folder: Path, predictions: list[dict[str, Any]]) -> None:
+def check_export(folder: Path, predictions: list[dict[str, Any]], model: Any = None) -> None:
     """Classify the images again with stock Transformers."""
-    import torch
-    from transformers import AutoImageProcessor, AutoModelForImageClassification
-
-    model = AutoModelForImageClassification.from_pretrained(folder / "model")
+    model = model or AutoModelForImageClassification.from_pretrained(folder / "model")
     processor = AutoImageProcessor.from_pretrained(folder / "model", backend="pil")
     images = [Image.open(folder / row["file"]) for row in predictions]
     with torch.no_grad():
         chances = model(**processor(images, return_tensors="pt")).logits.softmax(1)
-    assert [model.config.id2label[int(c)] for c in chances.argmax(1)] == [row["prediction"] for row in predictions]
+    names = json.loads((folder / "names.json").read_text())
+    assert [names[int(c)] for c in chances.argmax(1)] == [row["prediction"] for row in predictions]
     assert chances.max(1).values.tolist() == pytest.approx([row["probability"] for row in predictions], abs=1e-6)
+
+
+@pytest.mark.parametrize("quantization", [None, {"type": "nf4", "block_size": 32}], ids=["lora", "qlora"])
+def test_adapters_over_a_model_of_other_classes_leave_as_adapters_and_merged(
+    quantization: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    save_classifier(tmp_path / "base", {**VIT, **sizes}, 7)
+    lora = {"r": 4, "alpha": 16}
+    write_run(tmp_path, config=None, pretrained="base", lora=lora, quantization=quantization)
+    run_all("fit --config run.yaml --monitoring false", "predict --config run.yaml --ckpt_path last")
+    (file,) = tmp_path.rglob("predictions.jsonl")
+    predictions = [json.loads(line) for line in file.read_text().splitlines()]
+    export = ["export", "--checkpoint", "runs/run/version_0"]
+    assert main([*export, "--out", "model"]) == 0
+    names = json.loads((tmp_path / "model" / "classes.json").read_text())
+    assert names == ["cat", "dog", "eel"]
+    options: dict[str, Any] = {"num_labels": 3, "ignore_mismatched_sizes": True}
+    if quantization is not None:
+        base = AutoModelForImageClassification.from_pretrained("base")
+        dense = base.vit.layers[0].mlp.fc1.weight
+        assert main([*export, "--out", "merged", "--merge", "true"]) == 0
+        merged = AutoModelForImageClassification.from_pretrained("merged")
+        assert merged.config.id2label == {0: "cat", 1: "dog", 2: "eel"}
+        change = (merged.vit.layers[0].mlp.fc1.weight - dense).norm() / dense.norm()
+        assert 0 < change < 0.5
+        return
+    base = AutoModelForImageClassification.from_pretrained("base", **options)
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    check_export(tmp_path, predictions, PeftModel.from_pretrained(base, "model"))
+    assert main([*export, "--out", "merged", "--merge", "true"]) == 0
+    merged = AutoModelForImageClassification.from_pretrained("merged")
+    assert merged.config.id2label == {0: "cat", 1: "dog", 2: "eel"}
+    check_export(tmp_path, predictions, merged)
 
 
 def test_a_checkpoint_of_other_classes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
