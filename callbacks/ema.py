@@ -39,8 +39,9 @@ class EMA(Callback):
         if stage != "fit":
             return
         strategy = trainer.strategy
-        if not isinstance(strategy, FSDP2Strategy):
-            raise ValueError(f"EMA: needs FSDP2Strategy, got {type(strategy).__name__}; set trainer.strategy to fsdp2")
+        if not isinstance(strategy, FSDP2Strategy):  # a setting, not a type in code
+            name = type(strategy).__name__
+            raise ValueError(f"EMA: got {name}: it needs FSDP2Strategy; set trainer.strategy to fsdp2")  # noqa: TRY004
         if strategy.checkpoint_format != "sharded":
             raise ValueError("EMA: checkpoints of a single file have no place for it; set checkpoint_format to sharded")
 

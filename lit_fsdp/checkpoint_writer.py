@@ -17,7 +17,15 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lit_fsdp.checkpoint import EXTRA, LEAVES_OUT_FROZEN, agree, get_trained_state, join_states, save_checkpoint, to_plain
+from lit_fsdp.checkpoint import (
+    EXTRA,
+    LEAVES_OUT_FROZEN,
+    agree,
+    get_trained_state,
+    join_states,
+    save_checkpoint,
+    to_plain,
+)
 from lit_fsdp.random_state import collect_random_state
 from lit_fsdp.single_file import gather_model_state, gather_optimizer_state, save_single_file
 

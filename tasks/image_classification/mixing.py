@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 
 import torch
@@ -58,7 +59,7 @@ class Mixed:
 
 
 def mix(pixels: Tensor, is_valid: Tensor, settings: Mixing) -> Mixed:
-    """Mix the images of a micro-batch. Draws from torch's generator of the CPU, so nothing waits for a GPU.
+    """Mix the images of a micro-batch. Draws from Python's generator, so nothing waits for a GPU.
 
     Args:
         pixels: [batch, channels, height, width].
@@ -67,18 +68,18 @@ def mix(pixels: Tensor, is_valid: Tensor, settings: Mixing) -> Mixed:
     """
     num_images, _, height, width = pixels.shape
     own = torch.arange(num_images, device=pixels.device)
-    if float(torch.rand(())) >= settings.probability:
+    if random.random() >= settings.probability:
         return Mixed(pixels=pixels, partners=own, share=1.0)
-    is_cutmix = settings.cutmix > 0 and (not settings.mixup or float(torch.rand(())) < settings.cutmix_share)
+    is_cutmix = settings.cutmix > 0 and (not settings.mixup or random.random() < settings.cutmix_share)
     alpha = settings.cutmix if is_cutmix else settings.mixup
-    share = float(torch.distributions.Beta(alpha, alpha).sample())
-    partners = own.flip(0) if num_images == 2 else torch.randperm(num_images).to(pixels.device)
+    share = random.betavariate(alpha, alpha)
+    partners = torch.tensor(random.sample(range(num_images), num_images), device=pixels.device)
     partners = torch.where(is_valid & is_valid[partners], partners, own)
     others = pixels[partners]
     if not is_cutmix:
         return Mixed(pixels=pixels * share + others * (1 - share), partners=partners, share=share)
     h, w = (round(length * math.sqrt(1 - share)) for length in (height, width))
-    top, left = (int(torch.randint(length, ()) - size // 2) for length, size in ((height, h), (width, w)))
+    top, left = (random.randrange(length) - size // 2 for length, size in ((height, h), (width, w)))
     rows, columns = slice(max(top, 0), min(top + h, height)), slice(max(left, 0), min(left + w, width))
     mixed = pixels.clone()
     mixed[:, :, rows, columns] = others[:, :, rows, columns]

@@ -117,12 +117,16 @@ def check_size(config: PreTrainedConfig, model: PreTrainedModel, size: tuple[int
     own = (given, given) if isinstance(given, int) else tuple(given or size)
     if own == size or not _list_changed(config, model, image_size=2 * max(own)):
         return False
-    if "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
-        return True
-    raise ValueError(
-        f"data.processor: images become {size[0]} x {size[1]} pixels, and {type(model).__name__} takes "
-        f"{own[0]} x {own[1]}; set the size of the processor to that, or image_size of config"
-    )
+    can_choose = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
+    pixels = torch.empty(1, getattr(config, "num_channels", 3), *size, device="meta")
+    try:
+        model(pixel_values=pixels, **({"interpolate_pos_encoding": True} if can_choose else {}))
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"data.processor: images become {size[0]} x {size[1]} pixels, and {type(model).__name__} takes "
+            f"{own[0]} x {own[1]}; set the size of the processor to that, or image_size of config"
+        ) from error
+    return can_choose
 
 
 def _list_changed(config: PreTrainedConfig, model: PreTrainedModel, **changes: Any) -> list[str]:

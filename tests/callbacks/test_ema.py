@@ -113,5 +113,5 @@ def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match=r"decay: got 1: expected above 0, below 1"):
         EMA(decay=1)
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    with pytest.raises(ValueError, match=r"EMA: needs FSDP2Strategy, got SingleDeviceStrategy"):
+    with pytest.raises(ValueError, match=r"EMA: got SingleDeviceStrategy: it needs FSDP2Strategy"):
         EMA().setup(trainer, pl.LightningModule(), "fit")

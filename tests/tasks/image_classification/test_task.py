@@ -1,5 +1,6 @@
 """The task: its head, what trains, its losses, and evaluation on any number of ranks."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from image_training import CONVNEXT, NUM_CLASSES, VIT, save_classifier, train_sharded, write_folder
 from torch import nn
 from training import build_trainer, gather_weights
-from transformers import AutoConfig, AutoModelForImageClassification
+from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters import LoRA
@@ -214,7 +215,7 @@ def test_mixing_weighs_both_classes_and_leaves_images_without_a_class_alone() ->
     is_valid = torch.tensor([True, True, True, False])
     seen = set()
     for seed in range(40):
-        torch.manual_seed(seed)
+        random.seed(seed)
         mixed = mix(pixels, is_valid, Mixing(mixup=1.0, cutmix=1.0))
         partner = mixed.partners.float()[:, None, None, None]
         own = torch.arange(4.0)[:, None, None, None]
@@ -280,3 +281,17 @@ def test_a_model_that_cannot_be_is_refused_in_a_sentence(options: dict[str, Any]
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_steps=1)
     with pytest.raises(ValueError, match=message):
         trainer.fit(ImageClassification(**options), datamodule=make_data(tmp_path))
+
+
+def test_a_backbone_with_more_than_is_needed_is_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    backbone = AutoModel.from_config(AutoConfig.for_model(**VIT), add_pooling_layer=True)
+    backbone.save_pretrained(tmp_path / "model")
+    with pytest.warns(UserWarning, match=r"pretrained: 2 tensors are not used, such as pooler\.dense"):
+        task = ImageClassification(pretrained=str(tmp_path / "model"))
+        build_for_one(task, make_data(tmp_path))
+    assert task.model is not None
+    state = task.model.state_dict()
+    names = [name for name in backbone.state_dict() if not name.startswith("pooler")]
+    assert len(names) > 40
+    assert all(torch.equal(state[f"vit.{name}"], backbone.state_dict()[name]) for name in names)
