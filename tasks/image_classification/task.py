@@ -255,6 +255,14 @@ class ImageClassification(Task):
         Args:
             pixel_values: [batch, channels, height, width].
         """
+        return self.compute_logits(pixel_values)
+
+    def compute_logits(self, pixel_values: Tensor) -> Tensor:
+        """Return logits [batch, classes], inside of a step: calling ``self`` there would gather the root twice.
+
+        Args:
+            pixel_values: [batch, channels, height, width].
+        """
         assert self.model is not None
         options = {"interpolate_pos_encoding": True} if self._interpolates else {}
         return self.model(pixel_values=pixel_values, **options).logits
@@ -277,9 +285,9 @@ class ImageClassification(Task):
         self.num_skipped += warn_of_problems(batch)
         is_valid = labels != IGNORED
         if self.mixing is None:
-            return self.weigh_loss(self.sum_losses(self(pixels), labels, self.label_smoothing), is_valid.sum())
+            return self.weigh_loss(self.sum_losses(self.compute_logits(pixels), labels, self.label_smoothing), is_valid.sum())
         mixed = mix(pixels, is_valid, self.mixing)
-        logits = self(mixed.pixels)
+        logits = self.compute_logits(mixed.pixels)
         own, other = (
             self.sum_losses(logits, targets, self.label_smoothing) for targets in (labels, labels[mixed.partners])
         )
@@ -296,7 +304,7 @@ class ImageClassification(Task):
     def _evaluate(self, stage: Literal["val", "test"], batch: Batch, metrics: Metrics | None) -> None:
         assert metrics is not None
         self.num_skipped += warn_of_problems(batch)
-        logits, labels = self(batch["pixel_values"]), batch["labels"]
+        logits, labels = self.compute_logits(batch["pixel_values"]), batch["labels"]
         self.update_eval_loss(stage, self.sum_losses(logits, labels), (labels != IGNORED).sum())
         metrics.update(logits, labels)
 
@@ -330,7 +338,7 @@ class ImageClassification(Task):
         Of an image that could not be decoded the last two are ``None``.
         """
         self.num_skipped += warn_of_problems(batch)
-        probability, predicted = self(batch["pixel_values"]).float().softmax(1).max(1)
+        probability, predicted = self.compute_logits(batch["pixel_values"]).float().softmax(1).max(1)
         is_bad = batch["is_bad"].tolist()
         names = [None if bad else self.class_names[c] for c, bad in zip(predicted.tolist(), is_bad, strict=True)]
         chances = [None if bad else p for p, bad in zip(probability.tolist(), is_bad, strict=True)]

@@ -36,10 +36,14 @@ def write_run(folder: Path, **model: Any) -> None:
     (folder / "run.yaml").write_text(yaml.safe_dump(run))
 
 
-def run_all(*commands: str) -> None:
+def run_all(*commands: str) -> str:
+    """Run commands on two ranks; return what rank 0 said."""
+    said = ""
     for command in commands:
         ended = fork_ranks(*command.split(), ranks=2)
         assert [rank.code for rank in ended] == [0, 0], ended[0].err + ended[1].err
+        said += ended[0].out + ended[0].err
+    return said
 
 
 def test_a_run_is_trained_tested_used_and_exported(
@@ -48,7 +52,8 @@ def test_a_run_is_trained_tested_used_and_exported(
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path)
     options = "--config run.yaml --ckpt_path last"
-    run_all("fit --config run.yaml", f"test {options}", f"predict {options}")
+    said = run_all("fit --config run.yaml", f"test {options}", f"predict {options}")
+    assert "the plan says" not in said  # as many gathers as were predicted
     runs = tmp_path / "runs" / "run"
     report = json.loads((runs / "version_0" / "report.json").read_text())
     numbers = report["sections"]["classes"]["numbers"]
