@@ -1,3 +1,5 @@
+from lit_fsdp.callbacks.classes import ClassReport
+from lit_fsdp.callbacks.ema import EMA
 from lit_fsdp.callbacks.memory import MemoryLogger
 from lit_fsdp.callbacks.oom import OOMReport
 from lit_fsdp.callbacks.predictions import WritePredictions
@@ -11,6 +13,8 @@ from lit_fsdp.callbacks.throughput import ThroughputLogger
 from lit_fsdp.callbacks.traffic import TrafficLogger
 
 __all__ = [
+    "EMA",
+    "ClassReport",
     "MemoryLogger",
     "OOMReport",
     "Preemption",

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lit_fsdp.callbacks.sections import Plot
+from lit_fsdp.callbacks.sections import Matrix, Plot
 
 WIDE, NARROW = (8.0, 3.6), (4.2, 3.0)  # inches
 PALETTE = ("#2563a8", "#c2571a", "#2c8653", "#a83279", "#7a5cc4", "#8a6d1d", "#0f8a94", "#b03a3a", "#6b7280", "#4d7c0f")
@@ -63,6 +63,9 @@ def _draw(plot: Plot, size: tuple[float, float]) -> Figure:
     # Not pyplot: it would keep the figure, and choose a window system.
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
+    if plot.matrix is not None:
+        _draw_matrix(plot, plot.matrix, axes, is_wide=size[0] >= WIDE[0])
+        return figure
     axes.set_prop_cycle(color=PALETTE)
     draw = {"lines": _draw_lines, "stacked": _draw_stacked, "bars": _draw_bars}[plot.kind]
     draw(plot, axes)
@@ -107,6 +110,26 @@ def _draw_bars(plot: Plot, axes: Axes) -> None:
         offset = (i - (len(plot.curves) - 1) / 2) * width
         axes.bar([place + offset for place in places], curve.y, width, label=_plain(curve.label))
     axes.set_xticks(places, [f"{x:g}" for x in plot.curves[0].x])
+
+
+def _draw_matrix(plot: Plot, matrix: Matrix, axes: Axes, *, is_wide: bool) -> None:
+    """Color each cell by its share of the row, and write counts and names where there is room."""
+    shares = [[value / max(sum(row), 1) for value in row] for row in matrix.values]
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest", aspect="equal")
+    axes.figure.colorbar(image, ax=axes, label="share of the row")
+    axes.set(xlabel=_plain(plot.x_label), ylabel=_plain(plot.y_label))
+    axes.set_title(_plain(plot.title), loc="left", fontsize="medium", fontweight="bold")
+    num_classes = len(matrix.labels)
+    if num_classes > (30 if is_wide else 12):
+        return
+    names = [_plain(label if len(label) <= 16 else f"{label[:15]}…") for label in matrix.labels]
+    axes.set_xticks(range(num_classes), names, rotation=90 if max(map(len, names)) > 2 else 0, fontsize=7)
+    axes.set_yticks(range(num_classes), names, fontsize=7)
+    if num_classes <= 12:
+        for i, row in enumerate(matrix.values):
+            for j, value in enumerate(row):
+                color = "white" if shares[i][j] > 0.5 else "black"
+                axes.text(j, i, f"{value:g}" if value else "", ha="center", va="center", fontsize=6, color=color)
 
 
 def _plain(text: str) -> str:

@@ -1,8 +1,11 @@
-"""What ``predict`` leaves behind: one file with a line for every row of the source, in its order."""
+"""What ``predict`` leaves behind: one file with a row for every row of the source, in its order."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +22,21 @@ Record = dict[str, Any]
 
 
 class WritePredictions(Callback):
-    """Write what ``predict_step`` returned on all ranks to one ``.jsonl`` file, in the order of the source.
+    """Write what ``predict_step`` returned on all ranks to one file, in the order of the source.
 
     ``predict_step`` has to return a dict of lists of equal length: ``index``, the place of each row in its source
     (-1 for rows that only fill up a batch), ``prediction``, and whatever else shall be written. Every rank keeps
     its predictions in memory until the end.
 
     Args:
-        path: The file; one that exists is replaced. By default ``predictions.jsonl`` in the folder of the run's
-            logs.
+        path: The file, ``.jsonl``, ``.csv`` or ``.parquet``; one that exists is replaced. By default
+            ``predictions.jsonl`` in the folder of the run's logs.
         fallback_dir: Folder for it if the run has no folder for logs.
     """
 
     def __init__(self, path: str | None = None, fallback_dir: str | None = None) -> None:
+        if path is not None and Path(path).suffix not in _WRITERS:
+            raise ValueError(f"path: got {path!r}: expected a file that ends in {', '.join(_WRITERS)}")
         self.path = path
         self.fallback_dir = fallback_dir
         self._records: list[Record] = []
@@ -77,7 +82,7 @@ class WritePredictions(Callback):
             return
         if trainer.is_global_zero:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
+            path.write_bytes(_WRITERS[path.suffix](records))
         rank_zero_info(f"{len(records):,} predictions: {path}")
 
     def _find_path(self, trainer: Trainer) -> Path:
@@ -87,6 +92,34 @@ class WritePredictions(Callback):
         has_folder = isinstance(logger, CSVLogger | TensorBoardLogger) or self.fallback_dir is None
         folder = trainer.log_dir if has_folder else self.fallback_dir  # log_dir is a broadcast, so on every rank
         return Path(folder or ".") / FILE_NAME
+
+
+def _format_jsonl(records: list[Record]) -> bytes:
+    return "".join(f"{json.dumps(record, ensure_ascii=False)}\n" for record in records).encode()
+
+
+def _format_csv(records: list[Record]) -> bytes:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(records[0]) if records else ["index", "prediction"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue().encode()
+
+
+def _format_parquet(records: list[Record]) -> bytes:
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(records), file)
+    return file.getvalue()
+
+
+_WRITERS: dict[str, Callable[[list[Record]], bytes]] = {
+    ".jsonl": _format_jsonl,
+    ".csv": _format_csv,
+    ".parquet": _format_parquet,
+}
 
 
 def _gather(part: tuple[str | None, list[Record]]) -> list[tuple[str | None, list[Record]]]:

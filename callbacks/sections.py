@@ -42,6 +42,19 @@ class Curve:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """Counts by row and column, such as those of a confusion matrix.
+
+    Args:
+        values: As many rows as columns.
+        labels: Of rows and columns.
+    """
+
+    values: Sequence[Sequence[float]]
+    labels: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plot:
     """What is drawn, apart from how.
 
@@ -50,20 +63,22 @@ class Plot:
         x_label: With the unit.
         y_label: With the unit.
         curves: In the order of the legend; of ``stacked``, from the bottom, over one and the same ``x``.
-        kind: Lines, areas upon each other, or a group of bars for each ``x``.
+        kind: Lines, areas upon each other, a group of bars for each ``x``, or a matrix of colors.
         spans: Stretches of ``x`` with a name, such as the phases of a step: ``(name, begin, end)``.
         log_x: Whether ``x`` has a logarithmic scale, of base 2.
         from_zero: Whether the scale of ``y`` begins at 0 where no value is below. Bars and layers need it.
+        matrix: Of kind ``matrix``, which has no curves.
     """
 
     title: str
     x_label: str
     y_label: str
     curves: Sequence[Curve]
-    kind: Literal["lines", "stacked", "bars"] = "lines"
+    kind: Literal["lines", "stacked", "bars", "matrix"] = "lines"
     spans: Sequence[tuple[str, float, float]] = ()
     log_x: bool = False
     from_zero: bool = True
+    matrix: Matrix | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from lit_fsdp.tensor_files import compute_fingerprint
 BASE = "base"  # in the metadata of a checkpoint: the model below its adapters
 LORA = "lora"  # there too: the settings of the adapters
 _PATTERNS = ("model*.safetensors", "*.json")  # not copies in other layouts
+_PROCESSOR = ("preprocessor_config.json", "processor_config.json", "config.json")
 
 
 def fetch_pretrained(pretrained: str, setting: str = "pretrained") -> None:
@@ -56,12 +57,30 @@ def fetch_config(pretrained: str) -> None:
     _fetch(pretrained, "pretrained", ("config.json",))
 
 
+def fetch_processor(pretrained: str) -> None:
+    """Download how a model wants its images, unless it is a folder or in the cache, without its weights.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    _fetch(pretrained, "processor", _PROCESSOR)
+
+
+def find_processor(pretrained: str) -> Path:
+    """Return the folder of what ``fetch_processor`` has fetched."""
+    return _find(pretrained, _PROCESSOR)
+
+
 def find_pretrained(pretrained: str) -> Path:
     """Return the folder of a model that is there or has been fetched."""
+    return _find(pretrained, _PATTERNS)
+
+
+def _find(pretrained: str, patterns: Sequence[str]) -> Path:
     folder = Path(pretrained).expanduser()
     if folder.is_dir():
         return folder
-    return Path(snapshot_download(pretrained, allow_patterns=list(_PATTERNS), local_files_only=True))
+    return Path(snapshot_download(pretrained, allow_patterns=list(patterns), local_files_only=True))
 
 
 def describe_base(pretrained: str, quantization: Quantization | None) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from lit_fsdp.random_state import collect_random_state, reseed, restore_random_s
 
 META = "meta.pt"  # everything that is not a tensor of model or optimizer: plain types, loads with weights_only
 LEAVES_OUT_FROZEN = "leaves_out_frozen"  # in meta: whether it holds only what trains
+EXTRA = "extra_state"  # tensors beside those of model and optimizers
 _RANDOM = "random_{rank}.pt"
 
 T = TypeVar("T")
@@ -107,7 +108,12 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: Path, model: nn.Module, optimizers: Sequence[Optimizer] = (), *, strict: bool = True
+    path: Path,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer] = (),
+    *,
+    strict: bool = True,
+    extra: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint folder into a sharded model and its optimizers; return the rest. All ranks must call it.
 
@@ -119,6 +125,7 @@ def load_checkpoint(
         model: Sharded as it shall be used from now on.
         optimizers: As many as were saved; empty loads the model alone.
         strict: Refuse a checkpoint that lacks parameters of the model or holds others.
+        extra: Tensors to fill with what was saved beside model and optimizers, if anything was.
 
     Raises:
         ValueError: It is not complete, damaged, or of another model or number of optimizers; on all ranks.
@@ -142,6 +149,8 @@ def load_checkpoint(
         names = _list_state_names(state[f"optimizer_{i}"])
         present = {key.removeprefix(f"optimizer_{i}.state.") for key in stored}
         check_same_optimizer(path, optimizer, (name for name in names if name not in present))
+    if any(key.startswith(f"{EXTRA}.") for key in stored):
+        state[EXTRA] = {n: value for n, value in (extra or {}).items() if f"{EXTRA}.{n}" in stored}
     # Without strict, parameters that are not stored keep their values.
     state["state_dict"] = {n: value for n, value in state["state_dict"].items() if f"state_dict.{n}" in stored}
     with _as_plain_errors("read", path):

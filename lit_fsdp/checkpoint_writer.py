@@ -17,7 +17,15 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lit_fsdp.checkpoint import LEAVES_OUT_FROZEN, agree, get_trained_state, join_states, save_checkpoint, to_plain
+from lit_fsdp.checkpoint import (
+    EXTRA,
+    LEAVES_OUT_FROZEN,
+    agree,
+    get_trained_state,
+    join_states,
+    save_checkpoint,
+    to_plain,
+)
 from lit_fsdp.random_state import collect_random_state
 from lit_fsdp.single_file import gather_model_state, gather_optimizer_state, save_single_file
 
@@ -112,8 +120,10 @@ class CheckpointWriter:
             RuntimeError: This save, or the one that was in flight, failed.
         """
         self.wait()
-        tensors = ("state_dict", "optimizer_states")
+        tensors = ("state_dict", "optimizer_states", EXTRA)
         state = join_states(checkpoint["state_dict"], checkpoint.get("optimizer_states", []))
+        if EXTRA in checkpoint:
+            state[EXTRA] = checkpoint[EXTRA]
         meta = {key: value for key, value in checkpoint.items() if key not in tensors}
         meta[LEAVES_OUT_FROZEN] = self._leaves_out_frozen
         if missing := self._find_missing_bytes(path, state):

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
 from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar as LightningProgressBar
 
 from lit_fsdp.callbacks import (
+    ClassReport,
     MemoryLogger,
     OOMReport,
     Preemption,
@@ -64,6 +65,8 @@ def choose_callbacks(defaults: Defaults, trainer: Mapping[str, Any], given: Sequ
     if trainer["enable_checkpointing"] is not False and not is_trying and not _has(given, Checkpoint):
         # A copy would be a second full checkpoint.
         chosen.append(ModelCheckpoint(save_last="link"))
+    if defaults.command != "predict" and defaults.monitoring and not _has(given, ClassReport):
+        chosen.append(ClassReport(fallback_dir=str(defaults.run_root)))
     if defaults.command == "fit" and defaults.monitoring:
         chosen += [callback for callback in _build_monitoring(defaults) if not _has(given, type(callback))]
     return chosen

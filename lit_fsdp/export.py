@@ -194,7 +194,7 @@ def _find_stored_name(name: str, aliases: Mapping[str, list[str]], stored: Store
 
 def _export_adapter(stored: StoredCheckpoint, out: Path, base: Path | None, dtype: Dtype) -> Exported:
     weights = AdaptedWeights(stored)
-    opened: Any = nullcontext() if base is None else BaseWeights(base, build_on_meta(stored))
+    opened: Any = nullcontext() if base is None else BaseWeights(base, build_on_meta(stored), weights.trained)
     with opened as base_weights, make_beside(out) as folder:
         wanted = None if dtype == "keep" else getattr(torch, dtype)
         num_parameters, num_bytes = write_adapter(folder, weights, base_weights, wanted)
@@ -228,7 +228,7 @@ def _export_merged(
     is_untied = any(len(names) > 1 and name in weights.changed for name, names in find_aliases(tied).items())
     changes: dict[str, Any] = {"tie_word_embeddings": False} if is_untied else {}
     model = build_on_meta(stored, **changes)
-    with BaseWeights(base, tied) as base_weights, make_beside(out) as folder:
+    with BaseWeights(base, tied, weights.trained) as base_weights, make_beside(out) as folder:
         state = model.state_dict()
         dtypes = {name: _choose_dtype(base_weights.get_dtype(name), dtype) for name in list_saved_names(model)}
         parts = plan_parts(model, {name: state[name].to(wanted) for name, wanted in dtypes.items()})

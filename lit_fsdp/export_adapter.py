@@ -36,7 +36,7 @@ def describe_adapters(model: PreTrainedModel, lora: LoRA, base_model: str | None
     config.modules_to_save = _name_saved(model, lora) or None
     config.base_model_name_or_path = base_model
     config.inference_mode = True
-    config.task_type = "CAUSAL_LM"
+    config.task_type = "CAUSAL_LM" if model.can_generate() else None
     config.init_lora_weights = True  # another one would change the base when it is loaded
     with tempfile.TemporaryDirectory() as name:
         config.save_pretrained(name)

@@ -6,6 +6,7 @@ adapter is merged as peft does it. The host holds the tensors of one conversion,
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,12 +41,13 @@ class BaseWeights:
     Args:
         folder: Of its files.
         model: On the meta device, in which tied parameters are tied.
+        replaced: Names of tensors that were trained in full, which files may lack, such as a classification head.
 
     Raises:
         ValueError: The files do not fit the model.
     """
 
-    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+    def __init__(self, folder: Path, model: PreTrainedModel, replaced: Collection[str] = ()) -> None:
         self.folder = folder
         self._model = model
         self._files = QuantizedFiles(folder)
@@ -53,7 +55,7 @@ class BaseWeights:
         conversions, _ = plan_conversions(model, self._files.tensors, state)
         self._by_name = {name: conversion for conversion in conversions for name in conversion.shapes}
         self._aliases = find_aliases(model)
-        if missing := [name for name in state if self._find(name) is None]:
+        if missing := [name for name in state if self._find(name) is None and name not in replaced]:
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise ValueError(f"base: {folder} lacks {', '.join(missing[:5])}{more}: it is no {type(model).__name__}")
 
@@ -67,8 +69,13 @@ class BaseWeights:
         self._files.__exit__(kind, error, trace)
 
     def get_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which a tensor, or what it is made of, is stored, or was before it was quantized."""
-        return self._files.get_dtype(self._get(name)[1].sources[0][1])
+        """Return the dtype in which a tensor, or what it is made of, is stored, or was before it was quantized.
+
+        Of one that is not there, it is that of the first one.
+        """
+        found = self._find(name)
+        conversion = next(iter(self._by_name.values())) if found is None else self._by_name[found]
+        return self._files.get_dtype(conversion.sources[0][1])
 
     def read(self, name: str) -> Tensor:
         """Return a tensor in the dtype in which it is stored, a quantized one in that which it had before."""

@@ -9,6 +9,8 @@ from typing import Any
 
 from lit_fsdp.base_model import BASE
 
+_TAGS = {"ForCausalLM": "text-generation", "ForImageClassification": "image-classification"}
+
 
 def write_model_card(
     name: str,
@@ -37,7 +39,7 @@ def write_model_card(
     base = meta.get(BASE)
     head = ["---", f"library_name: {'peft' if is_adapter else 'transformers'}"]
     head += [f"base_model: {base['name']}"] if base is not None else []
-    head += ["pipeline_tag: text-generation"] if architecture.endswith("ForCausalLM") else []
+    head += [f"pipeline_tag: {tag}" for ending, tag in _TAGS.items() if architecture.endswith(ending)]
     what = f"Adapters of {architecture}" if is_adapter else architecture
     lines = [
         *head,
@@ -48,7 +50,7 @@ def write_model_card(
         f"{what}, {num_parameters:,} parameters in {dtype}, from step {step:,}{after}. Trained with lit_fsdp.",
     ]
     if is_adapter and base is not None:
-        lines += _explain_loading(name, base)
+        lines += _explain_loading(name, base, architecture)
     if metrics := _read_metrics(run, step):
         lines += ["", "## Metrics", "", "| metric | value | step |", "|---|---|---|"]
         lines += [f"| {key} | {value:.6g} | {at:,} |" for key, (value, at) in sorted(metrics.items())]
@@ -57,10 +59,14 @@ def write_model_card(
     return "\n".join(lines) + "\n"
 
 
-def _explain_loading(name: str, base: Mapping[str, Any]) -> list[str]:
+def _explain_loading(name: str, base: Mapping[str, Any], architecture: str) -> list[str]:
     """Return how to load adapters over the same weights that they were trained over."""
     options = f'"{base["name"]}"'
-    imports, quantization = "AutoModelForCausalLM", base["quantization"]
+    auto, quantization = "AutoModelForCausalLM", base["quantization"]
+    if architecture.endswith("ForImageClassification"):
+        auto = "AutoModelForImageClassification"
+        options += ", num_labels=num_labels, ignore_mismatched_sizes=True"
+    imports = auto
     lines = ["", "## Loading", "", "```python", "from peft import PeftModel"]
     setup: list[str] = []
     if quantization is not None:
@@ -73,8 +79,12 @@ def _explain_loading(name: str, base: Mapping[str, Any]) -> list[str]:
             arguments += f"bnb_4bit_use_double_quant={is_double}, bnb_4bit_compute_dtype=torch.bfloat16"
             lines.insert(-1, "import torch")
         setup = [f"quantization = BitsAndBytesConfig({arguments})"]
-    lines += [f"from transformers import {imports}", "", *setup]
-    lines += [f"model = AutoModelForCausalLM.from_pretrained({options})"]
+    lines += [f"from transformers import {imports}", ""]
+    if "num_labels" in options:
+        setup = ["import json", "", f'num_labels = len(json.load(open("{name}/classes.json")))', *setup]
+    if setup:
+        lines += setup
+    lines += [f"model = {auto}.from_pretrained({options})"]
     lines += [f'model = PeftModel.from_pretrained(model, "{name}")', "```"]
     if quantization is not None:
         lines += ["", "They were trained over the base model with its weights quantized like this."]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -85,7 +85,11 @@ class Optimizer:
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], settings: Optimizer, *, is_scaled: bool = False
+    parameters: Iterable[nn.Parameter],
+    settings: Optimizer,
+    *,
+    is_scaled: bool = False,
+    rate_factors: Mapping[nn.Parameter, float] | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of the trainable parameters; without collectives.
 
@@ -93,6 +97,7 @@ def build_optimizer(
         parameters: As they will be trained, sharded or whole.
         settings: Which optimizer.
         is_scaled: Whether float16 losses are scaled, so that steps are skipped when gradients overflow.
+        rate_factors: What the learning rate of a parameter is multiplied with, where that is not 1.
 
     Raises:
         ValueError: The settings cannot work with these parameters.
@@ -102,11 +107,13 @@ def build_optimizer(
     trainable = [p for p in parameters if p.requires_grad]
     for parameter in trainable:
         settings.check_device(parameter.device)
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    groups: list[dict[str, Any]] = []
+    factors = rate_factors or {}
+    for factor in sorted({factors.get(p, 1.0) for p in trainable}, reverse=True):
+        for decay, is_decayed in ((settings.weight_decay, True), (0.0, False)):
+            members = [p for p in trainable if factors.get(p, 1.0) == factor and (p.ndim >= 2) is is_decayed]
+            if members:
+                groups.append({"params": members, "weight_decay": decay, "lr": settings.learning_rate * factor})
     if settings.name == "adafactor":
         return Adafactor(groups, lr=settings.learning_rate)
     options: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}

@@ -107,6 +107,8 @@ class FSDP2Strategy(ParallelStrategy):
             compile=compile,
         )
         self.prints_plan = print_plan
+        self.checkpoint_format = checkpoint_format
+        self.extra_state: dict[str, Tensor] = {}  # filled on loading with what on_save_checkpoint put under this name
         self._writer = CheckpointWriter(
             checkpoint_format=checkpoint_format,
             save_frozen=save_frozen,
@@ -308,7 +310,7 @@ class FSDP2Strategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         path = Path(self.broadcast(str(checkpoint_path)))
-        load = load_single_file if path.is_file() else load_checkpoint
+        load = load_single_file if path.is_file() else partial(load_checkpoint, extra=self.extra_state)
         meta = load(path, self.lightning_module, self.optimizers, strict=self.lightning_module.strict_loading)
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._restore_random = find_random_state(path, self.global_rank, self.world_size)

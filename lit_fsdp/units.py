@@ -259,6 +259,8 @@ def _add_ends(modules: dict[str, nn.Module], found: Iterable[Unit], units: Units
     """Add embeddings and heads, which the model names itself, where they are in no unit yet; in module order."""
     found = list(found)
     embeddings = _find_ends(modules, "", "get_input_embeddings") if units.own_embeddings else []
+    # Of images, it is a small convolution inside of what also adds positions.
+    embeddings = [name for name in embeddings if isinstance(modules[name], nn.Embedding)]
     heads = _find_ends(modules, "", "get_output_embeddings")
     kinds: dict[str, Kind] = dict.fromkeys(heads, "head")
     kinds |= dict.fromkeys(embeddings, "embedding")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,9 @@ def init_weights(model: nn.Module, seed: int) -> None:
     _refuse_unset_buffers(model)
 
 
-def load_weights(model: nn.Module, folder: Path, *, seed: int = 0) -> None:
+def load_weights(
+    model: nn.Module, folder: Path, *, seed: int = 0, new: Collection[str] = (), takes_part: bool = False
+) -> list[str]:
     """Read this rank's rows of every tensor from a folder of safetensors, and rebuild what is not stored.
 
     Files of a Transformers model may have all names and layouts that Transformers itself loads: of older releases,
@@ -93,7 +95,12 @@ def load_weights(model: nn.Module, folder: Path, *, seed: int = 0) -> None:
         model: Materialized, sharded or not. Unless it is a model of Transformers, the names in the files must be
             those in the model. All ranks must call it if weights are quantized twice or adapters made of them.
         folder: Holds ``model.safetensors`` or ``model.safetensors.index.json`` with its parts.
-        seed: For adapters, the same on all ranks.
+        seed: For adapters and ``new``, the same on all ranks.
+        new: Modules that get random values whatever the files hold for them, such as another classification head.
+        takes_part: Let files hold tensors that the model has no use for, such as those of a text encoder.
+
+    Returns:
+        The names of those tensors.
 
     Raises:
         ValueError: Files or tensors are missing, unknown to the model, or of another shape.
@@ -106,9 +113,12 @@ def load_weights(model: nn.Module, folder: Path, *, seed: int = 0) -> None:
             conversions, unknown = plan_conversions(model, files.tensors, targets)
         except ValueError as error:
             raise ValueError(f"{folder} does not fit {_name_class(model)}: {error}") from error
-        optional = _check_names(model, conversions, unknown, targets, folder)
+        drawn = {name for name in targets if name.rpartition(".")[0] in new}
+        conversions = [conversion for conversion in conversions if drawn.isdisjoint(conversion.shapes)]
+        unused = unknown if takes_part else []
+        absent = _check_names(model, conversions, [] if takes_part else unknown, targets, folder, drawn)
         _check_shapes(conversions, files, targets)
-        _init_unstored(model, optional)
+        _init_unstored(model, absent, seed)
         filled: dict[int, Conversion] = {}
         for conversion in conversions:
             before = filled.setdefault(id(targets[conversion.first_target].target), conversion)
@@ -123,6 +133,7 @@ def load_weights(model: nn.Module, folder: Path, *, seed: int = 0) -> None:
                 targets[name].finish()
         _init_adapters(model, seed)
     _refuse_unset_buffers(model)
+    return unused
 
 
 def _group_modules(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
@@ -223,14 +234,19 @@ def _refuse_unset_buffers(model: nn.Module) -> None:
 
 
 def _check_names(
-    model: nn.Module, conversions: list[Conversion], unknown: list[str], targets: dict[str, OwnRows], folder: Path
+    model: nn.Module,
+    conversions: list[Conversion],
+    unknown: list[str],
+    targets: dict[str, OwnRows],
+    folder: Path,
+    drawn: Collection[str],
 ) -> list[str]:
     """Return the names that files may lack and do lack; refuse all others that do not fit."""
     made = {name for conversion in conversions for name in conversion.shapes}
     filled = {id(targets[name].target) for name in made & targets.keys()}
     absent = sorted(name for name, rows in targets.items() if id(rows.target) not in filled)
     patterns = find_optional(model)
-    optional = [name for name in absent if any(pattern.search(name) for pattern in patterns)]
+    optional = [name for name in absent if name in drawn or any(pattern.search(name) for pattern in patterns)]
     missing = [name for name in absent if name not in optional]
     strange = sorted([*unknown, *(made - targets.keys())])
     for what, names in (("lacks", missing), ("has tensors unknown to the model:", strange)):
@@ -256,7 +272,7 @@ def _check_kind(stored: StoredTensor, name: str, dtype: torch.dtype) -> None:
         raise ValueError(f"{stored.path}: {name} is made of {stored.dtype}, which cannot be cast to {dtype}")
 
 
-def _init_unstored(model: nn.Module, optional: list[str]) -> None:
+def _init_unstored(model: nn.Module, optional: list[str], seed: int) -> None:
     """Set what files do not hold, as its module does it: buffers such as rotary frequencies, and ``optional``."""
     owners = _find_initializers(model)
     rows = {id(rows.target): rows for rows in find_rows(model).values()} if optional else {}
@@ -264,7 +280,7 @@ def _init_unstored(model: nn.Module, optional: list[str]) -> None:
     with torch.random.fork_rng(devices=[]):
         for unit in _group_modules(model):
             if unstored := [(name, module) for name, module in unit if clean_name(name) in holders]:
-                _init_unit(unstored, owners, 0, rows)
+                _init_unit(unstored, owners, seed, rows)
             for name, module in unit:
                 if module._non_persistent_buffers_set and clean_name(name) not in holders:
                     _init_buffers(name, module, owners)

@@ -3,5 +3,18 @@
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.tasks.base import Schedule, Task
 from lit_fsdp.tasks.causal_lm import CausalLM, TextData, TrainTokenizer
+from lit_fsdp.tasks.image_classification import Augmentation, ImageClassification, ImageData, Mixing, Pixels
 
-__all__ = ["CausalLM", "Optimizer", "Schedule", "Task", "TextData", "TrainTokenizer"]
+__all__ = [
+    "Augmentation",
+    "CausalLM",
+    "ImageClassification",
+    "ImageData",
+    "Mixing",
+    "Optimizer",
+    "Pixels",
+    "Schedule",
+    "Task",
+    "TextData",
+    "TrainTokenizer",
+]

@@ -256,7 +256,7 @@ class Task(LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log what is known of the step; the norm is that before clipping."""
         values = {
-            "train/learning_rate": optimizer.param_groups[0]["lr"],
+            "train/learning_rate": max(group["lr"] for group in optimizer.param_groups),
             "train/grad_norm": self.find_grad_norm(),
         }
         if self._step_loss is not None:
@@ -320,11 +320,18 @@ class Task(LightningModule):
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        optimizer = build_optimizer(self.parameters(), self.optimizer_settings, is_scaled=is_scaled)
+        factors = self.find_rate_factors()
+        optimizer = build_optimizer(
+            self.parameters(), self.optimizer_settings, is_scaled=is_scaled, rate_factors=factors
+        )
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": self._build_schedule(optimizer), "interval": "step"},
         }
+
+    def find_rate_factors(self) -> Mapping[nn.Parameter, float]:
+        """Return what the learning rate of a parameter is multiplied with, where that is not 1."""
+        return {}
 
     def _build_schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         settings = self.schedule

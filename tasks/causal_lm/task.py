@@ -30,14 +30,14 @@ from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation,
 from lit_fsdp.tasks.causal_lm.export_files import collect_export_files
 from lit_fsdp.tasks.causal_lm.masks import keep_branches, needs_mask
 from lit_fsdp.tasks.causal_lm.packing import IGNORED
-from lit_fsdp.tasks.causal_lm.pretrained import (
+from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id
+from lit_fsdp.tasks.pretrained import (
     check_base,
     check_lora,
     choose_quantization,
     drop_quantization,
     plan_quantization,
 )
-from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id
 from lit_fsdp.weights import init_weights, load_weights
 
 

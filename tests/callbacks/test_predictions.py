@@ -100,3 +100,25 @@ def test_two_ranks_predict_from_the_checkpoint_of_a_run(tmp_path: Path, monkeypa
         assert all(isinstance(row["prediction"], str) for row in found)
     first, second = (Path(f"runs/chat/version_{k}/predictions.jsonl").read_text() for k in (1, 2))
     assert first == second
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_table_holds_the_same_as_lines(suffix: str, tmp_path: Path) -> None:
+    import pandas as pd  # type: ignore[import-untyped]
+
+    outputs = [
+        {"index": [1], "prediction": ['a "b",\nc'], "probability": [0.25]},
+        {"index": [0], "prediction": [None], "probability": [None]},
+    ]
+    path = tmp_path / f"out{suffix}"
+    predict(outputs, WritePredictions(path=str(path)), tmp_path)
+    table = pd.read_csv(path) if suffix == ".csv" else pd.read_parquet(path)
+    assert table["index"].tolist() == [0, 1]
+    assert table["prediction"].isna().tolist() == [True, False]
+    assert table["prediction"][1] == 'a "b",\nc'
+    assert table["probability"][1] == 0.25
+
+
+def test_a_file_of_another_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"path: got 'out\.txt': expected .* \.jsonl, \.csv, \.parquet"):
+        WritePredictions(path="out.txt")

@@ -1,0 +1,116 @@
+"""Which classes a classifier finds, and which it takes for which."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from lit_fsdp.callbacks.plots import write_png
+from lit_fsdp.callbacks.readings import find_run_folder, is_trial
+from lit_fsdp.callbacks.sections import Matrix, Plot, Section, Table
+
+_MAX_ROWS = 20  # in tables of the report; files have all
+
+
+class ClassReport(Callback):
+    """Write how well each class was found, and the confusion matrix, after every evaluation of a classifier.
+
+    Leaves ``classes_val.csv`` or ``classes_test.csv`` and ``confusion_val.png`` or ``confusion_test.png`` in the run's
+    folder, and a section in the report of ``fit``. Reads ``evaluation`` and ``class_names`` of the LightningModule, as
+    ``ImageClassification`` has them; does nothing for others.
+
+    Args:
+        fallback_dir: Folder for the files if the run has none of its own, which it has with TensorBoardLogger or
+            CSVLogger.
+    """
+
+    def __init__(self, fallback_dir: str | None = None) -> None:
+        self.fallback_dir = fallback_dir
+        self._last: tuple[str, Any, list[str]] | None = None
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._write(trainer, pl_module, "val")
+
+    @override
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._write(trainer, pl_module, "test")
+
+    def _write(self, trainer: Trainer, module: Any, stage: str) -> None:
+        evaluation = getattr(module, "evaluation", {}).get(stage)
+        if evaluation is None or is_trial(trainer):
+            return
+        folder = find_run_folder(trainer, self.fallback_dir)
+        if not trainer.is_global_zero:
+            return
+        self._last = (stage, evaluation, list(module.class_names))
+        folder.mkdir(parents=True, exist_ok=True)
+        write_classes(folder / f"classes_{stage}.csv", evaluation, module.class_names)
+        if evaluation.confusion is not None:
+            write_png(_draw(evaluation, module.class_names, stage), folder / f"confusion_{stage}.png")
+        if stage == "test":
+            rank_zero_info(f"classes: {folder / f'classes_{stage}.csv'}")
+
+    def make_section(self) -> Section | None:
+        """Return the last evaluation: the classes found worst, what they were taken for, and the matrix."""
+        if self._last is None:
+            return None
+        stage, evaluation, names = self._last
+        worst = sorted((a, name) for a, name in zip(evaluation.class_accuracy, names, strict=True) if not math.isnan(a))
+        rows = [[name, f"{100 * accuracy:.1f}"] for accuracy, name in worst[:_MAX_ROWS]]
+        tables = [Table(title="Classes, worst first", columns=["class", "accuracy in %"], rows=rows)]
+        numbers = {"stage": stage, "num_images": evaluation.num_images, **evaluation.values}
+        numbers["class_accuracy_pct"] = evaluation.values["class_accuracy_pct"]
+        plots = []
+        if evaluation.confusion is not None:
+            tables.append(_list_mistakes(evaluation.confusion, names))
+            plots.append(_draw(evaluation, names, stage))
+        note = f"{evaluation.num_images:,} images of {stage}, each counted once."
+        return Section(title="Classes", name="classes", numbers=numbers, tables=tables, plots=plots, notes=[note])
+
+
+def write_classes(path: Path, evaluation: Any, names: list[str]) -> None:
+    """Write a table with a row for each class: its accuracy, and what it was taken for.
+
+    Args:
+        path: A ``.csv`` file; one that exists is replaced.
+        evaluation: With ``class_accuracy`` and ``confusion``.
+        names: Of the classes.
+    """
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        has_matrix = evaluation.confusion is not None
+        writer.writerow(["class", "accuracy_pct", *([f"taken for {name}" for name in names] if has_matrix else [])])
+        for i, (name, accuracy) in enumerate(zip(names, evaluation.class_accuracy, strict=True)):
+            shown = "" if math.isnan(accuracy) else f"{100 * accuracy:.2f}"
+            writer.writerow([name, shown, *(evaluation.confusion[i] if has_matrix else [])])
+
+
+def _list_mistakes(confusion: list[list[int]], names: list[str]) -> Table:
+    found = [
+        (count, names[i], names[j])
+        for i, row in enumerate(confusion)
+        for j, count in enumerate(row)
+        if count and i != j
+    ]
+    found.sort(key=lambda mistake: -mistake[0])
+    rows = [[f"{real} taken for {guess}", f"{count:,}"] for count, real, guess in found[:_MAX_ROWS]]
+    return Table(title="Most frequent mistakes", columns=["what", "images"], rows=rows)
+
+
+def _draw(evaluation: Any, names: list[str], stage: str) -> Plot:
+    return Plot(
+        title=f"Confusion matrix of {stage}",
+        x_label="taken for",
+        y_label="class",
+        curves=[],
+        kind="matrix",
+        matrix=Matrix(values=evaluation.confusion, labels=names),
+    )

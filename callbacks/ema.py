@@ -1,0 +1,152 @@
+"""An exponential moving average of the weights, in the same shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
+
+from lit_fsdp.shard_optimizer import to_local
+from lit_fsdp.strategy import FSDP2Strategy
+
+
+class EMA(Callback):
+    """Keep a moving average of the weights that train: it is validated, saved, tested and exported in their place.
+
+    Each rank averages its own shards, so nothing is sent. The average takes 4 bytes for each parameter of the shard, in
+    ``float32`` also where weights are not. Checkpoints hold the average as the weights, and beside it the weights that
+    training goes on with, at any number of ranks.
+
+    Args:
+        decay: How much of the average stays in a step: 0.999 averages over about 1,000 steps.
+        warmup: Begin with less, (1 + step) / (10 + step), so that the first weights are soon forgotten.
+    """
+
+    def __init__(self, decay: float = 0.999, warmup: bool = True) -> None:
+        if not 0 < decay < 1:
+            raise ValueError(f"decay: got {decay}: expected above 0, below 1, such as 0.999")
+        self.decay, self.warmup = decay, warmup
+        self._averages: dict[str, Tensor] = {}
+        self._num_updates = self._last_step = 0
+        self._kept: list[Tensor] | None = None  # what is to come back after an evaluation of the average
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        strategy = trainer.strategy
+        if not isinstance(strategy, FSDP2Strategy):  # a setting, not a type in code
+            name = type(strategy).__name__
+            raise ValueError(f"EMA: got {name}: it needs FSDP2Strategy; set trainer.strategy to fsdp2")  # noqa: TRY004
+        if strategy.checkpoint_format != "sharded":
+            raise ValueError("EMA: checkpoints of a single file have no place for it; set checkpoint_format to sharded")
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin with the weights as they are; a checkpoint is loaded after this."""
+        assert isinstance(trainer.strategy, FSDP2Strategy)
+        trained = _find_trained(pl_module)
+        self._averages = {name: p.detach().to(torch.float32, copy=True) for name, p in trained.items()}
+        self._num_updates, self._last_step = 0, trainer.global_step
+        trainer.strategy.extra_state = self._averages
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._last_step = trainer.global_step
+
+    @override
+    @torch.no_grad()
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self._last_step:  # a micro-batch without a step
+            return
+        self._last_step = trainer.global_step
+        decay = min(self.decay, (1 + self._num_updates) / (10 + self._num_updates)) if self.warmup else self.decay
+        self._num_updates += 1
+        averages, weights = self._list_pairs(pl_module)
+        torch._foreach_lerp_(averages, [weight.float() for weight in weights], 1 - decay)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._averages and not trainer.sanity_checking:
+            self._show(pl_module)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._hide(pl_module)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._hide(pl_module)
+
+    @override
+    @torch.no_grad()
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if not self._averages:
+            return
+        trained = _find_trained(pl_module)
+        stored = checkpoint["state_dict"]
+        checkpoint["extra_state"] = {name: stored[name].detach().float() for name in trained}
+        average = {name: self._averages[name].to(parameter.dtype) for name, parameter in trained.items()}
+        checkpoint["state_dict"] = {**stored, **average}
+
+    @override
+    @torch.no_grad()
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Take the average for the average again, and go on with the weights that lay beside it."""
+        if not self._averages:  # no training: the average stays
+            return
+        is_stored = self.state_key in checkpoint.get("callbacks", {})
+        for average, weight in zip(*self._list_pairs(pl_module), strict=True):
+            loaded = weight.float().clone()  # the average, or what a run without one has saved
+            if is_stored:
+                weight.copy_(average)  # where the strategy has put what lay beside
+            average.copy_(loaded)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_updates": self._num_updates}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._num_updates = state_dict["num_updates"]
+
+    @torch.no_grad()
+    def _show(self, module: nn.Module) -> None:
+        _reshard(module)
+        averages, weights = self._list_pairs(module)
+        self._kept = [weight.clone() for weight in weights]
+        torch._foreach_copy_(weights, averages)
+
+    @torch.no_grad()
+    def _hide(self, module: nn.Module) -> None:
+        if self._kept is not None:
+            _reshard(module)
+            torch._foreach_copy_(self._list_pairs(module)[1], self._kept)
+            self._kept = None
+
+    def _list_pairs(self, module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+        """Return this rank's parts of the averages and of the weights, which share memory with them."""
+        trained = _find_trained(module)
+        return [to_local(self._averages[n]) for n in trained], [to_local(p.detach()) for p in trained.values()]
+
+
+def _reshard(module: nn.Module) -> None:
+    """Let go of gathered parameters: the root keeps them after a forward without backward, with the old values."""
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+def _find_trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return what trains, by the names that checkpoints have."""
+    return {_drop_wrapper(name): p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _drop_wrapper(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != "_checkpoint_wrapped_module")

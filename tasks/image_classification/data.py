@@ -1,0 +1,371 @@
+"""Labelled images: folders, manifests, tar shards, data sets of Hugging Face, scikit-learn's digits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lit_fsdp.tasks.image_classification.augmentation import Augmentation
+from lit_fsdp.tasks.image_classification.metrics import IGNORED
+from lit_fsdp.tasks.image_classification.preprocessing import Pixels, Preprocessing, load_processor
+from lit_fsdp.tasks.image_classification.sources import (
+    DIGITS,
+    BadImageError,
+    Fields,
+    Images,
+    Split,
+    find_images,
+    sort_labels,
+)
+from lit_fsdp.tasks.loading import PADDING, GlobalSampler, ResumableLoader, build_eval_loader, build_train_loader
+
+Batch = dict[str, Any]
+
+HELD_OUT_SEED = 0  # not the seed setting: runs with other seeds are compared on the same images
+_SPLITS_OF_STAGE: dict[str | None, tuple[Split, ...]] = {
+    "fit": ("train", "validation"),
+    "validate": ("validation",),
+    "test": ("test",),
+    "predict": ("predict",),
+    None: ("train", "validation", "test", "predict"),
+}
+
+
+class ImageData(LightningDataModule):
+    """Images with one class each, for a classifier.
+
+    A source is a folder with one folder of images for each class, a ``.csv``, ``.jsonl`` or ``.parquet`` manifest with
+    paths (Parquet also with the images themselves), tar shards in the layout of WebDataset (a file, a folder of them,
+    or a pattern such as ``data-{000..012}.tar``), a folder written by ``datasets.save_to_disk``, a data set on the Hub
+    as ``org/name`` or ``org/name:config``, or ``digits``: the 1,797 handwritten digits of scikit-learn, without a
+    download.
+
+    Evaluation counts every image once at any number of ranks. What the model sees there is made by an image processor
+    of Transformers, which is exported with the model.
+
+    Args:
+        train: Source to train on.
+        validation: Source to validate on.
+        test: Source to test on.
+        predict: Source of images to classify; labels are not needed. A folder may hold the images themselves.
+        validation_fraction: Without ``validation``, hold out this share of the training images, always the same.
+        train_split: Which split of a data set to train on, such as ``train[:1%]``; ``train`` if not given.
+        validation_split: The same for ``validation``; ``validation`` if not given.
+        test_split: The same for ``test``; ``test`` if not given.
+        predict_split: The same for ``predict``; ``test`` if not given.
+        image_field: Column of manifests and data sets with the image, or its path relative to the manifest.
+        label_field: Column with its class.
+        classes: Names of the classes in the order of the model's outputs. By default those of the training data: as a
+            data set has them, else numbers by value and names by alphabet.
+        processor: How images become numbers: name or folder of the model whose processor to use, or ``Pixels``.
+        augmentation: How training images are changed; ``null`` does not. By default crops and flips.
+        bad_images: ``error`` stops at the first image that cannot be decoded; ``skip`` names it and counts it nowhere.
+        batch_size: Images in a micro-batch of one rank.
+        eval_batch_size: The same for validation, test and prediction; ``batch_size`` if not given.
+        num_workers: Processes per rank that read ahead; 0 reads in the main process.
+        shuffle: Train in a new order each epoch, the same for any number of ranks.
+        seed: Of that order, and of augmentation.
+    """
+
+    def __init__(
+        self,
+        *,
+        train: str | None = None,
+        validation: str | None = None,
+        test: str | None = None,
+        predict: str | None = None,
+        validation_fraction: float = 0.0,
+        train_split: str | None = None,
+        validation_split: str | None = None,
+        test_split: str | None = None,
+        predict_split: str | None = None,
+        image_field: str = "image",
+        label_field: str = "label",
+        classes: list[str] | None = None,
+        processor: str | Pixels = Pixels(),  # noqa: B008  frozen, and shown by --help
+        augmentation: Augmentation | None = Augmentation(),  # noqa: B008  likewise
+        bad_images: Literal["error", "skip"] = "error",
+        batch_size: int = 32,
+        eval_batch_size: int | None = None,
+        num_workers: int = 2,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.sources: dict[Split, tuple[str | None, str | None]] = {
+            "train": (train, train_split),
+            "validation": (validation, validation_split),
+            "test": (test, test_split),
+            "predict": (predict, predict_split),
+        }
+        self.validation_fraction = validation_fraction
+        self.fields = Fields(image=image_field, label=label_field)
+        self.given_classes = classes
+        self.processor_setting = processor
+        self.augmentation = augmentation
+        self.skips_bad_images = bad_images == "skip"
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
+        self.num_workers = num_workers
+        self.shuffle, self.seed = shuffle, seed
+        self._check(eval_batch_size)
+        self._images: dict[Split, Images] = {}
+        self._classes: list[str] | None = None
+        self._preprocessing: Preprocessing | None = None
+
+    def _check(self, eval_batch_size: int | None) -> None:
+        sizes = {"batch_size": self.batch_size, "eval_batch_size": eval_batch_size, "num_workers": self.num_workers}
+        for name, value in sizes.items():
+            least = 0 if name == "num_workers" else 1
+            if value is not None and value < least:
+                raise ValueError(f"{name}: got {value}: expected {least} or more")
+        for split, (source, split_name) in self.sources.items():
+            if source is None and split_name is not None:
+                raise ValueError(f"{split}_split: not used, as {split} names no data set; leave it out")
+        if not 0 <= self.validation_fraction < 1:
+            raise ValueError(
+                f"validation_fraction: got {self.validation_fraction}: expected 0 to below 1, such as 0.05"
+            )
+        if self.validation_fraction and self.sources["validation"][0] is not None:
+            raise ValueError("validation_fraction: not used, as validation names a source; leave one of them out")
+        if self.given_classes is not None and (
+            len(set(self.given_classes)) != len(self.given_classes) or not self.given_classes
+        ):
+            raise ValueError(f"classes: got {self.given_classes}: expected names, each once")
+        if isinstance(self.processor_setting, Pixels):
+            self.processor_setting.check()
+        if self.augmentation is not None:
+            self.augmentation.check()
+
+    # What a task asks
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes; there are some once ``setup`` has run."""
+        if self._classes is None:
+            raise RuntimeError("the classes are found in setup(); call that first")
+        return self._classes
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How images become numbers. Loads the processor when it is first asked for."""
+        if self._preprocessing is None:
+            self._preprocessing = Preprocessing(load_processor(self.processor_setting), self.augmentation)
+        return self._preprocessing
+
+    def count_classes(self) -> int | None:
+        """Return how many classes there will be, if that is known without reading data."""
+        if self.given_classes is not None:
+            return len(self.given_classes)
+        return 10 if self.sources["train"][0] == DIGITS else None
+
+    def make_example_batch(self) -> Batch:
+        """Return a micro-batch of the size that training has, without reading data."""
+        height, width = self.preprocessing.size
+        pixels = torch.zeros(self.batch_size, 3, height, width)
+        return {"pixel_values": pixels, "labels": torch.zeros(self.batch_size, dtype=torch.int64)}
+
+    # Life cycle
+
+    def setup(self, stage: str | None = None) -> None:
+        """Find the images that a stage needs, and the classes; none is decoded."""
+        if stage == "fit" and self.sources["train"][0] is None:
+            raise ValueError("train: not set; name a folder, a manifest, tar shards, a data set, or digits")
+        for split in _SPLITS_OF_STAGE[stage]:
+            self._find(self._name_source(split))
+        if self._classes is None:
+            self._classes = self.given_classes or self._find_classes()
+        for split, images in self._images.items():
+            self._check_labels(split, images)
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Return this rank's training batches; the loader's place is part of every checkpoint."""
+        rows = _TrainRows(self._build_rows("train"), self.preprocessing, self.seed)
+        loader = build_train_loader(
+            rows,
+            batch_size=self.batch_size,
+            collate=collate,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            num_workers=self.num_workers,
+            trainer=self.trainer,
+            what=f"train ({len(rows)} images)",
+        )
+        rows.sampler = loader.sampler  # type: ignore[assignment]
+        return loader
+
+    def val_dataloader(self) -> Any:
+        """Return this rank's validation batches, or none if nothing is set to validate on."""
+        if self._holds_out or self.sources["validation"][0] is not None:
+            return self._build_eval_loader("validation")
+        if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
+            raise ValueError("validation: not set; name a source, or set validation_fraction")
+        # Lightning 2.6 warns of "zero length" also where an empty list says: nothing to validate on.
+        warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+        return []
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Return this rank's test batches."""
+        return self._build_eval_loader("test")
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return this rank's images to classify, with ``index`` to put predictions in order."""
+        return self._build_eval_loader("predict")
+
+    # How it is done
+
+    @property
+    def _holds_out(self) -> bool:
+        return self.sources["validation"][0] is None and self.validation_fraction > 0
+
+    def _name_source(self, split: Split) -> Split:
+        return "train" if split == "validation" and self._holds_out else split
+
+    def _find(self, split: Split) -> Images | None:
+        source, name = self.sources[split]
+        if source is not None and split not in self._images:
+            try:
+                self._images[split] = find_images(source, split=name, split_of=split, fields=self.fields)
+            except ValueError as error:
+                raise ValueError(f"{split}: {error}") from error
+            if split != "predict" and self._images[split].labels is None:
+                raise ValueError(
+                    f"{split}: {source}: images without classes; expected a folder for each class, or a column "
+                    f"{self.fields.label!r}"
+                )
+        return self._images.get(split)
+
+    def _find_classes(self) -> list[str]:
+        # Also for a test alone: its own images might lack a class.
+        images = self._find("train") or next(iter(self._images.values()), None)
+        if images is None or images.labels is None:
+            raise ValueError("classes: not known: no source has labels; set classes, or train to what was trained on")
+        return images.class_names or sort_labels(images.labels)
+
+    def _check_labels(self, split: Split, images: Images) -> None:
+        known = set(self.classes)
+        if split == "predict" or images.labels is None:
+            return
+        strange = next((i for i, label in enumerate(images.labels) if label not in known), None)
+        if strange is not None:
+            raise ValueError(
+                f"{split}: {images.locate(strange)}: class {images.labels[strange]!r} is not one of "
+                f"{', '.join(self.classes[:10])}{' ...' if len(self.classes) > 10 else ''}"
+            )
+
+    def _build_rows(self, split: Split) -> _Rows:
+        images = self._find(self._name_source(split))
+        if images is None:
+            raise ValueError(f"{split}: not set; name a folder, a manifest, tar shards, a data set, or digits")
+        chosen = np.arange(len(images))
+        if self._holds_out and split in ("train", "validation"):
+            chosen = _hold_out(len(images), self.validation_fraction, is_held_out=split == "validation")
+        numbers = {name: i for i, name in enumerate(self.classes)}
+        labels = np.full(len(chosen), IGNORED)
+        if split != "predict":
+            assert images.labels is not None
+            labels = np.array([numbers[images.labels[int(i)]] for i in chosen])
+        return _Rows(images=images, chosen=chosen, labels=labels, skips_bad=self.skips_bad_images)
+
+    def _build_eval_loader(self, split: Split) -> DataLoader[Any]:
+        return build_eval_loader(
+            _EvalRows(self._build_rows(split), self.preprocessing),
+            batch_size=self.eval_batch_size,
+            collate=collate_numbered,
+            num_workers=self.num_workers,
+            trainer=self.trainer,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """Some images of a source, with the numbers of their classes."""
+
+    images: Images
+    chosen: np.ndarray
+    labels: np.ndarray
+    skips_bad: bool
+
+    def read(self, index: int) -> tuple[Image.Image | None, str]:
+        """Return an image, or what is wrong with it."""
+        try:
+            return self.images.read(int(self.chosen[index])), ""
+        except BadImageError as error:
+            if not self.skips_bad:
+                raise ValueError(f"{error}; remove it, or set bad_images to skip") from error
+            return None, str(error)
+
+    def make(self, index: int, make: Callable[[Image.Image], Tensor], size: tuple[int, int]) -> dict[str, Any]:
+        image, problem = self.read(index)
+        if image is None:
+            return {"pixel_values": torch.zeros(3, *size), "label": IGNORED, "problem": problem}
+        return {"pixel_values": make(image), "label": int(self.labels[index]), "problem": ""}
+
+
+class _TrainRows:
+    """Rows changed at random, by seed, epoch and number."""
+
+    def __init__(self, rows: _Rows, preprocessing: Preprocessing, seed: int) -> None:
+        self.rows, self.preprocessing, self.seed = rows, preprocessing, seed
+        self.sampler: GlobalSampler | None = None  # knows the epoch; workers are forked when it begins
+
+    def __len__(self) -> int:
+        return len(self.rows.chosen)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        seed = (self.seed, self.sampler.epoch if self.sampler is not None else 0, index)
+        process = self.preprocessing
+        return self.rows.make(index, lambda image: process.for_training(image, seed), process.size)
+
+
+class _EvalRows:
+    def __init__(self, rows: _Rows, preprocessing: Preprocessing) -> None:
+        self.rows, self.preprocessing = rows, preprocessing
+
+    def __len__(self) -> int:
+        return len(self.rows.chosen)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self.rows.make(index, self.preprocessing.for_evaluation, self.preprocessing.size)
+        return row | {"file": self.rows.images.locate(int(self.rows.chosen[index]))}
+
+
+def collate(rows: Sequence[dict[str, Any]]) -> Batch:
+    """Return ``pixel_values`` [batch, 3, height, width], ``labels`` [batch], and ``problems`` of bad images."""
+    return {
+        "pixel_values": torch.stack([row["pixel_values"] for row in rows]),
+        "labels": torch.tensor([row["label"] for row in rows]),
+        "problems": [row["problem"] for row in rows if row["problem"]],
+    }
+
+
+def collate_numbered(rows: Sequence[tuple[int, dict[str, Any]]]) -> Batch:
+    """Return the same with ``index``, ``files`` and ``is_bad``; what only fills up the last batch has no label."""
+    batch = collate([row if i != PADDING else row | {"label": IGNORED, "problem": ""} for i, row in rows])
+    is_bad = torch.tensor([bool(row["problem"]) for _, row in rows])
+    return batch | {"index": [i for i, _ in rows], "files": [row["file"] for _, row in rows], "is_bad": is_bad}
+
+
+def _hold_out(num_images: int, fraction: float, *, is_held_out: bool) -> np.ndarray:
+    """Return the numbers of the images on one side of the split, in order."""
+    num_held_out = max(1, round(num_images * fraction))
+    if num_held_out >= num_images:
+        raise ValueError(f"validation_fraction: {fraction} of {num_images} images leaves none to train on; lower it")
+    order = np.random.default_rng(HELD_OUT_SEED).permutation(num_images)
+    return np.sort(order[:num_held_out] if is_held_out else order[num_held_out:])
+
+
+def warn_of_problems(batch: Batch) -> int:
+    """Name the bad images of a batch, on the rank that met them; return how many there are."""
+    for problem in batch.get("problems", ()):
+        warnings.warn(f"skipped: {problem}", stacklevel=2)
+    return len(batch.get("problems", ()))

@@ -1,0 +1,159 @@
+"""How good a classifier is: every image counts once, on whichever rank it was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+from typing_extensions import override
+
+IGNORED = -100  # label of what is no image of the data: it counts in no loss and no metric
+MAX_CONFUSION_CLASSES = 1024  # 8 MiB on each rank
+_NUM_BINS = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What is known after all images.
+
+    Args:
+        num_images: How many there were.
+        values: By name, in percent.
+        class_accuracy: Share of each class that was found, NaN for a class without images [classes].
+        confusion: How many images of a class (row) were taken for which (column); ``None`` for more than 1,024 classes.
+    """
+
+    num_images: int
+    values: dict[str, float]
+    class_accuracy: list[float]
+    confusion: list[list[int]] | None
+
+
+class CalibrationError(Metric):
+    """Expected calibration error over bins of confidence, as ``MulticlassCalibrationError`` of torchmetrics.
+
+    That keeps the confidence of every image on every rank; this keeps sums for each bin.
+    """
+
+    full_state_update = False
+
+    def __init__(self, num_bins: int = _NUM_BINS) -> None:
+        super().__init__()
+        self.num_bins = num_bins
+        for name in ("confidence", "correct", "count"):
+            self.add_state(name, torch.zeros(num_bins, dtype=torch.float64), dist_reduce_fx="sum")
+        self.confidence: Tensor
+        self.correct: Tensor
+        self.count: Tensor
+
+    @override
+    def update(self, probabilities: Tensor, labels: Tensor) -> None:
+        """Add images.
+
+        Args:
+            probabilities: [batch, classes].
+            labels: [batch].
+        """
+        confidence, predicted = probabilities.double().max(1)
+        bins = (confidence * self.num_bins).long().clamp(max=self.num_bins - 1)
+        self.confidence.index_add_(0, bins, confidence)
+        self.correct.index_add_(0, bins, (predicted == labels).double())
+        self.count.index_add_(0, bins, torch.ones_like(confidence))
+
+    @override
+    def compute(self) -> Tensor:
+        return (self.confidence - self.correct).abs().sum() / self.count.sum().clamp(min=1)
+
+
+class ClassCounts(Metric):
+    """How many images there were of each class."""
+
+    full_state_update = False
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.add_state("counts", torch.zeros(num_classes, dtype=torch.int64), dist_reduce_fx="sum")
+        self.counts: Tensor
+
+    @override
+    def update(self, labels: Tensor) -> None:
+        """Add images.
+
+        Args:
+            labels: [batch], none below 0.
+        """
+        self.counts += torch.bincount(labels, minlength=len(self.counts))
+
+    @override
+    def compute(self) -> Tensor:
+        return self.counts.clone()
+
+
+class Metrics(nn.Module):
+    """All metrics of one evaluation. States are summed over ranks when they are computed.
+
+    Args:
+        num_classes: How many classes the model has.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"num_classes": num_classes, "ignore_index": IGNORED, "validate_args": False}
+        self.top1 = MulticlassAccuracy(average="micro", **options)
+        self.top5 = MulticlassAccuracy(average="micro", top_k=min(5, num_classes), **options)
+        self.by_class = MulticlassAccuracy(average=None, **options)
+        self.calibration = CalibrationError()
+        self.counts = ClassCounts(num_classes)
+        self.confusion: MulticlassConfusionMatrix | None = None
+        if num_classes <= MAX_CONFUSION_CLASSES:
+            self.confusion = MulticlassConfusionMatrix(**options)
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Add a batch; images whose label is ``IGNORED`` count nowhere.
+
+        Args:
+            logits: [batch, classes].
+            labels: [batch].
+        """
+        logits = logits.float()
+        for metric in (self.top1, self.top5, self.by_class, self.confusion):
+            if metric is not None:
+                metric.update(logits, labels)
+        is_valid = labels != IGNORED
+        self.calibration.update(logits[is_valid].softmax(1), labels[is_valid])
+        self.counts.update(labels[is_valid])
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether there were any since the last time; the same on all ranks, as each has as many."""
+        return self.counts.update_called
+
+    def compute(self) -> Evaluation:
+        """Return the result over all ranks, and start anew. All ranks must call it."""
+        counts = self.counts.compute()
+        is_seen = counts > 0
+        by_class = torch.where(is_seen, self.by_class.compute(), torch.nan)
+        shares = {
+            "top1_pct": self.top1.compute(),
+            "top5_pct": self.top5.compute(),
+            "class_accuracy_pct": by_class[is_seen].mean(),
+            "calibration_error_pct": self.calibration.compute(),
+        }
+        confusion = self.confusion.compute().tolist() if self.confusion is not None else None
+        self.reset()
+        return Evaluation(
+            num_images=int(counts.sum()),
+            values={name: 100 * float(value) for name, value in shares.items()},
+            class_accuracy=by_class.tolist(),
+            confusion=confusion,
+        )
+
+    def reset(self) -> None:
+        """Forget all images."""
+        for metric in (self.top1, self.top5, self.by_class, self.calibration, self.counts, self.confusion):
+            if metric is not None:
+                metric.reset()

@@ -1,0 +1,87 @@
+"""Mixup and cutmix: two images and their classes become one."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixing:
+    """Train on mixtures of two images of a micro-batch, whose losses are weighed as they are mixed.
+
+    Args:
+        mixup: Parameter of the beta distribution for mixup, which adds images; 0 leaves it out. 0.8 is usual.
+        cutmix: The same for cutmix, which pastes a rectangle of one into the other. 1 is usual.
+        cutmix_share: Of both are set: how often it is cutmix.
+        probability: Of a micro-batch to be mixed at all.
+    """
+
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    cutmix_share: float = 0.5
+    probability: float = 1.0
+
+    def check(self) -> None:
+        """Refuse values that mean nothing, or would be ignored.
+
+        Raises:
+            ValueError: With the setting and what is expected.
+        """
+        if min(self.mixup, self.cutmix) < 0 or not self.mixup + self.cutmix:
+            raise ValueError(
+                f"mixing: got mixup {self.mixup}, cutmix {self.cutmix}: expected 0 or more, and one of them above 0"
+            )
+        if self.cutmix_share != 0.5 and not (self.mixup and self.cutmix):
+            raise ValueError("mixing.cutmix_share: only used where mixup and cutmix are both set; leave it out")
+        for name in ("cutmix_share", "probability"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"mixing.{name}: got {getattr(self, name)}: expected 0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixed:
+    """A micro-batch of mixtures.
+
+    Args:
+        pixels: [batch, channels, height, width].
+        partners: Which image each was mixed with [batch].
+        share: Of its own class in the loss; the rest is its partner's.
+    """
+
+    pixels: Tensor
+    partners: Tensor
+    share: float
+
+
+def mix(pixels: Tensor, is_valid: Tensor, settings: Mixing) -> Mixed:
+    """Mix the images of a micro-batch. Draws from Python's generator, so nothing waits for a GPU.
+
+    Args:
+        pixels: [batch, channels, height, width].
+        is_valid: Which of them have a class [batch]; others stay alone.
+        settings: How.
+    """
+    num_images, _, height, width = pixels.shape
+    own = torch.arange(num_images, device=pixels.device)
+    if random.random() >= settings.probability:
+        return Mixed(pixels=pixels, partners=own, share=1.0)
+    is_cutmix = settings.cutmix > 0 and (not settings.mixup or random.random() < settings.cutmix_share)
+    alpha = settings.cutmix if is_cutmix else settings.mixup
+    share = random.betavariate(alpha, alpha)
+    partners = torch.tensor(random.sample(range(num_images), num_images), device=pixels.device)
+    partners = torch.where(is_valid & is_valid[partners], partners, own)
+    others = pixels[partners]
+    if not is_cutmix:
+        return Mixed(pixels=pixels * share + others * (1 - share), partners=partners, share=share)
+    h, w = (round(length * math.sqrt(1 - share)) for length in (height, width))
+    top, left = (random.randrange(length) - size // 2 for length, size in ((height, h), (width, w)))
+    rows, columns = slice(max(top, 0), min(top + h, height)), slice(max(left, 0), min(left + w, width))
+    mixed = pixels.clone()
+    mixed[:, :, rows, columns] = others[:, :, rows, columns]
+    area = max(rows.stop - rows.start, 0) * max(columns.stop - columns.start, 0)
+    return Mixed(pixels=mixed, partners=partners, share=1 - area / (height * width))  # of what lies inside the image

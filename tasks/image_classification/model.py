@@ -1,0 +1,214 @@
+"""The classifier itself: its configuration, its head, what trains and how fast."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
+
+from lit_fsdp.base_model import find_pretrained
+from lit_fsdp.tasks.pretrained import drop_quantization
+
+BACKBONE = "backbone"  # in freeze: all but the head
+
+
+def read_config(
+    pretrained: str | None, settings: dict[str, Any] | None, *, class_names: Sequence[str], drop_path: float | None
+) -> PreTrainedConfig:
+    """Return the configuration of a classifier for these classes.
+
+    Args:
+        pretrained: Name or folder of a model.
+        settings: Or else its ``model_type`` and further settings.
+        class_names: In the order of its outputs.
+        drop_path: Rate of stochastic depth, if it is to be set.
+
+    Raises:
+        ValueError: There is no such model or setting.
+    """
+    config = _load_config(pretrained) if pretrained is not None else _make_config(dict(settings or {}))
+    if drop_path is not None:
+        if not hasattr(config, "drop_path_rate"):
+            raise ValueError(
+                f"drop_path: got {drop_path}: {type(config).__name__} has no stochastic depth; leave it out"
+            )
+        config.drop_path_rate = drop_path
+    config.id2label = dict(enumerate(class_names))
+    config.label2id = {name: i for i, name in enumerate(class_names)}
+    return config
+
+
+def _load_config(pretrained: str) -> PreTrainedConfig:
+    try:
+        return drop_quantization(AutoConfig.from_pretrained(find_pretrained(pretrained)))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"pretrained: got {pretrained!r}: {str(error).strip().splitlines()[0]}") from error
+
+
+def _make_config(settings: dict[str, Any]) -> PreTrainedConfig:
+    model_type = settings.pop("model_type")
+    try:
+        config = AutoConfig.for_model(model_type)
+    except ValueError:
+        raise ValueError(f"config.model_type: got {model_type!r}: Transformers has no such model") from None
+    if unknown := sorted(name for name in settings if not hasattr(config, name)):
+        raise ValueError(f"config: {', '.join(unknown)}: no settings of {type(config).__name__}")
+    try:
+        return AutoConfig.for_model(model_type, **settings)
+    except StrictDataclassError as error:
+        raise ValueError(f"config: {error.__cause__ or error}") from error
+
+
+def build_classifier(config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
+    """Return a classifier on the meta device.
+
+    Args:
+        config: Its configuration.
+        attention: Implementation, if not that which Transformers would choose.
+
+    Raises:
+        ValueError: Transformers classifies no images with this model, or has no such attention for it.
+    """
+    options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    try:
+        with torch.device("meta"):
+            return AutoModelForImageClassification.from_config(config, dtype=torch.float32, **options)
+    except (ImportError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        if "attention" in str(error) and attention is not None:
+            raise ValueError(f"attention: got {attention!r}: {reason}; leave it out") from error
+        raise ValueError(f"{type(config).__name__}: no image classifier: {reason[:200]}") from error
+
+
+def find_head(config: PreTrainedConfig, model: PreTrainedModel) -> list[str]:
+    """Return the names of the modules whose parameters have other shapes for another number of classes.
+
+    Args:
+        config: That the model was built from.
+        model: On the meta device.
+
+    Raises:
+        ValueError: There are none.
+    """
+    found = _list_changed(config, model, num_labels=len(config.id2label or ()) + 1)
+    if not found:
+        raise ValueError(f"{type(model).__name__}: no part of it depends on the number of classes")
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in found))
+
+
+def check_size(config: PreTrainedConfig, model: PreTrainedModel, size: tuple[int, int]) -> bool:
+    """Return whether position embeddings must be interpolated to images of this size.
+
+    Args:
+        config: That the model was built from.
+        model: On the meta device.
+        size: Height and width of the images.
+
+    Raises:
+        ValueError: They must be, and the model cannot.
+    """
+    given = getattr(config, "image_size", None)
+    own = (given, given) if isinstance(given, int) else tuple(given or size)
+    if own == size or not _list_changed(config, model, image_size=2 * max(own)):
+        return False
+    can_choose = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
+    pixels = torch.empty(1, getattr(config, "num_channels", 3), *size, device="meta")
+    try:
+        model(pixel_values=pixels, **({"interpolate_pos_encoding": True} if can_choose else {}))
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"data.processor: images become {size[0]} x {size[1]} pixels, and {type(model).__name__} takes "
+            f"{own[0]} x {own[1]}; set the size of the processor to that, or image_size of config"
+        ) from error
+    return can_choose
+
+
+def _list_changed(config: PreTrainedConfig, model: PreTrainedModel, **changes: Any) -> list[str]:
+    """Return the parameters that have another shape, or are only there, before these changes."""
+    other_config = type(config).from_dict(config.to_dict())
+    for name, value in changes.items():
+        setattr(other_config, name, value)
+    shapes = {name: p.shape for name, p in build_classifier(other_config, None).named_parameters()}
+    return [name for name, p in model.named_parameters() if p.shape != shapes.get(name)]
+
+
+def freeze_modules(model: nn.Module, names: Sequence[str], head: Sequence[str]) -> None:
+    """Turn off gradients of named parts.
+
+    Args:
+        model: Changed in place.
+        names: Of modules or parameters, in full, by their last parts, or as patterns with ``*``; ``backbone`` is all
+            but the head.
+        head: Modules of the head.
+
+    Raises:
+        ValueError: There is no such part, or nothing is left to train.
+    """
+    parameters = dict(model.named_parameters())
+    for wanted in names:
+        if wanted == BACKBONE:
+            hits = [name for name in parameters if not _is_inside(name, head)]
+        else:
+            hits = [name for name in parameters if _fits(name, wanted)]
+        if not hits:
+            raise ValueError(f"freeze: got {wanted!r}: the model has no such module; expected a name such as layers.0")
+        for name in hits:
+            parameters[name].requires_grad_(False)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(f"freeze: got {list(names)}: nothing is left to train; leave out the head")
+
+
+def _is_inside(name: str, modules: Sequence[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _fits(name: str, wanted: str) -> bool:
+    return any(
+        fnmatch.fnmatchcase(name, pattern) for pattern in (wanted, f"{wanted}.*", f"*.{wanted}", f"*.{wanted}.*")
+    )
+
+
+def compute_depths(model: nn.Module) -> tuple[dict[str, int], int]:
+    """Return the depth of each parameter by its name, and that of the head.
+
+    Depth 0 is what comes before the first block, then each block is one more; what lies between blocks belongs to
+    the next one, and what comes after the last to the head. Blocks are the smallest elements of lists that the model
+    marks as such, or else the elements of its lists of equal modules.
+
+    Args:
+        model: Not sharded yet.
+    """
+    blocks = _list_blocks(model)
+    depths: dict[str, int] = {}
+    waiting: list[str] = []
+    for name, _ in model.named_parameters():
+        block = next((i for i, prefix in enumerate(blocks) if name.startswith(f"{prefix}.")), None)
+        if block is None:
+            waiting.append(name)
+            continue
+        depths |= dict.fromkeys(waiting, block + 1 if block else 0)
+        waiting = []
+        depths[name] = block + 1
+    return depths | dict.fromkeys(waiting, len(blocks) + 1), len(blocks) + 1
+
+
+def _list_blocks(model: nn.Module) -> list[str]:
+    marked = {kind for module in model.modules() for kind in getattr(module, "_no_split_modules", None) or ()}
+    elements = {
+        f"{name}.{i}".removeprefix("."): child
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        for i, child in enumerate(module)
+        if next(child.parameters(), None) is not None
+    }
+    found = [n for n, child in elements.items() if type(child).__name__ in marked]
+    innermost = [n for n in found if not any(other.startswith(f"{n}.") for other in found)]
+    if innermost:
+        return innermost
+    return [n for n in elements if not any(n.startswith(f"{other}.") for other in elements)]

@@ -1,0 +1,178 @@
+"""From an image to what the model sees: evaluation by the model's own processor, training with changes on top."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lit_fsdp.base_model import fetch_processor, find_processor
+from lit_fsdp.tasks.image_classification.augmentation import Augmentation, change_colors, crop_and_flip, erase
+
+PROCESSOR_FILE = "preprocessor_config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pixels:
+    """How images become numbers where no model says it.
+
+    Args:
+        size: Height and width that the model takes.
+        mean: Of each color, taken away from values between 0 and 1.
+        std: Of each color, by which they are divided then.
+        crop_fraction: Below 1, the shorter side is resized to ``size`` divided by this and the middle is cut out, so
+            that proportions stay; 1 resizes the whole image to a square.
+    """
+
+    size: int = 224
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    crop_fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "std"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # YAML gives lists
+
+    def check(self) -> None:
+        """Refuse values that no image could be made with.
+
+        Raises:
+            ValueError: With the setting and what is expected.
+        """
+        rules = {
+            "size": (self.size >= 1, "1 or more"),
+            "std": (min(self.std) > 0, "three numbers above 0"),
+            "crop_fraction": (0 < self.crop_fraction <= 1, "above 0, up to 1"),
+        }
+        for name, (is_right, expected) in rules.items():
+            if not is_right:
+                raise ValueError(f"processor.{name}: got {getattr(self, name)!r}: expected {expected}")
+
+    def describe(self) -> dict[str, Any]:
+        """Return the same as the settings of a processor of Transformers."""
+        common = {
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": list(self.mean),
+            "image_std": list(self.std),
+            "do_resize": True,
+            "resample": int(Image.Resampling.BICUBIC),
+        }
+        if self.crop_fraction == 1:
+            size = {"height": self.size, "width": self.size}
+            return {"image_processor_type": "ViTImageProcessor", "size": size, **common}
+        return {
+            "image_processor_type": "BitImageProcessor",
+            "size": {"shortest_edge": round(self.size / self.crop_fraction)},
+            "do_center_crop": True,
+            "crop_size": {"height": self.size, "width": self.size},
+            **common,
+        }
+
+
+class Preprocessing:
+    """Makes tensors of images.
+
+    Args:
+        processor: Of Transformers.
+        augmentation: How training images are changed; ``None`` prepares them as for evaluation.
+    """
+
+    def __init__(self, processor: Any, augmentation: Augmentation | None) -> None:
+        self.processor = processor
+        self.augmentation = augmentation
+        height, width = self.for_evaluation(Image.new("RGB", (64, 48))).shape[-2:]
+        self.size = (height, width)
+        is_scaled, is_normal = (getattr(processor, n, None) for n in ("do_rescale", "do_normalize"))
+        factor = (processor.rescale_factor if is_scaled else 1.0) or 1.0
+        mean, std = (processor.image_mean, processor.image_std) if is_normal else ((0.0,) * 3, (1.0,) * 3)
+        self._scale = torch.tensor([factor / s for s in std])[:, None, None]  # [3, 1, 1]
+        self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)])[:, None, None]
+        resample = getattr(processor, "resample", None)
+        self._resample = int(Image.Resampling.BICUBIC if resample is None else resample)
+
+    def for_evaluation(self, image: Image.Image) -> Tensor:
+        """Return ``float32`` [3, height, width] as the processor makes it."""
+        return self.processor(images=image, return_tensors="pt")["pixel_values"][0]
+
+    def for_training(self, image: Image.Image, seed: Sequence[int]) -> Tensor:
+        """Return the same of an image that was changed at random.
+
+        Args:
+            image: RGB.
+            seed: What is drawn depends on this alone.
+        """
+        if self.augmentation is None:
+            return self.for_evaluation(image)
+        with _seeded(seed):
+            image = crop_and_flip(image, self.augmentation, self.size, self._resample)
+            pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)  # [3, height, width]
+            pixels = change_colors(pixels, self.augmentation)
+            return erase(pixels * self._scale + self._shift, self.augmentation)
+
+    def describe(self) -> str:
+        """Return the text of ``preprocessor_config.json``."""
+        return str(self.processor.to_json_string())
+
+
+def load_processor(setting: str | Pixels) -> Any:
+    """Return a processor of Transformers that needs no torchvision.
+
+    Args:
+        setting: Name or folder of a model, or the values.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if isinstance(setting, str):
+        fetch_processor(setting)
+        return _load(find_processor(setting), setting)
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / PROCESSOR_FILE).write_text(json.dumps(setting.describe()))
+        return _load(Path(name), name)
+
+
+def _load(folder: Path, name: str) -> Any:
+    from transformers import AutoImageProcessor
+
+    try:
+        with _quiet():
+            return AutoImageProcessor.from_pretrained(folder, backend="pil")
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"processor: got {name!r}: {reason}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Transformers from advising torchvision, which would resize a little differently."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _seeded(seed: Sequence[int]) -> Iterator[None]:
+    """Draw from torch's generator as from a fresh one, and leave it as it was."""
+    state = torch.get_rng_state()
+    mixed = np.random.SeedSequence(list(seed)).generate_state(1, np.uint64)
+    torch.default_generator.manual_seed(int(mixed[0] >> np.uint64(1)))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)

@@ -1,0 +1,323 @@
+"""Where labelled images are: folders, manifests, tar shards, data sets, and scikit-learn's digits."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image
+
+DIGITS = "digits"
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_MANIFESTS = (".csv", ".jsonl", ".parquet")
+_DIGITS_SEED = 0  # of the held-out fifth; results on it are compared
+
+Split = Literal["train", "validation", "test", "predict"]
+
+
+class BadImageError(Exception):
+    """An image that cannot be decoded; the message says which and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Images that are read one by one, and their labels.
+
+    Args:
+        locate: Names an image by its number, for messages.
+        open: Opens an image by its number; it may still fail when it is decoded.
+        labels: Name of the class of each; ``None`` where there are no labels.
+        class_names: In the order that the source has, if it has one.
+        num_images: How many there are.
+    """
+
+    locate: Callable[[int], str]
+    open: Callable[[int], Image.Image]
+    labels: Sequence[str] | None
+    class_names: list[str] | None = None
+    num_images: int
+
+    def __len__(self) -> int:
+        return self.num_images
+
+    def read(self, index: int) -> Image.Image:
+        """Return a decoded RGB image.
+
+        Raises:
+            BadImageError: It cannot be read or decoded.
+        """
+        try:
+            image = self.open(index)
+            image.load()
+            return _to_rgb(image)
+        # What decoders raise for damaged data differs by format; a missing file is an OSError too.
+        except (OSError, ValueError, SyntaxError, TypeError, EOFError, Image.DecompressionBombError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise BadImageError(f"{self.locate(index)}: {reason}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fields:
+    """What columns of manifests and data sets are called.
+
+    Args:
+        image: Path or bytes of the image.
+        label: Its class.
+    """
+
+    image: str
+    label: str
+
+
+def find_images(source: str, *, split: str | None, split_of: Split, fields: Fields) -> Images:
+    """Return the images of a source, without decoding any.
+
+    Args:
+        source: As the settings of the data have it.
+        split: Which split of a data set, if the user has said so.
+        split_of: What the images are for.
+        fields: Names of columns.
+
+    Raises:
+        ValueError: There are none, or they cannot be read.
+    """
+    if source == DIGITS:
+        return _load_digits(split or ("train" if split_of == "train" else "test"))
+    path = Path(source).expanduser()
+    is_set = path.is_dir() and any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
+    if is_set or not (path.exists() or any(c in source for c in "*{")):
+        return _load_data_set(source, split=split or _DEFAULT_SPLITS[split_of], is_saved=is_set, fields=fields)
+    if split is not None:
+        raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
+    if path.is_dir() and not any(path.glob("*.tar")):
+        return _list_folder(path)
+    if path.suffix in _MANIFESTS:
+        return _read_manifest(path, fields)
+    if path.is_dir() or path.suffix == ".tar" or source.endswith("}") or "*" in source:
+        from lit_fsdp.tasks.image_classification.shards import read_shards
+
+        return read_shards(source)
+    raise ValueError(
+        f"{source}: expected a folder with one folder for each class, a {', '.join(_MANIFESTS)} or .tar file, a data "
+        "set, or digits"
+    )
+
+
+_DEFAULT_SPLITS: dict[Split, str] = {"train": "train", "validation": "validation", "test": "test", "predict": "test"}
+
+
+def decode(data: bytes) -> Image.Image:
+    """Return an image from the bytes of its file; it is decoded later."""
+    return Image.open(io.BytesIO(data))
+
+
+def sort_labels(labels: Sequence[str]) -> list[str]:
+    """Return the classes of these labels: numbers by value, names by alphabet."""
+    names = set(labels)
+    return sorted(names, key=int) if all(name.isascii() and name.isdigit() for name in names) else sorted(names)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode in ("I;16", "I;16B", "I;16L", "I"):  # 16 bits, which convert() would cut off
+        scaled = np.asarray(image).astype(np.float32) / 257
+        return Image.fromarray(scaled.clip(0, 255).astype(np.uint8)).convert("RGB")
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+# Digits
+
+
+def _load_digits(split: str) -> Images:
+    """Return scikit-learn's handwritten digits, 8 x 8 pixels, split once and for all: 1,437 and 360."""
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ModuleNotFoundError as error:
+        raise ValueError('digits: they are part of scikit-learn: pip install -e ".[vision]"') from error
+    if split not in ("train", "test"):
+        raise ValueError(f"split {split!r}: digits has the splits train and test")
+    bunch = load_digits()
+    train, test = train_test_split(
+        np.arange(len(bunch.target)), test_size=0.2, stratify=bunch.target, random_state=_DIGITS_SEED
+    )
+    rows = train if split == "train" else test
+    pixels = (bunch.images[rows] * (255 / 16)).round().astype(np.uint8)
+    return Images(
+        locate=lambda i: f"digits {split} image {i}",
+        open=lambda i: Image.fromarray(pixels[i]),
+        labels=[str(label) for label in bunch.target[rows]],
+        class_names=[str(digit) for digit in range(10)],
+        num_images=len(rows),
+    )
+
+
+# Files
+
+
+def _list_folder(folder: Path) -> Images:
+    """Return ``folder/<class>/**/<image>``, or images that lie in the folder itself, which have no labels."""
+    loose = sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())
+    names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    found = [
+        (path, name)
+        for name in names
+        for path in sorted((folder / name).rglob("*"))
+        if path.suffix.lower() in SUFFIXES and path.is_file()
+    ]
+    if loose and found:
+        raise ValueError(f"{folder}: holds images beside folders of classes, such as {loose[0].name}; move them")
+    if not loose and not found:
+        raise ValueError(f"{folder}: no images: expected {folder.name}/<class>/<image> with {', '.join(SUFFIXES)}")
+    if loose:
+        return _open_files(loose, None)
+    filled = {name for _, name in found}
+    if empty := [name for name in names if name not in filled]:
+        raise ValueError(f"{folder}: no images in {', '.join(empty[:5])}; remove empty folders, or fill them")
+    return _open_files([path for path, _ in found], [name for _, name in found], class_names=names)
+
+
+def _open_files(paths: list[Path], labels: list[str] | None, class_names: list[str] | None = None) -> Images:
+    return Images(
+        locate=lambda i: str(paths[i]),
+        open=lambda i: Image.open(paths[i]),
+        labels=labels,
+        class_names=class_names,
+        num_images=len(paths),
+    )
+
+
+def _read_manifest(path: Path, fields: Fields) -> Images:
+    """Return the images of a table; paths in it are relative to its folder."""
+    columns, rows = _MANIFEST_READERS[path.suffix](path, fields)
+    if rows is None:  # images are in it
+        return _load_data_set(str(path), split="train", is_saved=False, fields=fields)
+    if fields.image not in columns:
+        raise ValueError(f"{path}: has no column {fields.image!r}, but {', '.join(columns)}; set image_field")
+    has_labels = fields.label in columns
+    paths: list[Path] = []
+    labels: list[str] = []
+    for number, row in enumerate(rows, start=1):
+        name, label = row.get(fields.image), row.get(fields.label)
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"{path} row {number}: {fields.image} is {name!r}: expected the path of an image")
+        if has_labels and (label is None or label == ""):
+            raise ValueError(f"{path} row {number}: {fields.label} is missing: expected the name of a class")
+        paths.append(path.parent / name)
+        labels.append(str(label))
+    if not paths:
+        raise ValueError(f"{path}: has no rows")
+    return _open_files(paths, labels if has_labels else None)
+
+
+_Table = tuple[Sequence[str], Sequence[dict[str, Any]] | None]
+
+
+def _read_csv(path: Path, fields: Fields) -> _Table:  # noqa: ARG001
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader)
+    return list(reader.fieldnames or []), rows
+
+
+def _read_jsonl(path: Path, fields: Fields) -> _Table:  # noqa: ARG001
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path} line {number}: not valid JSON: {error.msg}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f'{path} line {number}: expected an object like {{"image": "a.jpg", "label": "cat"}}')
+            rows.append(row)
+    return list(dict.fromkeys(name for row in rows for name in row)), rows
+
+
+def _read_parquet(path: Path, fields: Fields) -> _Table:
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    try:
+        schema = pq.read_schema(path)
+        if fields.image in schema.names and not pa.types.is_string(schema.field(fields.image).type):
+            return schema.names, None
+        wanted = [name for name in (fields.image, fields.label) if name in schema.names]
+        return schema.names, pq.read_table(path, columns=wanted).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not readable as Parquet: {str(error).splitlines()[0]}") from error
+
+
+_MANIFEST_READERS: dict[str, Callable[[Path, Fields], _Table]] = {
+    ".csv": _read_csv,
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+}
+
+
+# Data sets
+
+
+def _load_data_set(source: str, *, split: str, is_saved: bool, fields: Fields) -> Images:
+    """Return a split of a data set of Hugging Face: from ``save_to_disk``, the Hub, or a file of Parquet."""
+    import datasets
+
+    rows = _find_split(source, split, is_saved=is_saved)
+    features = rows.features
+    if fields.image not in features:
+        raise ValueError(f"{source}: has no column {fields.image!r}, but {', '.join(features)}; set image_field")
+    # Bytes, not decoded: a bad image must be found where it can be named.
+    rows = rows.cast_column(fields.image, datasets.Image(decode=False))
+    labels: list[str] | None = None
+    class_names: list[str] | None = None
+    if fields.label in features:
+        values = rows.with_format(None)[fields.label][:]
+        kind = features[fields.label]
+        if isinstance(kind, datasets.ClassLabel):
+            class_names = list(kind.names)
+            missing = next((i for i, value in enumerate(values) if value is None or value < 0), None)
+            if missing is not None and split != "test":
+                raise ValueError(f"{source} row {missing + 1}: {fields.label} is missing")
+            labels = None if missing is not None else [class_names[value] for value in values]
+        else:
+            labels = [str(value) for value in values]
+    images = rows.select_columns([fields.image])
+
+    def open_image(i: int) -> Image.Image:
+        cell = images[i][fields.image]
+        return decode(cell["bytes"]) if cell["bytes"] is not None else Image.open(cell["path"])
+
+    return Images(
+        locate=lambda i: f"{source} {split} row {i + 1}",
+        open=open_image,
+        labels=labels,
+        class_names=class_names,
+        num_images=len(rows),
+    )
+
+
+def _find_split(source: str, split: str, *, is_saved: bool) -> Any:
+    import datasets
+
+    try:
+        if is_saved:
+            found = datasets.load_from_disk(str(Path(source).expanduser()))
+            if not isinstance(found, datasets.DatasetDict):
+                return found
+            if split not in found:
+                raise ValueError(f"{source}: has no split {split!r}, but {', '.join(found)}")
+            return found[split]
+        if source.endswith(".parquet"):
+            return datasets.load_dataset("parquet", data_files=source, split=split)
+        name, _, config = source.partition(":")
+        return datasets.load_dataset(name, config or None, split=split)
+    except (OSError, datasets.exceptions.DatasetsError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{source}: no such file or folder, and not to be had as a data set: {reason}") from error

@@ -1,0 +1,388 @@
+"""Training of an image classifier of Transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any, Literal
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from typing_extensions import override
+
+from lit_fsdp.adapters import LoRA, clean_name
+from lit_fsdp.base_model import BASE, LORA, describe_base, fetch_config, fetch_pretrained, find_pretrained
+from lit_fsdp.checkpoint_reader import EXPORT
+from lit_fsdp.export_adapter import describe_adapters
+from lit_fsdp.model_folder import ADAPTER_CONFIG
+from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantized_files import read_quantization
+from lit_fsdp.tasks.base import Schedule, Task
+from lit_fsdp.tasks.image_classification.data import Batch, warn_of_problems
+from lit_fsdp.tasks.image_classification.metrics import IGNORED, Evaluation, Metrics
+from lit_fsdp.tasks.image_classification.mixing import Mixing, mix
+from lit_fsdp.tasks.image_classification.model import (
+    build_classifier,
+    check_size,
+    compute_depths,
+    find_head,
+    freeze_modules,
+    read_config,
+)
+from lit_fsdp.tasks.image_classification.preprocessing import PROCESSOR_FILE
+from lit_fsdp.tasks.pretrained import check_base, check_lora, choose_quantization, plan_quantization
+from lit_fsdp.weights import init_weights, load_weights
+
+CLASSES = "classes"  # in the metadata of a checkpoint: their names, in the order of the model's outputs
+_PLANNED_CLASSES = 1000  # where a plan cannot know
+
+
+class ImageClassification(Task):
+    """Trains any image classifier of Transformers, from its weights or from scratch.
+
+    The head is made anew for the classes of the data, unless the model was trained for just these. Metrics:
+    ``train/loss`` over all images of a step, ``train/grad_norm``, ``train/learning_rate``, ``train/samples_seen``; and
+    of ``val/`` and ``test/`` ``loss``, ``top1_pct``, ``top5_pct``, ``class_accuracy_pct`` (mean over classes) and
+    ``calibration_error_pct`` (expected, 15 bins), in which every image counts once.
+
+    Args:
+        pretrained: Model name on the Hugging Face Hub, or a folder with ``config.json`` and safetensors.
+        config: Instead, the architecture of a model with random weights: ``model_type`` and the arguments of its
+            Transformers configuration. ``{model_type: timm_wrapper, architecture: NAME}`` is a model of timm.
+        num_classes: How many the model has, if the data does not say it.
+        attention: Implementation of attention, if not that which Transformers chooses.
+        head: ``new`` draws the classification head at random; ``keep`` takes that of ``pretrained``; ``auto`` keeps it
+            where its classes are those of the data.
+        lora: Train low-rank adapters, and the head, and leave the rest as it is; ``null`` trains all of it.
+        quantization: Keep the weights that do not train in 4 or 8 bits; needs ``lora``.
+        freeze: Names of modules or parameters that do not train, such as ``embeddings`` or ``layers.0``, also as
+            patterns; ``backbone`` is all but the head: a linear probe.
+        label_smoothing: Share of each target that is spread over all classes. Evaluation does not smooth.
+        mixing: Train on mixtures of images: mixup and cutmix.
+        layer_decay: Factor on the learning rate for each block from the head down, 0.75 for example; 1 changes nothing.
+        drop_path: Rate of stochastic depth, for models that have it.
+        optimizer: Which one, and its settings.
+        schedule: How the learning rate moves.
+    """
+
+    target_name = "samples"
+
+    def __init__(
+        self,
+        *,
+        pretrained: str | None = None,
+        config: dict[str, Any] | None = None,
+        num_classes: int | None = None,
+        attention: Literal["sdpa", "eager", "flash_attention_2"] | None = None,
+        head: Literal["auto", "new", "keep"] = "auto",
+        lora: LoRA | None = None,
+        quantization: Quantization | None = None,
+        freeze: list[str] | None = None,
+        label_smoothing: float = 0.0,
+        mixing: Mixing | None = None,
+        layer_decay: float = 1.0,
+        drop_path: float | None = None,
+        optimizer: Optimizer | None = None,
+        schedule: Schedule | None = None,
+    ) -> None:
+        super().__init__(optimizer, schedule)
+        self.pretrained, self.config_settings, self.num_classes = pretrained, config, num_classes
+        self.attention, self.head = attention, head
+        self.lora, self.quantization, self.freeze_names = lora, quantization, freeze or []
+        self.label_smoothing, self.mixing = label_smoothing, mixing
+        self.layer_decay, self.drop_path = layer_decay, drop_path
+        self._check()
+        self.model: PreTrainedModel | None = None
+        self.val_metrics: Metrics | None = None
+        self.test_metrics: Metrics | None = None
+        self.evaluation: dict[str, Evaluation] = {}  # the last one of val and test, read by the report
+        self.num_skipped = 0
+        self._head: list[str] = []
+        self._depths: dict[str, int] = {}
+        self._is_planned = self._interpolates = self._keeps_head = False
+        self._class_names: list[str] | None = None
+        self._base: dict[str, Any] | None = None
+
+    def _check(self) -> None:
+        if (self.pretrained is None) == (self.config_settings is None):
+            raise ValueError(
+                "pretrained or config: expected one of them: a model's name or folder, or an architecture such as "
+                "{model_type: vit, hidden_size: 192}"
+            )
+        if self.config_settings is not None and "model_type" not in self.config_settings:
+            raise ValueError(
+                f"config.model_type: missing, got {sorted(self.config_settings)}: expected one such as vit"
+            )
+        if self.head != "auto" and self.pretrained is None:
+            raise ValueError(f"head: got {self.head!r}: a model from config has none to keep; leave it out")
+        if self.lora is not None and self.freeze_names:
+            raise ValueError("freeze: lora freezes all but adapters and head; leave it out, or use lora.exclude")
+        rules = {
+            "num_classes": (self.num_classes is None or self.num_classes >= 2, "2 or more"),
+            "label_smoothing": (0 <= self.label_smoothing < 1, "0 to below 1, such as 0.1"),
+            "layer_decay": (0 < self.layer_decay <= 1, "above 0, up to 1, such as 0.75"),
+            "drop_path": (self.drop_path is None or 0 <= self.drop_path < 1, "0 to below 1, such as 0.1"),
+        }
+        for name, (is_right, expected) in rules.items():
+            if not is_right:
+                raise ValueError(f"{name}: got {getattr(self, name)}: expected {expected}")
+        if self.mixing is not None:
+            self.mixing.check()
+        if self.quantization is not None:
+            self.quantization.check()
+        if self.lora is not None:
+            self.lora.check(is_quantized=self.quantization is not None)
+
+    # Model
+
+    @override
+    def prepare_data(self) -> None:
+        """Download the model, on one process per node."""
+        if self.pretrained is not None:
+            fetch_pretrained(self.pretrained)
+
+    @override
+    def prepare_plan(self, data: Any) -> list[str]:
+        """Fetch the configuration of the model, and nothing else."""
+        notes = []
+        if self.pretrained is not None:
+            fetch_config(self.pretrained)
+        self._is_planned = True
+        count = self.num_classes or (data.count_classes() if hasattr(data, "count_classes") else None)
+        if count is None:
+            count = _PLANNED_CLASSES
+            notes.append(f"the number of classes is taken to be {count:,}; model.init_args.num_classes would say it")
+        self._class_names = [str(i) for i in range(count)]
+        return [*notes, *super().prepare_plan(data)]
+
+    @override
+    def setup(self, stage: str) -> None:
+        self._class_names = self._find_classes()
+        is_stored = self.pretrained is not None and read_quantization(find_pretrained(self.pretrained)) is not None
+        if stage == "fit" and (is_stored or self.quantization is not None) and self.lora is None:
+            raise ValueError("quantization: quantized weights cannot be trained; set lora, such as {r: 16}")
+
+    def _find_classes(self) -> list[str]:
+        data: Any = getattr(self.trainer, "datamodule", None)
+        names = list(data.classes) if hasattr(data, "classes") else None
+        if names is None and self.num_classes is None:
+            raise ValueError("num_classes: not set, and the data has no classes; set it")
+        if names is not None and self.num_classes not in (None, len(names)):
+            raise ValueError(f"num_classes: got {self.num_classes}: the data has {len(names)} classes; leave it out")
+        return names or [str(i) for i in range(self.num_classes or 0)]
+
+    @override
+    def configure_model(self) -> None:
+        if self.model is not None:  # a second run of the same object
+            return
+        config = self.read_config()
+        model = build_classifier(config, self.attention)
+        self._head = find_head(config, model)
+        self._keeps_head = self._decide_on_head()
+        if data := getattr(self.trainer, "datamodule", None):
+            size = getattr(getattr(data, "preprocessing", None), "size", None)
+            self._interpolates = size is not None and check_size(config, model, size)
+        if self.pretrained is not None:
+            choose = plan_quantization if self._is_planned else choose_quantization
+            self.quantization = choose(find_pretrained(self.pretrained), model, self.quantization)
+        if self.lora is not None:
+            named = [name for name in self._head if name not in self.lora.modules_to_save]
+            self.lora = replace(self.lora, modules_to_save=(*self.lora.modules_to_save, *named))
+        self.adapt_model(model, lora=self.lora, quantization=self.quantization)
+        freeze_modules(model, self.freeze_names, self._head)
+        depths, last = compute_depths(model)
+        self._depths = {clean_name(name): last - depth for name, depth in depths.items()}
+        self.val_metrics, self.test_metrics = (Metrics(len(self.class_names)) for _ in range(2))
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+            rank_zero_warn(
+                f"{type(model).__name__} has BatchNorm: each rank normalizes by, and keeps, statistics of its own"
+            )
+        self.model = model  # not before all is well: other strategies could not move it away
+        self.finish_model()
+
+    def read_config(self) -> PreTrainedConfig:
+        """Return the model's configuration, with the classes."""
+        assert self._class_names is not None
+        return read_config(
+            self.pretrained, self.config_settings, class_names=self._class_names, drop_path=self.drop_path
+        )
+
+    def _decide_on_head(self) -> bool:
+        if self.pretrained is None or self.head == "new":
+            return False
+        stored = AutoConfig.from_pretrained(find_pretrained(self.pretrained))
+        architecture = (stored.architectures or [""])[0]
+        names = [stored.id2label[i] for i in sorted(stored.id2label)]
+        if self.head == "keep":
+            if len(names) != len(self.class_names):
+                raise ValueError(
+                    f"head: got 'keep': {self.pretrained} has {len(names)} classes, the data {len(self.class_names)}"
+                )
+            return True
+        return architecture.endswith("ForImageClassification") and names == self._class_names
+
+    @override
+    def configure_weights(self) -> None:
+        """Read this rank's shards of the pretrained weights, or draw random ones."""
+        assert self.model is not None
+        seed = self.find_seed()
+        if self.pretrained is None:
+            init_weights(self.model, seed)
+            return
+        new = [] if self._keeps_head else self._head
+        unused = load_weights(self.model, find_pretrained(self.pretrained), seed=seed, new=new, takes_part=True)
+        if unused:
+            rank_zero_warn(f"pretrained: {len(unused)} tensors are not used, such as {', '.join(unused[:3])}")
+
+    @property
+    @override
+    def restores_frozen(self) -> bool:
+        return self.pretrained is not None and self.lora is not None
+
+    @override
+    def find_rate_factors(self) -> dict[nn.Parameter, float]:
+        if self.layer_decay == 1 or self.model is None:
+            return {}
+        return {p: self.layer_decay ** self._depths[clean_name(name)] for name, p in self.model.named_parameters()}
+
+    # Steps
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """Return logits [batch, classes]. Under a sharding strategy all ranks must call it.
+
+        Args:
+            pixel_values: [batch, channels, height, width].
+        """
+        return self.compute_logits(pixel_values)
+
+    def compute_logits(self, pixel_values: Tensor) -> Tensor:
+        """Return logits [batch, classes], inside of a step: calling ``self`` there would gather the root twice.
+
+        Args:
+            pixel_values: [batch, channels, height, width].
+        """
+        assert self.model is not None
+        options = {"interpolate_pos_encoding": True} if self._interpolates else {}
+        return self.model(pixel_values=pixel_values, **options).logits
+
+    def sum_losses(self, logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        """Return the sum of the losses of all images with a class: the place for a loss of your own.
+
+        Args:
+            logits: [batch, classes].
+            labels: [batch]; -100 is no target.
+            label_smoothing: Share of each target that is spread over all classes.
+        """
+        return nn.functional.cross_entropy(
+            logits.float(), labels, reduction="sum", ignore_index=IGNORED, label_smoothing=label_smoothing
+        )
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        pixels, labels = batch["pixel_values"], batch["labels"]
+        self.num_skipped += warn_of_problems(batch)
+        is_valid = labels != IGNORED
+        if self.mixing is None:
+            return self.weigh_loss(
+                self.sum_losses(self.compute_logits(pixels), labels, self.label_smoothing), is_valid.sum()
+            )
+        mixed = mix(pixels, is_valid, self.mixing)
+        logits = self.compute_logits(mixed.pixels)
+        own, other = (
+            self.sum_losses(logits, targets, self.label_smoothing) for targets in (labels, labels[mixed.partners])
+        )
+        return self.weigh_loss(mixed.share * own + (1 - mixed.share) * other, is_valid.sum())
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate("val", batch, self.val_metrics)
+
+    @override
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate("test", batch, self.test_metrics)
+
+    def _evaluate(self, stage: Literal["val", "test"], batch: Batch, metrics: Metrics | None) -> None:
+        assert metrics is not None
+        self.num_skipped += warn_of_problems(batch)
+        logits, labels = self.compute_logits(batch["pixel_values"]), batch["labels"]
+        self.update_eval_loss(stage, self.sum_losses(logits, labels), (labels != IGNORED).sum())
+        metrics.update(logits, labels)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        self._log_metrics("val", self.val_metrics)
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        super().on_test_epoch_end()
+        self._log_metrics("test", self.test_metrics)
+
+    def _log_metrics(self, stage: str, metrics: Metrics | None) -> None:
+        if metrics is None or not metrics.has_batches:
+            return
+        found = self.evaluation[stage] = metrics.compute()
+        for name, value in found.values.items():
+            self.log(f"{stage}/{name}", value, sync_dist=True)  # equal on all ranks already
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the classes in the order of the model's outputs; there are some once ``setup`` has run."""
+        assert self._class_names is not None
+        return self._class_names
+
+    @override
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, list[Any]]:
+        """Classify images; return ``index`` of each in its source, ``file``, ``prediction`` and ``probability``.
+
+        Of an image that could not be decoded the last two are ``None``.
+        """
+        self.num_skipped += warn_of_problems(batch)
+        probability, predicted = self.compute_logits(batch["pixel_values"]).float().softmax(1).max(1)
+        is_bad = batch["is_bad"].tolist()
+        names = [None if bad else self.class_names[c] for c, bad in zip(predicted.tolist(), is_bad, strict=True)]
+        chances = [None if bad else p for p, bad in zip(probability.tolist(), is_bad, strict=True)]
+        return {"index": batch["index"], "file": batch["files"], "prediction": names, "probability": chances}
+
+    # Checkpoints
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        if not self.trainer.is_global_zero or self.model is None:  # its metadata is that of rank 0
+            return
+        checkpoint[CLASSES] = self.class_names
+        checkpoint[EXPORT] = self._collect_export_files(self.model)
+        if self.lora is not None:
+            checkpoint[LORA] = asdict(self.lora)  # plain, as any strategy may write it
+            if self.pretrained is not None:
+                checkpoint[BASE] = self._base = self._base or describe_base(self.pretrained, self.quantization)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        stored = checkpoint.get(CLASSES)
+        if stored is not None and list(stored) != self.class_names:
+            raise ValueError(
+                f"classes: the checkpoint was trained for {len(stored)} classes ({', '.join(stored[:5])} ...), and the "
+                f"data has {len(self.class_names)} ({', '.join(self.class_names[:5])} ...); set data.classes to those"
+            )
+        if BASE in checkpoint and self.pretrained is not None:
+            check_base(checkpoint[BASE], self.pretrained, self.quantization)
+        if LORA in checkpoint and self.lora is not None:
+            check_lora(checkpoint[LORA], self.lora)
+
+    def _collect_export_files(self, model: PreTrainedModel) -> dict[str, str | bytes]:
+        """Return the small files of a Hugging Face folder by name, so that a checkpoint is enough to export."""
+        config = type(model.config).from_dict(model.config.to_dict())
+        # FSDP2 puts a class of its own in front of the model's.
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        files: dict[str, str | bytes] = {"config.json": config.to_json_string()}
+        if preprocessing := getattr(getattr(self.trainer, "datamodule", None), "preprocessing", None):
+            files[PROCESSOR_FILE] = preprocessing.describe()
+        if self.lora is not None:
+            files[ADAPTER_CONFIG] = describe_adapters(model, self.lora, self.pretrained)
+            files["classes.json"] = json.dumps(self.class_names, indent=1)  # without config.json, which names them
+        return files

@@ -1,0 +1,117 @@
+"""A moving average of sharded weights is that of one device, and lives on in checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from training import EVEN, GLOBAL_BATCH, UNEVEN, Rows, build_task, build_trainer, gather_weights, save_model
+
+from lit_fsdp import FSDP2Strategy
+from lit_fsdp.callbacks import EMA
+from ranks import run_ranks
+
+DECAY = 0.8
+
+
+class Keep(pl.Callback):
+    """Keeps the weights after every step, and those that are validated."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Tensor]] = []
+        self.validated: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self.steps.append(copy(module))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        if trainer.global_step > len(self.steps) - 1:
+            self.steps.append(copy(module))
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        self.validated = copy(module)
+
+
+def copy(module: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in gather_weights(module).items()}
+
+
+class Both(Rows):
+    """Validates on what it trains on."""
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def fit(folder: Path, out: Path, sizes: dict[str, Any], steps: int, resume: str | None, accumulate: int) -> None:
+    keep, ema = Keep(), EMA(decay=DECAY, warmup=False)
+    options: dict[str, Any] = {"limit_val_batches": 1, "num_sanity_val_steps": 0, "accumulate_grad_batches": accumulate}
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[ema, keep], max_steps=steps, **options)
+    task = build_task(folder)
+    data = Both(sizes["vocab_size"], GLOBAL_BATCH // dist.get_world_size() // accumulate)
+    trainer.fit(task, data, ckpt_path=resume)
+    trainer.save_checkpoint(out / f"{steps}.ckpt")
+    if trainer.is_global_zero:
+        torch.save((keep.steps, keep.validated), out / "kept.pt")
+
+
+def average(steps: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The truth, from the weights after every step."""
+    found = {name: value.clone() for name, value in steps[0].items()}
+    for weights in steps[1:]:
+        for name, value in weights.items():
+            found[name] = DECAY * found[name] + (1 - DECAY) * value
+    return found
+
+
+def load(folder: Path, out: Path, checkpoint: Path) -> None:
+    """Validate the checkpoint in a run without the callback."""
+    keep = Keep()
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[keep], limit_val_batches=1)
+    task = build_task(folder)
+    trainer.validate(task, Both(64, 2), ckpt_path=str(checkpoint), verbose=False)
+    if trainer.is_global_zero:
+        torch.save(keep.validated, out / "validated.pt")
+
+
+def find_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+@pytest.mark.parametrize(("sizes", "accumulate"), [(EVEN, 1), (UNEVEN, 2)])
+def test_the_average_is_that_of_the_weights_after_each_step(
+    sizes: dict[str, Any], accumulate: int, tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "model", **sizes)
+    run_ranks(fit, folder, tmp_path, sizes, 8, None, accumulate)
+    steps, validated = torch.load(tmp_path / "kept.pt")
+    assert len(steps) == 9
+    assert find_difference(validated, average(steps)) < 1e-6
+    assert find_difference(steps[-1], average(steps)) > 1e-4
+
+
+def test_a_run_that_is_resumed_on_other_ranks_goes_on_with_weights_and_average(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", **EVEN)
+    run_ranks(fit, folder, tmp_path, EVEN, 8, None, 1)
+    whole, validated = torch.load(tmp_path / "kept.pt")
+    run_ranks(fit, folder, tmp_path, EVEN, 4, None, 1)
+    first, _ = torch.load(tmp_path / "kept.pt")
+    run_ranks(load, folder, tmp_path, tmp_path / "4.ckpt")  # without the callback, it is the average that is there
+    assert find_difference(torch.load(tmp_path / "validated.pt"), average(first)) < 1e-6
+    run_ranks(fit, folder, tmp_path, EVEN, 8, str(tmp_path / "4.ckpt"), 1, world_size=1)
+    rest, again = torch.load(tmp_path / "kept.pt")
+    assert find_difference(rest[0], first[-1]) < 1e-7
+    assert find_difference(rest[-1], whole[-1]) < 1e-6
+    assert find_difference(again, validated) < 1e-6
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"decay: got 1: expected above 0, below 1"):
+        EMA(decay=1)
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match=r"EMA: got SingleDeviceStrategy: it needs FSDP2Strategy"):
+        EMA().setup(trainer, pl.LightningModule(), "fit")

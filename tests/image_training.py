@@ -1,0 +1,135 @@
+"""Trains tiny image classifiers under the Trainer on forked ranks, and in a plain torch loop to compare with."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader
+from training import GLOBAL_BATCH, NUM_STEPS, OPTIMIZER, Recorder, Result, build_trainer, gather_weights
+from transformers import AutoConfig, AutoModelForImageClassification
+
+from lit_fsdp import FSDP2Strategy
+from lit_fsdp.tasks import ImageClassification, Schedule
+from lit_fsdp.tasks.loading import build_train_loader
+from ranks import run_ranks
+
+NUM_CLASSES, SIZE = 5, 16
+# 33 and 35 rows leave the last of 2 ranks fewer than the first.
+VIT = {
+    "model_type": "vit",
+    "image_size": SIZE,
+    "patch_size": 4,
+    "hidden_size": 33,
+    "intermediate_size": 35,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+}
+CONVNEXT = {"model_type": "convnext", "patch_size": 2, "num_stages": 2, "hidden_sizes": [9, 15], "depths": [2, 2]}
+MODELS = {"vit": VIT, "convnext": CONVNEXT}
+
+
+def make_images(num_images: int = NUM_STEPS * GLOBAL_BATCH) -> list[dict[str, Any]]:
+    """Return rows of which some have no class, so that a mean of means would be wrong."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for i in range(num_images):
+        label = int(torch.randint(NUM_CLASSES, (), generator=generator))
+        pixels = torch.randn(3, SIZE, SIZE, generator=generator) + label
+        rows.append({"pixel_values": pixels, "labels": torch.tensor(-100 if i % 7 in (0, 1, 3) else label)})
+    return rows
+
+
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Stack rows."""
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+class ImageRows(pl.LightningDataModule):
+    """The rows of ``make_images`` in global order."""
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return this rank's share."""
+        options: dict[str, Any] = {"collate": collate, "shuffle": False, "trainer": self.trainer}
+        return build_train_loader(make_images(), batch_size=self.batch_size, **options)
+
+
+def save_classifier(folder: Path, config: dict[str, Any], num_classes: int = NUM_CLASSES) -> Path:
+    """Write a random model that every run starts from."""
+    torch.manual_seed(1)
+    settings = AutoConfig.for_model(**config, num_labels=num_classes)
+    model = AutoModelForImageClassification.from_config(settings)
+    with torch.no_grad():  # layer scales of 1e-6 would hide all gradients behind them
+        for name, parameter in model.named_parameters():
+            if "layer_scale" in name:
+                parameter.fill_(0.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def train_plainly(folder: Path) -> Result:
+    """Train on one device without Lightning, FSDP or our task."""
+    model = AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float32)
+    parts = [[p for p in model.parameters() if (p.ndim >= 2) is is_decayed] for is_decayed in (True, False)]
+    groups = [{"params": part, "weight_decay": OPTIMIZER.weight_decay * (1 - i)} for i, part in enumerate(parts)]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps)
+    rows, result = make_images(), Result()
+    for step in range(NUM_STEPS):
+        batch = collate(rows[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH])
+        loss = torch.nn.functional.cross_entropy(model(batch["pixel_values"]).logits, batch["labels"])
+        optimizer.zero_grad()
+        loss.backward()
+        result.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        result.losses.append(float(loss.detach()))
+    result.weights = {name: p.detach() for name, p in model.named_parameters()}
+    return result
+
+
+def fit(
+    folder: Path, out: Path, strategy: dict[str, Any], options: dict[str, Any], task_options: dict[str, Any]
+) -> None:
+    """Train on this rank; rank 0 writes the result."""
+    accumulate = options.get("accumulate_grad_batches", 1)
+    recorder = Recorder()
+    trainer = build_trainer(FSDP2Strategy(print_plan=False, **strategy), callbacks=[recorder], **options)
+    settings = {"num_classes": NUM_CLASSES, "head": "keep", "schedule": Schedule(shape="constant"), **task_options}
+    task = ImageClassification(pretrained=str(folder), optimizer=OPTIMIZER, **settings)
+    trainer.fit(task, ImageRows(GLOBAL_BATCH // dist.get_world_size() // accumulate))
+    recorder.result.weights = gather_weights(task)  # type: ignore[arg-type]
+    if trainer.is_global_zero:
+        torch.save(vars(recorder.result), out)
+
+
+def train_sharded(
+    folder: Path,
+    tmp_path: Path,
+    *,
+    world_size: int,
+    strategy: dict[str, Any],
+    task: dict[str, Any] | None = None,
+    **options: Any,
+) -> Result:
+    """Train under ``FSDP2Strategy(**strategy)`` and ``Trainer(**options)`` on forked ranks."""
+    out = tmp_path / "result.pt"
+    run_ranks(fit, folder, out, strategy, options, task or {}, world_size=world_size)
+    return Result(**torch.load(out))
+
+
+def write_folder(folder: Path, counts: dict[str, int], *, size: tuple[int, int] = (20, 24)) -> Path:
+    """Write ``folder/<class>/<number>.png``: squares of a grey of their class, with some noise."""
+    generator = np.random.default_rng(0)
+    for number, (name, count) in enumerate(counts.items()):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for i in range(count):
+            grey = 40 + 70 * number + generator.integers(0, 20, (size[1], size[0], 3))
+            Image.fromarray(grey.astype(np.uint8)).save(folder / name / f"{i:03d}.png")
+    return folder

@@ -1,0 +1,180 @@
+"""Images reach the model once, in one order, the same at any number of ranks and workers."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_training import write_folder
+from PIL import Image
+from transformers import AutoImageProcessor
+
+from lit_fsdp.tasks import Augmentation, ImageData, Pixels
+from lit_fsdp.tasks.image_classification.augmentation import crop_and_flip
+from lit_fsdp.tasks.image_classification.preprocessing import load_processor
+
+PIXELS = Pixels(size=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("data") / "train", {"cat": 5, "dog": 4})
+
+
+def build(folder: Path, **options: Any) -> ImageData:
+    settings = {"train": str(folder), "processor": PIXELS, "batch_size": 2, "num_workers": 0, **options}
+    data = ImageData(**settings)
+    data.setup("fit")
+    return data
+
+
+def read_epochs(data: ImageData, count: int = 2) -> list[torch.Tensor]:
+    loader = data.train_dataloader()
+    return [torch.cat([batch["pixel_values"] for batch in loader]) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "augmentation",
+    [
+        Augmentation(),
+        Augmentation(policy="randaugment", color_jitter=0.4, erasing=0.5),
+        Augmentation(policy="trivialaugment"),
+    ],
+)
+def test_augmentation_depends_on_seed_epoch_and_image_and_not_on_workers(
+    augmentation: Augmentation, folder: Path
+) -> None:
+    options: dict[str, Any] = {"augmentation": augmentation, "shuffle": False}
+    torch.manual_seed(1)
+    first, second = read_epochs(build(folder, **options))
+    assert not torch.equal(first, second)
+    torch.manual_seed(2)
+    again = read_epochs(build(folder, **options, num_workers=2))
+    assert torch.equal(first, again[0])
+    assert torch.equal(second, again[1])
+    other = read_epochs(build(folder, **options, seed=1))[0]
+    assert not torch.equal(first, other)
+
+
+def test_drawing_for_images_leaves_the_generator_of_the_model_alone(folder: Path) -> None:
+    data = build(folder, augmentation=Augmentation(policy="randaugment"))
+    state = torch.get_rng_state()
+    rows = data.train_dataloader().dataset
+    rows[0]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_part_that_is_cut_out_has_the_share_and_ratio_that_were_asked_for() -> None:
+    settings = Augmentation(crop_scale=(0.25, 0.5), crop_ratio=(0.5, 2.0), flip=0.0)
+    ramp = np.stack(np.meshgrid(np.arange(200), np.arange(100)), -1)  # column, row
+    image = Image.fromarray(np.concatenate([ramp, np.zeros((100, 200, 1))], -1).astype(np.uint8))
+    torch.manual_seed(0)
+    shares, ratios = [], []
+    for _ in range(60):
+        part = np.asarray(crop_and_flip(image, settings, (64, 64), Image.Resampling.NEAREST)).astype(float)
+        width, height = (part[..., c].max() - part[..., c].min() + 1 for c in (0, 1))
+        shares.append(width * height / 20000)
+        ratios.append(width / height)
+    assert 0.22 < min(shares) < 0.3
+    assert 0.42 < max(shares) < 0.53
+    assert 0.45 < min(ratios) < 0.7
+    assert 1.5 < max(ratios) < 2.2
+
+
+def test_evaluation_sees_what_the_exported_processor_makes(folder: Path, tmp_path: Path) -> None:
+    for pixels in (PIXELS, Pixels(size=8, crop_fraction=0.8, mean=(0.1, 0.2, 0.3), std=(0.5, 0.4, 0.3))):
+        data = build(folder, validation=str(folder), processor=pixels)
+        (tmp_path / "preprocessor_config.json").write_text(data.preprocessing.describe())
+        processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+        batch = next(iter(data.val_dataloader()))
+        images = [Image.open(file) for file in batch["files"]]
+        assert torch.equal(processor(images, return_tensors="pt")["pixel_values"], batch["pixel_values"])
+        assert batch["pixel_values"].shape == (2, 3, 8, 8)
+
+
+def test_training_without_changes_sees_what_evaluation_sees(folder: Path) -> None:
+    plain = read_epochs(build(folder, augmentation=None, shuffle=False), 1)[0]
+    whole = read_epochs(build(folder, augmentation=Augmentation(crop_scale=(1, 1), flip=0.0), shuffle=False), 1)[0]
+    assert torch.allclose(plain, whole, atol=1e-6)
+
+
+def test_the_processor_of_a_model_is_read_from_its_folder(tmp_path: Path, folder: Path) -> None:
+    load_processor(Pixels(size=12, mean=(0.1, 0.2, 0.3))).save_pretrained(tmp_path)
+    data = build(folder, processor=str(tmp_path))
+    assert data.preprocessing.size == (12, 12)
+    assert data.preprocessing.processor.image_mean == (0.1, 0.2, 0.3)
+    with pytest.raises(ValueError, match=r"processor: got '.*nowhere': there is no such folder"):
+        _ = ImageData(train=str(folder), processor=f"{tmp_path}/nowhere").preprocessing
+
+
+def test_held_out_images_are_not_trained_on(folder: Path) -> None:
+    data = build(folder, validation_fraction=0.3, augmentation=None, batch_size=1)
+    train = {batch["pixel_values"].numpy().tobytes() for batch in data.train_dataloader()}
+    held = {batch["pixel_values"].numpy().tobytes() for batch in data.val_dataloader()}
+    assert (len(train), len(held)) == (6, 3)
+    assert not train & held
+
+
+def test_classes_are_those_of_the_training_data_also_for_a_test_that_lacks_some(folder: Path, tmp_path: Path) -> None:
+    test = write_folder(tmp_path / "test", {"dog": 2})
+    data = ImageData(train=str(folder), test=str(test), processor=PIXELS, num_workers=0, batch_size=2)
+    data.setup("test")
+    assert data.classes == ["cat", "dog"]
+    assert [batch["labels"].tolist() for batch in data.test_dataloader()] == [[1, 1]]
+    numbers = "".join(f"{folder}/cat/000.png,{n}\n" for n in (10, 9, 2))
+    (tmp_path / "n.csv").write_text("image,label\n" + numbers)
+    data = build(tmp_path / "n.csv")
+    assert data.classes == ["2", "9", "10"]
+
+
+def test_a_class_that_training_does_not_know_is_refused_with_its_image(folder: Path, tmp_path: Path) -> None:
+    other = write_folder(tmp_path / "val", {"ape": 1, "cat": 1})
+    with pytest.raises(ValueError, match=r"validation: .*ape/000\.png: class 'ape' is not one of cat, dog"):
+        build(folder, validation=str(other))
+
+
+def break_image(folder: Path, tmp_path: Path) -> Path:
+    copy = write_folder(tmp_path / "broken", {"cat": 5, "dog": 4})
+    (copy / "dog" / "000.png").write_text("no image")
+    return copy
+
+
+def test_a_bad_image_stops_the_run_and_is_named(folder: Path, tmp_path: Path) -> None:
+    data = build(break_image(folder, tmp_path), shuffle=False)
+    with pytest.raises(ValueError, match=r"dog/000\.png: cannot identify .*; remove it, or set bad_images to skip"):
+        list(data.train_dataloader())
+
+
+def test_a_skipped_image_counts_nowhere_and_is_named(folder: Path, tmp_path: Path) -> None:
+    broken = str(break_image(folder, tmp_path))
+    data = build(Path(broken), shuffle=False, bad_images="skip", validation=broken, predict=broken)
+    batches = [*data.train_dataloader()]
+    assert [batch["labels"].tolist() for batch in batches] == [[0, 0], [0, 0], [0, -100], [1, 1]]
+    (problem,) = [problem for batch in batches for problem in batch["problems"]]
+    assert "dog/000.png: cannot identify" in problem
+    labels = torch.cat([batch["labels"] for batch in data.val_dataloader()])
+    assert (labels >= 0).sum() == 8
+    data.setup("predict")
+    bad = torch.cat([batch["is_bad"] for batch in data.predict_dataloader()])
+    assert bad.tolist() == [False] * 5 + [True] + [False] * 4  # the last one is filler
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, r"batch_size: got 0: expected 1 or more"),
+        ({"test_split": "test"}, r"test_split: not used, as test names no data set"),
+        ({"validation_fraction": 1.0}, r"validation_fraction: got 1\.0: expected 0 to below 1"),
+        ({"validation": "x", "validation_fraction": 0.1}, r"validation names a source; leave one"),
+        ({"classes": ["a", "a"]}, r"classes: got \['a', 'a'\]: expected names, each once"),
+        ({"processor": Pixels(std=(1, 0, 1))}, r"processor\.std: got \(1, 0, 1\): expected three numbers above 0"),
+        ({"processor": Pixels(crop_fraction=2)}, r"processor\.crop_fraction: got 2"),
+        ({"augmentation": Augmentation(crop_scale=(0.5, 0.1))}, r"augmentation\.crop_scale: got \(0\.5, 0\.1\)"),
+        ({"augmentation": Augmentation(policy_num_ops=3)}, r"policy_num_ops: not used by policy 'none'"),
+        ({"augmentation": Augmentation(flip=1.5)}, r"augmentation\.flip: got 1\.5: expected a probability"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ImageData(train="digits", **options)

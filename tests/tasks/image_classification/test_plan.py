@@ -1,0 +1,56 @@
+"""The plan of a classifier is what its run holds."""
+
+import json
+import os
+import sys
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from image_training import write_folder
+from launches import OURS, fork_ranks
+
+from lit_fsdp import cli
+
+VIT = {"model_type": "vit", "image_size": 32, "patch_size": 4, "hidden_size": 64, "intermediate_size": 128}
+VIT |= {"num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+def main(args: list[str]) -> None:
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    sys.exit(cli.main(args))
+
+
+@pytest.mark.parametrize("mixing", [None, {"mixup": 0.8, "cutmix": 1.0}], ids=["plain", "mixed"])
+def test_a_plan_is_what_a_run_on_two_ranks_holds(
+    mixing: dict[str, float] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+    write_folder(tmp_path / "train", {"cat": 32, "dog": 32})
+    quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "log_every_n_steps": 1}
+    model: dict[str, Any] = {"config": VIT, "mixing": mixing, "num_classes": 2}
+    data = {"train": "train", "processor": {"size": 32}, "batch_size": 8, "num_workers": 0}
+    run = {
+        "trainer": {"accelerator": "cpu", "max_steps": 4, **quiet},
+        "model": {"class_path": "ImageClassification", "init_args": model},
+        "data": {"class_path": "ImageData", "init_args": data},
+    }
+    Path("run.yaml").write_text(yaml.safe_dump(run))
+    ended = fork_ranks("fit", "--config=run.yaml")
+    assert [rank.code for rank in ended] == [0, 0], ended[0].err
+    report = next(tmp_path.glob("runs/run/**/report.json"))
+    real = json.loads(report.read_text())["sections"]["memory"]["numbers"]["step"]
+    process = get_context("fork").Process(
+        target=main, args=(["plan", "--config=run.yaml", "--devices=2", "--out=planned"],)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    planned = json.loads(Path("planned/plan.json").read_text())["memory"]
+    assert planned["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.02)
+    for kind in ("parameters", "optimizer_state", "gradients", "gathered"):
+        assert planned["largest_bytes_by_kind"][kind] == real["largest_bytes_by_kind"][kind], kind

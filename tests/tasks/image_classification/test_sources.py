@@ -1,0 +1,177 @@
+"""Every kind of source gives the same images and labels, and names what is wrong."""
+
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from image_training import write_folder
+from PIL import Image
+
+from lit_fsdp.tasks.image_classification.sources import BadImageError, Fields, Images, find_images
+
+FIELDS = Fields(image="image", label="label")
+
+
+def find(source: Path | str, **options: str) -> Images:
+    return find_images(str(source), split=options.get("split"), split_of="train", fields=FIELDS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("images") / "train", {"cat": 3, "dog": 2, "eel": 1})
+
+
+def list_files(folder: Path) -> list[tuple[str, str]]:
+    return [(str(p.relative_to(folder)), p.parent.name) for p in sorted(folder.rglob("*.png"))]
+
+
+def write_csv(folder: Path, out: Path) -> Path:
+    lines = "".join(f"{folder / name},{label}\n" for name, label in list_files(folder))
+    (out / "train.csv").write_text("image,label\n" + lines)
+    return out / "train.csv"
+
+
+def write_jsonl(folder: Path, out: Path) -> Path:
+    rows = [{"image": str(folder / name), "label": label} for name, label in list_files(folder)]
+    (out / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return out / "train.jsonl"
+
+
+def write_parquet(folder: Path, out: Path) -> Path:
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    rows = [{"image": str(folder / name), "label": label} for name, label in list_files(folder)]
+    pq.write_table(pa.Table.from_pylist(rows), out / "train.parquet")
+    return out / "train.parquet"
+
+
+def write_parquet_with_images(folder: Path, out: Path) -> Path:
+    import datasets
+
+    rows = {"image": [str(folder / n) for n, _ in list_files(folder)], "label": [c for _, c in list_files(folder)]}
+    features = datasets.Features(image=datasets.Image(), label=datasets.Value("string"))
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(str(out / "inside.parquet"))
+    return out / "inside.parquet"
+
+
+def write_saved(folder: Path, out: Path) -> Path:
+    import datasets
+
+    names = ["cat", "dog", "eel"]
+    rows = {
+        "image": [str(folder / n) for n, _ in list_files(folder)],
+        "label": [names.index(c) for _, c in list_files(folder)],
+    }
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=names))
+    datasets.DatasetDict(train=datasets.Dataset.from_dict(rows, features=features)).save_to_disk(str(out / "saved"))
+    return out / "saved"
+
+
+def write_shards(folder: Path, out: Path, suffix: str = "cls") -> str:
+    files = list_files(folder)
+    for shard in range(2):
+        with tarfile.open(out / f"part-{shard:03d}.tar", "w") as tar:
+            for i, (name, label) in enumerate(files[shard * 4 : shard * 4 + 4]):
+                text = label.encode() if suffix == "cls" else json.dumps({"label": label}).encode()
+                for ending, content in (("png", (folder / name).read_bytes()), (suffix, text)):
+                    info = tarfile.TarInfo(f"a/{shard}{i}.{ending}")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+    return str(out / "part-{000..001}.tar")
+
+
+def write_json_shards(folder: Path, out: Path) -> str:
+    return str(Path(write_shards(folder, out, "json")).parent)
+
+
+WRITERS: list[Callable[[Path, Path], Path | str]] = [
+    write_csv,
+    write_jsonl,
+    write_parquet,
+    write_parquet_with_images,
+    write_saved,
+    write_shards,
+    write_json_shards,
+]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_all_kinds_of_sources_hold_the_same(
+    write: Callable[[Path, Path], Path | str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    expected, found = find(folder), find(write(folder, tmp_path))
+    assert (found.class_names or sorted(set(found.labels or []))) == expected.class_names == ["cat", "dog", "eel"]
+    assert list(found.labels or []) == list(expected.labels or []) == ["cat"] * 3 + ["dog"] * 2 + ["eel"]
+    for i in range(len(expected)):
+        assert np.array_equal(np.asarray(found.read(i)), np.asarray(expected.read(i)))
+
+
+def test_digits_are_split_once_and_for_all() -> None:
+    pytest.importorskip("sklearn")
+    train, test = find("digits"), find("digits", split="test")
+    assert (len(train), len(test)) == (1437, 360)
+    pixels = {np.asarray(images.read(i)).tobytes() for images in (test,) for i in range(len(images))}
+    assert len(pixels) == 360
+    assert not pixels & {np.asarray(train.read(i)).tobytes() for i in range(len(train))}
+    counts = [list(test.labels or []).count(str(digit)) for digit in range(10)]
+    assert min(counts) >= 34
+    assert np.asarray(train.read(0)).max() > 200  # 16 levels, spread over 8 bits
+
+
+def test_an_image_that_is_damaged_is_named(folder: Path, tmp_path: Path) -> None:
+    copy = write_folder(tmp_path / "copy", {"cat": 2})
+    cut = (copy / "cat" / "000.png").read_bytes()[:60]
+    (copy / "cat" / "000.png").write_bytes(cut)
+    (copy / "cat" / "001.png").write_text("no image at all")
+    images = find(copy)
+    for i in range(2):
+        with pytest.raises(BadImageError, match=rf"copy/cat/00{i}\.png: "):
+            images.read(i)
+    (tmp_path / "gone.csv").write_text("image,label\nnowhere.png,cat\n")
+    with pytest.raises(BadImageError, match=r"nowhere\.png: .*No such file"):
+        find(tmp_path / "gone.csv").read(0)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "CMYK", "I;16"])
+def test_every_kind_of_pixel_becomes_rgb(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    ramp = np.linspace(0, 255, 64).reshape(8, 8)
+    image = (
+        Image.fromarray((ramp * 257).astype(np.uint16)) if mode == "I;16" else Image.fromarray(ramp.astype(np.uint8))
+    )
+    image = image if mode == "I;16" else image.convert(mode)
+    image.save(tmp_path / "a" / f"0.{'tif' if mode == 'CMYK' else 'png'}")
+    pixels = np.asarray(find(tmp_path).read(0)).astype(float)
+    assert pixels.shape == (8, 8, 3)
+    assert np.abs(pixels.mean(2) - ramp).max() <= 4
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "message"),
+    [
+        ({"a/0.txt": ""}, ".", r"no images: expected .*/<class>/<image>"),
+        ({"a/0.png": "", "b/c.txt": ""}, ".", r"no images in b; remove empty folders"),
+        ({"a/0.png": "", "1.png": ""}, ".", r"holds images beside folders of classes, such as 1\.png"),
+        ({"t.csv": "file,label\nx.png,a\n"}, "t.csv", r"has no column 'image', but file, label; set image_field"),
+        ({"t.csv": "image,label\nx.png,\n"}, "t.csv", r"t\.csv row 1: label is missing"),
+        ({"t.jsonl": '{"image": 3}\n'}, "t.jsonl", r"row 1: image is 3: expected the path"),
+        ({"t.jsonl": "{\n"}, "t.jsonl", r"line 1: not valid JSON"),
+        ({"t.tar": "x" * 600}, "t.tar", r"not readable as a tar file"),
+        ({}, "p-{0..1}.tar", r"p-0\.tar: no such file, of 2 shards"),
+        ({"t.xlsx": ""}, "t.xlsx", r"expected a folder with one folder for each class"),
+    ],
+)
+def test_what_is_no_source_is_refused_with_the_place(
+    files: dict[str, str], source: str, message: str, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        find(tmp_path / source)

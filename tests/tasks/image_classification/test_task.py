@@ -1,0 +1,297 @@
+"""The task: its head, what trains, its losses, and evaluation on any number of ranks."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from image_training import CONVNEXT, NUM_CLASSES, VIT, save_classifier, train_sharded, write_folder
+from torch import nn
+from training import build_trainer, gather_weights
+from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
+
+from lit_fsdp import FSDP2Strategy
+from lit_fsdp.adapters import LoRA
+from lit_fsdp.quantization import Quantization
+from lit_fsdp.tasks import ImageClassification, ImageData, Mixing, Pixels
+from lit_fsdp.tasks.image_classification.mixing import mix
+from lit_fsdp.tasks.image_classification.model import build_classifier, compute_depths, find_head
+from ranks import run_ranks
+
+PIXELS = Pixels(size=16)
+
+
+def make_data(folder: Path, **options: Any) -> ImageData:
+    if not (folder / "train").exists():
+        write_folder(folder / "train", {"cat": 9, "dog": 8, "eel": 8})
+        write_folder(folder / "test", {"cat": 4, "dog": 2, "eel": 5})
+    train, test = str(folder / "train"), str(folder / "test")
+    settings: dict[str, Any] = {"train": train, "validation": test, "test": test, "predict": test, "processor": PIXELS}
+    return ImageData(**{**settings, "batch_size": 2, "num_workers": 0, **options})
+
+
+def evaluate(folder: Path, model: Path, out: Path) -> None:
+    trainer = build_trainer(FSDP2Strategy(print_plan=False))
+    task = ImageClassification(pretrained=str(model), head="keep")
+    data = make_data(folder)
+    metrics = trainer.test(task, datamodule=data, verbose=False)[0]
+    records = trainer.predict(task, datamodule=data)
+    assert task.evaluation["test"].num_images == 11
+    torch.save((metrics, records, task.evaluation["test"].confusion), out / f"{dist.get_rank()}.pt")
+
+
+def test_every_image_counts_once_at_any_number_of_ranks(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path / "model", VIT, 3)
+    data = make_data(tmp_path, eval_batch_size=11)
+    data.setup("test")
+    batch = next(iter(data.test_dataloader()))
+    stock = AutoModelForImageClassification.from_pretrained(model)
+    with torch.no_grad():
+        logits = stock(batch["pixel_values"]).logits
+    labels = batch["labels"]
+    expected = {
+        "test/loss": float(nn.functional.cross_entropy(logits, labels)),
+        "test/top1_pct": 100 * float((logits.argmax(1) == labels).double().mean()),
+        "test/top5_pct": 100.0,
+    }
+    for world_size in (1, 3):  # 11 images, batches of 2: on 3 ranks, one rank's last batch has one, another's none
+        run_ranks(evaluate, tmp_path, model, tmp_path, world_size=world_size)
+        found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world_size)]
+        for metrics, _, confusion in found:
+            assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-4)
+            assert [sum(row) for row in confusion] == [4, 2, 5]
+        records = {}
+        for _, parts, _ in found:
+            for part in parts:
+                for i, name, p in zip(part["index"], part["prediction"], part["probability"], strict=True):
+                    assert i == -1 or i not in records
+                    records[i] = (name, p)
+        chances, predicted = logits.softmax(1).max(1)
+        records.pop(-1, None)
+        assert sorted(records) == list(range(11))
+        assert [records[i][0] for i in range(11)] == [["cat", "dog", "eel"][c] for c in predicted]
+        assert [records[i][1] for i in range(11)] == pytest.approx(chances.tolist(), abs=1e-5)
+
+
+def read_start(folder: Path, out: Path, model: Path, options: dict[str, Any]) -> None:
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=1)
+    options = {"pretrained": str(model), **options}
+    task = ImageClassification(**options)
+
+    def keep() -> None:
+        out_weights.update({name: w.clone() for name, w in gather_weights(task).items()})  # type: ignore[arg-type]
+
+    task.on_train_start = keep  # type: ignore[method-assign]
+    out_weights: dict[str, torch.Tensor] = {}
+    trainer.fit(task, datamodule=make_data(folder))
+    assert task.model is not None
+    if trainer.is_global_zero:
+        torch.save((out_weights, task.model.config.id2label, task.model.config.num_labels), out)
+
+
+@pytest.mark.parametrize("config", [VIT, CONVNEXT], ids=["vit", "convnext"])
+def test_the_head_is_made_anew_for_the_classes_and_the_rest_is_loaded(config: dict[str, Any], tmp_path: Path) -> None:
+    model = save_classifier(tmp_path / "model", config, 7)
+    stock = AutoModelForImageClassification.from_pretrained(model).state_dict()
+    starts = []
+    for world_size in (1, 2):
+        run_ranks(read_start, tmp_path, tmp_path / "out", model, {}, world_size=world_size)
+        weights, names, num_labels = torch.load(tmp_path / "out")
+        assert (names, num_labels) == ({0: "cat", 1: "dog", 2: "eel"}, 3)
+        assert weights["classifier.weight"].shape[0] == 3
+        assert weights["classifier.weight"].std() == pytest.approx(0.02, rel=0.4)
+        assert weights["classifier.bias"].abs().max() == 0
+        same = [name for name in stock if not name.startswith("classifier")]
+        assert all(torch.equal(weights[name], stock[name]) for name in same)
+        starts.append(weights["classifier.weight"])
+    assert torch.equal(starts[0], starts[1])
+
+
+def test_a_head_of_the_same_classes_is_kept_and_one_of_others_is_not(tmp_path: Path) -> None:
+    for names, keeps in ((["cat", "dog", "eel"], True), (["ant", "bee", "cow"], False)):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(**VIT, id2label=dict(enumerate(names)))
+        model = AutoModelForImageClassification.from_config(config)
+        model.save_pretrained(tmp_path / "model")
+        run_ranks(read_start, tmp_path, tmp_path / "out", tmp_path / "model", {}, world_size=2)
+        weights, found, _ = torch.load(tmp_path / "out")
+        assert found == {0: "cat", 1: "dog", 2: "eel"}
+        assert torch.equal(weights["classifier.weight"], model.classifier.weight) is keeps
+
+
+def test_images_of_another_size_get_interpolated_positions(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path / "model", VIT, 3)
+    data = make_data(tmp_path, processor=Pixels(size=24))
+    trainer = build_for_one(ImageClassification(pretrained=str(model), head="keep"), data)
+    batch = next(iter(trainer.datamodule.val_dataloader()))
+    stock = AutoModelForImageClassification.from_pretrained(model)
+    with torch.no_grad():
+        expected = stock(batch["pixel_values"], interpolate_pos_encoding=True).logits
+        assert torch.allclose(trainer.lightning_module(batch["pixel_values"]), expected, atol=1e-6)
+
+
+def build_for_one(task: ImageClassification, data: ImageData) -> Any:
+    """Validate in this process, without FSDP."""
+    import lightning.pytorch as pl
+
+    options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **options)
+    trainer.validate(task, datamodule=data, verbose=False)
+    return trainer
+
+
+@pytest.mark.parametrize("model_type", ["vit", "convnext", "swin", "dinov2", "siglip_vision_model", "beit", "resnet"])
+def test_the_head_is_found_in_all_kinds_of_models(model_type: str) -> None:
+    name = "siglip" if model_type == "siglip_vision_model" else model_type
+    config = AutoConfig.for_model(name)
+    config.num_labels = 12
+    model = build_classifier(config, None)
+    heads = find_head(config, model)
+    assert sum(p.numel() for h in heads for p in model.get_submodule(h).parameters()) < 12 * 5000
+    assert all(p.shape[0] == 12 for h in heads for p in model.get_submodule(h).parameters())
+
+
+def list_trained(config: dict[str, Any], tmp_path: Path, **options: Any) -> tuple[set[str], Any]:
+    save_classifier(tmp_path / "model", config, 3)
+    task = ImageClassification(pretrained=str(tmp_path / "model"), **options)
+    build_for_one(task, make_data(tmp_path))
+    assert task.model is not None
+    return {name for name, p in task.model.named_parameters() if p.requires_grad}, task
+
+
+def test_a_linear_probe_trains_the_head_alone(tmp_path: Path) -> None:
+    trained, _ = list_trained(VIT, tmp_path, freeze=["backbone"])
+    assert trained == {"classifier.weight", "classifier.bias"}
+
+
+def test_named_parts_are_frozen(tmp_path: Path) -> None:
+    trained, task = list_trained(VIT, tmp_path, freeze=["embeddings", "layers.0", "*.layernorm_before"])
+    frozen = {name for name, _ in task.model.named_parameters()} - trained
+    assert frozen >= {"vit.embeddings.cls_token", "vit.layers.0.mlp.fc1.weight", "vit.layers.2.layernorm_before.bias"}
+    assert trained >= {"vit.layers.1.mlp.fc1.weight", "classifier.weight", "vit.layers.1.layernorm_after.weight"}
+    with pytest.raises(ValueError, match=r"freeze: got 'layers\.9': the model has no such module"):
+        list_trained(VIT, tmp_path, freeze=["layers.9"])
+    with pytest.raises(ValueError, match=r"nothing is left to train"):
+        list_trained(VIT, tmp_path, freeze=["vit", "classifier"])
+
+
+def test_lora_trains_adapters_and_the_head(tmp_path: Path) -> None:
+    trained, _ = list_trained(VIT, tmp_path, lora=LoRA(r=2))
+    assert {name.split(".")[-1] for name in trained} == {"weight", "bias"}
+    assert {"classifier.weight", "classifier.bias"} < trained
+    assert all("lora_" in name or name.startswith("classifier") for name in trained)
+
+
+def test_learning_rates_fall_with_the_distance_from_the_head(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(**VIT)
+    depths, last = compute_depths(build_classifier(config, None))
+    assert last == 4
+    assert depths["vit.embeddings.cls_token"] == depths["vit.embeddings.patch_embeddings.projection.weight"] == 0
+    assert [depths[f"vit.layers.{i}.mlp.fc1.weight"] for i in range(3)] == [1, 2, 3]
+    assert depths["vit.layernorm.weight"] == depths["classifier.bias"] == 4
+    depths, last = compute_depths(build_classifier(AutoConfig.for_model(**CONVNEXT), None))
+    names = list(depths)
+    assert last == 5
+    assert [depths[name] for name in names] == sorted(depths.values())
+    (down,) = {depths[name] for name in names if "stages.1.downsampling" in name}
+    assert down == 3  # with the first block of its stage
+
+
+def test_layer_decay_reaches_the_optimizer_of_a_sharded_model(tmp_path: Path) -> None:
+    folder = save_classifier(tmp_path / "model", VIT)
+    plain = train_sharded(folder, tmp_path, world_size=2, strategy={}, max_steps=1)
+    decayed = train_sharded(folder, tmp_path, world_size=2, strategy={}, task={"layer_decay": 0.5}, max_steps=1)
+    start = AutoModelForImageClassification.from_pretrained(folder).state_dict()
+    for name, depth in (("classifier.bias", 0), ("vit.layers.2.mlp.fc1.bias", 1), ("vit.layers.0.mlp.fc1.bias", 3)):
+        full, less = (run.weights[name] - start[name] for run in (plain, decayed))
+        assert torch.allclose(less, full * 0.5**depth, rtol=1e-3, atol=1e-8)
+        assert full.abs().max() > 1e-4
+
+
+def test_mixing_weighs_both_classes_and_leaves_images_without_a_class_alone() -> None:
+    pixels = torch.arange(4.0)[:, None, None, None].expand(4, 3, 8, 8).clone()
+    is_valid = torch.tensor([True, True, True, False])
+    seen = set()
+    for seed in range(40):
+        random.seed(seed)
+        mixed = mix(pixels, is_valid, Mixing(mixup=1.0, cutmix=1.0))
+        partner = mixed.partners.float()[:, None, None, None]
+        own = torch.arange(4.0)[:, None, None, None]
+        assert mixed.partners[3] == 3
+        assert torch.allclose(mixed.pixels[3], pixels[3])
+        share = mixed.pixels.mean((1, 2, 3))
+        expected = (mixed.share * own + (1 - mixed.share) * partner).flatten()
+        assert torch.allclose(share, expected, atol=1e-5)  # the share in the loss is that in the image
+        is_pasted = bool(((mixed.pixels == own) | (mixed.pixels == partner)).all())
+        seen.add(is_pasted)
+    assert seen == {True, False}
+
+
+def test_the_loss_is_the_same_as_of_soft_targets(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(6, NUM_CLASSES), torch.tensor([0, 1, 2, 3, 4, -100])
+    task = ImageClassification(config={"model_type": "vit"})
+    soft = nn.functional.one_hot(labels[:5], NUM_CLASSES) * 0.9 + 0.1 / NUM_CLASSES
+    expected = -(soft * logits[:5].log_softmax(1)).sum()
+    assert float(task.sum_losses(logits, labels, 0.1)) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_stochastic_depth_is_set_where_the_model_has_it(tmp_path: Path) -> None:
+    _, task = list_trained(CONVNEXT, tmp_path, drop_path=0.3)
+    rates = [m.drop_prob for m in task.model.modules() if type(m).__name__ == "ConvNextDropPath"]
+    assert max(rates) == pytest.approx(0.3)
+    with pytest.raises(ValueError, match=r"drop_path: got 0\.3: ViTConfig has no stochastic depth"):
+        list_trained(VIT, tmp_path, drop_path=0.3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"pretrained or config: expected one of them"),
+        ({"config": {"hidden_size": 8}}, r"config\.model_type: missing"),
+        ({"config": {"model_type": "vit"}, "head": "keep"}, r"head: got 'keep': a model from config has none"),
+        ({"config": {"model_type": "vit"}, "num_classes": 1}, r"num_classes: got 1: expected 2 or more"),
+        ({"config": {"model_type": "vit"}, "layer_decay": 1.5}, r"layer_decay: got 1\.5: expected above 0"),
+        ({"config": {"model_type": "vit"}, "label_smoothing": 1}, r"label_smoothing: got 1"),
+        ({"config": {"model_type": "vit"}, "mixing": Mixing()}, r"mixing: got mixup 0\.0, cutmix 0\.0"),
+        ({"config": {"model_type": "vit"}, "lora": LoRA(r=2), "freeze": ["x"]}, r"freeze: lora freezes all"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ImageClassification(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"config": {"model_type": "vitt"}}, r"config\.model_type: got 'vitt': Transformers has no such model"),
+        ({"config": {"model_type": "vit", "size": 3}}, r"config: size: no settings of ViTConfig"),
+        ({"config": {"model_type": "llama"}}, r"LlamaConfig: no image classifier"),
+        ({"config": {**CONVNEXT}, "attention": "sdpa"}, r"attention: got 'sdpa': .*; leave it out"),
+        ({"config": {"model_type": "vit"}, "num_classes": 4}, r"num_classes: got 4: the data has 3 classes"),
+        ({"config": VIT, "quantization": Quantization()}, r"quantization: quantized weights cannot be trained"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused_in_a_sentence(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, max_steps=1)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(ImageClassification(**options), datamodule=make_data(tmp_path))
+
+
+def test_a_backbone_with_more_than_is_needed_is_loaded(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    backbone = AutoModel.from_config(AutoConfig.for_model(**VIT), add_pooling_layer=True)
+    backbone.save_pretrained(tmp_path / "model")
+    with pytest.warns(UserWarning, match=r"pretrained: 2 tensors are not used, such as pooler\.dense"):
+        task = ImageClassification(pretrained=str(tmp_path / "model"))
+        build_for_one(task, make_data(tmp_path))
+    assert task.model is not None
+    state = task.model.state_dict()
+    names = [name for name in backbone.state_dict() if not name.startswith("pooler")]
+    assert len(names) > 40
+    assert all(torch.equal(state[f"vit.{name}"], backbone.state_dict()[name]) for name in names)
