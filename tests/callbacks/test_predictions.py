@@ -120,7 +120,5 @@ def test_a_table_holds_the_same_as_lines(suffix: str, tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_kind_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"path: got 'out\.txt': expected .* \.jsonl, \.csv, \.parquet"
-    ):
+    with pytest.raises(ValueError, match=r"path: got 'out\.txt': expected .* \.jsonl, \.csv, \.parquet"):
         WritePredictions(path="out.txt")
