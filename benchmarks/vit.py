@@ -26,12 +26,12 @@ from typing import Any
 
 VARIANTS = ("ours", "plain", "transformers")
 CONFIG = {
-    "image_size": 64,
+    "image_size": 48,
     "patch_size": 8,
-    "hidden_size": 384,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 6,
+    "hidden_size": 192,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 3,
 }
 CLASSES, BATCH, WARMUP, LEARNING_RATE = 100, 8, 3, 1e-4
 
@@ -243,10 +243,12 @@ def write_report(runs: dict[str, list[dict[str, float]]], ranks: int, steps: int
     lines = [
         f"# A vision transformer under FSDP2, {date.today().isoformat()}",
         "",
-        f"{ranks} ranks, {BATCH} images of {size} x {size} a rank and step, {steps} steps, of which {WARMUP} warm up; "
-        f"{len(runs['ours'])} runs of each variant in turn. {platform.machine()}, {os.cpu_count()} CPUs, {versions}. "
-        "Medians over runs of the median step, with the smallest and largest; ratios are to the plain loop of the same "
-        "turn.",
+        (
+            f"{ranks} ranks, {BATCH} images of {size} x {size} a rank and step, {steps} steps, {WARMUP} to warm up; "
+            f"{len(runs['ours'])} runs of each in turn. {platform.machine()}, {os.cpu_count()} CPUs, {versions}. "
+            "Medians over runs of the median step, with the smallest and largest; ratios are to the plain loop of the "
+            "same turn."
+        ),
         "",
         "| | wall s a step | images/s | speed to plain, wall | speed to plain, CPU time | peak GiB of rank 0 |",
         "|---|---|---|---|---|---|",
