@@ -285,9 +285,8 @@ class ImageClassification(Task):
         self.num_skipped += warn_of_problems(batch)
         is_valid = labels != IGNORED
         if self.mixing is None:
-            return self.weigh_loss(
-                self.sum_losses(self.compute_logits(pixels), labels, self.label_smoothing), is_valid.sum()
-            )
+            loss_sum = self.sum_losses(self.compute_logits(pixels), labels, self.label_smoothing)
+            return self.weigh_loss(loss_sum, is_valid.sum())
         mixed = mix(pixels, is_valid, self.mixing)
         logits = self.compute_logits(mixed.pixels)
         own, other = (

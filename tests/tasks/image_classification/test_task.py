@@ -295,3 +295,29 @@ def test_a_backbone_with_more_than_is_needed_is_loaded(tmp_path: Path) -> None:
     names = [name for name in backbone.state_dict() if not name.startswith("pooler")]
     assert len(names) > 40
     assert all(torch.equal(state[f"vit.{name}"], backbone.state_dict()[name]) for name in names)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_step_on_mixtures_has_the_loss_of_their_soft_targets(
+    smoothing: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Mixing(mixup=0.8, cutmix=1.0)
+    _, task = list_trained(VIT, tmp_path, mixing=settings, label_smoothing=smoothing)
+    found: list[torch.Tensor] = []
+    monkeypatch.setattr(task, "weigh_loss", lambda *sums: found.extend(sums))
+    torch.manual_seed(0)
+    batch = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.tensor([0, 1, 2, -100])}
+    random.seed(8)
+    task.training_step(batch, 0)
+    random.seed(8)
+    mixed = mix(batch["pixel_values"], batch["labels"] >= 0, settings)
+    assert 0.1 < mixed.share < 0.9
+    assert mixed.partners[0] != 0
+    targets = nn.functional.one_hot(batch["labels"].clamp(min=0), 3).float()
+    targets = mixed.share * targets + (1 - mixed.share) * targets[mixed.partners]
+    targets = targets * (1 - smoothing) + smoothing / 3
+    with torch.no_grad():
+        logits = task(mixed.pixels)
+    expected = -(targets * logits.log_softmax(1))[:3].sum()  # the last has no class
+    assert float(found[0].detach()) == pytest.approx(float(expected), rel=1e-5)
+    assert int(found[1]) == 3
