@@ -1,0 +1,1 @@
+"""Speech: fine-tuning of text-to-speech models."""
