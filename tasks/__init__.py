@@ -3,5 +3,16 @@
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.tasks.base import Schedule, Task
 from lit_fsdp.tasks.causal_lm import CausalLM, TextData, TrainTokenizer
+from lit_fsdp.tasks.tts import Sampling, SpeechData, TextToSpeech
 
-__all__ = ["CausalLM", "Optimizer", "Schedule", "Task", "TextData", "TrainTokenizer"]
+__all__ = [
+    "CausalLM",
+    "Optimizer",
+    "Sampling",
+    "Schedule",
+    "SpeechData",
+    "Task",
+    "TextData",
+    "TextToSpeech",
+    "TrainTokenizer",
+]

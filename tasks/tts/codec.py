@@ -44,13 +44,9 @@ class CodecEncoder(nn.Module):
         self.encoder = MimiEncoder(config)
         self.encoder_transformer = MimiTransformerModel(config)
         size = config.hidden_size
-        options: dict[str, Any] = {
-            "kernel_size": 2 * _LATENT_RATIO,
-            "stride": _LATENT_RATIO,
-            "bias": False,
-            "pad_mode": "replicate",
-        }
-        self.downsample = MimiConv1d(config, size, size, **options)
+        self.downsample = MimiConv1d(
+            config, size, size, 2 * _LATENT_RATIO, stride=_LATENT_RATIO, bias=False, pad_mode="replicate"
+        )
         self.quantizer = MimiSplitResidualVectorQuantizer(config)
 
     def forward(self, audio: Tensor, num_codebooks: int) -> Tensor:

@@ -182,4 +182,5 @@ def _build_transformer(settings: Mapping[str, Any]) -> Qwen3Config:
 def _parse_speaker_encoder(settings: Mapping[str, Any]) -> SpeakerEncoderConfig:
     known = SpeakerEncoderConfig.__dataclass_fields__
     values: dict[str, Any] = {name: value for name, value in settings.items() if name in known}
-    return SpeakerEncoderConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return SpeakerEncoderConfig(**values)

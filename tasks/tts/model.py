@@ -108,7 +108,8 @@ class Qwen3TTS(nn.Module):
         frame_mask = batch["frame_mask"].unsqueeze(-1)
         for embedded in self.talker.embed_codes(batch["codes"])[1:]:
             inputs = inputs + embedded * frame_mask
-        return self.talker.run(inputs, batch["attention_mask"], use_cache=False).last_hidden_state
+        # No mask: padding is on the right, where causal attention does not look.
+        return self.talker.run(inputs, None, use_cache=False).last_hidden_state
 
     def embed_tracks(self, batch: Batch) -> Tensor:
         """Return the sum of text and codec track [batch, length, size], codebook 0 of frames included."""

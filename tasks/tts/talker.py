@@ -121,7 +121,7 @@ class Talker(nn.Module):
         tables = [self.model.codec_embedding, *self.code_predictor.model.codec_embedding]
         return [table(codes[..., i]) for i, table in enumerate(tables)]
 
-    def run(self, inputs: Tensor, attention_mask: Tensor, **options: Any) -> Any:
+    def run(self, inputs: Tensor, attention_mask: Tensor | None, **options: Any) -> Any:
         """Return the output of the transformer over inputs [batch, length, size]."""
         return self.model(inputs_embeds=inputs, attention_mask=attention_mask, **options)
 
