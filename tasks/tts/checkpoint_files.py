@@ -10,6 +10,7 @@ from typing import Any
 
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.base_model import BASE, LORA, describe_base
+from lit_fsdp.checkpoint_reader import EXPORT
 from lit_fsdp.tasks.tts.config import SpeechConfig
 from lit_fsdp.tasks.tts.pretrained import find_speech_model
 
@@ -20,8 +21,8 @@ GENERATION = "generation_config.json"
 def describe_run(config: SpeechConfig, data: Any, *, pretrained: str | None, lora: LoRA | None) -> dict[str, Any]:
     """Return what goes into a checkpoint, in plain types.
 
-    ``speech`` holds ``files`` (small files of the model's folder by name), ``voices`` (mean embedding of each speaker
-    of the training data), ``streaming``, ``tokenizer`` (as the data names it) and ``pretrained``.
+    ``export`` holds the small files of the model's folder by name; ``speech`` the ``voices`` (mean embedding of each
+    speaker of the training data), ``streaming`` and ``pretrained``.
 
     Args:
         config: Of the model.
@@ -35,8 +36,8 @@ def describe_run(config: SpeechConfig, data: Any, *, pretrained: str | None, lor
     if pretrained is not None and (given := find_speech_model(pretrained) / GENERATION).is_file():
         files[GENERATION] = given.read_text()
     voices = {name: voice.tolist() for name, voice in getattr(data, "voices", {}).items()}
-    speech = {"files": files, "voices": voices, "streaming": bool(getattr(data, "streaming", False))}
-    found: dict[str, Any] = {SPEECH: {**speech, "pretrained": pretrained}}
+    speech = {"voices": voices, "streaming": bool(getattr(data, "streaming", False)), "pretrained": pretrained}
+    found: dict[str, Any] = {EXPORT: files, SPEECH: speech}
     if lora is not None:
         found[LORA] = asdict(lora)
         if pretrained is not None:

@@ -1,6 +1,5 @@
 """Training of speech: sharded as on one device, normalised by global counts, and what a run tells and keeps."""
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from speech_golden import CONFIG, draw
+from speech_training import GLOBAL_BATCH, NUM_STEPS, build_data, build_task, build_trainer, make_config, make_rows
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from training import OPTIMIZER, Environment, Recorder, Result
+from training import OPTIMIZER, Recorder, Result
 
-from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters import LoRA
-from lit_fsdp.tasks import Sampling, Schedule, SpeechData, TextToSpeech
+from lit_fsdp.tasks import Sampling
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.layout import Utterance, collate_training, encode_text
 from lit_fsdp.tasks.tts.model import Qwen3TTS
@@ -25,36 +23,7 @@ from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
 from lit_fsdp.weights import init_weights, materialize
 from ranks import run_ranks
 
-NUM_STEPS, GLOBAL_BATCH = 3, 6
 GREEDY = Sampling(do_sample=False, predictor_do_sample=False, max_frames=6)
-
-
-def make_config() -> dict[str, Any]:
-    """The tiny model with a text vocabulary for bytes, so that ranks have rows of no even size."""
-    raw = deepcopy(CONFIG)
-    raw |= {"im_start_token_id": 256, "im_end_token_id": 257, "tts_pad_token_id": 259}
-    raw |= {"tts_bos_token_id": 260, "tts_eos_token_id": 261}
-    raw["talker_config"]["text_vocab_size"] = 263
-    return raw
-
-
-def make_rows(num_rows: int = NUM_STEPS * GLOBAL_BATCH) -> list[PreparedRow]:
-    """Clips of 2 to 14 frames, so that a mean of means over ranks would be wrong."""
-    rows = []
-    for i in range(num_rows):
-        codes = (draw(f"row {i}", 2 + (i * 7) % 13, 16).abs() * 63).long().numpy()
-        embedding = draw(f"voice {i}", 32).numpy()
-        rows.append(
-            PreparedRow(
-                audio=f"{i}.wav",
-                text="a" * (1 + i % 5),
-                codes=codes,
-                seconds=len(codes) / 12.5,
-                speaker="kim" if i % 2 else "lee",
-                speaker_embedding=embedding,
-            )
-        )
-    return rows
 
 
 @pytest.fixture(scope="module")
@@ -93,24 +62,6 @@ def train_plainly() -> Result:
         result.losses.append(float(loss.detach()))
     result.weights = {name: p.detach() for name, p in model.named_parameters()}
     return result
-
-
-def build_task(**options: Any) -> TextToSpeech:
-    return TextToSpeech(config=make_config(), optimizer=OPTIMIZER, schedule=Schedule(shape="constant"), **options)
-
-
-def build_data(folder: Path, **options: Any) -> SpeechData:
-    settings: dict[str, Any] = {"speaker_embedding": "row", "shuffle": False, "num_workers": 0}
-    return SpeechData(train=str(folder), tokenizer="bytes", **{**settings, **options})
-
-
-def build_trainer(**options: Any) -> pl.Trainer:
-    settings: dict[str, Any] = {"max_steps": NUM_STEPS, "gradient_clip_val": 1.0, "logger": False}
-    settings |= {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    if dist.is_initialized():
-        settings |= {"strategy": FSDP2Strategy(print_plan=False), "plugins": [Environment()]}
-    devices = dist.get_world_size() if dist.is_initialized() else 1
-    return pl.Trainer(accelerator="cpu", devices=devices, use_distributed_sampler=False, **{**settings, **options})
 
 
 def fit(folder: Path, out: Path, accumulate: int) -> None:
@@ -261,7 +212,7 @@ def test_the_speaker_encoder_stays_in_checkpoints_and_a_run_goes_on(prepared: Pa
     stored = torch.load(tmp_path / "a.ckpt", weights_only=False)
     assert any(name.startswith("model.speaker_encoder.") for name in stored["state_dict"])
     assert set(stored["speech"]["voices"]) == {"kim", "lee"}
-    assert "config.json" in stored["speech"]["files"]
+    assert "config.json" in stored["export"]
     again = build_task(freeze=["text_embedding"])
     build_trainer(max_steps=2).fit(again, build_data(prepared, batch_size=2), ckpt_path=tmp_path / "a.ckpt")
     assert int(again.targets_seen) > int(task.targets_seen)
