@@ -13,9 +13,8 @@ import torch
 from lit_fsdp.export_cli import ExportParser
 from lit_fsdp.tasks.tts.audio import read_audio, write_wav
 from lit_fsdp.tasks.tts.codec import Codec, load_codec
-from lit_fsdp.tasks.tts.config import read_config
 from lit_fsdp.tasks.tts.data import read_prompts
-from lit_fsdp.tasks.tts.formants import build_small_codec
+from lit_fsdp.tasks.tts.formants import SPOKEN, build_small_codec
 from lit_fsdp.tasks.tts.generation import Sampling
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model, has_codec
 from lit_fsdp.tasks.tts.speaker import Speaker, open_speaker
@@ -122,7 +121,7 @@ def speak_texts(
 
 
 def _find_codec(name: str | None, speaker: Speaker) -> Codec:
-    if name == "formants":
+    if name == SPOKEN:
         return build_small_codec()
     source = name or speaker.codec_source
     if source is None:
@@ -131,8 +130,7 @@ def _find_codec(name: str | None, speaker: Speaker) -> Codec:
             "or formants for a model of the quickstart"
         )
     fetch_speech_model(source)
-    folder = find_speech_model(source)
-    codec = load_codec(folder)
-    expected = read_config(folder).num_codebooks if (folder / "config.json").is_file() else codec.num_codebooks
-    assert expected == codec.num_codebooks
+    codec, wanted = load_codec(find_speech_model(source)), speaker.model.config.num_codebooks
+    if codec.num_codebooks != wanted:
+        raise ValueError(f"codec: got {source!r}: it has {codec.num_codebooks} codebooks: expected {wanted}")
     return codec.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -3,10 +3,11 @@
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.tasks.base import Schedule, Task
 from lit_fsdp.tasks.causal_lm import CausalLM, TextData, TrainTokenizer
-from lit_fsdp.tasks.tts import Sampling, SpeechData, TextToSpeech
+from lit_fsdp.tasks.tts import Listening, Sampling, SpeechData, TextToSpeech
 
 __all__ = [
     "CausalLM",
+    "Listening",
     "Optimizer",
     "Sampling",
     "Schedule",

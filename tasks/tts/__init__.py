@@ -2,6 +2,7 @@
 
 from lit_fsdp.tasks.tts.data import SpeechData
 from lit_fsdp.tasks.tts.generation import Sampling
+from lit_fsdp.tasks.tts.listening import Listening
 from lit_fsdp.tasks.tts.task import TextToSpeech
 
-__all__ = ["Sampling", "SpeechData", "TextToSpeech"]
+__all__ = ["Listening", "Sampling", "SpeechData", "TextToSpeech"]

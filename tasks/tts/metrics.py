@@ -19,6 +19,13 @@ class SpeechMetrics(Metric):
     """
 
     full_state_update = False
+    talker_loss: Tensor
+    predictor_loss: Tensor
+    num_tokens: Tensor
+    num_frames: Tensor
+    num_ends: Tensor
+    found_ends: Tensor
+    correct: Tensor  # [codebooks]
 
     def __init__(self, num_codebooks: int, eos: int) -> None:
         super().__init__()

@@ -52,8 +52,6 @@ class Qwen3TTS(nn.Module):
         attention: Implementation of attention, a name of Transformers'.
     """
 
-    _no_split_modules = ("Qwen3DecoderLayer",)
-
     def __init__(self, config: SpeechConfig, attention: str = "sdpa") -> None:
         super().__init__()
         set_attention(config, attention)

@@ -91,8 +91,8 @@ def write_shard(path: Path, rows: Iterable[PreparedRow]) -> None:
     if path.suffix == ".jsonl":
         beside.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in plain))
     else:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+        import pyarrow as pa  # type: ignore[import-untyped]
+        import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
         codes = pa.list_(pa.list_(pa.int16()))
         columns = {"audio": pa.string(), "text": pa.string(), "speaker": pa.string(), "language": pa.string()}
@@ -127,7 +127,7 @@ def _read_plain(shard: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in shard.read_text().splitlines() if line.strip()]
     import pyarrow.parquet as pq
 
-    return pq.read_table(shard).to_pylist()  # type: ignore[no-any-return]
+    return pq.read_table(shard).to_pylist()
 
 
 def average_speakers(rows: Sequence[PreparedRow]) -> dict[str, NDArray[np.float32]]:
@@ -139,5 +139,4 @@ def average_speakers(rows: Sequence[PreparedRow]) -> dict[str, NDArray[np.float3
     for row in rows:
         if len(row.speaker_embedding):
             found[row.speaker].append(row.speaker_embedding)
-    means = {name: np.mean(np.stack(given), axis=0, dtype=np.float64) for name, given in found.items()}
-    return {name: mean.astype(np.float32) for name, mean in means.items()}
+    return {name: np.asarray(np.stack(g).mean(axis=0, dtype=np.float64), np.float32) for name, g in found.items()}

@@ -45,6 +45,7 @@ class SpeechReport:
     """The speech of the last validation."""
 
     rows: list[Spoken] = field(default_factory=list)
+    listened: dict[str, float] = field(default_factory=dict)  # what listening has measured
 
     def summarize(self) -> dict[str, float]:
         """Return means over all rows."""
@@ -55,6 +56,7 @@ class SpeechReport:
             "duration_ratio": sum(row.duration_ratio for row in self.rows) / count,
             "missed_eos_pct": 100 * sum(not row.speech.has_ended for row in self.rows) / count,
             "equal_codes_pct": sum(row.equal_codes_pct for row in self.rows) / count,
+            **self.listened,
         }
 
 

@@ -18,11 +18,23 @@ from lit_fsdp.base_model import fetch_config
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.tasks.base import Schedule, Task
 from lit_fsdp.tasks.tts.checkpoint_files import check_run, describe_run
+from lit_fsdp.tasks.tts.codec import Codec
 from lit_fsdp.tasks.tts.config import SpeechConfig, parse_config, read_config
 from lit_fsdp.tasks.tts.generation import Sampling, Speech, generate_codes
 from lit_fsdp.tasks.tts.layout import Batch, collate_prompts
+from lit_fsdp.tasks.tts.listening import (
+    Listening,
+    compute_similarity,
+    compute_word_errors,
+    fetch_listening,
+    listen,
+    open_codec,
+    write_audio,
+)
 from lit_fsdp.tasks.tts.metrics import SpeechMetrics
 from lit_fsdp.tasks.tts.model import PREDICTOR_WEIGHT, Qwen3TTS, SpeechOutput, count_parameters
+from lit_fsdp.tasks.tts.prepared import PreparedRow
+from lit_fsdp.tasks.tts.preparing import load_transcriber
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.speaking import SpeechReport, Spoken, describe_spoken
 from lit_fsdp.units import Unit, Units, plan_units
@@ -49,7 +61,8 @@ class TextToSpeech(Task):
     codebooks, each a mean over the whole step. Metrics: ``train/loss``, ``train/talker_loss``,
     ``train/sub_talker_loss``, ``train/grad_norm``, ``train/learning_rate``, ``train/tokens_seen`` (frames and ends);
     of ``val/`` the losses, ``accuracy_codebook_00_pct`` and so on, ``eos_recall_pct``, and with ``speak_rows`` the
-    ``duration_ratio`` and ``missed_eos_pct`` of generated speech.
+    ``duration_ratio``, ``missed_eos_pct`` and ``equal_codes_pct`` of generated speech, and with ``listening`` its
+    ``speaker_similarity``, ``wer_pct`` and ``cer_pct``.
 
     Args:
         pretrained: Model name on the Hugging Face Hub, such as Qwen/Qwen3-TTS-12Hz-1.7B-Base, or a folder.
@@ -65,6 +78,8 @@ class TextToSpeech(Task):
         sampling: How speech is generated.
         speak_rows: So many rows of validation, or of training where nothing is held out, are spoken after each
             validation and when training ends, and compared with what was recorded. 0 speaks none.
+        listening: Decode what is spoken, give it to the loggers, and measure voice and words; ``null`` compares codes
+            only.
     """
 
     def __init__(
@@ -79,6 +94,7 @@ class TextToSpeech(Task):
         schedule: Schedule | None = None,
         sampling: Sampling | None = None,
         speak_rows: int = 0,
+        listening: Listening | None = None,
     ) -> None:
         super().__init__(optimizer, schedule)
         if (pretrained is None) == (config is None):
@@ -91,19 +107,22 @@ class TextToSpeech(Task):
             raise ValueError("freeze: got all parts: nothing is left to train; leave one out, or set lora")
         if speak_rows < 0:
             raise ValueError(f"speak_rows: got {speak_rows}: expected 0 or more")
+        if listening is not None and not speak_rows:
+            raise ValueError("listening: not used, as speak_rows is 0; set that, or leave it out")
         self.pretrained, self.config_settings = pretrained, config
-        self.attention, self.freeze, self.lora = attention, tuple(freeze), lora
+        self.attention, self.frozen_parts, self.lora = attention, tuple(freeze), lora
         if lora is not None:
             lora.check(is_quantized=False)
             is_default = lora.targets == "all-linear"
             self.lora = replace(lora, targets=TALKER_LINEARS) if is_default else lora
         self.sampling = sampling or Sampling()
         self.sampling.check()
-        self.speak_rows = speak_rows
+        self.speak_rows, self.listening = speak_rows, listening
         self.model: Qwen3TTS | None = None
         self.val_metrics: SpeechMetrics | None = None
         self.report = SpeechReport()
         self._parts: Tensor | None = None  # [4] of this step: both losses, both counts
+        self._codec: Codec | None = None
         self._files: dict[str, Any] | None = None  # what a checkpoint says besides its tensors
         if config is not None:
             parse_config(config)
@@ -115,6 +134,8 @@ class TextToSpeech(Task):
         """Download the model, on one process per node."""
         if self.pretrained is not None:
             fetch_speech_model(self.pretrained)
+        if self.listening is not None:
+            fetch_listening(self.listening)
 
     @override
     def prepare_plan(self, data: Any) -> list[str]:
@@ -144,7 +165,7 @@ class TextToSpeech(Task):
             model = Qwen3TTS(self.read_config(), self.attention)
         if self.lora is not None:
             self.adapt_model(model, lora=self.lora, quantization=None)
-        for name in self.freeze:
+        for name in self.frozen_parts:
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.startswith(PARTS[name]):
                     parameter.requires_grad_(False)
@@ -158,7 +179,8 @@ class TextToSpeech(Task):
         Args:
             model: This module.
         """
-        return plan_units(model, Units(rule="no_split_modules"))
+        # A pattern, as FSDP2 puts a class of its own in front of the block's, and plans are made of sharded models too.
+        return plan_units(model, Units(rule="classes", classes=("*Qwen3DecoderLayer",)))
 
     @override
     def configure_weights(self) -> None:
@@ -251,15 +273,34 @@ class TextToSpeech(Task):
     # Speaking
 
     @torch.no_grad()
-    def generate(self, batch: Batch) -> list[Speech]:
+    def generate(self, batch: Batch, rows: Sequence[PreparedRow] | None = None) -> list[Speech]:
         """Return the speech for prompts. Under a sharding strategy all ranks must call it.
 
         Args:
             batch: From ``collate_prompts``.
+            rows: What was recorded of them: the speech is then compared with it in ``report``, and listened to.
         """
         assert self.model is not None
         on_device = {name: value.to(self.device) for name, value in batch.items()}
-        return generate_codes(self.model, on_device, self.sampling)
+        spoken = generate_codes(self.model, on_device, self.sampling)
+        if rows is not None:
+            pairs = zip(rows, spoken, strict=True)
+            self.report.rows = [Spoken(text=r.text, speaker=r.speaker, target=r.codes, speech=s) for r, s in pairs]
+            self.report.listened = self._listen(batch) if self.listening is not None else {}
+        return spoken
+
+    def _listen(self, batch: Batch) -> dict[str, float]:
+        assert self.listening is not None
+        assert self.model is not None
+        codec = self._codec = self._codec or open_codec(self.listening.codec)
+        name = self.listening.transcriber
+        heard = listen(self.report.rows, codec, load_transcriber(name) if name is not None else None)
+        voices = batch["speaker"].unbind() if "speaker" in batch else [None] * len(heard)
+        if self.trainer.is_global_zero:
+            step = self.trainer.global_step
+            write_audio(heard, self.report.rows, codec.sample_rate, self.trainer.loggers, step)
+        similarity = compute_similarity(self.model, heard, voices, self.device)
+        return {**compute_word_errors(self.report.rows, heard), **similarity}
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
@@ -281,10 +322,8 @@ class TextToSpeech(Task):
         batch = collate_prompts(prompts, self.model.config, is_streaming=data.streaming)
         was_training = self.training
         self.eval()
-        spoken = self.generate(batch)
+        self.generate(batch, rows)
         self.train(was_training)
-        pairs = zip(rows, spoken, strict=True)
-        self.report.rows = [Spoken(text=r.text, speaker=r.speaker, target=r.codes, speech=s) for r, s in pairs]
         return {f"val/{name}": value for name, value in self.report.summarize().items()}
 
     # Checkpoints

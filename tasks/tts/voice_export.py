@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lit_fsdp.adapters import LoRA, add_adapters
+from lit_fsdp.adapters import LoRA, add_adapters, iterate_adapters
 from lit_fsdp.base_model import BASE, LORA
 from lit_fsdp.checkpoint_reader import StoredCheckpoint, find_checkpoint, open_checkpoint
 from lit_fsdp.tasks.tts.checkpoint_files import GENERATION, SPEECH
@@ -210,8 +210,6 @@ def _merge(trained: dict[str, Tensor], lora: LoRA, config: SpeechConfig, base: s
         config: Of the model.
         base: Name or folder of the model with the weights that ``trained`` leaves out.
     """
-    from peft.tuners.lora import LoraLayer
-
     with torch.device("meta"):
         model = Qwen3TTS(config)
         add_adapters(model, lora)
@@ -221,9 +219,8 @@ def _merge(trained: dict[str, Tensor], lora: LoRA, config: SpeechConfig, base: s
     missing = set(trained) - set(model.state_dict())
     assert not missing, missing
     model.load_state_dict(trained, strict=False)
-    for module in model.modules():
-        if isinstance(module, LoraLayer):
-            module.merge()  # type: ignore[operator]
+    for _, layer in iterate_adapters(model):
+        layer.merge()
     state = model.state_dict()
     clean = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if "lora_" not in name}
     return {name: tensor.clone() for name, tensor in clean.items()}

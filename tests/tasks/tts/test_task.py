@@ -1,5 +1,6 @@
 """Training of speech: sharded as on one device, normalised by global counts, and what a run tells and keeps."""
 
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
 from speech_training import GLOBAL_BATCH, NUM_STEPS, build_data, build_task, build_trainer, make_config, make_rows
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.utils.data import DataLoader
 from training import OPTIMIZER, Recorder, Result
 
 from lit_fsdp.adapters import LoRA
-from lit_fsdp.tasks import Sampling
+from lit_fsdp.tasks import Listening, Sampling
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.layout import Utterance, collate_training, encode_text
 from lit_fsdp.tasks.tts.model import Qwen3TTS
@@ -113,7 +116,7 @@ def test_accumulated_batches_that_say_nothing_of_their_step_are_refused() -> Non
             config = parse_config(make_config())
             ids = encode_text(build_byte_tokenizer(), "hi")
             row = Utterance(text_ids=ids, codes=np.zeros((3, 16), dtype=np.int64))
-            return [collate_training([row], config)] * 2
+            return DataLoader([row] * 2, batch_size=1, collate_fn=lambda rows: collate_training(rows, config))
 
     trainer = build_trainer(accumulate_grad_batches=2, max_steps=1)
     with pytest.raises(ValueError, match="accumulate_grad_batches: got 2: batches say nothing of the step"):
@@ -259,3 +262,28 @@ def test_validation_is_the_same_on_any_number_of_ranks(prepared: Path, tmp_path:
     assert found[0]["val/loss"] == pytest.approx(
         found[0]["val/talker_loss"] + 0.3 * found[0]["val/sub_talker_loss"], rel=1e-6
     )
+
+
+def listen(folder: Path, out: Path) -> None:
+    pl.seed_everything(0, verbose=False)
+    logger = CSVLogger(out, name="", version="")
+    task = build_task(sampling=GREEDY, speak_rows=2, listening=Listening(codec="formants", transcriber="none"))
+    data = build_data(folder, validation=str(folder), batch_size=2)
+    (found,) = build_trainer(logger=logger).validate(task, data, verbose=False)
+    if dist.get_rank() == 0:
+        torch.save(found, out / "metrics.pt")
+
+
+def test_generated_speech_is_listened_to(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = iter(["A!", "aa bb"] * 2)  # where "a" and "aa" were said
+    monkeypatch.setattr("lit_fsdp.tasks.tts.task.load_transcriber", lambda _: lambda *_: [next(texts)])
+    run_ranks(listen, prepared, tmp_path, world_size=2)
+    found = torch.load(tmp_path / "metrics.pt")
+    assert found["val/wer_pct"] == pytest.approx(50.0)
+    assert found["val/cer_pct"] == pytest.approx(100.0)
+    assert -1 <= found["val/speaker_similarity"] <= 1
+    clips = sorted(path.name for path in (tmp_path / "spoken").iterdir())
+    assert clips == ["00_lee_step0.wav", "01_kim_step0.wav"]
+    with wave.open(str(tmp_path / "spoken" / clips[0])) as file:
+        assert (file.getframerate(), file.getnframes() % 1920) == (24000, 0)
+        assert file.getnframes() > 0
