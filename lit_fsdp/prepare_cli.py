@@ -12,7 +12,7 @@ from lit_fsdp.tasks.tts.audio import Limits
 from lit_fsdp.tasks.tts.formants import SPOKEN
 from lit_fsdp.tasks.tts.preparing import Preparer
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model
-from lit_fsdp.tasks.tts.runners import Prepared, prepare_locally
+from lit_fsdp.tasks.tts.runners import Prepared, prepare_shards
 
 
 def run_prepare(args: Sequence[str]) -> int:
@@ -47,7 +47,8 @@ def prepare_tts(
     model: str = "Qwen/Qwen3-TTS-12Hz-1.7B-Base",
     transcriber: str | None = None,
     limits: Limits | None = None,
-    backend: Literal["local"] = "local",
+    backend: Literal["local", "ray"] = "local",
+    ray_address: str | None = None,
     num_processes: int = 1,
     rows_per_shard: int = 256,
     format: Literal["parquet", "jsonl"] = "parquet",  # noqa: A002
@@ -63,12 +64,16 @@ def prepare_tts(
         transcriber: A Whisper model for clips without text, such as openai/whisper-large-v3-turbo. Without one they
             are left out.
         limits: Which clips are good enough.
-        backend: ``local`` uses processes of this machine.
+        backend: ``local`` uses processes of this machine; ``ray`` those of a Ray cluster, which must all see the audio
+            and ``out`` under the same paths. The files are the same, byte for byte.
+        ray_address: Of the cluster, ``auto`` for the one that is running here; one is started on this machine if not
+            given.
         num_processes: How many work side by side. Each holds a codec and a speaker encoder.
         rows_per_shard: Lines of the manifest in one file, and lost at most by an interruption, per process.
         format: Of the files.
     """
-    del backend  # the only one so far
+    if ray_address is not None and backend != "ray":
+        raise ValueError("ray_address: not used by backend 'local'; set backend to ray, or leave it out")
     for name, value in (("num_processes", num_processes), ("rows_per_shard", rows_per_shard)):
         if value < 1:
             raise ValueError(f"{name}: got {value}: expected 1 or more")
@@ -76,11 +81,12 @@ def prepare_tts(
     limits.check()
     if model != SPOKEN:
         fetch_speech_model(model)
-    return prepare_locally(
+    return prepare_shards(
         manifest,
         out,
         Preparer(model=model, limits=limits, transcriber=transcriber),
         num_processes=num_processes,
         rows_per_shard=rows_per_shard,
         shard_format=format,
+        ray_address=(ray_address or "local") if backend == "ray" else None,
     )

@@ -1,4 +1,4 @@
-"""Who hands lines of a manifest to a ``Preparer``: processes of this machine, a shard at a time, again and again."""
+"""Who hands lines of a manifest to a ``Preparer``: processes of this machine or of a Ray cluster, shard by shard."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from lit_fsdp.tasks.tts.manifest import ManifestRow, read_manifest
 from lit_fsdp.tasks.tts.prepared import SUMMARY, ShardFormat, write_shard
 from lit_fsdp.tasks.tts.preparing import Preparer, Rejected
+from lit_fsdp.tasks.tts.ray_runner import Job, run_on_ray
 
 REJECTS = "rejects.jsonl"
 _PLAN = "prepare.json"  # what the shards in a folder were made of
@@ -37,7 +38,7 @@ class Prepared:
     num_resumed: int
 
 
-def prepare_locally(
+def prepare_shards(
     manifest: Path,
     out: Path,
     preparer: Preparer,
@@ -46,8 +47,11 @@ def prepare_locally(
     rows_per_shard: int = 256,
     shard_format: ShardFormat = "parquet",
     show_progress: bool = True,
+    ray_address: str | None = None,
 ) -> Prepared:
     """Prepare a manifest into a folder, shard by shard; shards that are complete are not made again.
+
+    Processes of this machine and workers of Ray give the same files, byte for byte.
 
     Args:
         manifest: JSON lines.
@@ -57,6 +61,7 @@ def prepare_locally(
         rows_per_shard: Lines of the manifest in a shard.
         shard_format: Of the shards.
         show_progress: Draw a bar.
+        ray_address: Work on this Ray cluster, ``local`` or ``auto``; ``None`` works without Ray.
 
     Raises:
         ValueError: The folder holds shards of something else.
@@ -70,7 +75,7 @@ def prepare_locally(
     jobs = [(preparer, shards[i], paths[i]) for i in missing]
     num_rows = len(rows) - sum(len(shards[i]) for i in missing)
     with _Bar(len(rows), num_rows, is_shown=show_progress) as bar:
-        for count in _run(jobs, num_processes):
+        for count in _run(jobs, num_processes, ray_address):
             bar.add(count)
     return _finish(out, paths, num_resumed=len(paths) - len(missing))
 
@@ -88,7 +93,10 @@ def prepare_shard(preparer: Preparer, rows: Sequence[ManifestRow], path: Path) -
     return len(rows)
 
 
-def _run(jobs: Sequence[tuple[Preparer, list[ManifestRow], Path]], num_processes: int) -> Iterator[int]:
+def _run(jobs: Sequence[Job], num_processes: int, ray_address: str | None) -> Iterator[int]:
+    if ray_address is not None and jobs:
+        yield from run_on_ray(jobs, prepare_shard, num_workers=num_processes, address=ray_address)
+        return
     if num_processes == 1 or len(jobs) < 2:
         yield from (prepare_shard(*job) for job in jobs)
         return

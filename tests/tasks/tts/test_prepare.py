@@ -14,7 +14,7 @@ from lit_fsdp.tasks.tts.audio import Limits, read_audio
 from lit_fsdp.tasks.tts.formants import SENTENCES, VOICES, build_small_codec, synthesize
 from lit_fsdp.tasks.tts.prepared import read_rows
 from lit_fsdp.tasks.tts.preparing import Preparer
-from lit_fsdp.tasks.tts.runners import Prepared, prepare_locally
+from lit_fsdp.tasks.tts.runners import Prepared, prepare_shards
 
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("soxr")
@@ -49,7 +49,7 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def prepare(manifest: Path, out: Path, **options: Any) -> Prepared:
     settings: dict[str, Any] = {"rows_per_shard": 2, "show_progress": False}
-    return prepare_locally(manifest, out, PREPARER, **{**settings, **options})
+    return prepare_shards(manifest, out, PREPARER, **{**settings, **options})
 
 
 def test_files_of_all_formats_become_rows(clips: Path, tmp_path: Path) -> None:
@@ -87,6 +87,18 @@ def test_processes_side_by_side_write_the_same_bytes(clips: Path, tmp_path: Path
         prepare(clips / "in.jsonl", tmp_path / str(count), num_processes=count)
     for path in sorted((tmp_path / "1").glob("shard-*")):
         assert path.read_bytes() == (tmp_path / "2" / path.name).read_bytes()
+
+
+@pytest.mark.slow
+def test_workers_of_ray_write_the_same_bytes(clips: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    prepare(clips / "in.jsonl", tmp_path / "local")
+    done = prepare(clips / "in.jsonl", tmp_path / "ray", num_processes=2, ray_address="local")
+    assert done.num_rows == 5
+    shards = sorted((tmp_path / "local").glob("shard-*"))
+    assert len(shards) == 3
+    for path in shards:
+        assert path.read_bytes() == (tmp_path / "ray" / path.name).read_bytes()
 
 
 def test_bad_files_are_rejected_with_the_reason_and_stop_nothing(clips: Path, tmp_path: Path) -> None:
@@ -175,7 +187,7 @@ def test_clips_without_text_are_transcribed(clips: Path, tmp_path: Path, monkeyp
     manifest = clips / "untold.jsonl"
     manifest.write_text('{"audio": "0.wav", "language": "english"}\n{"audio": "1.flac", "text": "told"}\n')
     preparer = Preparer(model="formants", limits=Limits(), transcriber="some-whisper")
-    prepare_locally(manifest, tmp_path, preparer, show_progress=False)
+    prepare_shards(manifest, tmp_path, preparer, show_progress=False)
     assert [row.text for row in read_rows(tmp_path)] == ["heard", "told"]
     assert heard == [(1, 24000, "english")]
 
