@@ -46,6 +46,18 @@ COMMANDS: dict[str, Command] = {
         summary="Tell what a run will take of GPUs, host and network, without any of them.",
         entry="lit_fsdp.plan_cli:run_plan",
     ),
+    "prepare": Command(
+        summary="Turn data into what a task trains on: `prepare tts` audio files into codes.",
+        entry="lit_fsdp.prepare_cli:run_prepare",
+    ),
+    "speak": Command(
+        summary="Turn text into WAV files with a speech model.",
+        entry="lit_fsdp.speech_cli:run_speak",
+    ),
+    "export-voice": Command(
+        summary="Write the model of a speech checkpoint for qwen-tts, with its voices built in.",
+        entry="lit_fsdp.speech_cli:run_export_voice",
+    ),
     "bench": Command(
         summary="Measure the machines: `bench comm` the connections between ranks.",
         entry="lit_fsdp.bench_cli:run_bench",

@@ -94,6 +94,8 @@ def export_model(
     out = Path(out).resolve()
     check_out(out, source, overwrite=overwrite)
     stored = open_checkpoint(source)
+    if "speech" in stored.meta:
+        raise ValueError(f"{source} holds speech, which `python -m lit_fsdp export-voice` writes")
     _check_combination(stored, merge=merge, base=base, max_shard_gb=max_shard_gb, quantization=quantization)
     folder = open_base(stored, base) if merge or (LORA in stored.meta and needs_base(read_lora(stored))) else None
     if folder is not None:

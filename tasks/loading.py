@@ -78,7 +78,7 @@ class GlobalSampler(DistributedSampler[int]):
         return self.num_batches * self.batch_size
 
     def __iter__(self) -> Iterator[int]:
-        order = self._draw_order(self.epoch)
+        order = self.draw_order(self.epoch)
         begin = self.samples_seen + self.rank * self.batch_size
         for _ in range(self.num_batches_left):
             part = order[begin : begin + self.batch_size]
@@ -98,9 +98,10 @@ class GlobalSampler(DistributedSampler[int]):
     def find_samples(self, epoch: int, samples_seen: int) -> list[int]:
         """Return the samples of this rank's micro-batch at a place; draws the order of that epoch."""
         begin = samples_seen + self.rank * self.batch_size
-        return self._draw_order(epoch)[begin : begin + self.batch_size].tolist()
+        return self.draw_order(epoch)[begin : begin + self.batch_size].tolist()
 
-    def _draw_order(self, epoch: int) -> torch.Tensor:
+    def draw_order(self, epoch: int) -> torch.Tensor:
+        """Return all samples in the order of an epoch."""
         if not self.shuffle:
             return torch.arange(self.dataset_size)
         # Mixed, because with seed + epoch the second epoch of seed 0 would be the first of seed 1.
@@ -132,6 +133,8 @@ class ResumableLoader(DataLoader[Any]):
         **options: Any,
     ) -> None:
         self.on_restore = on_restore
+        # Called with each batch and the place at which it begins; returns what is handed out in its stead.
+        self.annotate: Callable[[Any, tuple[int, int]], Any] | None = None
         options = {"batch_size": sampler.batch_size, "drop_last": sampler.drop_last, **options}
         super().__init__(dataset, sampler=sampler, **options)  # type: ignore[arg-type]
 
@@ -140,8 +143,9 @@ class ResumableLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         place = self._sampler
         for batch in super().__iter__():
+            begin = place.epoch, place.samples_seen
             place.samples_seen += place.global_batch_size
-            yield batch
+            yield batch if self.annotate is None else self.annotate(batch, begin)
         place.set_epoch(place.epoch + 1)
 
     @property

@@ -42,7 +42,7 @@ LAYERS = [
     {"tasks", "callbacks"},
     {"config_files", "default_callbacks"},
     {"trainer_cli", "export_cli", "scaling_cli", "plan_report", "search_report"},
-    {"bench_cli", "plan_cli"},
+    {"bench_cli", "plan_cli", "prepare_cli", "speech_cli"},
     {"cli"},
     {"__init__", "__main__"},
 ]

@@ -1,0 +1,92 @@
+"""``prepare tts``: audio files become rows with codes and speaker embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from lit_fsdp.cli_errors import ConfigError
+from lit_fsdp.export_cli import ExportParser
+from lit_fsdp.tasks.tts.audio import Limits
+from lit_fsdp.tasks.tts.formants import SPOKEN
+from lit_fsdp.tasks.tts.preparing import Preparer
+from lit_fsdp.tasks.tts.pretrained import fetch_speech_model
+from lit_fsdp.tasks.tts.runners import Prepared, prepare_shards
+
+
+def run_prepare(args: Sequence[str]) -> int:
+    """Prepare data and print what came of it.
+
+    Args:
+        args: The command line, the command first.
+    """
+    if args[1:2] != ["tts"] and args[1:2] not in (["-h"], ["--help"]):
+        got = args[1] if len(args) > 1 else "nothing"
+        raise ConfigError(f"prepare: got {got}: expected `prepare tts`, the only data that is prepared")
+    parser = ExportParser(
+        prog="python -m lit_fsdp prepare tts",
+        description="Turn audio files into rows with codes and speaker embeddings, for SpeechData.",
+        allow_abbrev=False,
+    )
+    parser.add_function_arguments(prepare_tts, fail_untyped=True)
+    settings = parser.instantiate(parser.parse_args(list(args[2:] if args[1:2] == ["tts"] else args[1:])))
+    done = prepare_tts(**settings.as_dict())
+    resumed = f", {done.num_resumed} shards were there already" if done.num_resumed else ""
+    print(f"folder    {done.folder}{resumed}")
+    print(f"rows      {done.num_rows}, {done.seconds / 3600:.3f} h")
+    if done.num_rejected:
+        print(f"rejected  {done.num_rejected}, see {done.folder / 'rejects.jsonl'}")
+    return 0 if done.num_rows else 1
+
+
+def prepare_tts(
+    manifest: Path,
+    out: Path,
+    *,
+    model: str = "Qwen/Qwen3-TTS-12Hz-1.7B-Base",
+    transcriber: str | None = None,
+    limits: Limits | None = None,
+    backend: Literal["local", "ray"] = "local",
+    ray_address: str | None = None,
+    num_processes: int = 1,
+    rows_per_shard: int = 256,
+    format: Literal["parquet", "jsonl"] = "parquet",  # noqa: A002
+) -> Prepared:
+    """Prepare a manifest. Interrupted, it goes on where it was when it is started again.
+
+    Args:
+        manifest: JSON lines with ``audio`` (WAV, FLAC, MP3 or OGG; relative to the manifest) and maybe ``text``,
+            ``speaker``, ``language`` and ``ref_audio``.
+        out: The folder to fill. What was left out, and why, is in ``rejects.jsonl`` there.
+        model: Whose codec and speaker encoder: name on the Hub or folder of a base model; ``formants`` takes the small
+            codec of the quickstart.
+        transcriber: A Whisper model for clips without text, such as openai/whisper-large-v3-turbo. Without one they
+            are left out.
+        limits: Which clips are good enough.
+        backend: ``local`` uses processes of this machine; ``ray`` those of a Ray cluster, which must all see the audio
+            and ``out`` under the same paths. The files are the same, byte for byte.
+        ray_address: Of the cluster, ``auto`` for the one that is running here; one is started on this machine if not
+            given.
+        num_processes: How many work side by side. Each holds a codec and a speaker encoder.
+        rows_per_shard: Lines of the manifest in one file, and lost at most by an interruption, per process.
+        format: Of the files.
+    """
+    if ray_address is not None and backend != "ray":
+        raise ValueError("ray_address: not used by backend 'local'; set backend to ray, or leave it out")
+    for name, value in (("num_processes", num_processes), ("rows_per_shard", rows_per_shard)):
+        if value < 1:
+            raise ValueError(f"{name}: got {value}: expected 1 or more")
+    limits = limits or Limits()
+    limits.check()
+    if model != SPOKEN:
+        fetch_speech_model(model)
+    return prepare_shards(
+        manifest,
+        out,
+        Preparer(model=model, limits=limits, transcriber=transcriber),
+        num_processes=num_processes,
+        rows_per_shard=rows_per_shard,
+        shard_format=format,
+        ray_address=(ray_address or "local") if backend == "ray" else None,
+    )

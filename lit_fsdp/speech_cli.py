@@ -1,0 +1,136 @@
+"""``speak``: text to WAV files from a checkpoint or a folder. ``export-voice``: a checkpoint to such a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_fsdp.export_cli import ExportParser
+from lit_fsdp.tasks.tts.audio import read_audio, write_wav
+from lit_fsdp.tasks.tts.codec import Codec, load_codec
+from lit_fsdp.tasks.tts.data import read_prompts
+from lit_fsdp.tasks.tts.formants import SPOKEN, build_small_codec
+from lit_fsdp.tasks.tts.generation import Sampling
+from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model, has_codec
+from lit_fsdp.tasks.tts.speaker import Speaker, open_speaker
+from lit_fsdp.tasks.tts.voice_export import export_voice
+
+
+def run_speak(args: Sequence[str]) -> int:
+    """Speak texts and print what was written.
+
+    Args:
+        args: The command line, the command first.
+    """
+    parser = ExportParser(
+        prog="python -m lit_fsdp speak",
+        description="Speak texts with a checkpoint of TextToSpeech, or with the folder of a model.",
+        allow_abbrev=False,
+    )
+    parser.add_function_arguments(speak_texts, fail_untyped=True)
+    settings = parser.instantiate(parser.parse_args(list(args[1:])))
+    for path, seconds, has_ended in speak_texts(**settings.as_dict()):
+        print(f"{path}  {seconds:.2f} s{'' if has_ended else ', cut off: no end was written'}")
+    return 0
+
+
+def run_export_voice(args: Sequence[str]) -> int:
+    """Export a speech model and print where to.
+
+    Args:
+        args: The command line, the command first.
+    """
+    parser = ExportParser(
+        prog="python -m lit_fsdp export-voice",
+        description="Write the model of a speech checkpoint as a folder that qwen-tts loads.",
+        allow_abbrev=False,
+    )
+    parser.add_function_arguments(export_voice, fail_untyped=True)
+    settings = parser.instantiate(parser.parse_args(list(args[1:])))
+    folder = export_voice(**settings.as_dict())
+    print(f"folder  {folder}")
+    if not has_codec(folder):
+        print("codec   none: the run did not start from a model with one; copy its folder speech_tokenizer there")
+    return 0
+
+
+def speak_texts(
+    model: str,
+    out: Path,
+    *,
+    text: str | None = None,
+    texts: Path | None = None,
+    speaker: str | None = None,
+    language: str | None = None,
+    ref_audio: Path | None = None,
+    streaming: bool | None = None,
+    batch_size: int = 4,
+    codec: str | None = None,
+    sampling: Sampling | None = None,
+) -> list[tuple[Path, float, bool]]:
+    """Speak texts into WAV files, one for each; return path, seconds and whether the speech came to its end.
+
+    Args:
+        model: Checkpoint or run of TextToSpeech, folder of a model, or its name on the Hub.
+        out: Folder for ``00000.wav`` and so on, and ``spoken.jsonl`` with their texts and settings.
+        text: What to say.
+        texts: Instead, a ``.txt`` file of lines, or JSON lines with ``text`` and maybe ``speaker`` and ``language``.
+        speaker: Whose voice: one that is built in, or one of the training data. The first of these if not given.
+        language: Of the text; the model finds out if not given.
+        ref_audio: Clone the voice in this file, which needs a base model.
+        streaming: Lay text beside frames; as the checkpoint was trained if not given, and not for folders.
+        batch_size: Texts spoken at once.
+        codec: Folder or name of a model whose codec to use; ``formants`` is that of the quickstart. That of the model
+            if not given.
+        sampling: How codes are chosen; what is not given comes from the model's ``generation_config.json``.
+    """
+    if (text is None) == (texts is None):
+        raise ValueError("text or texts: expected one of them: what to say, or a file of it")
+    if speaker is not None and ref_audio is not None:
+        raise ValueError("ref_audio: not used, as speaker names a voice; leave one of them out")
+    if batch_size < 1:
+        raise ValueError(f"batch_size: got {batch_size}: expected 1 or more")
+    opened = open_speaker(model, sampling)
+    decoder = _find_codec(codec, opened)
+    rows = [(text, speaker, language)] if text is not None else []
+    if texts is not None:
+        rows = [(row.text, row.speaker or speaker, row.language or language) for row in read_prompts(texts)]
+    voice = opened.embed(read_audio(ref_audio, decoder.sample_rate)) if ref_audio is not None else None
+    utterances = [opened.encode(*row, voice=voice) for row in rows]
+    out.mkdir(parents=True, exist_ok=True)
+    written, lines = [], []
+    is_streaming = opened.is_streaming if streaming is None else streaming
+    for begin in range(0, len(rows), batch_size):
+        spoken = opened.speak(utterances[begin : begin + batch_size], is_streaming=is_streaming)
+        for i, speech in enumerate(spoken, start=begin):
+            (audio,) = decoder.decode([speech.codes])
+            path = out / f"{i:05}.wav"
+            write_wav(path, audio.numpy(), decoder.sample_rate)
+            written.append((path, len(audio) / decoder.sample_rate, speech.has_ended))
+            about: dict[str, Any] = dict(zip(("text", "speaker", "language"), rows[i], strict=True))
+            lines.append({"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)})
+    settings = {"model": model, "sampling": asdict(opened.sampling)}
+    text_lines = (json.dumps({**line, **settings}, ensure_ascii=False) for line in lines)
+    (out / "spoken.jsonl").write_text("".join(f"{line}\n" for line in text_lines))
+    return written
+
+
+def _find_codec(name: str | None, speaker: Speaker) -> Codec:
+    if name == SPOKEN:
+        return build_small_codec()
+    source = name or speaker.codec_source
+    if source is None:
+        raise ValueError(
+            "codec: not given, and the model has none: expected the name or folder of a model with speech_tokenizer, "
+            "or formants for a model of the quickstart"
+        )
+    fetch_speech_model(source)
+    codec, wanted = load_codec(find_speech_model(source)), speaker.model.config.num_codebooks
+    if codec.num_codebooks != wanted:
+        raise ValueError(f"codec: got {source!r}: it has {codec.num_codebooks} codebooks: expected {wanted}")
+    return codec.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

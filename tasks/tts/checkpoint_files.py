@@ -1,0 +1,75 @@
+"""What a checkpoint of speech says besides its tensors, so that it can be resumed, spoken with and exported alone."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lit_fsdp.adapters import LoRA
+from lit_fsdp.base_model import BASE, LORA, describe_base
+from lit_fsdp.checkpoint_reader import EXPORT
+from lit_fsdp.tasks.tts.config import SpeechConfig
+from lit_fsdp.tasks.tts.pretrained import find_speech_model
+
+SPEECH = "speech"
+GENERATION = "generation_config.json"
+
+
+def describe_run(config: SpeechConfig, data: Any, *, pretrained: str | None, lora: LoRA | None) -> dict[str, Any]:
+    """Return what goes into a checkpoint, in plain types.
+
+    ``export`` holds the small files of the model's folder by name; ``speech`` the ``voices`` (mean embedding of each
+    speaker of the training data), ``streaming`` and ``pretrained``.
+
+    Args:
+        config: Of the model.
+        data: The data module, if there is one.
+        pretrained: The model that the run started from.
+        lora: Of the run.
+    """
+    files: dict[str, str | bytes] = {"config.json": json.dumps(config.raw, indent=2)}
+    if hasattr(data, "tokenizer"):
+        files |= read_tokenizer_files(data.tokenizer)
+    if pretrained is not None and (given := find_speech_model(pretrained) / GENERATION).is_file():
+        files[GENERATION] = given.read_text()
+    voices = {name: voice.tolist() for name, voice in getattr(data, "voices", {}).items()}
+    speech = {"voices": voices, "streaming": bool(getattr(data, "streaming", False)), "pretrained": pretrained}
+    found: dict[str, Any] = {EXPORT: files, SPEECH: speech}
+    if lora is not None:
+        found[LORA] = asdict(lora)
+        if pretrained is not None:
+            found[BASE] = describe_base(pretrained, None)
+    return found
+
+
+def check_run(checkpoint: dict[str, Any], *, pretrained: str | None, lora: LoRA | None) -> None:
+    """Refuse adapters that were trained over other weights, or that would mean something else.
+
+    Raises:
+        ValueError: With what it was.
+    """
+    if BASE in checkpoint and pretrained is not None:
+        stored = checkpoint[BASE]
+        if stored["fingerprint"] != describe_base(pretrained, None)["fingerprint"]:
+            raise ValueError(
+                f"pretrained: got {pretrained!r}: the checkpoint holds adapters of {stored['name']!r}, whose weights "
+                "are other ones; set pretrained to that model"
+            )
+    if LORA in checkpoint and lora is not None:
+        for name in ("alpha", "alpha_pattern", "rslora"):
+            if checkpoint[LORA][name] != asdict(lora)[name]:
+                raise ValueError(
+                    f"lora.{name}: got {getattr(lora, name)!r}: the adapters of the checkpoint were trained with "
+                    f"{checkpoint[LORA][name]!r}; set that"
+                )
+
+
+def read_tokenizer_files(tokenizer: Any) -> dict[str, str | bytes]:
+    """Return the files of a tokenizer by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_text() for path in paths}

@@ -1,0 +1,375 @@
+"""Prepared speech as batches for a speech model, and texts to speak."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_warn
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+from lit_fsdp.tasks.loading import PADDING, ResumableLoader, build_eval_loader, build_train_loader
+from lit_fsdp.tasks.tts.config import SpeechConfig
+from lit_fsdp.tasks.tts.formants import SPOKEN, make_corpus
+from lit_fsdp.tasks.tts.layout import Batch, Utterance, collate_prompts, collate_training, encode_text
+from lit_fsdp.tasks.tts.layout import count_positions as count
+from lit_fsdp.tasks.tts.prepared import PreparedRow, average_speakers, read_rows
+from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
+
+FRAMES_PER_S = 12.5
+_HELD_OUT_SEED = 0
+_CODEBOOKS = 16  # of an example batch; a run takes the model's
+_CHARACTERS_PER_S = 20  # more than anybody speaks, for an example batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRow:
+    """A text to speak."""
+
+    text: str
+    speaker: str | None = None
+    language: str | None = None
+
+
+class SpeechData(LightningDataModule):
+    """Speech that ``python -m lit_fsdp prepare tts`` has written, and texts to speak.
+
+    Args:
+        train: Prepared folder to train on, or ``formants``: a few sentences of two synthetic voices, without a
+            download.
+        validation: Prepared folder to validate on.
+        validation_fraction: Without ``validation``, hold out this share of the training rows, always the same.
+        predict: Texts to speak: a ``.txt`` file of lines, or JSON lines with ``text`` and maybe ``speaker`` and
+            ``language``.
+        tokenizer: Of the text: model name on the Hub, folder, or ``bytes`` for one without a download.
+        speaker_embedding: ``row`` gives each row the embedding of its own reference audio, which teaches to clone
+            voices. ``mean`` gives it the mean over all training rows of its speaker, as for voices that will be built
+            in. ``none`` trains without.
+        streaming: Lay text beside frames, one id a frame, as the official inference does for text that arrives bit
+            by bit. Otherwise all text comes before the speech.
+        max_seconds: Leave longer rows out: the longest ones set the memory of a step.
+        batch_size: Rows in a micro-batch of one rank.
+        eval_batch_size: The same for validation and prediction; ``batch_size`` if not given.
+        num_workers: Processes per rank that read ahead; 0 reads in the main process.
+        repeat: Count so many passes over the rows as one epoch: with few rows, what happens once an epoch, such as
+            a checkpoint, would else happen every few steps.
+        shuffle: Train in a new order each epoch, the same for any number of ranks.
+        seed: Of that order.
+    """
+
+    def __init__(
+        self,
+        *,
+        train: str | None = None,
+        validation: str | None = None,
+        validation_fraction: float = 0.0,
+        predict: str | None = None,
+        tokenizer: str,
+        speaker_embedding: Literal["row", "mean", "none"] = "mean",
+        streaming: bool = False,
+        max_seconds: float = 30.0,
+        batch_size: int = 1,
+        eval_batch_size: int | None = None,
+        num_workers: int = 2,
+        repeat: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if not 0 <= validation_fraction < 1:
+            raise ValueError(f"validation_fraction: got {validation_fraction}: expected 0 to below 1, such as 0.05")
+        if validation_fraction and validation is not None:
+            raise ValueError("validation_fraction: not used, as validation names a source; leave one of them out")
+        if not max_seconds > 0:
+            raise ValueError(f"max_seconds: got {max_seconds}: expected above 0")
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("repeat", repeat, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name}: got {value}: expected {least} or more")
+        self.sources = {"train": train, "validation": validation, "predict": predict}
+        self.validation_fraction, self.max_seconds = validation_fraction, max_seconds
+        self.tokenizer_name, self.speaker_embedding, self.streaming = tokenizer, speaker_embedding, streaming
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
+        self.num_workers, self.repeat, self.shuffle, self.seed = num_workers, repeat, shuffle, seed
+        self.speech_config: SpeechConfig | None = None
+        self.voices: dict[str, NDArray[np.float32]] = {}
+        self._rows: dict[str, list[PreparedRow]] = {}
+        self._tokenizer: Any = None
+
+    def attach(self, config: SpeechConfig) -> None:
+        """Tell the data which model it is for, where no Trainer does: ids on the tracks are the model's."""
+        self.speech_config = config
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the text."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.tokenizer_name)
+        return self._tokenizer
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read the rows that a stage needs."""
+        if stage == "fit" and self.sources["train"] is None:
+            raise ValueError(f"train: not set; name a folder that `lit_fsdp prepare tts` wrote, or {SPOKEN}")
+        if self.sources["train"] is not None and "train" not in self._rows:
+            rows = self._read("train")
+            self.voices = average_speakers(rows)
+            kept, held = _split(rows, self.validation_fraction)
+            self._rows["train"] = kept
+            if held:
+                self._rows["validation"] = held
+        if self.sources["validation"] is not None and "validation" not in self._rows:
+            self._rows["validation"] = self._read("validation")
+
+    def _read(self, split: str) -> list[PreparedRow]:
+        source = self.sources[split]
+        assert source is not None
+        rows = make_corpus(self._get_config()) if source == SPOKEN else read_rows(source)
+        kept = [row for row in rows if len(row.codes) <= self.max_seconds * FRAMES_PER_S]
+        if not kept:
+            raise ValueError(f"max_seconds: got {self.max_seconds}: all {len(rows)} rows of {split} are longer")
+        if len(kept) < len(rows):
+            rank_zero_warn(
+                f"{split}: {len(rows) - len(kept)} of {len(rows)} rows are longer than max_seconds "
+                f"{self.max_seconds:g} and left out"
+            )
+        return kept
+
+    # Batches
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Return this rank's training batches; the loader's place is part of every checkpoint."""
+        rows = self._rows["train"]
+        lengths = np.array([len(row.codes) for row in rows] * self.repeat)
+        trainer: Any = self.trainer
+        loader = build_train_loader(
+            self._encode(rows) * self.repeat,
+            batch_size=self.batch_size,
+            collate=partial(_collate_training, config=self._get_config(), is_streaming=self.streaming),
+            shuffle=self.shuffle,
+            seed=self.seed,
+            num_workers=self.num_workers,
+            trainer=trainer,
+            what=f"train ({len(rows)} clips)",
+        )
+        accumulate = trainer.accumulate_grad_batches if trainer is not None else 1
+        loader.annotate = StepCounts(loader, lengths, accumulate, trainer)
+        return loader
+
+    def val_dataloader(self) -> Any:
+        """Return this rank's validation batches, or none if nothing is set to validate on."""
+        if "validation" not in self._rows:
+            warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+            return []
+        return build_eval_loader(
+            self._encode(self._rows["validation"]),
+            batch_size=self.eval_batch_size,
+            collate=partial(_collate_eval, config=self._get_config(), is_streaming=self.streaming),
+            num_workers=self.num_workers,
+            trainer=self.trainer,
+        )
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return this rank's prompts, with ``index`` to put what the model makes of them in order."""
+        source = self.sources["predict"]
+        if source is None:
+            raise ValueError("predict: not set; name a .txt file with a text in each line, or JSON lines")
+        utterances = [self.encode_prompt(row) for row in read_prompts(Path(source))]
+        return build_eval_loader(
+            utterances,
+            batch_size=self.eval_batch_size,
+            collate=partial(_collate_prompts, config=self._get_config(), is_streaming=self.streaming),
+            num_workers=0,
+            trainer=self.trainer,
+        )
+
+    def make_example_batch(self) -> Batch:
+        """Return a micro-batch of the largest size that training can have, without reading data."""
+        frames = int(self.max_seconds * FRAMES_PER_S)
+        length = count(
+            int(self.max_seconds * _CHARACTERS_PER_S), frames, has_language=True, is_streaming=self.streaming
+        )
+        shape = self.batch_size, length
+        ids, ones = torch.zeros(shape, dtype=torch.int64), torch.ones(shape, dtype=torch.bool)
+        tokens = self.batch_size * (frames + 1)
+        return {
+            "text_ids": ids,
+            "codec_ids": ids.clone(),
+            "attention_mask": ones.long(),
+            "codec_mask": ones,
+            "speaker_mask": ones.clone(),
+            "codes": torch.zeros(*shape, _CODEBOOKS, dtype=torch.int64),
+            "frame_mask": ones.clone(),
+            "state_index": torch.zeros(tokens, dtype=torch.int64),
+            "labels": torch.zeros(tokens, dtype=torch.int64),
+            "label_weights": torch.ones(tokens),
+            "frame_index": torch.ones(self.batch_size * frames, dtype=torch.int64),
+            "frame_weights": torch.ones(self.batch_size * frames),
+            "step_counts": torch.ones(2, dtype=torch.float64),
+        }
+
+    # Utterances
+
+    def encode_prompt(self, row: PromptRow | PreparedRow) -> Utterance:
+        """Return a text as what is to be spoken; a voice of the training data, or one that is built in.
+
+        Raises:
+            ValueError: Nobody knows the speaker.
+        """
+        config = self._get_config()
+        name = row.speaker.lower() if row.speaker else None
+        speaker: Any = None
+        if isinstance(row, PreparedRow):
+            speaker = self._find_speaker(row)
+        elif name is not None and name in self.voices:
+            speaker = self.voices[name]
+        elif name is not None and name in config.speakers:
+            speaker = config.speakers[name]
+        elif name is not None:
+            known = ", ".join(sorted({*self.voices, *config.speakers})) or "none"
+            raise ValueError(f"speaker: got {row.speaker!r}: expected one of: {known}")
+        elif self.voices:
+            speaker = next(iter(self.voices.values()))
+        return Utterance(
+            text_ids=encode_text(self.tokenizer, row.text),
+            language=config.find_language(row.language, name),
+            speaker=speaker,
+        )
+
+    def pick_validation(self, num_rows: int) -> list[PreparedRow]:
+        """Return the first rows of validation, or of training where nothing is held out; the same on all ranks."""
+        return (self._rows.get("validation") or self._rows.get("train") or [])[:num_rows]
+
+    def _find_speaker(self, row: PreparedRow) -> NDArray[np.float32] | None:
+        if self.speaker_embedding == "none":
+            return None
+        own = row.speaker_embedding if len(row.speaker_embedding) else None
+        found = own if self.speaker_embedding == "row" else self.voices.get(row.speaker, own)
+        if found is None:
+            raise ValueError(
+                f"speaker_embedding: got {self.speaker_embedding!r}: {row.audio or 'a row'} has no embedding: expected "
+                "data prepared with a base model, or speaker_embedding: none"
+            )
+        return found
+
+    def _encode(self, rows: Sequence[PreparedRow]) -> list[Utterance]:
+        config = self._get_config()
+        for row in rows:
+            if row.codes.shape[1] != config.num_codebooks:
+                raise ValueError(
+                    f"{row.audio}: got {row.codes.shape[1]} codebooks: expected {config.num_codebooks}, the model's"
+                )
+        return [
+            Utterance(
+                text_ids=encode_text(self.tokenizer, row.text),
+                codes=row.codes,
+                language=config.find_language(row.language, row.speaker),
+                speaker=self._find_speaker(row),
+            )
+            for row in rows
+        ]
+
+    def _get_config(self) -> SpeechConfig:
+        if self.speech_config is None:
+            module: Any = getattr(self.trainer, "lightning_module", None)
+            if not hasattr(module, "read_config"):
+                raise RuntimeError("the data does not know its model: call attach(config), or train TextToSpeech")
+            self.speech_config = module.read_config()
+        assert self.speech_config is not None
+        return self.speech_config
+
+
+class StepCounts:
+    """Gives each micro-batch the numbers of talker tokens and frames in its whole step, over all ranks.
+
+    The data is in one order that all ranks know, so nothing is exchanged for it; see Note [Loss of speech].
+
+    Args:
+        loader: Whose batches they are.
+        num_frames: Of each row.
+        accumulate: Micro-batches in a step.
+        trainer: Says at which batch an epoch ends.
+    """
+
+    def __init__(self, loader: ResumableLoader, num_frames: NDArray[np.int64], accumulate: int, trainer: Any) -> None:
+        sampler: Any = loader.sampler
+        self.sampler, self.num_frames, self.accumulate, self.trainer = sampler, num_frames, accumulate, trainer
+        self._order: tuple[int, NDArray[np.int64]] | None = None
+
+    def __call__(self, batch: Batch, place: tuple[int, int]) -> Batch:
+        """Return the batch with ``step_counts`` [2]."""
+        epoch, seen = place
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, np.asarray(self.sampler.draw_order(epoch))
+        size, order = self.sampler.global_batch_size, self._order[1]
+        num_batches = self.sampler.num_batches
+        limit = getattr(self.trainer, "num_training_batches", None)
+        if isinstance(limit, int) and limit > 0:
+            num_batches = min(num_batches, limit)
+        # As Lightning counts them, also where a resumed epoch goes on with another batch size.
+        done = self.sampler.num_batches - (self.sampler.dataset_size - seen) // size
+        first = done // self.accumulate * self.accumulate
+        last = min(first + self.accumulate, num_batches)
+        rows = order[max(seen - (done - first) * size, 0) : seen + (last - done) * size]
+        frames = int(self.num_frames[rows].sum())
+        return {**batch, "step_counts": torch.tensor([frames + len(rows), frames], dtype=torch.float64)}
+
+
+def read_prompts(path: Path) -> list[PromptRow]:
+    """Return the texts in a file: its lines, or the rows of JSON lines.
+
+    Raises:
+        ValueError: It cannot be read, or a row has no text.
+    """
+    try:
+        lines = [line for line in path.expanduser().read_text().splitlines() if line.strip()]
+    except OSError as error:
+        raise ValueError(f"predict: {path}: cannot read it: {error.strerror}") from error
+    if path.suffix != ".jsonl":
+        return [PromptRow(text=line.strip()) for line in lines]
+    rows = []
+    for i, line in enumerate(lines, start=1):
+        try:
+            fields = json.loads(line)
+            rows.append(PromptRow(**{n: fields.get(n) for n in ("text", "speaker", "language")}))
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"predict: {path} line {i}: no JSON object: {error}") from error
+        if not rows[-1].text:
+            raise ValueError(f"predict: {path} line {i}: text: missing")
+    return rows
+
+
+def _split(rows: list[PreparedRow], fraction: float) -> tuple[list[PreparedRow], list[PreparedRow]]:
+    if not fraction:
+        return rows, []
+    num_held = max(1, round(len(rows) * fraction))
+    if num_held >= len(rows):
+        raise ValueError(f"validation_fraction: got {fraction}: of {len(rows)} rows none is left to train on")
+    held = set(np.random.default_rng(_HELD_OUT_SEED).permutation(len(rows))[:num_held].tolist())
+    return [r for i, r in enumerate(rows) if i not in held], [r for i, r in enumerate(rows) if i in held]
+
+
+def _collate_training(rows: list[Utterance], config: SpeechConfig, is_streaming: bool) -> Batch:
+    return collate_training(rows, config, is_streaming=is_streaming)
+
+
+def _collate_eval(rows: list[tuple[int, Utterance]], config: SpeechConfig, is_streaming: bool) -> Batch:
+    counted = [Utterance(**{**vars(u), "is_counted": index != PADDING}) for index, u in rows]
+    return collate_training(counted, config, is_streaming=is_streaming)
+
+
+def _collate_prompts(rows: list[tuple[int, Utterance]], config: SpeechConfig, is_streaming: bool) -> Batch:
+    batch = collate_prompts([u for _, u in rows], config, is_streaming=is_streaming)
+    return {**batch, "index": torch.tensor([index for index, _ in rows])}

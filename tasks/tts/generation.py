@@ -1,0 +1,234 @@
+"""Writing speech frame by frame: greedy or sampled, as the official inference does it, also on sharded models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import DynamicCache
+
+from lit_fsdp.tasks.tts.layout import Batch
+from lit_fsdp.tasks.tts.model import Qwen3TTS
+
+_MIN_FRAMES = 2  # the official inference never ends before
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How speech is generated; the defaults are the official ones.
+
+    Args:
+        do_sample: Draw codebook 0 at random; otherwise take the likeliest.
+        temperature: Below 1 prefers likely codes.
+        top_k: Draw from so many of the likeliest; 0 from all.
+        top_p: Draw from the likeliest that have this probability together.
+        repetition_penalty: Above 1 makes codes of codebook 0 that were written before less likely.
+        predictor_do_sample: The same as ``do_sample`` for the other codebooks.
+        predictor_temperature: As ``temperature``.
+        predictor_top_k: As ``top_k``.
+        predictor_top_p: As ``top_p``.
+        max_frames: Stop here, at 12.5 frames a second, though no end was written.
+        seed: Of the random numbers; the same seed gives the same speech.
+    """
+
+    do_sample: bool = True
+    temperature: float = 0.9
+    top_k: int = 50
+    top_p: float = 1.0
+    repetition_penalty: float = 1.05
+    predictor_do_sample: bool = True
+    predictor_temperature: float = 0.9
+    predictor_top_k: int = 50
+    predictor_top_p: float = 1.0
+    max_frames: int = 2048
+    seed: int = 0
+
+    def check(self) -> None:
+        """Refuse what would be ignored or fail.
+
+        Raises:
+            ValueError: With the setting and the nearest fix.
+        """
+        for name in ("temperature", "predictor_temperature", "repetition_penalty"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"sampling.{name}: got {getattr(self, name)}: expected above 0")
+        for name in ("top_p", "predictor_top_p"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"sampling.{name}: got {getattr(self, name)}: expected above 0, up to 1")
+        for name in ("top_k", "predictor_top_k"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"sampling.{name}: got {getattr(self, name)}: expected 0 (all) or more")
+        if self.max_frames < 1:
+            raise ValueError(f"sampling.max_frames: got {self.max_frames}: expected 1 or more")
+        defaults = Sampling()
+        for prefix in ("", "predictor_"):
+            if getattr(self, f"{prefix}do_sample"):
+                continue
+            for name in ("temperature", "top_k", "top_p"):
+                name = f"{prefix}{name}"
+                if getattr(self, name) != getattr(defaults, name):
+                    raise ValueError(f"sampling.{name}: not used, as {prefix}do_sample is false; leave it out")
+
+
+GREEDY = {"do_sample": False, "predictor_do_sample": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speech:
+    """What was written for one prompt.
+
+    Args:
+        codes: [frames, codebooks], without the end, on the CPU.
+        has_ended: Whether the end was written; otherwise ``max_frames`` cut it off.
+    """
+
+    codes: Tensor
+    has_ended: bool
+
+
+@torch.no_grad()
+def generate_codes(model: Qwen3TTS, batch: Batch, sampling: Sampling) -> list[Speech]:
+    """Write the frames of a batch of prompts.
+
+    Under a sharding strategy all ranks must call it, inside a method that gathers like ``forward``. Every rank goes
+    on until the last prompt of the last rank has ended, as each frame gathers the model.
+
+    Args:
+        model: In evaluation mode.
+        batch: From ``collate_prompts``.
+        sampling: How codes are chosen.
+    """
+    config, talker = model.config, model.talker
+    device = batch["text_ids"].device
+    generator = torch.Generator(device=device).manual_seed(sampling.seed)
+    choose = _Chooser(sampling, generator, config.suppressed_ids, config.ids.eos)
+    mask, cache = batch["attention_mask"], DynamicCache(config=config.talker)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    output = talker.run(model.embed_tracks(batch), mask, position_ids=positions, past_key_values=cache, use_cache=True)
+    trailing = talker.embed_text(batch["trailing_ids"])
+    pad = talker.embed_text(torch.tensor([[config.ids.tts_pad]], device=device))
+    is_open = torch.ones(len(mask), dtype=torch.bool, device=device)
+    firsts: list[Tensor] = []  # of codebook 0, ends included
+    frames: list[Tensor] = []
+    while True:
+        state = output.last_hidden_state[:, -1:]
+        first = choose.pick_first(talker.codec_head(state[:, 0]).float(), firsts)
+        first = torch.where(is_open, first, config.ids.eos)
+        firsts.append(first)
+        is_open = is_open & (first != config.ids.eos)
+        # One frame less than picks, so that the last pick may be the end.
+        if not _is_any(is_open) or len(frames) == sampling.max_frames:
+            break
+        codes, embedded = _predict_others(model, first, state, choose)
+        frames.append(codes)
+        step = len(frames) - 1
+        text = trailing[:, step : step + 1] if step < trailing.shape[1] else pad
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        output = talker.run(
+            embedded.sum(1, keepdim=True) + text,
+            mask,
+            position_ids=mask.sum(-1, keepdim=True) - 1,
+            past_key_values=cache,
+            use_cache=True,
+        )
+    return _cut(firsts, frames, config.ids.eos, config.num_codebooks)
+
+
+def _predict_others(model: Qwen3TTS, first: Tensor, state: Tensor, choose: _Chooser) -> tuple[Tensor, Tensor]:
+    """Return the codes [batch, codebooks] of a frame and their embeddings [batch, codebooks, size]."""
+    talker, predictor = model.talker, model.talker.code_predictor
+    cache = DynamicCache(config=model.config.predictor)
+    embedded = [talker.model.codec_embedding(first)]
+    codes = [first]
+    inputs = torch.cat([state, embedded[0].unsqueeze(1)], dim=1)
+    for head, table in zip(predictor.lm_head, predictor.model.codec_embedding, strict=True):
+        hidden = predictor.run(predictor.small_to_mtp_projection(inputs), cache)[:, -1]
+        codes.append(choose.pick_other(head(hidden).float()))
+        embedded.append(table(codes[-1]))
+        inputs = embedded[-1].unsqueeze(1)
+    return torch.stack(codes, dim=1), torch.stack(embedded, dim=1)
+
+
+class _Chooser:
+    """Picks codes from logits, with the processors of Transformers in its order."""
+
+    def __init__(self, sampling: Sampling, generator: torch.Generator, suppressed: list[int], eos: int) -> None:
+        from transformers import (
+            MinNewTokensLengthLogitsProcessor,
+            RepetitionPenaltyLogitsProcessor,
+            SuppressTokensLogitsProcessor,
+        )
+
+        device = generator.device
+        self.generator, self.sampling = generator, sampling
+        self.processors: list[Callable[..., Tensor]] = []
+        if sampling.repetition_penalty != 1:
+            self.processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        self.processors.append(MinNewTokensLengthLogitsProcessor(0, _MIN_FRAMES, eos, device=str(device)))
+        self.processors.append(SuppressTokensLogitsProcessor(suppressed, device=str(device)))
+        first, other = (
+            _build_warpers(*(getattr(sampling, f"{prefix}{name}") for name in ("temperature", "top_k", "top_p")))
+            for prefix in ("", "predictor_")
+        )
+        if sampling.do_sample:
+            self.processors += first
+        self.others = other if sampling.predictor_do_sample else []
+
+    def pick_first(self, logits: Tensor, written: list[Tensor]) -> Tensor:
+        before = torch.stack(written, dim=1) if written else logits.new_zeros(len(logits), 0, dtype=torch.int64)
+        return self._pick(logits, before, self.processors, self.sampling.do_sample)
+
+    def pick_other(self, logits: Tensor) -> Tensor:
+        before = logits.new_zeros(len(logits), 0, dtype=torch.int64)
+        return self._pick(logits, before, self.others, self.sampling.predictor_do_sample)
+
+    def _pick(self, scores: Tensor, before: Tensor, processors: list[Any], is_drawn: bool) -> Tensor:
+        for process in processors:
+            scores = process(before, scores)
+        if not is_drawn:
+            return scores.argmax(-1)
+        return torch.multinomial(scores.softmax(-1), 1, generator=self.generator).squeeze(1)
+
+
+def _build_warpers(temperature: float, top_k: int, top_p: float) -> list[Any]:
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    warpers: list[Any] = [TemperatureLogitsWarper(temperature)] if temperature != 1 else []
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    return warpers + ([TopPLogitsWarper(top_p)] if top_p < 1 else [])
+
+
+def _is_any(is_open: Tensor) -> bool:
+    """Tell whether any prompt of any rank is still open."""
+    count = is_open.sum()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(count)
+    return bool(count)
+
+
+def _cut(firsts: list[Tensor], frames: list[Tensor], eos: int, num_codebooks: int) -> list[Speech]:
+    picked = torch.stack(firsts, dim=1).cpu()  # [batch, frames + 1]
+    size = (len(picked), 0, num_codebooks)
+    codes = torch.stack(frames, dim=1).cpu() if frames else torch.zeros(size, dtype=torch.int64)
+    speech = []
+    for row, own in zip(picked, codes, strict=True):
+        ends = (row == eos).nonzero()
+        num_frames = int(ends[0]) if len(ends) else len(own)
+        speech.append(Speech(codes=own[:num_frames], has_ended=len(ends) > 0))
+    return speech
+
+
+def parse_official(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of a checkpoint's ``generation_config.json`` under our names, as far as it has any."""
+    known = {field.name for field in fields(Sampling)}
+    renamed = {"max_new_tokens": "max_frames", "subtalker_dosample": "predictor_do_sample"}
+    found = {}
+    for name, value in settings.items():
+        ours = renamed.get(name, name.replace("subtalker_", "predictor_"))
+        if ours in known:
+            found[ours] = value
+    return found

@@ -1,0 +1,142 @@
+"""Speech that was prepared for training: rows with codes and speaker embeddings, in shards of Parquet or JSON lines."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lit_fsdp.tasks.tts.layout import Codes
+
+ShardFormat = Literal["parquet", "jsonl"]
+SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRow:
+    """One clip.
+
+    Args:
+        audio: Where it came from, as the manifest names it.
+        text: What is said.
+        codes: [frames, codebooks].
+        seconds: Of the audio.
+        speaker: Name, lower-cased.
+        language: Name, or ``auto``.
+        speaker_embedding: Of the reference audio, or of the clip itself; empty where the model has no encoder.
+    """
+
+    audio: str
+    text: str
+    codes: Codes
+    seconds: float
+    speaker: str = "default"
+    language: str = "auto"
+    speaker_embedding: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the row as it is stored."""
+        return {
+            "audio": self.audio,
+            "text": self.text,
+            "speaker": self.speaker,
+            "language": self.language,
+            "seconds": self.seconds,
+            "num_frames": len(self.codes),
+            "audio_codes": self.codes.tolist(),
+            "speaker_embedding": self.speaker_embedding.tolist(),
+        }
+
+
+def parse_row(fields: dict[str, Any], where: str) -> PreparedRow:
+    """Return a stored row.
+
+    Args:
+        fields: Those of ``PreparedRow.to_plain``; speaker, language and embedding may be missing.
+        where: Names it in errors.
+
+    Raises:
+        ValueError: A field is missing or cannot be.
+    """
+    for name in ("text", "audio_codes"):
+        if not fields.get(name):
+            raise ValueError(f"{where}: {name}: missing or empty: expected rows that `lit_fsdp prepare tts` wrote")
+    codes = np.asarray(fields["audio_codes"], dtype=np.int64)
+    if codes.ndim != 2:
+        raise ValueError(f"{where}: audio_codes: got {codes.ndim} dimensions: expected a list of frames of codes")
+    return PreparedRow(
+        audio=fields.get("audio") or "",
+        text=fields["text"],
+        codes=codes,
+        seconds=float(fields.get("seconds") or len(codes) / 12.5),
+        speaker=(fields.get("speaker") or "default").lower(),
+        language=fields.get("language") or "auto",
+        speaker_embedding=np.asarray(fields.get("speaker_embedding") or [], dtype=np.float32),
+    )
+
+
+def write_shard(path: Path, rows: Iterable[PreparedRow]) -> None:
+    """Write rows into one file, by the ending of its name; complete or not at all.
+
+    The same rows give the same bytes.
+    """
+    plain = [row.to_plain() for row in rows]
+    beside = path.with_name(f"{path.name}.part")
+    if path.suffix == ".jsonl":
+        beside.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in plain))
+    else:
+        import pyarrow as pa  # type: ignore[import-untyped]
+        import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+        codes = pa.list_(pa.list_(pa.int16()))
+        columns = {"audio": pa.string(), "text": pa.string(), "speaker": pa.string(), "language": pa.string()}
+        columns |= {"seconds": pa.float64(), "num_frames": pa.int64(), "audio_codes": codes}
+        schema = pa.schema({**columns, "speaker_embedding": pa.list_(pa.float32())})
+        pq.write_table(pa.Table.from_pylist(plain, schema=schema), beside)
+    beside.replace(path)
+
+
+def read_rows(source: str | Path) -> list[PreparedRow]:
+    """Return the rows of a prepared folder or of one of its shards, in order.
+
+    Raises:
+        ValueError: There are none, or one is not as it should be.
+    """
+    path = Path(source).expanduser()
+    shards = [path] if path.is_file() else sorted([*path.glob("*.parquet"), *path.glob("*.jsonl")])
+    shards = [shard for shard in shards if shard.name != "rejects.jsonl"]
+    if not shards:
+        raise ValueError(
+            f"{source}: no .parquet or .jsonl file in it: expected a folder that was written by "
+            "`python -m lit_fsdp prepare tts`"
+        )
+    rows = [parse_row(f, f"{shard} row {i}") for shard in shards for i, f in enumerate(_read_plain(shard))]
+    if not rows:
+        raise ValueError(f"{source}: its files have no rows; see rejects.jsonl there for the reasons")
+    return rows
+
+
+def _read_plain(shard: Path) -> list[dict[str, Any]]:
+    if shard.suffix == ".jsonl":
+        return [json.loads(line) for line in shard.read_text().splitlines() if line.strip()]
+    import pyarrow.parquet as pq
+
+    return pq.read_table(shard).to_pylist()
+
+
+def average_speakers(rows: Sequence[PreparedRow]) -> dict[str, NDArray[np.float32]]:
+    """Return one embedding for each speaker: the mean over all its rows, added up in float32 or better.
+
+    In bfloat16, as the official script would have it, the sum of some hundred rows stops growing.
+    """
+    found: dict[str, list[NDArray[np.float32]]] = defaultdict(list)
+    for row in rows:
+        if len(row.speaker_embedding):
+            found[row.speaker].append(row.speaker_embedding)
+    return {name: np.asarray(np.stack(g).mean(axis=0, dtype=np.float64), np.float32) for name, g in found.items()}

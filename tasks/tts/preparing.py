@@ -1,0 +1,176 @@
+"""From audio files to rows that a model trains on. One class does the work on a batch; runners hand it batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lit_fsdp.tasks.tts.audio import Audio, AudioError, Limits, check_audio, read_audio
+from lit_fsdp.tasks.tts.codec import Codec, load_codec
+from lit_fsdp.tasks.tts.config import read_config
+from lit_fsdp.tasks.tts.formants import SAMPLE_RATE, SPOKEN, build_small_codec, describe_voice
+from lit_fsdp.tasks.tts.manifest import ManifestRow
+from lit_fsdp.tasks.tts.model import Qwen3TTS, load_model
+from lit_fsdp.tasks.tts.prepared import PreparedRow
+from lit_fsdp.tasks.tts.pretrained import find_speech_model
+from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
+
+Transcribe = Callable[[Sequence[Audio], int, Sequence[str]], list[str]]
+_SMALL_VOICE = 128  # numbers in the embedding of a speaker by formulas
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A line of the manifest that gave no row."""
+
+    line: int
+    audio: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparer:
+    """Turns lines of a manifest into rows; plain settings, so that any process can have one.
+
+    The same lines give the same rows in any grouping and order.
+
+    Args:
+        model: Name or folder of the model whose codec and speaker encoder are used, fetched before; or ``formants``,
+            for the small codec and voices described by their spectrum, which need no files.
+        limits: Which clips are good enough.
+        transcriber: A Whisper model of Transformers, name or folder, for clips without text; ``None`` rejects them.
+    """
+
+    model: str
+    limits: Limits
+    transcriber: str | None = None
+
+    def __call__(self, rows: Sequence[ManifestRow]) -> tuple[list[PreparedRow], list[Rejected]]:
+        """Return the rows of those lines that are good, in order, and why the others are not."""
+        good: list[tuple[ManifestRow, Audio, Audio]] = []
+        rejected: list[Rejected] = []
+        for row in rows:
+            try:
+                good.append((row, *self._read(row)))
+            except AudioError as error:
+                rejected.append(Rejected(line=row.line, audio=row.audio, reason=str(error)))
+        texts = self._find_texts(good)
+        prepared = []
+        for (row, audio, reference), text in zip(good, texts, strict=True):
+            if not text.strip():
+                rejected.append(Rejected(line=row.line, audio=row.audio, reason="text: nothing was heard"))
+                continue
+            # One by one: kernels may round differently in a batch, and codes must not depend on it.
+            (codes,) = self._load_codec().encode([torch.from_numpy(audio)])
+            prepared.append(
+                PreparedRow(
+                    audio=row.audio,
+                    text=text.strip(),
+                    codes=codes.numpy(),
+                    seconds=round(len(audio) / SAMPLE_RATE, 4),
+                    speaker=row.speaker.lower(),
+                    language=row.language.lower(),
+                    speaker_embedding=self._embed(reference),
+                )
+            )
+        return prepared, sorted(rejected, key=lambda r: r.line)
+
+    def _read(self, row: ManifestRow) -> tuple[Audio, Audio]:
+        if row.problem is not None:
+            raise AudioError(row.problem)
+        if row.text is not None and not row.text.strip():
+            raise AudioError("text: empty: expected words, or no text at all to have it transcribed")
+        if row.text is None and self.transcriber is None:
+            raise AudioError("text: missing, and no transcriber is set")
+        known = self._list_languages()
+        if known and row.language.lower() not in ("auto", *known):
+            raise AudioError(f"language: got {row.language!r}: expected auto or one of {', '.join(known)}")
+        audio = read_audio(row.find(row.audio), SAMPLE_RATE)
+        check_audio(audio, SAMPLE_RATE, self.limits)
+        if row.ref_audio is None:
+            return audio, audio
+        try:
+            reference = read_audio(row.find(row.ref_audio), SAMPLE_RATE)
+            check_audio(reference, SAMPLE_RATE, self.limits)
+        except AudioError as error:
+            raise AudioError(f"ref_audio: {error}") from error
+        return audio, reference
+
+    def _find_texts(self, good: Sequence[tuple[ManifestRow, Audio, Audio]]) -> list[str]:
+        unknown = [i for i, (row, _, _) in enumerate(good) if row.text is None]
+        texts = [row.text or "" for row, _, _ in good]
+        for i in unknown:
+            assert self.transcriber is not None
+            row, audio, _ = good[i]
+            texts[i] = load_transcriber(self.transcriber)([audio], SAMPLE_RATE, [row.language])[0]
+        return texts
+
+    def _embed(self, audio: Audio) -> NDArray[np.float32]:
+        if self.model == SPOKEN:
+            return describe_voice(audio, _SMALL_VOICE)
+        model = _load_speech_model(self.model)
+        config = model.config.speaker_encoder
+        if model.speaker_encoder is None or config is None:
+            return np.zeros(0, dtype=np.float32)
+        with torch.inference_mode():
+            mels = compute_mels(torch.from_numpy(audio)[None], config)
+            return np.asarray(model.speaker_encoder(mels)[0].numpy(), dtype=np.float32)
+
+    def _list_languages(self) -> list[str]:
+        return [] if self.model == SPOKEN else sorted(read_config(find_speech_model(self.model)).languages)
+
+    def _load_codec(self) -> Codec:
+        return build_small_codec() if self.model == SPOKEN else _load_real_codec(self.model)
+
+
+@lru_cache(maxsize=1)
+def _load_real_codec(name: str) -> Codec:
+    return load_codec(find_speech_model(name))
+
+
+@lru_cache(maxsize=1)
+def _load_speech_model(name: str) -> Qwen3TTS:
+    """Return the model for its speaker encoder; the rest of it is let go of."""
+    model = load_model(find_speech_model(name))
+    model.talker = torch.nn.Identity()  # type: ignore[assignment]
+    return model
+
+
+@lru_cache(maxsize=1)
+def load_transcriber(name: str) -> Transcribe:
+    """Return a function from clips, their sample rate and languages to texts, by a Whisper model of Transformers.
+
+    Args:
+        name: On the Hub, or a folder.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    import soxr
+    from transformers import WhisperForConditionalGeneration, WhisperProcessor
+
+    try:
+        processor: Any = WhisperProcessor.from_pretrained(name)
+        model: Any = WhisperForConditionalGeneration.from_pretrained(name).eval()
+    except OSError as error:
+        raise ValueError(f"transcriber: got {name!r}: {str(error).strip().splitlines()[0]}") from error
+
+    def transcribe(clips: Sequence[Audio], sample_rate: int, languages: Sequence[str]) -> list[str]:
+        texts = []
+        for clip, language in zip(clips, languages, strict=True):
+            rate = processor.feature_extractor.sampling_rate
+            audio = clip if rate == sample_rate else soxr.resample(clip, sample_rate, rate, quality="HQ")
+            inputs = processor(audio, sampling_rate=rate, return_tensors="pt", return_attention_mask=True)
+            options = {} if language in ("auto", "") else {"language": language}
+            with torch.inference_mode():
+                ids = model.generate(inputs.input_features, attention_mask=inputs.attention_mask, **options)
+            texts.append(processor.batch_decode(ids, skip_special_tokens=True)[0].strip())
+        return texts
+
+    return transcribe

@@ -1,0 +1,33 @@
+"""The files of a pretrained speech model: its own, its tokenizer's and its codec's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lit_fsdp.base_model import fetch_pretrained, find_pretrained
+from lit_fsdp.tasks.tts.codec import CODEC_FOLDER
+
+_PATTERNS = ("model*.safetensors", "*.json", "merges.txt", f"{CODEC_FOLDER}/*")
+
+
+def fetch_speech_model(pretrained: str) -> None:
+    """Download a model with its tokenizer and codec, unless it is a folder or in the cache.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    fetch_pretrained(pretrained)  # says what is wrong with the name
+    if not Path(pretrained).expanduser().is_dir():
+        from huggingface_hub import snapshot_download
+
+        snapshot_download(pretrained, allow_patterns=list(_PATTERNS))
+
+
+def find_speech_model(pretrained: str) -> Path:
+    """Return the folder of a model that is there or has been fetched."""
+    return find_pretrained(pretrained)
+
+
+def has_codec(folder: Path) -> bool:
+    """Tell whether a folder holds a codec."""
+    return (folder / CODEC_FOLDER / "config.json").is_file()

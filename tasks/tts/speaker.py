@@ -1,0 +1,157 @@
+"""A model that speaks, opened from a checkpoint, a folder or the Hub, outside of any Trainer."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lit_fsdp.tasks.tts.audio import Audio
+from lit_fsdp.tasks.tts.checkpoint_files import GENERATION
+from lit_fsdp.tasks.tts.config import MODEL_TYPE
+from lit_fsdp.tasks.tts.generation import Sampling, Speech, generate_codes, parse_official
+from lit_fsdp.tasks.tts.layout import Utterance, collate_prompts, encode_text
+from lit_fsdp.tasks.tts.model import Qwen3TTS, load_model
+from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model, has_codec
+from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
+from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
+from lit_fsdp.tasks.tts.voice_export import build_model, read_checkpoint
+
+
+@dataclass(kw_only=True)
+class Speaker:
+    """A model that speaks.
+
+    Args:
+        model: In evaluation mode, on its device.
+        tokenizer: Of the text.
+        sampling: How codes are chosen.
+        voices: Embeddings by name, of the training data.
+        codec_source: Folder or name of a model with the codec that belongs to it.
+        is_streaming: Which layout it was trained with.
+    """
+
+    model: Qwen3TTS
+    tokenizer: Any
+    sampling: Sampling
+    voices: dict[str, NDArray[np.float32]]
+    codec_source: str | None
+    is_streaming: bool
+
+    def encode(
+        self, text: str, speaker: str | None, language: str | None, *, voice: NDArray[np.float32] | None = None
+    ) -> Utterance:
+        """Return a text as what is to be spoken.
+
+        Args:
+            text: What to say.
+            speaker: A voice of the model or of its training data; any of them if not given.
+            language: Of the text.
+            voice: An embedding instead.
+
+        Raises:
+            ValueError: Nobody knows the speaker or the language.
+        """
+        config = self.model.config
+        found: Any = voice
+        if voice is None and speaker is not None:
+            name = speaker.lower()
+            found = self.voices.get(name, config.speakers.get(name))
+            if found is None:
+                known = ", ".join(sorted({*self.voices, *config.speakers})) or "none"
+                raise ValueError(f"speaker: got {speaker!r}: expected one of: {known}")
+        elif voice is None:
+            found = next(iter([*self.voices.values(), *config.speakers.values()]), None)
+        ids = encode_text(self.tokenizer, text)
+        return Utterance(text_ids=ids, language=config.find_language(language, speaker), speaker=found)
+
+    def embed(self, audio: Audio) -> NDArray[np.float32]:
+        """Return the embedding of a voice.
+
+        Raises:
+            ValueError: The model has no speaker encoder.
+        """
+        encoder, config = self.model.speaker_encoder, self.model.config.speaker_encoder
+        if encoder is None or config is None:
+            raise ValueError("ref_audio: the model has built-in voices and no speaker encoder: expected a base model")
+        device = next(self.model.parameters()).device
+        with torch.inference_mode():
+            embedding = encoder(compute_mels(torch.from_numpy(audio)[None].to(device), config))
+        return np.asarray(embedding[0].float().cpu().numpy())
+
+    def speak(self, utterances: Sequence[Utterance], *, is_streaming: bool) -> list[Speech]:
+        """Return the speech of several texts, generated together."""
+        batch = collate_prompts(utterances, self.model.config, is_streaming=is_streaming)
+        device = next(self.model.parameters()).device
+        return generate_codes(self.model, {name: value.to(device) for name, value in batch.items()}, self.sampling)
+
+
+def open_speaker(source: str, sampling: Sampling | None = None) -> Speaker:
+    """Return the model of a checkpoint, a folder or the Hub, on a GPU if there is one.
+
+    Args:
+        source: Path or name.
+        sampling: What differs from the defaults wins over what comes with the model.
+
+    Raises:
+        ValueError: There is nothing that speaks.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    path = Path(source).expanduser()
+    if path.is_dir() and not _is_model(path):
+        checkpoint = read_checkpoint(path)
+        files = {name: text for name, text in checkpoint.files.items() if isinstance(text, str)}
+        found = Speaker(
+            model=build_model(checkpoint).to(device),
+            tokenizer=_build_tokenizer(files),
+            sampling=_choose_sampling(sampling, files.get(GENERATION)),
+            voices={name: voice.numpy() for name, voice in checkpoint.voices.items()},
+            codec_source=checkpoint.pretrained,
+            is_streaming=checkpoint.is_streaming,
+        )
+    else:
+        fetch_speech_model(source)
+        folder = find_speech_model(source)
+        settings = folder / GENERATION
+        found = Speaker(
+            model=load_model(folder).to(device),
+            tokenizer=load_tokenizer(str(folder)),
+            sampling=_choose_sampling(sampling, settings.read_text() if settings.is_file() else None),
+            voices={},
+            codec_source=source if has_codec(folder) else None,
+            is_streaming=False,
+        )
+    return found
+
+
+def _is_model(folder: Path) -> bool:
+    path = folder / "config.json"
+    return path.is_file() and json.loads(path.read_text()).get("model_type") == MODEL_TYPE
+
+
+def _build_tokenizer(files: dict[str, str]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in files.items():
+            if name != "config.json":  # of no model that AutoTokenizer knows
+                (Path(folder) / name).write_text(text)
+        return load_tokenizer(folder)
+
+
+def _choose_sampling(given: Sampling | None, official: str | None) -> Sampling:
+    """Return the given settings where they differ from our defaults, else those of the model."""
+    given, defaults = given or Sampling(), asdict(Sampling())
+    changed = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) != defaults[f.name]}
+    own = parse_official(json.loads(official)) if official else {}
+    for prefix in ("", "predictor_"):
+        if not {**own, **changed}.get(f"{prefix}do_sample", True):  # what greedy generation would not use
+            own = {n: v for n, v in own.items() if n not in {f"{prefix}{k}" for k in ("temperature", "top_k", "top_p")}}
+    chosen = Sampling(**{**own, **changed})
+    chosen.check()
+    return chosen

@@ -1,0 +1,351 @@
+"""Fine-tuning of text-to-speech models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lit_fsdp.adapters import LoRA
+from lit_fsdp.base_model import fetch_config
+from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.tasks.base import Schedule, Task
+from lit_fsdp.tasks.tts.checkpoint_files import check_run, describe_run
+from lit_fsdp.tasks.tts.codec import Codec
+from lit_fsdp.tasks.tts.config import SpeechConfig, parse_config, read_config
+from lit_fsdp.tasks.tts.generation import Sampling, Speech, generate_codes
+from lit_fsdp.tasks.tts.layout import Batch, collate_prompts
+from lit_fsdp.tasks.tts.listening import (
+    Listening,
+    compute_similarity,
+    compute_word_errors,
+    fetch_listening,
+    listen,
+    open_codec,
+    write_audio,
+)
+from lit_fsdp.tasks.tts.metrics import SpeechMetrics
+from lit_fsdp.tasks.tts.model import PREDICTOR_WEIGHT, Qwen3TTS, SpeechOutput, count_parameters
+from lit_fsdp.tasks.tts.prepared import PreparedRow
+from lit_fsdp.tasks.tts.preparing import load_transcriber
+from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
+from lit_fsdp.tasks.tts.speaking import SpeechReport, Spoken, describe_spoken
+from lit_fsdp.units import Unit, Units, plan_units
+from lit_fsdp.weights import init_weights, load_weights
+
+Part = Literal["talker", "text_embedding", "code_predictor"]
+# What of the model belongs to each part that can be frozen, by the beginnings of names.
+PARTS: dict[str, tuple[str, ...]] = {
+    "talker": (
+        *("talker.model.layers.", "talker.model.norm.", "talker.model.codec_embedding."),
+        *("talker.text_projection.", "talker.codec_head."),
+    ),
+    "text_embedding": ("talker.model.text_embedding.",),
+    "code_predictor": ("talker.code_predictor.",),
+}
+# Where lora.targets is not set: the linear layers of the talker, and not those of the code predictor.
+TALKER_LINEARS = r"talker\.model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj"
+
+
+class TextToSpeech(Task):
+    """Trains Qwen3-TTS (12 Hz) on prepared speech, from published weights or from scratch.
+
+    The loss is the talker's cross-entropy over frames and ends, plus 0.3 times the code predictor's over the other
+    codebooks, each a mean over the whole step. Metrics: ``train/loss``, ``train/talker_loss``,
+    ``train/sub_talker_loss``, ``train/grad_norm``, ``train/learning_rate``, ``train/tokens_seen`` (frames and ends);
+    of ``val/`` the losses, ``accuracy_codebook_00_pct`` and so on, ``eos_recall_pct``, and with ``speak_rows`` the
+    ``duration_ratio``, ``missed_eos_pct`` and ``equal_codes_pct`` of generated speech, and with ``listening`` its
+    ``speaker_similarity``, ``wer_pct`` and ``cer_pct``.
+
+    Args:
+        pretrained: Model name on the Hugging Face Hub, such as Qwen/Qwen3-TTS-12Hz-1.7B-Base, or a folder.
+        config: Instead, the contents of such a model's ``config.json``, for a model with random weights.
+        attention: Implementation of attention. ``sdpa`` is that of torch; ``flash_attention_2`` needs the package
+            flash-attn and a GPU.
+        freeze: Parts that do not train. ``text_embedding`` is a sixth of the 1.7B model and a third of the 0.6B
+            one. The speaker encoder never trains.
+        lora: Train low-rank adapters and leave the model as it is; ``null`` trains it. ``targets: all-linear`` means
+            the linear layers of the talker's blocks here.
+        optimizer: Which one, and its settings.
+        schedule: How the learning rate moves.
+        sampling: How speech is generated.
+        speak_rows: So many rows of validation, or of training where nothing is held out, are spoken after each
+            validation and when training ends, and compared with what was recorded. 0 speaks none.
+        listening: Decode what is spoken, give it to the loggers, and measure voice and words; ``null`` compares codes
+            only.
+    """
+
+    def __init__(
+        self,
+        *,
+        pretrained: str | None = None,
+        config: dict[str, Any] | None = None,
+        attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa",
+        freeze: Sequence[Part] = (),
+        lora: LoRA | None = None,
+        optimizer: Optimizer | None = None,
+        schedule: Schedule | None = None,
+        sampling: Sampling | None = None,
+        speak_rows: int = 0,
+        listening: Listening | None = None,
+    ) -> None:
+        super().__init__(optimizer, schedule)
+        if (pretrained is None) == (config is None):
+            raise ValueError("pretrained or config: expected one of them: a model's name or folder, or its config.json")
+        if unknown := sorted(set(freeze) - PARTS.keys()):
+            raise ValueError(f"freeze: got {', '.join(unknown)}: expected some of {', '.join(PARTS)}")
+        if lora is not None and freeze:
+            raise ValueError("freeze: not used with lora, which freezes all of the model; leave one of them out")
+        if set(freeze) == PARTS.keys():
+            raise ValueError("freeze: got all parts: nothing is left to train; leave one out, or set lora")
+        if speak_rows < 0:
+            raise ValueError(f"speak_rows: got {speak_rows}: expected 0 or more")
+        if listening is not None and not speak_rows:
+            raise ValueError("listening: not used, as speak_rows is 0; set that, or leave it out")
+        self.pretrained, self.config_settings = pretrained, config
+        self.attention, self.frozen_parts, self.lora = attention, tuple(freeze), lora
+        if lora is not None:
+            lora.check(is_quantized=False)
+            is_default = lora.targets == "all-linear"
+            self.lora = replace(lora, targets=TALKER_LINEARS) if is_default else lora
+        self.sampling = sampling or Sampling()
+        self.sampling.check()
+        self.speak_rows, self.listening = speak_rows, listening
+        self.model: Qwen3TTS | None = None
+        self.val_metrics: SpeechMetrics | None = None
+        self.report = SpeechReport()
+        self._parts: Tensor | None = None  # [4] of this step: both losses, both counts
+        self._codec: Codec | None = None
+        self._files: dict[str, Any] | None = None  # what a checkpoint says besides its tensors
+        if config is not None:
+            parse_config(config)
+
+    # Model
+
+    @override
+    def prepare_data(self) -> None:
+        """Download the model, on one process per node."""
+        if self.pretrained is not None:
+            fetch_speech_model(self.pretrained)
+        if self.listening is not None:
+            fetch_listening(self.listening)
+
+    @override
+    def prepare_plan(self, data: Any) -> list[str]:
+        """Fetch the configuration of the model, and nothing else."""
+        if self.pretrained is not None:
+            fetch_config(self.pretrained)
+        return super().prepare_plan(data)
+
+    def read_config(self) -> SpeechConfig:
+        """Return the model's configuration."""
+        if self.pretrained is not None:
+            return read_config(find_speech_model(self.pretrained))
+        assert self.config_settings is not None
+        return parse_config(deepcopy(self.config_settings))
+
+    @override
+    def setup(self, stage: str) -> None:
+        config = self.read_config()
+        if self.val_metrics is None:
+            self.val_metrics = SpeechMetrics(config.num_codebooks, config.ids.eos)
+
+    @override
+    def configure_model(self) -> None:
+        if self.model is not None:  # a second run of the same object
+            return
+        with torch.device("meta"):
+            model = Qwen3TTS(self.read_config(), self.attention)
+        if self.lora is not None:
+            self.adapt_model(model, lora=self.lora, quantization=None)
+        for name in self.frozen_parts:
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.startswith(PARTS[name]):
+                    parameter.requires_grad_(False)
+        self.model = model
+        rank_zero_info(describe_parameters(model))
+        self.finish_model()
+
+    def configure_units(self, model: nn.Module) -> list[Unit]:
+        """Return the units: each block of talker and code predictor, the text embedding, and the rest.
+
+        Args:
+            model: This module.
+        """
+        # A pattern, as FSDP2 puts a class of its own in front of the block's, and plans are made of sharded models too.
+        return plan_units(model, Units(rule="classes", classes=("*Qwen3DecoderLayer",)))
+
+    @override
+    def configure_weights(self) -> None:
+        """Read this rank's shards of the pretrained weights, or draw random ones."""
+        assert self.model is not None
+        if self.pretrained is None:
+            init_weights(self.model, self.find_seed())
+        else:
+            load_weights(self.model, find_speech_model(self.pretrained), seed=self.find_seed())
+
+    @property
+    @override
+    def restores_frozen(self) -> bool:
+        # A full checkpoint keeps all of the model, the speaker encoder too.
+        return self.pretrained is not None and self.lora is not None
+
+    # Steps
+
+    def forward(self, batch: Batch) -> SpeechOutput:
+        """Return losses and logits. Under a sharding strategy all ranks must call it.
+
+        Args:
+            batch: From ``collate_training``.
+        """
+        assert self.model is not None
+        return self.model(batch)
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        output = self.forward(batch)
+        counts = self._count_step(batch, output)
+        parts = torch.stack([output.talker_loss, output.predictor_loss, output.num_tokens, output.num_frames])
+        parts = parts.detach().double()
+        self._parts = parts if self._parts is None else self._parts + parts
+        # What divides the sum later is the number of tokens; frames have a number of their own.
+        ratio = (counts[0] / counts[1].clamp(min=1)).to(output.predictor_loss.dtype)
+        return self.weigh_loss(output.talker_loss + PREDICTOR_WEIGHT * ratio * output.predictor_loss, output.num_tokens)
+
+    def _count_step(self, batch: Batch, output: SpeechOutput) -> Tensor:
+        """Return the numbers of tokens and frames [2] of the whole step; see Note [Loss of speech]."""
+        if "step_counts" in batch:
+            return batch["step_counts"]
+        if self.trainer.accumulate_grad_batches > 1:
+            raise ValueError(
+                f"trainer.accumulate_grad_batches: got {self.trainer.accumulate_grad_batches}: batches say nothing of "
+                "the step they are part of; add step_counts (tokens and frames of all its micro-batches and ranks), "
+                "as SpeechData does, or set 1"
+            )
+        counts = torch.stack([output.num_tokens, output.num_frames]).detach().double()
+        if dist.is_initialized():
+            dist.all_reduce(counts)
+        return counts
+
+    @override
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super().on_before_optimizer_step(optimizer)
+        if self._parts is None:
+            return
+        parts, self._parts = self._parts, None
+        if dist.is_initialized():
+            dist.all_reduce(parts)
+        talker, predictor = parts[0] / parts[2].clamp(min=1), parts[1] / parts[3].clamp(min=1)
+        self.log_dict({"train/talker_loss": talker.float(), "train/sub_talker_loss": predictor.float()})
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        assert self.val_metrics is not None
+        self.val_metrics.update(self.forward(batch), batch)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        assert self.val_metrics is not None
+        if self.val_metrics.update_called:
+            values = self.val_metrics.compute()
+            self.val_metrics.reset()
+            self.log_dict({f"val/{name}": value for name, value in values.items()}, sync_dist=True)
+        if self.speak_rows and not self.trainer.sanity_checking:
+            self.log_dict(self._speak_validation(), sync_dist=True)
+
+    @override
+    def on_train_end(self) -> None:
+        """Speak rows once more, and say how close they come."""
+        if self.speak_rows:
+            self.eval()
+            self._speak_validation()
+            self.train()
+            for line in describe_spoken(self.report):
+                rank_zero_info(line)
+
+    # Speaking
+
+    @torch.no_grad()
+    def generate(self, batch: Batch, rows: Sequence[PreparedRow] | None = None) -> list[Speech]:
+        """Return the speech for prompts. Under a sharding strategy all ranks must call it.
+
+        Args:
+            batch: From ``collate_prompts``.
+            rows: What was recorded of them: the speech is then compared with it in ``report``, and listened to.
+        """
+        assert self.model is not None
+        on_device = {name: value.to(self.device) for name, value in batch.items()}
+        spoken = generate_codes(self.model, on_device, self.sampling)
+        if rows is not None:
+            pairs = zip(rows, spoken, strict=True)
+            self.report.rows = [Spoken(text=r.text, speaker=r.speaker, target=r.codes, speech=s) for r, s in pairs]
+            self.report.listened = self._listen(batch) if self.listening is not None else {}
+        return spoken
+
+    def _listen(self, batch: Batch) -> dict[str, float]:
+        assert self.listening is not None
+        assert self.model is not None
+        codec = self._codec = self._codec or open_codec(self.listening.codec)
+        name = self.listening.transcriber
+        heard = listen(self.report.rows, codec, load_transcriber(name) if name is not None else None)
+        voices = batch["speaker"].unbind() if "speaker" in batch else [None] * len(heard)
+        if self.trainer.is_global_zero:
+            step = self.trainer.global_step
+            write_audio(heard, self.report.rows, codec.sample_rate, self.trainer.loggers, step)
+        similarity = compute_similarity(self.model, heard, voices, self.device)
+        return {**compute_word_errors(self.report.rows, heard), **similarity}
+
+    @override
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        """Speak texts; return ``index`` of each in its source, its ``codes`` and whether it ``has_ended``."""
+        spoken = self.generate(batch)
+        return {
+            "index": batch["index"].tolist(),
+            "codes": [speech.codes for speech in spoken],
+            "has_ended": [speech.has_ended for speech in spoken],
+        }
+
+    def _speak_validation(self) -> dict[str, float]:
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if not hasattr(data, "pick_validation"):
+            raise RuntimeError("speak_rows needs a data module with pick_validation, such as SpeechData")
+        rows = data.pick_validation(self.speak_rows)
+        prompts = [data.encode_prompt(row) for row in rows]
+        assert self.model is not None
+        batch = collate_prompts(prompts, self.model.config, is_streaming=data.streaming)
+        was_training = self.training
+        self.eval()
+        self.generate(batch, rows)
+        self.train(was_training)
+        return {f"val/{name}": value for name, value in self.report.summarize().items()}
+
+    # Checkpoints
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        if self.trainer.is_global_zero and self.model is not None:
+            if self._files is None:
+                data = getattr(self.trainer, "datamodule", None)
+                self._files = describe_run(self.model.config, data, pretrained=self.pretrained, lora=self.lora)
+            checkpoint.update(self._files)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        check_run(checkpoint, pretrained=self.pretrained, lora=self.lora)
+
+
+def describe_parameters(model: Qwen3TTS) -> str:
+    """Return the number of parameters of each part, and how many of them train, as a table."""
+    rows = [(name, total, trained) for name, (total, trained) in count_parameters(model).items() if total]
+    rows.append(("all", sum(total for _, total, _ in rows), sum(trained for _, _, trained in rows)))
+    lines = [f"{name:<16}{total:>16,}{trained:>16,}" for name, total, trained in rows]
+    return "\n".join([f"{'parameters':<16}{'all':>16}{'trained':>16}", *lines])

@@ -1,0 +1,226 @@
+"""From a checkpoint to a folder that other tools speak with: the full model, or one with voices built in.
+
+Note [Official folders]: ``qwen-tts`` builds its configuration of the speaker encoder from ``config.json`` and refuses
+names that it writes itself, so the configuration is the one that the run started from, with only what changes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lit_fsdp.adapters import LoRA, add_adapters, iterate_adapters
+from lit_fsdp.base_model import BASE, LORA
+from lit_fsdp.checkpoint_reader import StoredCheckpoint, find_checkpoint, open_checkpoint
+from lit_fsdp.tasks.tts.checkpoint_files import GENERATION, SPEECH
+from lit_fsdp.tasks.tts.codec import CODEC_FOLDER
+from lit_fsdp.tasks.tts.config import SpeechConfig, parse_config
+from lit_fsdp.tasks.tts.model import Qwen3TTS
+from lit_fsdp.tasks.tts.pretrained import find_speech_model, has_codec
+from lit_fsdp.weights import load_weights, materialize
+
+FIRST_ROW = 3000  # of the codec embedding, where official fine-tuning puts its voice
+_CODEC_EMBEDDING = "talker.model.codec_embedding.weight"
+_SPEAKER_ENCODER = "speaker_encoder."
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechCheckpoint:
+    """A checkpoint of ``TextToSpeech``, read in full.
+
+    Args:
+        path: Where it is.
+        weights: By official name, adapters merged.
+        config: Of the model.
+        files: Small files of the model's folder by name.
+        voices: Mean embedding of each speaker of the training data.
+        pretrained: The model that the run started from.
+        is_streaming: Which layout it was trained with.
+    """
+
+    path: Path
+    weights: dict[str, Tensor]
+    config: SpeechConfig
+    files: dict[str, str | bytes]
+    voices: dict[str, Tensor]
+    pretrained: str | None
+    is_streaming: bool
+
+
+def read_checkpoint(path: Path) -> SpeechCheckpoint:
+    """Return a checkpoint on the CPU; adapters are merged into the weights that they were trained over.
+
+    Args:
+        path: Folder of a checkpoint, or of a run, of which the newest complete one is taken.
+
+    Raises:
+        ValueError: It holds no speech, or its base model is not there.
+    """
+    stored = open_checkpoint(find_checkpoint(path))
+    if SPEECH not in stored.meta:
+        raise ValueError(f"checkpoint: {stored.path} was not written by TextToSpeech: expected one that was")
+    about: dict[str, Any] = stored.meta[SPEECH]
+    config = parse_config(json.loads(stored.files["config.json"]))
+    weights = _read_tensors(stored)
+    if LORA in stored.meta:
+        base = about["pretrained"] if BASE in stored.meta else None
+        weights = _merge(weights, LoRA(**stored.meta[LORA]), config, base)
+    return SpeechCheckpoint(
+        path=stored.path,
+        weights=weights,
+        config=config,
+        files=stored.files,
+        voices={name: torch.tensor(voice) for name, voice in about["voices"].items()},
+        pretrained=about["pretrained"],
+        is_streaming=about["streaming"],
+    )
+
+
+def build_model(checkpoint: SpeechCheckpoint) -> Qwen3TTS:
+    """Return the model of a checkpoint, ready to speak."""
+    model = Qwen3TTS(checkpoint.config)
+    model.load_state_dict(checkpoint.weights)
+    return model.float().eval()
+
+
+def export_voice(
+    checkpoint: Path,
+    out: Path,
+    *,
+    kind: Literal["custom_voice", "base"] = "custom_voice",
+    speakers: list[str] | None = None,
+    first_row: int = FIRST_ROW,
+    dtype: Literal["keep", "float32", "bfloat16"] = "keep",
+    overwrite: bool = False,
+) -> Path:
+    """Write the model of a speech checkpoint as a folder that ``qwen-tts`` loads.
+
+    The whole model is held in host memory. The codec is copied from the model that the run started from.
+
+    Args:
+        checkpoint: Folder of a checkpoint, or of a run, of which the newest complete one is taken.
+        out: The folder to make.
+        kind: ``custom_voice`` builds the speakers of the training data in, and leaves the speaker encoder out.
+            ``base`` keeps it, to clone voices or to train on.
+        speakers: Which voices to build in; all of the training data if not given.
+        first_row: Of the codec embedding: the voices go there and after it.
+        dtype: Of the weights; ``keep`` leaves them as they were stored.
+        overwrite: Replace a folder that was exported before.
+
+    Raises:
+        ValueError: With what is wrong with the checkpoint or a setting.
+    """
+    source = read_checkpoint(Path(checkpoint))
+    out = Path(out).resolve()
+    _check_out(out, overwrite=overwrite)
+    raw, weights = deepcopy(source.config.raw), dict(source.weights)
+    if kind == "base":
+        if speakers is not None:
+            raise ValueError("speakers: not used by kind 'base', which has no built-in voices; leave it out")
+        raw["tts_model_type"] = "base"
+    else:
+        _build_in(raw, weights, source, speakers, first_row)
+    if dtype != "keep":
+        weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
+    beside = out.with_name(f".{out.name}.part")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    _write(beside, raw, weights, source)
+    if out.exists():
+        shutil.rmtree(out)
+    beside.replace(out)
+    return out
+
+
+def _build_in(
+    raw: dict[str, Any], weights: dict[str, Tensor], source: SpeechCheckpoint, speakers: list[str] | None, first: int
+) -> None:
+    """Put voices into rows of the codec embedding, and their names into the configuration."""
+    names = [name.lower() for name in speakers] if speakers is not None else sorted(source.voices)
+    if unknown := [name for name in names if name not in source.voices]:
+        known = ", ".join(sorted(source.voices)) or "none"
+        raise ValueError(f"speakers: got {', '.join(unknown)}: expected some of those of the training data: {known}")
+    if not names:
+        raise ValueError("speakers: the training data had no embeddings of any: export with kind base")
+    embedding = weights[_CODEC_EMBEDDING].clone()
+    taken = set(vars(source.config.ids).values()) | set(source.config.languages.values())
+    rows = range(first, first + len(names))
+    if rows.start < 0 or rows.stop > len(embedding) or taken & set(rows):
+        raise ValueError(
+            f"first_row: got {first}: {len(names)} voices from there on do not fit the {len(embedding)} rows of the "
+            f"codec embedding, of which {len(taken)} are special: expected such as {len(embedding) - len(names)}"
+        )
+    for row, name in zip(rows, names, strict=True):
+        embedding[row] = source.voices[name].to(embedding.dtype)
+    weights[_CODEC_EMBEDDING] = embedding
+    for name in [name for name in weights if name.startswith(_SPEAKER_ENCODER)]:
+        del weights[name]
+    raw["tts_model_type"] = "custom_voice"
+    raw["talker_config"] |= {
+        "spk_id": dict(zip(names, rows, strict=True)),
+        "spk_is_dialect": dict.fromkeys(names, False),
+    }
+
+
+def _write(folder: Path, raw: Mapping[str, Any], weights: Mapping[str, Tensor], source: SpeechCheckpoint) -> None:
+    from safetensors.torch import save_file
+
+    save_file({n: t.contiguous() for n, t in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    for name, text in source.files.items():
+        (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    (folder / "config.json").write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
+    if GENERATION not in source.files:  # the official package does not load without one
+        (folder / GENERATION).write_text("{}\n")
+    codec = find_speech_model(source.pretrained) if source.pretrained is not None else None
+    if codec is not None and has_codec(codec):
+        shutil.copytree(codec / CODEC_FOLDER, folder / CODEC_FOLDER)
+        for name in ("preprocessor_config.json", "merges.txt"):
+            if (codec / name).is_file() and not (folder / name).exists():
+                shutil.copy(codec / name, folder / name)
+
+
+def _check_out(out: Path, *, overwrite: bool) -> None:
+    if not out.exists():
+        return
+    is_ours = (out / "config.json").is_file() and (out / "model.safetensors").is_file()
+    if not overwrite:
+        raise ValueError(f"out: {out} exists: expected another folder, or overwrite: true")
+    if not is_ours:
+        raise ValueError(f"out: {out} is no exported model, so it is not replaced: expected another folder")
+
+
+def _read_tensors(stored: StoredCheckpoint) -> dict[str, Tensor]:
+    return stored.read({name: stored.describe(name) for name in stored.tensors})
+
+
+def _merge(trained: dict[str, Tensor], lora: LoRA, config: SpeechConfig, base: str | None) -> dict[str, Tensor]:
+    """Add adapters to the weights that they were trained over, by peft's own layers.
+
+    Args:
+        trained: Adapters, and without ``base`` all other weights too.
+        lora: Their settings.
+        config: Of the model.
+        base: Name or folder of the model with the weights that ``trained`` leaves out.
+    """
+    with torch.device("meta"):
+        model = Qwen3TTS(config)
+        add_adapters(model, lora)
+    materialize(model, torch.device("cpu"))
+    if base is not None:
+        load_weights(model, find_speech_model(base))
+    missing = set(trained) - set(model.state_dict())
+    assert not missing, missing
+    model.load_state_dict(trained, strict=False)
+    for _, layer in iterate_adapters(model):
+        layer.merge()
+    state = model.state_dict()
+    clean = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if "lora_" not in name}
+    return {name: tensor.clone() for name, tensor in clean.items()}

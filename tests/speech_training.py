@@ -1,0 +1,62 @@
+"""A tiny speech model and ragged clips to train it on, and the parts of a run on ranks that exist already."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from speech_golden import CONFIG, draw
+from training import OPTIMIZER, Environment
+
+from lit_fsdp import FSDP2Strategy
+from lit_fsdp.tasks import Schedule, SpeechData, TextToSpeech
+from lit_fsdp.tasks.tts.prepared import PreparedRow
+
+NUM_STEPS, GLOBAL_BATCH = 3, 6
+
+
+def make_config() -> dict[str, Any]:
+    """The tiny model with a text vocabulary for bytes, so that ranks have rows of no even size."""
+    raw = deepcopy(CONFIG)
+    raw |= {"im_start_token_id": 256, "im_end_token_id": 257, "tts_pad_token_id": 259}
+    raw |= {"tts_bos_token_id": 260, "tts_eos_token_id": 261}
+    raw["talker_config"]["text_vocab_size"] = 263
+    return raw
+
+
+def make_rows(num_rows: int = NUM_STEPS * GLOBAL_BATCH) -> list[PreparedRow]:
+    """Clips of 2 to 14 frames, so that a mean of means over ranks would be wrong."""
+    rows = []
+    for i in range(num_rows):
+        codes = (draw(f"row {i}", 2 + (i * 7) % 13, 16).abs() * 63).long().numpy()
+        embedding = draw(f"voice {i}", 32).numpy()
+        rows.append(
+            PreparedRow(
+                audio=f"{i}.wav",
+                text="a" * (1 + i % 5),
+                codes=codes,
+                seconds=len(codes) / 12.5,
+                speaker="kim" if i % 2 else "lee",
+                speaker_embedding=embedding,
+            )
+        )
+    return rows
+
+
+def build_task(**options: Any) -> TextToSpeech:
+    return TextToSpeech(config=make_config(), optimizer=OPTIMIZER, schedule=Schedule(shape="constant"), **options)
+
+
+def build_data(folder: Path, **options: Any) -> SpeechData:
+    settings: dict[str, Any] = {"speaker_embedding": "row", "shuffle": False, "num_workers": 0}
+    return SpeechData(train=str(folder), tokenizer="bytes", **{**settings, **options})
+
+
+def build_trainer(**options: Any) -> pl.Trainer:
+    settings: dict[str, Any] = {"max_steps": NUM_STEPS, "gradient_clip_val": 1.0, "logger": False}
+    settings |= {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    if dist.is_initialized():
+        settings |= {"strategy": FSDP2Strategy(print_plan=False), "plugins": [Environment()]}
+    devices = dist.get_world_size() if dist.is_initialized() else 1
+    return pl.Trainer(accelerator="cpu", devices=devices, use_distributed_sampler=False, **{**settings, **options})

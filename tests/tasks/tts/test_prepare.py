@@ -1,0 +1,202 @@
+"""From audio files to rows: the same in any grouping, never stopped by one bad file, resumed where it was."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lit_fsdp.cli import main
+from lit_fsdp.tasks.tts import runners
+from lit_fsdp.tasks.tts.audio import Limits, read_audio
+from lit_fsdp.tasks.tts.formants import SENTENCES, VOICES, build_small_codec, synthesize
+from lit_fsdp.tasks.tts.prepared import read_rows
+from lit_fsdp.tasks.tts.preparing import Preparer
+from lit_fsdp.tasks.tts.runners import Prepared, prepare_shards
+
+soundfile = pytest.importorskip("soundfile")
+pytest.importorskip("soxr")
+
+PREPARER = Preparer(model="formants", limits=Limits())
+
+
+def speak(place: int) -> Any:
+    name = list(VOICES)[place % 2]
+    return synthesize(SENTENCES[place % len(SENTENCES)], VOICES[name])
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of good clips in several formats, and a manifest of them."""
+    folder = tmp_path_factory.mktemp("clips")
+    lines = []
+    for i, (ending, rate) in enumerate(
+        (("wav", 24000), ("flac", 24000), ("wav", 48000), ("mp3", 44100), ("ogg", 24000))
+    ):
+        audio = speak(i)
+        if rate != 24000:
+            import soxr
+
+            audio = soxr.resample(audio, 24000, rate)
+        stereo = np.stack([audio, audio], axis=1) if i == 2 else audio
+        soundfile.write(folder / f"{i}.{ending}", stereo, rate)
+        lines.append({"audio": f"{i}.{ending}", "text": SENTENCES[i % 4], "speaker": "Ada" if i % 2 == 0 else "Bruno"})
+    (folder / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return folder
+
+
+def prepare(manifest: Path, out: Path, **options: Any) -> Prepared:
+    settings: dict[str, Any] = {"rows_per_shard": 2, "show_progress": False}
+    return prepare_shards(manifest, out, PREPARER, **{**settings, **options})
+
+
+def test_files_of_all_formats_become_rows(clips: Path, tmp_path: Path) -> None:
+    done = prepare(clips / "in.jsonl", tmp_path)
+    assert (done.num_rows, done.num_rejected) == (5, 0)
+    rows = read_rows(tmp_path)
+    assert [row.audio for row in rows] == ["0.wav", "1.flac", "2.wav", "3.mp3", "4.ogg"]
+    assert [row.speaker for row in rows] == ["ada", "bruno", "ada", "bruno", "ada"]
+    audio = read_audio(clips / "1.flac", 24000)
+    (codes,) = build_small_codec().encode([torch.from_numpy(audio)])
+    np.testing.assert_array_equal(rows[1].codes, codes.numpy())
+    assert all(len(row.codes) == -(-round(row.seconds * 24000) // 1920) for row in rows)
+    assert len(rows[0].speaker_embedding) == 128
+
+
+def test_resampled_stereo_is_the_same_sound(clips: Path) -> None:
+    own, wanted = read_audio(clips / "2.wav", 24000), speak(2)
+    assert abs(len(own) - len(wanted)) <= 1
+    own, wanted = own[:20000], wanted[:20000]
+    assert np.corrcoef(own, wanted)[0, 1] > 0.999
+
+
+@pytest.mark.parametrize("shard_format", ["parquet", "jsonl"])
+def test_any_grouping_gives_the_same_rows(clips: Path, tmp_path: Path, shard_format: str) -> None:
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    prepare(clips / "in.jsonl", whole, rows_per_shard=100, shard_format=shard_format)
+    prepare(clips / "in.jsonl", split, rows_per_shard=1, shard_format=shard_format)
+    pairs = zip(read_rows(whole), read_rows(split), strict=True)
+    assert all(a.to_plain() == b.to_plain() for a, b in pairs)
+
+
+@pytest.mark.slow
+def test_processes_side_by_side_write_the_same_bytes(clips: Path, tmp_path: Path) -> None:
+    for count in (1, 2):
+        prepare(clips / "in.jsonl", tmp_path / str(count), num_processes=count)
+    for path in sorted((tmp_path / "1").glob("shard-*")):
+        assert path.read_bytes() == (tmp_path / "2" / path.name).read_bytes()
+
+
+@pytest.mark.slow
+def test_workers_of_ray_write_the_same_bytes(clips: Path, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    prepare(clips / "in.jsonl", tmp_path / "local")
+    done = prepare(clips / "in.jsonl", tmp_path / "ray", num_processes=2, ray_address="local")
+    assert done.num_rows == 5
+    shards = sorted((tmp_path / "local").glob("shard-*"))
+    assert len(shards) == 3
+    for path in shards:
+        assert path.read_bytes() == (tmp_path / "ray" / path.name).read_bytes()
+
+
+def test_bad_files_are_rejected_with_the_reason_and_stop_nothing(clips: Path, tmp_path: Path) -> None:
+    good = speak(0)
+    soundfile.write(tmp_path / "good.wav", good, 24000)
+    soundfile.write(tmp_path / "short.wav", good[:2400], 24000)
+    soundfile.write(tmp_path / "long.wav", np.tile(good, 40), 24000)
+    soundfile.write(tmp_path / "silent.wav", good * 1e-4, 24000)
+    soundfile.write(tmp_path / "clipped.wav", np.clip(good * 9, -1, 1), 24000)
+    (tmp_path / "text.wav").write_text("no audio")
+    lines: list[Any] = [
+        {"audio": "good.wav", "text": "hello"},
+        {"audio": "missing.wav", "text": "hello"},
+        {"audio": "short.wav", "text": "hello"},
+        {"audio": "long.wav", "text": "hello"},
+        {"audio": "silent.wav", "text": "hello"},
+        {"audio": "clipped.wav", "text": "hello"},
+        {"audio": "text.wav", "text": "hello"},
+        {"audio": "good.wav", "text": "  "},
+        {"audio": "good.wav"},
+        {"audio": "good.wav", "text": 7},
+        {"text": "hello"},
+        {"audio": "good.wav", "text": "hello", "ref_audio": "short.wav"},
+    ]
+    manifest = tmp_path / "in.jsonl"
+    manifest.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + "{broken\n")
+    done = prepare(manifest, tmp_path / "out")
+    assert (done.num_rows, done.num_rejected) == (1, 12)
+    found = [json.loads(line) for line in (tmp_path / "out/rejects.jsonl").read_text().splitlines()]
+    reasons = [
+        *("no such file", "too short: 0.10 s, at least 0.4 s", "too long: 42.", "silence: peak -81 dB", "clipped: "),
+        *("cannot be read", "text: empty", "text: missing, and no transcriber", "text: expected text"),
+        *("audio: missing", "ref_audio: too short", "no JSON"),
+    ]
+    assert [row["line"] for row in found] == list(range(2, 14))
+    for row, reason in zip(found, reasons, strict=True):
+        assert row["reason"].startswith(reason), row
+
+
+def test_an_interrupted_run_goes_on_where_it_was(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class StopError(Exception):
+        pass
+
+    made: list[Path] = []
+    real = runners.prepare_shard
+
+    def stop_at_the_second(preparer: Preparer, rows: Any, path: Path) -> int:
+        if made:
+            (path.parent / f"{path.name}.part").write_bytes(b"half a shard")
+            raise StopError
+        made.append(path)
+        return real(preparer, rows, path)
+
+    monkeypatch.setattr(runners, "prepare_shard", stop_at_the_second)
+    with pytest.raises(StopError):
+        prepare(clips / "in.jsonl", tmp_path)
+    monkeypatch.setattr(runners, "prepare_shard", real)
+    before = made[0].stat().st_mtime_ns
+    done = prepare(clips / "in.jsonl", tmp_path)
+    assert (done.num_rows, done.num_resumed) == (5, 1)
+    assert made[0].stat().st_mtime_ns == before
+    assert len(read_rows(tmp_path)) == 5
+
+
+def test_shards_of_other_settings_are_not_mixed(clips: Path, tmp_path: Path) -> None:
+    prepare(clips / "in.jsonl", tmp_path)
+    with pytest.raises(ValueError, match="holds shards made with another rows_per_shard"):
+        prepare(clips / "in.jsonl", tmp_path, rows_per_shard=3)
+
+
+def test_clips_without_text_are_transcribed(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lit_fsdp.tasks.tts import preparing
+
+    heard: list[tuple[int, int, str]] = []
+
+    def load(name: str) -> Any:
+        assert name == "some-whisper"
+
+        def transcribe(audio: Any, rate: int, languages: Any) -> list[str]:
+            heard.append((len(audio), rate, languages[0]))
+            return [" heard "]
+
+        return transcribe
+
+    monkeypatch.setattr(preparing, "load_transcriber", load)
+    manifest = clips / "untold.jsonl"
+    manifest.write_text('{"audio": "0.wav", "language": "english"}\n{"audio": "1.flac", "text": "told"}\n')
+    preparer = Preparer(model="formants", limits=Limits(), transcriber="some-whisper")
+    prepare_shards(manifest, tmp_path, preparer, show_progress=False)
+    assert [row.text for row in read_rows(tmp_path)] == ["heard", "told"]
+    assert heard == [(1, 24000, "english")]
+
+
+def test_the_command_prepares_and_says_so(clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["prepare", "tts", f"--manifest={clips / 'in.jsonl'}", f"--out={tmp_path / 'out'}", "--model=formants"]
+    assert main([*command, "--format=jsonl"]) == 0
+    assert "rows      5, 0.00" in capsys.readouterr().out
+    assert main(["prepare", "images"]) == 2
+    assert "expected `prepare tts`" in capsys.readouterr().err
+    assert main([*command, "--limits.min_seconds=50"]) != 0
+    assert "limits: got min_seconds 50, max_seconds 30" in capsys.readouterr().err

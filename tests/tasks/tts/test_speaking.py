@@ -1,0 +1,188 @@
+"""From a sharded checkpoint to speech: by command, by exported folder, and by the official package."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from speech_training import build_data, build_task, build_trainer, make_config, make_rows
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from lit_fsdp import FSDP2Strategy
+from lit_fsdp.adapters import LoRA
+from lit_fsdp.cli import main
+from lit_fsdp.tasks import TextToSpeech
+from lit_fsdp.tasks.tts.config import parse_config
+from lit_fsdp.tasks.tts.formants import build_codec_config, build_small_codec
+from lit_fsdp.tasks.tts.generation import GREEDY, Sampling
+from lit_fsdp.tasks.tts.model import Qwen3TTS, load_model
+from lit_fsdp.tasks.tts.prepared import write_shard
+from lit_fsdp.tasks.tts.speaker import open_speaker
+from lit_fsdp.tasks.tts.voice_export import build_model, export_voice, read_checkpoint
+from lit_fsdp.weights import init_weights, materialize
+from ranks import run_ranks
+
+SHORT = Sampling(**GREEDY, max_frames=8)
+OFFICIAL = os.environ.get("LIT_FSDP_QWEN_TTS_PYTHON")
+
+
+def train(folder: Path, options: dict[str, Any]) -> None:
+    pl.seed_everything(0, verbose=False)
+    strategy = FSDP2Strategy(print_plan=False)
+    trainer = build_trainer(max_steps=2, strategy=strategy)
+    task = TextToSpeech(**options) if "pretrained" in options else build_task(**options)
+    trainer.fit(task, build_data(folder, batch_size=3))
+    trainer.save_checkpoint(folder / "run.ckpt")
+    full = get_model_state_dict(task, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if trainer.is_global_zero:
+        torch.save(full, folder / "full.pt")
+
+
+def make_run(folder: Path, **options: Any) -> Path:
+    write_shard(folder / "shard-00000.parquet", make_rows())
+    run_ranks(train, folder, options, world_size=2)
+    return folder / "run.ckpt"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like those on the Hub, codec and all."""
+    folder = tmp_path_factory.mktemp("base")
+    with torch.device("meta"):
+        model = Qwen3TTS(parse_config(make_config()))
+    materialize(model, torch.device("cpu"))
+    init_weights(model, 5)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(make_config()))
+    (folder / "generation_config.json").write_text('{"do_sample": true, "top_k": 7, "subtalker_top_k": 9}')
+    codec = folder / "speech_tokenizer"
+    codec.mkdir()
+    (codec / "config.json").write_text(json.dumps(build_codec_config()))
+    save_file(build_small_codec().state_dict(), codec / "model.safetensors")
+    (codec / "preprocessor_config.json").write_text(
+        '{"feature_extractor_type": "EncodecFeatureExtractor", "feature_size": 1, "sampling_rate": 24000}'
+    )
+    return folder
+
+
+def speak(model: Path, name: str) -> Tensor:
+    speaker = open_speaker(str(model), SHORT)
+    return speaker.speak([speaker.encode("hello", name, None)], is_streaming=False)[0].codes
+
+
+def test_a_checkpoint_is_read_whole(run: Path) -> None:
+    weights = read_checkpoint(run).weights
+    wanted = torch.load(run.parent / "full.pt")
+    assert {f"model.{name}" for name in weights} == wanted.keys()
+    assert all(torch.equal(tensor, wanted[f"model.{name}"]) for name, tensor in weights.items())
+
+
+def test_a_built_in_voice_says_what_its_embedding_says(run: Path, tmp_path: Path) -> None:
+    folder = export_voice(run, tmp_path / "voices", first_row=1070)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["tts_model_type"] == "custom_voice"
+    assert config["talker_config"]["spk_id"] == {"kim": 1070, "lee": 1071}
+    assert not any(name.startswith("speaker_encoder") for name in load_file(folder / "model.safetensors"))
+    for name in ("Kim", "LEE"):
+        assert torch.equal(speak(folder, name), speak(run, name))
+    assert not torch.equal(speak(folder, "kim"), speak(folder, "lee"))
+
+
+def test_a_base_export_keeps_the_speaker_encoder_and_all_else(run: Path, tmp_path: Path) -> None:
+    folder = export_voice(run, tmp_path / "base", kind="base")
+    state = load_model(folder).state_dict()
+    assert any(name.startswith("speaker_encoder") for name in state)
+    assert all(torch.equal(state[name], tensor) for name, tensor in read_checkpoint(run).weights.items())
+
+
+def test_adapters_are_merged_over_their_base(base: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path, pretrained=str(base), lora=LoRA(r=2, alpha=64.0))
+    weights, before = read_checkpoint(run).weights, load_file(base / "model.safetensors")
+    assert weights.keys() == before.keys()
+    changed = {name for name in weights if not torch.equal(weights[name], before[name])}
+    assert changed
+    assert all("talker.model.layers" in name and "_proj" in name for name in changed)
+    full = torch.load(tmp_path / "full.pt")
+    name = "talker.model.layers.0.mlp.up_proj"
+    a, b = (full[f"model.{name}.lora_{part}.default.weight"] for part in "AB")
+    torch.testing.assert_close(weights[f"{name}.weight"], before[f"{name}.weight"] + 32 * b @ a)
+
+
+def test_a_fine_tuned_model_takes_its_codec_and_settings_along(base: Path, tmp_path: Path) -> None:
+    run = make_run(tmp_path, pretrained=str(base))
+    folder = export_voice(run, tmp_path / "out", first_row=1070)
+    assert (folder / "speech_tokenizer/model.safetensors").is_file()
+    speaker = open_speaker(str(folder))
+    assert (speaker.sampling.top_k, speaker.sampling.predictor_top_k) == (7, 9)
+    assert open_speaker(str(folder), Sampling(top_k=3)).sampling.top_k == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speakers": ["max"]}, "speakers: got max: expected some of those of the training data: kim, lee"),
+        ({"first_row": 1087}, "first_row: got 1087: 2 voices from there on do not fit the 1088 rows"),
+        ({"first_row": 65}, "first_row: got 65: .* special"),
+        ({"kind": "base", "speakers": ["kim"]}, "speakers: not used by kind 'base'"),
+    ],
+)
+def test_exports_that_cannot_be_are_refused(run: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        export_voice(run, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_speaks_into_files(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    soundfile = pytest.importorskip("soundfile")
+    (tmp_path / "texts.jsonl").write_text('{"text": "one", "speaker": "kim"}\n{"text": "twenty two"}\n{"text": "3"}\n')
+    options = ["--codec=formants", "--sampling.max_frames=6", "--batch_size=2", f"--texts={tmp_path / 'texts.jsonl'}"]
+    assert main(["speak", f"--model={run}", f"--out={tmp_path / 'out'}", *options]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    lines = [json.loads(line) for line in (tmp_path / "out/spoken.jsonl").read_text().splitlines()]
+    for i, line in enumerate(lines):
+        info = soundfile.info(tmp_path / f"out/{i:05}.wav")
+        assert (info.samplerate, info.frames) == (24000, line["num_frames"] * 1920)
+    assert main(["speak", f"--model={run}", "--out=x", "--text=a", "--speaker=max", "--codec=formants"]) != 0
+    assert "speaker: got 'max': expected one of: ann, bo, kim, lee" in capsys.readouterr().err
+    assert main(["speak", f"--model={run}", "--out=x", "--text=a"]) != 0
+    assert "codec: not given, and the model has none" in capsys.readouterr().err
+    assert main(["export", f"--checkpoint={run}", f"--out={tmp_path / 'y'}"]) != 0
+    assert "export-voice" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(OFFICIAL is None, reason="LIT_FSDP_QWEN_TTS_PYTHON names no Python that has qwen-tts")
+def test_the_official_package_loads_an_export_and_speaks_alike(base: Path, tmp_path: Path) -> None:
+    assert OFFICIAL is not None
+    run = make_run(tmp_path, pretrained=str(base))
+    folder = export_voice(run, tmp_path / "out", first_row=1070)
+    speaker = open_speaker(str(folder), SHORT)
+    tail = [257, 10, 256, 258, 10]  # anything: it is cut off
+    ids = [[*speaker.encode(text, "kim", None).text_ids, *tail] for text in ("hello", "good day")]
+    script = Path(__file__).parents[2] / "official_speech.py"
+    command = [OFFICIAL, str(script), str(folder), str(tmp_path / "spoken.json"), json.dumps(ids)]
+    done = subprocess.run([*command, '["Kim", "lee"]', "8"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    spoken = json.loads((tmp_path / "spoken.json").read_text())
+    pairs = [speaker.encode(text, name, None) for text, name in (("hello", "kim"), ("good day", "lee"))]
+    for official, own in zip(spoken, speaker.speak(pairs, is_streaming=False), strict=True):
+        assert official["codes"] == own.codes.tolist()
+        (audio,) = build_small_codec().decode([own.codes])
+        torch.testing.assert_close(audio[::480], torch.tensor(official["audio"]), atol=1e-3, rtol=1e-3)
+
+
+def test_the_model_of_a_checkpoint_is_ready_to_speak(run: Path) -> None:
+    model = build_model(read_checkpoint(run))
+    assert not model.training
+    assert next(model.parameters()).dtype == torch.float32

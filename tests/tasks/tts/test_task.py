@@ -1,0 +1,289 @@
+"""Training of speech: sharded as on one device, normalised by global counts, and what a run tells and keeps."""
+
+import wave
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
+from speech_training import GLOBAL_BATCH, NUM_STEPS, build_data, build_task, build_trainer, make_config, make_rows
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.utils.data import DataLoader
+from training import OPTIMIZER, Recorder, Result
+
+from lit_fsdp.adapters import LoRA
+from lit_fsdp.tasks import Listening, Sampling
+from lit_fsdp.tasks.tts.config import parse_config
+from lit_fsdp.tasks.tts.layout import Utterance, collate_training, encode_text
+from lit_fsdp.tasks.tts.model import Qwen3TTS
+from lit_fsdp.tasks.tts.prepared import PreparedRow, average_speakers, read_rows, write_shard
+from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
+from lit_fsdp.weights import init_weights, materialize
+from ranks import run_ranks
+
+GREEDY = Sampling(do_sample=False, predictor_do_sample=False, max_frames=6)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    rows = make_rows()
+    write_shard(folder / "shard-00000.parquet", rows[:10])
+    write_shard(folder / "shard-00001.jsonl", rows[10:])
+    return folder
+
+
+def train_plainly() -> Result:
+    """Train on one device without Lightning, FSDP or our task, with one forward for the whole step."""
+    with torch.device("meta"):
+        model = Qwen3TTS(parse_config(make_config()))
+    materialize(model, torch.device("cpu"))
+    init_weights(model, 0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps)
+    rows, tokenizer, result = make_rows(), build_byte_tokenizer(), Result()
+    for step in range(NUM_STEPS):
+        utterances = [
+            Utterance(text_ids=encode_text(tokenizer, row.text), codes=row.codes, speaker=row.speaker_embedding)
+            for row in rows[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]
+        ]
+        output = model(collate_training(utterances, model.config))
+        loss = output.talker_loss / output.num_tokens + 0.3 * output.predictor_loss / output.num_frames
+        optimizer.zero_grad()
+        loss.backward()
+        result.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
+        optimizer.step()
+        result.losses.append(float(loss.detach()))
+    result.weights = {name: p.detach() for name, p in model.named_parameters()}
+    return result
+
+
+def fit(folder: Path, out: Path, accumulate: int) -> None:
+    pl.seed_everything(0, verbose=False)
+    recorder = Recorder()
+    trainer = build_trainer(callbacks=[recorder], accumulate_grad_batches=accumulate)
+    task = build_task()
+    trainer.fit(task, build_data(folder, batch_size=GLOBAL_BATCH // dist.get_world_size() // accumulate))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(task, options=options)
+    recorder.result.weights = {name.removeprefix("model."): value for name, value in state.items()}
+    if trainer.is_global_zero:
+        torch.save(vars(recorder.result), out)
+
+
+@pytest.fixture(scope="module")
+def truth() -> Result:
+    return train_plainly()
+
+
+@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (2, 1), (3, 1), (1, 3), (3, 2)])
+def test_training_is_the_same_on_any_number_of_ranks(
+    prepared: Path, tmp_path: Path, truth: Result, world_size: int, accumulate: int
+) -> None:
+    out = tmp_path / "result.pt"
+    run_ranks(fit, prepared, out, accumulate, world_size=world_size)
+    result = Result(**torch.load(out))
+    for own, wanted in ((result.losses, truth.losses), (result.grad_norms, truth.grad_norms)):
+        assert max(abs(a - b) / abs(b) for a, b in zip(own, wanted, strict=True)) < 1e-6
+    assert result.weights.keys() == truth.weights.keys()
+    assert max(float((result.weights[n] - w).abs().max()) for n, w in truth.weights.items()) < 1e-5
+
+
+def test_counts_of_a_step_are_those_of_all_its_micro_batches_and_ranks(prepared: Path) -> None:
+    data = build_data(prepared, batch_size=3, shuffle=True)
+    data.attach(parse_config(make_config()))
+    data.setup("fit")
+    loader = data.train_dataloader()
+    loader.annotate.accumulate = 4  # 6 batches: a step of 4, and one of 2
+    batches = list(loader)
+    for group in (batches[:4], batches[4:]):
+        tokens, frames = (sum(len(b[name]) for b in group) for name in ("labels", "frame_index"))
+        assert all(b["step_counts"].tolist() == [tokens, frames] for b in group)
+
+
+def test_accumulated_batches_that_say_nothing_of_their_step_are_refused() -> None:
+    class Rows(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            config = parse_config(make_config())
+            ids = encode_text(build_byte_tokenizer(), "hi")
+            row = Utterance(text_ids=ids, codes=np.zeros((3, 16), dtype=np.int64))
+            return DataLoader([row] * 2, batch_size=1, collate_fn=lambda rows: collate_training(rows, config))
+
+    trainer = build_trainer(accumulate_grad_batches=2, max_steps=1)
+    with pytest.raises(ValueError, match="accumulate_grad_batches: got 2: batches say nothing of the step"):
+        trainer.fit(build_task(), Rows())
+
+
+# What trains
+
+
+@pytest.mark.parametrize(
+    ("options", "trained"),
+    [
+        ({}, 181_840),
+        ({"freeze": ["text_embedding"]}, 181_840 - 12_624),
+        ({"freeze": ["text_embedding", "code_predictor"]}, 181_840 - 12_624 - 70_864),
+        ({"freeze": ["talker", "text_embedding"]}, 70_864),
+        # 2 blocks: 4 linears of attention and 3 of the MLP, rank 2.
+        ({"lora": LoRA(r=2)}, 2 * 2 * ((32 + 64) + 2 * (32 + 32) + (64 + 32) + 3 * (32 + 64))),
+    ],
+)
+def test_freezing_and_adapters_leave_what_they_say_to_train(
+    prepared: Path, options: dict[str, Any], trained: int
+) -> None:
+    task = build_task(**options)
+    trainer = build_trainer(max_steps=1)
+    trainer.fit(task, build_data(prepared, batch_size=2))
+    assert task.model is not None
+    assert sum(p.numel() for p in task.model.parameters() if p.requires_grad) == trained
+    assert not any(p.requires_grad for p in task.model.speaker_encoder.parameters())
+    assert not any("code_predictor" in n for n, p in task.named_parameters() if "lora" in n)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"freeze": ["speaker"]}, "freeze: got speaker: expected some of talker, text_embedding, code_predictor"),
+        ({"freeze": ["talker", "text_embedding", "code_predictor"]}, "freeze: got all parts: nothing is left to train"),
+        ({"freeze": ["talker"], "lora": LoRA()}, "freeze: not used with lora"),
+        ({"pretrained": "x"}, "pretrained or config: expected one of them"),
+        ({"speak_rows": -1}, "speak_rows: got -1: expected 0 or more"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_task(**options)
+
+
+# Speakers
+
+
+def test_speakers_are_averaged_in_float32() -> None:
+    # 300 embeddings near 1: a sum in bfloat16 stops at 256.
+    rows = [
+        PreparedRow(
+            audio="", text="a", codes=np.zeros((1, 16), dtype=np.int64), seconds=1.0, speaker="kim",
+            speaker_embedding=np.full(4, 1 + i / 1000, dtype=np.float32),
+        )
+        for i in range(300)
+    ]  # fmt: skip
+    mean = average_speakers(rows)["kim"]
+    assert mean.dtype == np.float32
+    np.testing.assert_allclose(mean, 1.1495, rtol=1e-6)
+
+
+def test_rows_get_the_embedding_that_is_asked_for(prepared: Path) -> None:
+    def find_speakers(choice: str) -> list[Tensor]:
+        data = build_data(prepared, batch_size=4, speaker_embedding=choice)
+        data.attach(parse_config(make_config()))
+        data.setup("fit")
+        return [batch.get("speaker") for batch in data.train_dataloader()]
+
+    rows = make_rows()
+    own, mean, none = (find_speakers(choice) for choice in ("row", "mean", "none"))
+    torch.testing.assert_close(own[0][1], torch.from_numpy(rows[1].speaker_embedding))
+    wanted = np.mean([r.speaker_embedding for r in rows if r.speaker == "kim"], axis=0, dtype=np.float64)
+    torch.testing.assert_close(mean[0][1], torch.from_numpy(wanted.astype(np.float32)))
+    torch.testing.assert_close(mean[0][1], mean[0][3])
+    assert none[0] is None
+
+
+def test_rows_are_read_as_they_were_written(prepared: Path) -> None:
+    for own, row in zip(read_rows(prepared), make_rows(), strict=True):
+        assert (own.text, own.speaker, own.audio) == (row.text, row.speaker, row.audio)
+        np.testing.assert_array_equal(own.codes, row.codes)
+        np.testing.assert_allclose(own.speaker_embedding, row.speaker_embedding, rtol=1e-6)
+
+
+# Checkpoints and speech
+
+
+def test_the_speaker_encoder_stays_in_checkpoints_and_a_run_goes_on(prepared: Path, tmp_path: Path) -> None:
+    task = build_task(freeze=["text_embedding"])
+    trainer = build_trainer(max_steps=1)
+    trainer.fit(task, build_data(prepared, batch_size=2))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    stored = torch.load(tmp_path / "a.ckpt", weights_only=False)
+    assert any(name.startswith("model.speaker_encoder.") for name in stored["state_dict"])
+    assert set(stored["speech"]["voices"]) == {"kim", "lee"}
+    assert "config.json" in stored["export"]
+    again = build_task(freeze=["text_embedding"])
+    build_trainer(max_steps=2).fit(again, build_data(prepared, batch_size=2), ckpt_path=tmp_path / "a.ckpt")
+    assert int(again.targets_seen) > int(task.targets_seen)
+
+
+def speak(folder: Path, out: Path) -> None:
+    pl.seed_everything(0, verbose=False)
+    texts = out / "texts.jsonl"
+    trainer = build_trainer()
+    task = build_task(sampling=Sampling(max_frames=9, seed=1))
+    rows = trainer.predict(task, build_data(folder, predict=str(texts), batch_size=1))
+    lengths = [len(codes) for batch in rows for codes in batch["codes"]]
+    torch.save((lengths, rows), out / f"{dist.get_rank()}.pt")
+
+
+def test_ranks_whose_speech_ends_at_different_frames_do_not_wait_for_each_other(prepared: Path, tmp_path: Path) -> None:
+    lines = [f'{{"text": "{"ab" * (i + 1)}", "speaker": "kim"}}' for i in range(3)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    run_ranks(speak, prepared, tmp_path, world_size=2, timeout_s=60.0)
+    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    indices = [batch["index"] for _, rows in found for batch in rows]
+    assert sorted(i for part in indices for i in part if i >= 0) == [0, 1, 2]
+
+
+def validate(folder: Path, out: Path) -> None:
+    pl.seed_everything(0, verbose=False)
+    task = build_task(sampling=GREEDY, speak_rows=2)
+    (found,) = build_trainer().validate(task, build_data(folder, validation=str(folder), batch_size=2), verbose=False)
+    if dist.get_rank() == 0:
+        torch.save(found, out / "metrics.pt")
+
+
+def test_validation_is_the_same_on_any_number_of_ranks(prepared: Path, tmp_path: Path) -> None:
+    found = []
+    for world_size in (1, 2):  # 18 rows are 9 batches: the last one of rank 1 only fills up
+        (folder := tmp_path / str(world_size)).mkdir()
+        run_ranks(validate, prepared, folder, world_size=world_size)
+        found.append(torch.load(folder / "metrics.pt"))
+    names = {f"val/accuracy_codebook_{i:02}_pct" for i in range(16)}
+    names |= {"val/loss", "val/talker_loss", "val/sub_talker_loss", "val/eos_recall_pct"}
+    names |= {"val/duration_ratio", "val/missed_eos_pct", "val/equal_codes_pct"}
+    assert found[0].keys() == names
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert found[0]["val/loss"] == pytest.approx(
+        found[0]["val/talker_loss"] + 0.3 * found[0]["val/sub_talker_loss"], rel=1e-6
+    )
+
+
+def listen(folder: Path, out: Path) -> None:
+    pl.seed_everything(0, verbose=False)
+    logger = CSVLogger(out, name="", version="")
+    task = build_task(sampling=GREEDY, speak_rows=2, listening=Listening(codec="formants", transcriber="none"))
+    data = build_data(folder, validation=str(folder), batch_size=2)
+    (found,) = build_trainer(logger=logger).validate(task, data, verbose=False)
+    if dist.get_rank() == 0:
+        torch.save(found, out / "metrics.pt")
+
+
+def test_generated_speech_is_listened_to(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = iter(["A!", "aa bb"] * 2)  # where "a" and "aa" were said
+    monkeypatch.setattr("lit_fsdp.tasks.tts.task.load_transcriber", lambda _: lambda *_: [next(texts)])
+    run_ranks(listen, prepared, tmp_path, world_size=2)
+    found = torch.load(tmp_path / "metrics.pt")
+    assert found["val/wer_pct"] == pytest.approx(50.0)
+    assert found["val/cer_pct"] == pytest.approx(100.0)
+    assert -1 <= found["val/speaker_similarity"] <= 1
+    clips = sorted(path.name for path in (tmp_path / "spoken").iterdir())
+    assert clips == ["00_lee_step0.wav", "01_kim_step0.wav"]
+    with wave.open(str(tmp_path / "spoken" / clips[0])) as file:
+        assert (file.getframerate(), file.getnframes() % 1920) == (24000, 0)
+        assert file.getnframes() > 0
