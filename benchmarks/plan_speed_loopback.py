@@ -30,8 +30,8 @@ from lit_fsdp.units import plan_module
 
 ROOT = Path(__file__).parent.parent
 SIZES = {
-    "small units": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12},
-    "large units": {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 4},
+    "small units": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8},
+    "large units": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3},
 }
 COMMON = {"vocab_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256}
 
@@ -46,9 +46,14 @@ def run(*arguments: str) -> None:
 def measure(sizes: dict[str, int], folder: Path) -> list[dict[str, Any]]:
     """Return what ``bench scaling`` found on one and two ranks."""
     options = [f"--model.config.{name}={value}" for name, value in {**COMMON, **sizes}.items()]
-    options += ["--data.batch_size=2", "--trainer.accelerator=cpu", "--trainer.val_check_interval=null"]
+    options += [
+        "--data.batch_size=2",
+        "--data.seq_length=64",
+        "--trainer.accelerator=cpu",
+        "--trainer.val_check_interval=null",
+    ]
     config = ROOT / "configs" / "quickstart.yaml"
-    run("bench", "scaling", f"--config={config}", f"--options={json.dumps(options)}", "--steps=40", f"--out={folder}")
+    run("bench", "scaling", f"--config={config}", f"--options={json.dumps(options)}", "--steps=16", f"--out={folder}")
     runs: list[dict[str, Any]] = json.loads((folder / "scaling.json").read_text())["runs"]
     return runs
 
@@ -99,6 +104,7 @@ def main() -> None:
             cells = [f"{pair['exposed_s']:.4f}", f"{predicted:.4f}", f"{error:+.0f} %", f"{alone['step_s']:.4f}"]
             cells += [f"{pair['step_s']:.4f}", f"{alone['step_s'] + predicted:.4f}"]
             lines.append(f"| {title}: {sizes} | {' | '.join(cells)} |")
+            print(lines[-1], flush=True)
     report = "\n".join([*lines, ""])
     print(report)
     if out:

@@ -79,11 +79,10 @@ def _explain_loading(name: str, base: Mapping[str, Any], architecture: str) -> l
             arguments += f"bnb_4bit_use_double_quant={is_double}, bnb_4bit_compute_dtype=torch.bfloat16"
             lines.insert(-1, "import torch")
         setup = [f"quantization = BitsAndBytesConfig({arguments})"]
-    lines += [f"from transformers import {imports}", ""]
     if "num_labels" in options:
-        setup = ["import json", "", f'num_labels = len(json.load(open("{name}/classes.json")))', *setup]
-    if setup:
-        lines += setup
+        lines.insert(-1, "import json")
+        setup.insert(0, f'num_labels = len(json.load(open("{name}/classes.json")))')
+    lines += [f"from transformers import {imports}", "", *setup]
     lines += [f"model = {auto}.from_pretrained({options})"]
     lines += [f'model = PeftModel.from_pretrained(model, "{name}")', "```"]
     if quantization is not None:

@@ -392,7 +392,7 @@ def test_all_gpus_reach_some_of_their_peak() -> None:
 def test_a_prediction_takes_milliseconds() -> None:
     case = Case(num_shards=8, layers=32)
     case.predict("H100 SXM", "nvlink4")
-    begin = time.perf_counter()
+    begin = time.process_time()
     for _ in range(20):
         case.predict("H100 SXM", "nvlink4")
-    assert (time.perf_counter() - begin) / 20 < 0.02
+    assert (time.process_time() - begin) / 20 < 0.02

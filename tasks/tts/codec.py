@@ -25,8 +25,8 @@ from transformers.models.mimi.modeling_mimi import (
 )
 
 from lit_fsdp.tasks.tts.codec_decoder import CodecDecoder, parse_decoder_config
+from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER
 
-CODEC_FOLDER = "speech_tokenizer"  # beside the model's own files
 MODEL_TYPE = "qwen3_tts_tokenizer_12hz"
 _NO_WINDOW = 2**30
 _LATENT_RATIO = 2  # encoder positions in a frame

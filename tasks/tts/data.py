@@ -262,6 +262,11 @@ class SpeechData(LightningDataModule):
                 f"speaker_embedding: got {self.speaker_embedding!r}: {row.audio or 'a row'} has no embedding: expected "
                 "data prepared with a base model, or speaker_embedding: none"
             )
+        if len(found) != (size := self._get_config().talker.hidden_size):
+            raise ValueError(
+                f"train: {row.audio or 'a row'} has a speaker embedding of {len(found)} numbers: expected {size}: "
+                "prepare the data with the model that is trained"
+            )
         return found
 
     def _encode(self, rows: Sequence[PreparedRow]) -> list[Utterance]:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lit_fsdp.tasks.tts.codec import Codec
 from lit_fsdp.tasks.tts.config import SpeakerEncoderConfig, SpeechConfig
 from lit_fsdp.tasks.tts.prepared import PreparedRow
 from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
+
+if TYPE_CHECKING:  # it takes an eighth of a second, and most runs have no use for it
+    from lit_fsdp.tasks.tts.codec import Codec
 
 SPOKEN = "formants"
 SAMPLE_RATE = 24000
@@ -147,6 +149,8 @@ def build_codec_config() -> dict[str, Any]:
 @lru_cache(maxsize=1)
 def build_small_codec() -> Codec:
     """Return a codec of the real architecture with random weights: its codes tell sounds apart, its audio is noise."""
+    from lit_fsdp.tasks.tts.codec import Codec
+
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         codec = Codec(build_codec_config())

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_fsdp.tasks.tts.codec import Codec, load_codec
 from lit_fsdp.tasks.tts.formants import SPOKEN, build_small_codec
 from lit_fsdp.tasks.tts.model import Qwen3TTS
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
 from lit_fsdp.tasks.tts.speaking import Spoken
+
+if TYPE_CHECKING:  # it takes an eighth of a second, and most runs have no use for it
+    from lit_fsdp.tasks.tts.codec import Codec
 
 _MIN_SAMPLES = 4800  # shorter audio has too few frames to tell a voice
 
@@ -50,6 +52,8 @@ def fetch_listening(settings: Listening) -> None:
 
 def open_codec(name: str) -> Codec:
     """Return a codec by the name or folder of its model."""
+    from lit_fsdp.tasks.tts.codec import load_codec
+
     return build_small_codec() if name == SPOKEN else load_codec(find_speech_model(name))
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from lit_fsdp.tasks.tts.audio import Audio, AudioError, Limits, check_audio, read_audio
-from lit_fsdp.tasks.tts.codec import Codec, load_codec
 from lit_fsdp.tasks.tts.config import read_config
 from lit_fsdp.tasks.tts.formants import SAMPLE_RATE, SPOKEN, build_small_codec, describe_voice
 from lit_fsdp.tasks.tts.manifest import ManifestRow
@@ -20,6 +19,9 @@ from lit_fsdp.tasks.tts.model import Qwen3TTS, load_model
 from lit_fsdp.tasks.tts.prepared import PreparedRow
 from lit_fsdp.tasks.tts.pretrained import find_speech_model
 from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
+
+if TYPE_CHECKING:  # it takes an eighth of a second, and most runs have no use for it
+    from lit_fsdp.tasks.tts.codec import Codec
 
 Transcribe = Callable[[Sequence[Audio], int, Sequence[str]], list[str]]
 _SMALL_VOICE = 128  # numbers in the embedding of a speaker by formulas
@@ -131,6 +133,8 @@ class Preparer:
 
 @lru_cache(maxsize=1)
 def _load_real_codec(name: str) -> Codec:
+    from lit_fsdp.tasks.tts.codec import load_codec
+
     return load_codec(find_speech_model(name))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lit_fsdp.base_model import fetch_pretrained, find_pretrained
-from lit_fsdp.tasks.tts.codec import CODEC_FOLDER
 
+CODEC_FOLDER = "speech_tokenizer"  # beside the model's own files
 _PATTERNS = ("model*.safetensors", "*.json", "merges.txt", f"{CODEC_FOLDER}/*")
 
 

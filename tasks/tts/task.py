@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from lit_fsdp.base_model import fetch_config
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.tasks.base import Schedule, Task
 from lit_fsdp.tasks.tts.checkpoint_files import check_run, describe_run
-from lit_fsdp.tasks.tts.codec import Codec
 from lit_fsdp.tasks.tts.config import SpeechConfig, parse_config, read_config
 from lit_fsdp.tasks.tts.generation import Sampling, Speech, generate_codes
 from lit_fsdp.tasks.tts.layout import Batch, collate_prompts
@@ -39,6 +38,9 @@ from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.speaking import SpeechReport, Spoken, describe_spoken
 from lit_fsdp.units import Unit, Units, plan_units
 from lit_fsdp.weights import init_weights, load_weights
+
+if TYPE_CHECKING:
+    from lit_fsdp.tasks.tts.codec import Codec
 
 Part = Literal["talker", "text_embedding", "code_predictor"]
 # What of the model belongs to each part that can be frozen, by the beginnings of names.

@@ -21,10 +21,9 @@ from lit_fsdp.adapters import LoRA, add_adapters, iterate_adapters
 from lit_fsdp.base_model import BASE, LORA
 from lit_fsdp.checkpoint_reader import StoredCheckpoint, find_checkpoint, open_checkpoint
 from lit_fsdp.tasks.tts.checkpoint_files import GENERATION, SPEECH
-from lit_fsdp.tasks.tts.codec import CODEC_FOLDER
 from lit_fsdp.tasks.tts.config import SpeechConfig, parse_config
 from lit_fsdp.tasks.tts.model import Qwen3TTS
-from lit_fsdp.tasks.tts.pretrained import find_speech_model, has_codec
+from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, find_speech_model, has_codec
 from lit_fsdp.weights import load_weights, materialize
 
 FIRST_ROW = 3000  # of the codec embedding, where official fine-tuning puts its voice

@@ -205,6 +205,28 @@ def test_official_settings_of_generation_are_read_under_our_names() -> None:
     }  # fmt: skip
 
 
+def test_what_is_learned_by_heart_is_spoken_code_by_code() -> None:
+    # The acceptance test: with any of the bugs above the loss falls too, but other codes are spoken.
+    model = build()
+    utterances = make_utterances()[1:]
+    batch = collate_training(utterances, model.config)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=5e-3, weight_decay=0.0, betas=(0.9, 0.95))
+    for step in range(100):
+        optimizer.param_groups[0]["lr"] = 5e-3 * (1 - step / 100)
+        output = model(batch)
+        loss = output.talker_loss / output.num_tokens + 0.3 * output.predictor_loss / output.num_frames
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+    prompts = collate_prompts(make_utterances(codes=None)[1:], model.config)
+    spoken = generate_codes(model, prompts, Sampling(**GREEDY, repetition_penalty=1.0, max_frames=30))
+    for utterance, speech in zip(utterances, spoken, strict=True):
+        assert speech.has_ended
+        np.testing.assert_array_equal(speech.codes.numpy(), utterance.codes)
+
+
 # Configuration and files
 
 

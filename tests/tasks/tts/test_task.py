@@ -197,6 +197,16 @@ def test_rows_get_the_embedding_that_is_asked_for(prepared: Path) -> None:
     assert none[0] is None
 
 
+def test_embeddings_of_another_model_are_refused(prepared: Path) -> None:
+    raw = make_config()
+    raw["talker_config"]["hidden_size"] = 64
+    data = build_data(prepared, batch_size=4)
+    data.attach(parse_config(raw))
+    data.setup("fit")
+    with pytest.raises(ValueError, match=r"0\.wav has a speaker embedding of 32 numbers: expected 64"):
+        data.train_dataloader()
+
+
 def test_rows_are_read_as_they_were_written(prepared: Path) -> None:
     for own, row in zip(read_rows(prepared), make_rows(), strict=True):
         assert (own.text, own.speaker, own.audio) == (row.text, row.speaker, row.audio)
