@@ -47,7 +47,8 @@ def print_report(plan: Plan, device_bytes: int | None) -> None:
         )
     if plan.closed_form_bytes is not None and plan.engine != "closed form":
         difference = 100 * (plan.closed_form_bytes / plan.memory.peak.num_bytes - 1)
-        print(f"closed form: {plan.closed_form_bytes / _GIB:.2f} GiB, {difference:+.1f} %")
+        size, name = _choose_unit(plan.memory.peak.num_bytes)
+        print(f"closed form: {plan.closed_form_bytes / size:.2f} {name}, {difference:+.1f} %")
     for note in plan.notes:
         print(f"note: {note}")
     print(

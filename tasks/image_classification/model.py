@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
 
 from lit_fsdp.base_model import find_pretrained
+from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.pretrained import drop_quantization
 
 BACKBONE = "backbone"  # in freeze: all but the head
@@ -212,3 +213,18 @@ def _list_blocks(model: nn.Module) -> list[str]:
     if innermost:
         return innermost
     return [n for n in elements if not any(n.startswith(f"{other}.") for other in elements)]
+
+
+def measure_images(model: nn.Module, pixels: Tensor) -> MicroBatch | None:
+    """Return how many images there are, and their tokens: patches, and one more.
+
+    Args:
+        model: A transformer over patches; for models of another kind the result is ``None``.
+        pixels: [images, channels, height, width].
+    """
+    convolution = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    if convolution is None or convolution.kernel_size != convolution.stride:
+        return None
+    rows, _, height, width = pixels.shape
+    high, wide = convolution.kernel_size
+    return MicroBatch(rows=rows, length=(height // high) * (width // wide) + 1)

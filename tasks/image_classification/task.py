@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from lit_fsdp.model_folder import ADAPTER_CONFIG
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_files import read_quantization
+from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.base import Schedule, Task
 from lit_fsdp.tasks.image_classification.data import Batch, warn_of_problems
 from lit_fsdp.tasks.image_classification.metrics import IGNORED, Evaluation, Metrics
@@ -29,6 +31,7 @@ from lit_fsdp.tasks.image_classification.model import (
     compute_depths,
     find_head,
     freeze_modules,
+    measure_images,
     read_config,
 )
 from lit_fsdp.tasks.image_classification.preprocessing import PROCESSOR_FILE
@@ -156,6 +159,11 @@ class ImageClassification(Task):
             notes.append(f"the number of classes is taken to be {count:,}; model.init_args.num_classes would say it")
         self._class_names = [str(i) for i in range(count)]
         return [*notes, *super().prepare_plan(data)]
+
+    @override
+    def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch | None:
+        assert self.model is not None
+        return measure_images(self.model, batch["pixel_values"])
 
     @override
     def setup(self, stage: str) -> None:

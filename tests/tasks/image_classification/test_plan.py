@@ -45,12 +45,14 @@ def test_a_plan_is_what_a_run_on_two_ranks_holds(
     report = next(tmp_path.glob("runs/run/**/report.json"))
     real = json.loads(report.read_text())["sections"]["memory"]["numbers"]["step"]
     process = get_context("fork").Process(
-        target=main, args=(["plan", "--config=run.yaml", "--devices=2", "--out=planned"],)
+        target=main, args=(["plan", "--config=run.yaml", "--devices=2", "--exact=true", "--out=planned"],)
     )
     process.start()
     process.join()
     assert process.exitcode == 0
-    planned = json.loads(Path("planned/plan.json").read_text())["memory"]
+    found = json.loads(Path("planned/plan.json").read_text())
+    assert found["closed_form_peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.02)
+    planned = found["memory"]
     assert planned["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.02)
     for kind in ("parameters", "optimizer_state", "gradients", "gathered"):
         assert planned["largest_bytes_by_kind"][kind] == real["largest_bytes_by_kind"][kind], kind
