@@ -35,6 +35,7 @@ def measure(folder: Path, root: Path, recompute: Any) -> None:
     assert curve.label == "peak allocated, GiB"
     allocated = curve.y[3] * 2**30  # of a step without trace or snapshot
     assert section.numbers["step"]["peak_bytes"] == pytest.approx(allocated, rel=0.05)
+    assert abs(section.numbers["predicted"]["difference_pct"]) < 5  # the closed form, over the allocator
     assert list((root / "memory").glob("snapshot_step_3_rank_0.pickle"))
 
 
