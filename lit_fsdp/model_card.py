@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.base_model import BASE
+from lit_fsdp.base_model import BASE, LORA
 
 _TAGS = {"ForCausalLM": "text-generation", "ForImageClassification": "image-classification"}
 
@@ -50,7 +50,7 @@ def write_model_card(
         f"{what}, {num_parameters:,} parameters in {dtype}, from step {step:,}{after}. Trained with lit_fsdp.",
     ]
     if is_adapter and base is not None:
-        lines += _explain_loading(name, base, architecture)
+        lines += _explain_loading(name, base, architecture, meta[LORA]["modules_to_save"])
     if metrics := _read_metrics(run, step):
         lines += ["", "## Metrics", "", "| metric | value | step |", "|---|---|---|"]
         lines += [f"| {key} | {value:.6g} | {at:,} |" for key, (value, at) in sorted(metrics.items())]
@@ -59,7 +59,7 @@ def write_model_card(
     return "\n".join(lines) + "\n"
 
 
-def _explain_loading(name: str, base: Mapping[str, Any], architecture: str) -> list[str]:
+def _explain_loading(name: str, base: Mapping[str, Any], architecture: str, saved: Sequence[str]) -> list[str]:
     """Return how to load adapters over the same weights that they were trained over."""
     options = f'"{base["name"]}"'
     auto, quantization = "AutoModelForCausalLM", base["quantization"]
@@ -78,6 +78,8 @@ def _explain_loading(name: str, base: Mapping[str, Any], architecture: str) -> l
             arguments = f'load_in_4bit=True, bnb_4bit_quant_type="{quantization["type"]}", '
             arguments += f"bnb_4bit_use_double_quant={is_double}, bnb_4bit_compute_dtype=torch.bfloat16"
             lines.insert(-1, "import torch")
+        if auto == "AutoModelForImageClassification":  # whose head Transformers would quantize
+            arguments += f", llm_int8_skip_modules={list(saved)}"
         setup = [f"quantization = BitsAndBytesConfig({arguments})"]
     if "num_labels" in options:
         lines.insert(-1, "import json")
