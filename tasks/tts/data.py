@@ -214,10 +214,10 @@ class SpeechData(LightningDataModule):
             "frame_mask": ones.clone(),
             "state_index": torch.zeros(tokens, dtype=torch.int64),
             "labels": torch.zeros(tokens, dtype=torch.int64),
-            "label_weights": torch.ones(tokens),
+            "label_weights": torch.ones(tokens, dtype=torch.int64),
             "frame_index": torch.ones(self.batch_size * frames, dtype=torch.int64),
-            "frame_weights": torch.ones(self.batch_size * frames),
-            "step_counts": torch.ones(2, dtype=torch.float64),
+            "frame_weights": torch.ones(self.batch_size * frames, dtype=torch.int64),
+            "step_counts": torch.ones(2, dtype=torch.int64),
         }
 
     # Utterances
@@ -329,7 +329,7 @@ class StepCounts:
         last = min(first + self.accumulate, num_batches)
         rows = order[max(seen - (done - first) * size, 0) : seen + (last - done) * size]
         frames = int(self.num_frames[rows].sum())
-        return {**batch, "step_counts": torch.tensor([frames + len(rows), frames], dtype=torch.float64)}
+        return {**batch, "step_counts": torch.tensor([frames + len(rows), frames])}
 
 
 def read_prompts(path: Path) -> list[PromptRow]:

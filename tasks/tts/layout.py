@@ -117,6 +117,8 @@ def collate_training(utterances: Sequence[Utterance], config: SpeechConfig, *, i
     are given by their places in [batch * length]: ``state_index``, ``labels`` and ``label_weights`` [tokens] of
     the talker, ``frame_index`` and ``frame_weights`` [frames] of the code predictor.
 
+    Weights are 0 or 1, and integers: under bf16 FSDP2 casts what is floating, and counts above 256 would be rounded.
+
     Args:
         utterances: With codes and a speaker.
         config: Of the model.
@@ -143,7 +145,7 @@ def collate_training(utterances: Sequence[Utterance], config: SpeechConfig, *, i
         codes[row, begin:end] = frames
         frame_mask[row, begin:end] = True
         places = row * length + torch.arange(begin, end + 1)
-        weight = float(utterance.is_counted)
+        weight = int(utterance.is_counted)
         targets["state_index"].append(places - 1)
         targets["labels"].append(first)
         targets["label_weights"].append(torch.full((num_frames + 1,), weight))

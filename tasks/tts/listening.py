@@ -102,7 +102,8 @@ def compute_similarity(
     for clip, voice in zip(heard, voices, strict=True):
         if voice is None or len(clip.audio) < _MIN_SAMPLES:
             continue
-        own = model.speaker_encoder(compute_mels(clip.audio[None].to(device), config))[0].float().cpu()
+        mels = compute_mels(clip.audio[None].to(device), config)
+        own = model.speaker_encoder(mels.to(next(model.speaker_encoder.parameters()).dtype))[0].float().cpu()
         found.append(float(F.cosine_similarity(own, voice.float(), dim=0)))
     return {"speaker_similarity": sum(found) / len(found)} if found else {}
 

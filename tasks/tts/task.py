@@ -124,7 +124,7 @@ class TextToSpeech(Task):
         self.val_metrics: SpeechMetrics | None = None
         self.report = SpeechReport()
         self._parts: Tensor | None = None  # [4] of this step: both losses, both counts
-        self._codec: Codec | None = None
+        self._codecs: list[Codec] = []  # one, in a list, as it is no part of the model
         self._files: dict[str, Any] | None = None  # what a checkpoint says besides its tensors
         if config is not None:
             parse_config(config)
@@ -214,8 +214,8 @@ class TextToSpeech(Task):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         output = self.forward(batch)
         counts = self._count_step(batch, output)
-        parts = torch.stack([output.talker_loss, output.predictor_loss, output.num_tokens, output.num_frames])
-        parts = parts.detach().double()
+        sums = output.talker_loss, output.predictor_loss, output.num_tokens, output.num_frames
+        parts = torch.stack([value.detach().double() for value in sums])
         self._parts = parts if self._parts is None else self._parts + parts
         # What divides the sum later is the number of tokens; frames have a number of their own.
         ratio = (counts[0] / counts[1].clamp(min=1)).to(output.predictor_loss.dtype)
@@ -231,7 +231,7 @@ class TextToSpeech(Task):
                 "the step they are part of; add step_counts (tokens and frames of all its micro-batches and ranks), "
                 "as SpeechData does, or set 1"
             )
-        counts = torch.stack([output.num_tokens, output.num_frames]).detach().double()
+        counts = torch.stack([output.num_tokens, output.num_frames])
         if dist.is_initialized():
             dist.all_reduce(counts)
         return counts
@@ -294,7 +294,9 @@ class TextToSpeech(Task):
     def _listen(self, batch: Batch) -> dict[str, float]:
         assert self.listening is not None
         assert self.model is not None
-        codec = self._codec = self._codec or open_codec(self.listening.codec)
+        if not self._codecs:
+            self._codecs.append(open_codec(self.listening.codec))
+        (codec,) = self._codecs
         name = self.listening.transcriber
         heard = listen(self.report.rows, codec, load_transcriber(name) if name is not None else None)
         voices = batch["speaker"].unbind() if "speaker" in batch else [None] * len(heard)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.loggers import CSVLogger
 from speech_training import GLOBAL_BATCH, NUM_STEPS, build_data, build_task, build_trainer, make_config, make_rows
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
 from training import OPTIMIZER, Recorder, Result
@@ -272,6 +273,27 @@ def test_validation_is_the_same_on_any_number_of_ranks(prepared: Path, tmp_path:
     assert found[0]["val/loss"] == pytest.approx(
         found[0]["val/talker_loss"] + 0.3 * found[0]["val/sub_talker_loss"], rel=1e-6
     )
+
+
+def fit_in_bf16(folder: Path, out: Path) -> None:
+    pl.seed_everything(0, verbose=False)
+    trainer = build_trainer(max_steps=1, precision="bf16-true")
+    task = build_task(sampling=GREEDY, speak_rows=1, listening=Listening(codec="formants"))
+    trainer.fit(task, build_data(folder, batch_size=90, repeat=5))
+    trainer.save_checkpoint(out / "run.ckpt")
+    if trainer.is_global_zero:
+        torch.save((int(task.targets_seen), float(task.step_loss), dict(task.report.listened)), out / "found.pt")
+
+
+def test_in_bf16_counts_stay_exact_and_speech_is_generated(prepared: Path, tmp_path: Path, truth: Result) -> None:
+    run_ranks(fit_in_bf16, prepared, tmp_path, world_size=1)
+    tokens, loss, listened = torch.load(tmp_path / "found.pt")
+    assert tokens == 5 * sum(len(row.codes) + 1 for row in make_rows())
+    assert tokens == 750  # which bfloat16 rounds to 752
+    assert loss == pytest.approx(truth.losses[0], rel=0.02)
+    assert set(listened) == {"speaker_similarity"}
+    names = FileSystemReader(tmp_path / "run.ckpt").read_metadata().state_dict_metadata
+    assert all(n.startswith("state_dict.model.") for n in names if n.startswith("state_dict."))
 
 
 def listen(folder: Path, out: Path) -> None:
