@@ -1,8 +1,8 @@
 """Tiny models whose weights are the same numbers on every machine, and what the official package makes of them.
 
 ``speech_golden.safetensors`` was written by ``make_speech_golden.py`` with qwen-tts 0.1.1 on Transformers 4.57.3 and
-torch 2.13, on one CPU thread. On one machine our modules gave the same bits; between machines kernels
-differ by rounding.
+torch 2.13, on one CPU thread. On one machine our modules gave the same bits where both ran the same
+batch; between machines kernels differ by rounding.
 """
 
 from __future__ import annotations

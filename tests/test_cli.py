@@ -227,7 +227,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_command(capfd: pytest
 def test_commands_that_do_not_exist_are_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fti"]) == 2
     assert main(["--config=run.yaml", "fit"]) == 2
-    known = "fit, validate, test, predict, export, plan, bench"
+    known = "fit, validate, test, predict, export, plan, prepare, speak, export-voice, bench"
     assert capsys.readouterr().err.splitlines() == [
         "error: fti: unknown command: did you mean fit?",
         f"error: --config=run.yaml: an option before the command: expected {known} first",

@@ -55,6 +55,14 @@ class Preparer:
 
     def __call__(self, rows: Sequence[ManifestRow]) -> tuple[list[PreparedRow], list[Rejected]]:
         """Return the rows of those lines that are good, in order, and why the others are not."""
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # sums are rounded by the number of threads, and codes must not depend on it
+        try:
+            return self._prepare(rows)
+        finally:
+            torch.set_num_threads(num_threads)
+
+    def _prepare(self, rows: Sequence[ManifestRow]) -> tuple[list[PreparedRow], list[Rejected]]:
         good: list[tuple[ManifestRow, Audio, Audio]] = []
         rejected: list[Rejected] = []
         for row in rows:

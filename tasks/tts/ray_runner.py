@@ -22,9 +22,7 @@ class ShardWorker:
 
     def __init__(self, jobs: Any, work: Callable[..., int]) -> None:
         import ray
-        import torch
 
-        torch.set_num_threads(1)  # as local processes have it: codes must not depend on who makes them
         self.jobs: Sequence[Job] = ray.get(jobs)
         self.work = work
 

@@ -101,15 +101,9 @@ def _run(jobs: Sequence[Job], num_processes: int, ray_address: str | None) -> It
         yield from (prepare_shard(*job) for job in jobs)
         return
     # Not forked: threads of torch do not survive it.
-    with ProcessPoolExecutor(min(num_processes, len(jobs)), get_context("spawn"), _use_one_thread) as pool:
+    with ProcessPoolExecutor(min(num_processes, len(jobs)), get_context("spawn")) as pool:
         for done in as_completed([pool.submit(prepare_shard, *job) for job in jobs]):
             yield done.result()
-
-
-def _use_one_thread() -> None:
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def _name_summary(path: Path) -> Path:
