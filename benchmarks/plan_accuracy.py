@@ -42,7 +42,7 @@ from lit_fsdp.settings import Settings
 from lit_fsdp.sharding import Sharding, find_roots, hold_gradients, register_steps
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, sum_chunked_losses
-from lit_fsdp.tasks.causal_lm.masks import keep_branches
+from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.units import plan_module
 from lit_fsdp.weights import materialize
 

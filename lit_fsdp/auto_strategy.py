@@ -14,17 +14,19 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lit_fsdp.adapters import find_adapter_parameters
+from lit_fsdp.block_reader import UnreadableModuleError
 from lit_fsdp.checkpoint_writer import CheckpointFormat
 from lit_fsdp.estimate import Hardware, ModelToTrain
 from lit_fsdp.forecast import NoForecastError, find_optimizer, measure_batch
 from lit_fsdp.hardware import find_gpu, find_usual_gpu
+from lit_fsdp.lightning_internals import count_micro_batches
 from lit_fsdp.links import choose_links, parse_links
 from lit_fsdp.mesh import build_mesh
 from lit_fsdp.plan import Ranks, parse_memory
 from lit_fsdp.precision import MixedPrecision, cast_parameters
 from lit_fsdp.search import Candidate, Problem, Variant, choose, format_changes, search
-from lit_fsdp.sharding import Compile
-from lit_fsdp.strategy import FSDP2Strategy
+from lit_fsdp.sharding import Compile, find_roots
+from lit_fsdp.strategy import FSDP2Strategy, find_used_settings
 from lit_fsdp.units import Units, plan_module
 
 NAME = "fsdp2_auto"
@@ -32,12 +34,13 @@ _GIB = 2**30
 
 
 class AutoFSDP2Strategy(FSDP2Strategy):
-    """FSDP2Strategy that chooses ``mesh``, ``sharding``, ``recompute`` and ``offload`` itself when ``fit`` starts.
+    """FSDP2Strategy that chooses ``mesh``, ``sharding``, ``recompute`` and ``offload`` itself when a run starts.
 
     It predicts memory and time of a step for every combination, as ``plan --search`` does, takes the fastest that fits
     the GPU with the least memory, and prints what and why. All of these compute the same. What changes the training
     (batch, adapters, 4-bit weights, optimizer) stays as configured; ``plan --search`` tries that as well. Needs a task
-    whose model the closed form has rules for, and data with ``make_example_batch``. Evaluation takes the defaults.
+    whose model the closed form has rules for, and data with ``make_example_batch``; without them, evaluation takes the
+    defaults and ``fit`` is refused. A module that is sharded already stays as it is.
 
     Args:
         device_memory: Of a GPU, with a unit, such as 15GiB, where less may be used than it has.
@@ -76,26 +79,40 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             print_plan=print_plan,
             timeout_s=timeout_s,
         )
+        self._configured = self.settings
         self.device_bytes = None if device_memory is None else parse_memory(device_memory)
         self.links = None if link is None else parse_links(link)
 
     @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        if self.lightning_module is not None and find_roots(self.lightning_module):
+            self.settings = find_used_settings(self.lightning_module)  # as it is sharded already
+        super().setup(trainer)
+
+    @override
     def _shard(self, module: pl.LightningModule) -> None:
-        if module.trainer.state.fn == TrainerFn.FITTING:
+        """Choose, also for an evaluation, as training may follow."""
+        try:
             self._choose(module)
+        except (NoForecastError, UnreadableModuleError) as error:
+            if module.trainer.state.fn == TrainerFn.FITTING:
+                raise ValueError(f"{NAME}: {error}; set trainer.strategy to fsdp2, and its settings by hand") from error
+            self.settings = self._configured
         super()._shard(module)
 
     def _choose(self, module: pl.LightningModule) -> None:
         """Set ``settings``, the same on all ranks."""
-        try:
-            problem = self._describe(module)
-            candidates = search(problem)
-        except NoForecastError as error:
-            raise ValueError(f"{NAME}: {error}; set trainer.strategy to fsdp2, and its settings by hand") from error
+        problem = self._describe(module)
+        candidates = search(problem)
         chosen = choose(candidates)
         if chosen is None:
             chosen = min(candidates, key=lambda candidate: candidate.needed_bytes)
             self._report_missing(chosen, problem.device_bytes)
+        chosen = self.broadcast(chosen)
+        is_automatic = module.automatic_optimization
+        chosen.settings.check_accumulation(
+            num_micro_batches=count_micro_batches(module.trainer), is_automatic=is_automatic
+        )
         if chosen.settings.mesh != self.settings.mesh:
             sizes = {"world_size": self.world_size, "ranks_per_node": self.num_processes}
             mesh = build_mesh(
@@ -122,15 +139,17 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         ranks = Ranks(num_nodes=self.num_nodes, per_node=self.num_processes, num_replicas=1, num_shards=self.world_size)
         return Problem(
             variants=[Variant(model=model)],
-            settings=self.settings,
+            settings=self._configured,
             ranks=ranks,
             micro_batch=measure_batch(module, make()),
-            num_micro_batches=trainer.accumulate_grad_batches,
+            # Gradients can only be held over micro-batches whose number is known.
+            num_micro_batches=(count_micro_batches(trainer) or 1) if module.automatic_optimization else 1,
             splits_batch=False,
             tries_optimizers=False,
             hardware=hardware,
             device_bytes=device_bytes,
             device_type=self.root_device.type,
+            host_bytes=_count_host_bytes(),
         )
 
     def _find_hardware(self) -> tuple[Hardware, int]:
@@ -139,7 +158,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         if device.type == "cuda":
             own = (torch.cuda.mem_get_info(device)[1], torch.cuda.get_device_name(device))
         else:  # this rank's share of the host
-            own = (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.num_processes, "")
+            own = (_count_host_bytes() // self.num_processes, "")
         ranks: list[tuple[int, str]] = [own] * self.world_size
         dist.all_gather_object(ranks, own)
         memory, name = min(ranks)
@@ -161,11 +180,17 @@ class AutoFSDP2Strategy(FSDP2Strategy):
 
     def _report(self, chosen: Candidate, default: Candidate, problem: Problem) -> None:
         text = format_changes(chosen.changes) if chosen.changes else "the defaults"
+        if chosen.host_bytes:
+            text += f", with {chosen.host_bytes * self.num_processes / _GIB:.1f} GiB of host memory on each node"
         rank_zero_info(
             f"{NAME}: {text}: {chosen.needed_bytes / _GIB:.2f} of {problem.device_bytes / _GIB:.2f} GiB with headroom, "
             f"{chosen.time.step_s / default.time.step_s:.2f} of the time of the defaults, which need "
             f"{default.needed_bytes / _GIB:.2f} GiB (speed as on {problem.hardware.gpu.name}, {problem.hardware.links})"
         )
+
+
+def _count_host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 StrategyRegistry.register(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lit_fsdp.adamw_8bit import BLOCK_SIZE, is_8bit
-from lit_fsdp.block_reader import Reader
+from lit_fsdp.block_reader import Reader, UnreadableModuleError
 from lit_fsdp.flops import Flops
 from lit_fsdp.memory import KINDS, Kind, label_unit
 from lit_fsdp.memory_trace import Peak, StepMemory
@@ -152,7 +152,11 @@ def _read_model(
     names = {id(parameter): name for name, parameter in parameters.items()}
     reader = Reader(tape=tape, names=names, **vars(micro_batch))
     recomputed = _list_recomputed(settings.recompute, list(iterate_blocks(plan)))
-    return ModelReader(model=model, plan=plan, recomputed=recomputed, reader=reader).read()
+    try:
+        return ModelReader(model=model, plan=plan, recomputed=recomputed, reader=reader).read()
+    except (AttributeError, KeyError, IndexError, TypeError, StopIteration) as error:
+        # Parts by the names that rules know, but made otherwise.
+        raise UnreadableModuleError(type(model).__name__, f"{type(error).__name__}: {error}") from error
 
 
 def _find_compute_dtype(parameters: Mapping[str, nn.Parameter], dtypes: MixedPrecision) -> torch.dtype:
@@ -308,6 +312,7 @@ def _count_moved(tape: Tape, recompute: Recompute, num_micro_batches: int) -> in
             is_recomputed = is_recomputed if step.what.endswith("unit") else step.what == "enter_block"
             continue
         size = tape.sizes[step.output]
+        total += step.moved
         if step.flops:
             # Of 4 bits, the dense weight: written once, in whichever of both passes the tape has it.
             forward = backward = max(step.forward_temp, step.backward_temp) if step.name == "quantized" else 0

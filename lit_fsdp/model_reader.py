@@ -208,6 +208,9 @@ class ModelReader:
         # Of a chunk, and its sum with that of those before, which autograd does not make in place.
         gradient = 2 * sum(size for _, size in weights)
         flops = 2 * reader.num_tokens * head.in_features * head.out_features
+        # As of the loss of all logits, but forward twice: its cast, the softmax and the choice of the targets.
+        cast = 0 if tape.itemsize == FLOAT32 else tape.itemsize + FLOAT32
+        moved = reader.num_tokens * head.out_features * (2 * (3 * FLOAT32 + cast) + 5 * FLOAT32 + cast)
         return tape.add(
             "chunked_loss",
             (x,),
@@ -219,6 +222,7 @@ class ModelReader:
             flops=flops,
             backward_flops=flops * (bool(weights) + tape.needs_grad[x]),
             again_flops=flops,
+            moved=moved,
         )
 
     def _find_head(self) -> tuple[Any, Any]:

@@ -6,6 +6,8 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +16,21 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from typing_extensions import override
 
+from lit_fsdp.block_reader import UnreadableModuleError
 from lit_fsdp.cli_errors import ConfigError, describe_exception, is_debugging
 from lit_fsdp.config_files import check_config_files
 from lit_fsdp.estimate import Hardware
-from lit_fsdp.forecast import measure_batch
+from lit_fsdp.forecast import NoForecastError, measure_batch
 from lit_fsdp.hardware import find_gpu, find_usual_gpu, suggest_gpus
 from lit_fsdp.links import choose_links, parse_links
 from lit_fsdp.plan import describe_plan, parse_memory
 from lit_fsdp.plan_report import draw_plan, print_report
-from lit_fsdp.planner import PlannedStep, find_model, list_variants, plan_step, prepare_step
+from lit_fsdp.planner import PlannedStep, find_model, plan_step, prepare_step, prepare_variants
 from lit_fsdp.processes import count_devices
 from lit_fsdp.search import Candidate, Problem, Variant, choose, format_changes
 from lit_fsdp.search import search as search_all
 from lit_fsdp.search_report import apply_changes, describe_search, print_search
+from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.trainer_cli import TrainerCLI
 
 _OWN_OPTIONS = {"--device-memory": "--device_memory"}
@@ -99,26 +103,33 @@ class PlanTrainer(Trainer):
         if gpu is not None and device_bytes is None and hardware is not None:
             device_bytes = round(hardware.gpu.memory_gib * 2**30)
         _check_search(search=search, exact=exact, write=write, device_bytes=device_bytes)
+        problem: Problem | None = None
         if out is not None:
             _make_folder(out)
-        variants = list_variants(model) if search else [(model, {})]
-        steps = [(prepare_step(self, variant, datamodule), changes) for variant, changes in variants]
-        found = plan_step(steps[0][0], exact=exact, hardware=hardware)
-        print_report(found, device_bytes)
-        described = describe_plan(found, device_bytes)
         if search:
             assert hardware is not None
             assert device_bytes is not None
-            candidates = search_settings(steps, hardware, device_bytes, splits_batch=_splits_batch(datamodule))
+            steps = prepare_variants(self, model, datamodule)
+            step = steps[0][0]
+            problem = describe_problem(steps, hardware, device_bytes)
+            if _splits_batch(self, model, datamodule):
+                problem = replace(problem, splits_batch=True, measure=partial(_measure_rows, step, datamodule))
+            candidates = _search(problem)
+        else:
+            step = prepare_step(self, model, datamodule)
+        found = plan_step(step, exact=exact, hardware=hardware)
+        print_report(found, device_bytes)
+        described = describe_plan(found, device_bytes)
+        if problem is not None:
             chosen = choose(candidates)
-            print_search(candidates, chosen, device_bytes)
+            print_search(candidates, chosen, problem.device_bytes)
             described["search"] = describe_search(candidates, chosen)
-            if write is not None:
-                self._write_config(write, chosen)
         if out is not None:
             (out / "plan.json").write_text(json.dumps(described, indent=1) + "\n")
             draw_plan(found, out / "plan.png")
             print(f"written: {out / 'plan.json'}, {out / 'plan.png'}")
+        if problem is not None and write is not None:
+            self._write_config(write, chosen)
 
     def _write_config(self, path: Path, chosen: Candidate | None) -> None:
         if chosen is None:
@@ -227,39 +238,68 @@ def find_hardware(
     return Hardware(gpu=found, links=links)
 
 
-def search_settings(
-    steps: Sequence[tuple[PlannedStep, Mapping[str, Any]]], hardware: Hardware, device_bytes: int, *, splits_batch: bool
-) -> list[Candidate]:
-    """Search around the first of the steps, with the models of the others in its place.
+def describe_problem(
+    steps: Sequence[tuple[PlannedStep, Mapping[str, Any]]], hardware: Hardware, device_bytes: int
+) -> Problem:
+    """Return the search around the first of the steps, with the models of the others in its place.
 
     Raises:
-        ConfigError: The closed form has no rules for this model.
+        ConfigError: The closed form knows nothing of these batches or this optimizer.
     """
     configured = steps[0][0]
-    problem = Problem(
+    try:
+        micro_batch = measure_batch(configured.module, configured.batch)
+    except NoForecastError as error:
+        raise ConfigError(f"search: {error}, so nothing can be counted; see docs/planning.md") from error
+    return Problem(
         variants=[Variant(model=find_model(step), changes=changes) for step, changes in steps],
         settings=configured.strategy.settings,
         ranks=configured.ranks,
-        micro_batch=measure_batch(configured.module, configured.batch),
+        micro_batch=micro_batch,
         num_micro_batches=configured.num_micro_batches,
-        splits_batch=splits_batch,
+        splits_batch=False,
         hardware=hardware,
         device_bytes=device_bytes,
+        device_type=configured.device_type,
     )
-    return search_all(problem)
+
+
+def _search(problem: Problem) -> list[Candidate]:
+    try:
+        return search_all(problem)
+    except UnreadableModuleError as error:
+        raise ConfigError(
+            f"search: {error.name}: {error.reason}: the closed form has no rule for it, so nothing can be tried; leave "
+            "search out, and the step is traced"
+        ) from error
+
+
+def _measure_rows(step: PlannedStep, data: Any, rows: int) -> MicroBatch:
+    """Return the shape of a micro-batch of another size: what must be masked may change with it."""
+    given, data.batch_size = data.batch_size, rows
+    try:
+        return measure_batch(step.module, data.make_example_batch())
+    finally:
+        data.batch_size = given
 
 
 def _check_search(*, search: bool, exact: bool, write: Path | None, device_bytes: int | None) -> None:
     if write is not None and not search:
         raise ConfigError(f"write: got {write}: not used without search; add --search true")
+    if write is not None and write.exists():
+        raise ConfigError(f"write: got {write}: it exists; choose another file, or remove it")
     if search and exact:
         raise ConfigError("exact: got true with search: each setting would be traced; trace the chosen one afterwards")
     if search and device_bytes is None:
         raise ConfigError("search: what has to fit is not known; add --device-memory, such as 16GiB, or --gpu")
 
 
-def _splits_batch(data: Any) -> bool:
-    return isinstance(getattr(data, "batch_size", None), int)
+def _splits_batch(trainer: Trainer, module: LightningModule, data: Any) -> bool:
+    """Whether micro-batches may be of another size, with accumulation in return, and all else stays the same."""
+    mixes = getattr(module, "mixing", None) is not None  # images of a micro-batch with each other
+    counts = [trainer.val_check_interval, trainer.limit_train_batches]  # as whole numbers, of micro-batches
+    is_counting = any(isinstance(count, int) and not isinstance(count, bool) for count in counts)
+    return isinstance(getattr(data, "batch_size", None), int) and not mixes and not is_counting
 
 
 def _make_folder(folder: Path) -> None:

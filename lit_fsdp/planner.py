@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
 
@@ -23,6 +23,7 @@ from lit_fsdp.dry_run import fake_ranks, trace_training_step
 from lit_fsdp.estimate import Hardware, ModelToTrain, estimate_time
 from lit_fsdp.forecast import NoForecastError, find_optimizer, forecast_step, measure_batch
 from lit_fsdp.memory_trace import StepMemory
+from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.plan import Plan, Ranks
 from lit_fsdp.precision import cast_parameters
 from lit_fsdp.quantization import Quantization
@@ -78,6 +79,9 @@ def prepare_step(trainer: Trainer, module: LightningModule, data: LightningDataM
     num_replicas, num_shards = strategy.settings.mesh.resolve(
         world_size=trainer.num_nodes * per_node, ranks_per_node=per_node
     )
+    strategy.settings.check_accumulation(
+        num_micro_batches=trainer.accumulate_grad_batches, is_automatic=module.automatic_optimization
+    )
     batch = _make_batch(data)
     notes = _prepare_module(trainer, module, data)
     if isinstance(strategy, AutoFSDP2Strategy):
@@ -96,20 +100,37 @@ def prepare_step(trainer: Trainer, module: LightningModule, data: LightningDataM
     )
 
 
-def list_variants(module: LightningModule) -> list[tuple[LightningModule, dict[str, Any]]]:
-    """Return a module and what could be trained in its place, none of them built yet, with the settings for it.
+def prepare_variants(
+    trainer: Trainer, module: LightningModule, data: LightningDataModule | None
+) -> list[tuple[PlannedStep, dict[str, Any]]]:
+    """Return the step of a run, and those of what could be trained in its place, with the settings for it.
 
-    Args:
-        module: Before ``configure_model``; those in its place are copies. A task says by its attributes
-            ``loss_chunks``, ``lora`` and ``quantization`` what it can do.
+    What cannot be built is left out, and the reason is a note of the first.
     """
-    chunks = {"model.loss_chunks": _LOSS_CHUNKS} if getattr(module, "loss_chunks", None) == 1 else {}
+    variants = _list_variants(module)
+    first = prepare_step(trainer, module, data)
+    steps, notes = [], list(first.notes)
+    for variant, changes in variants:
+        try:
+            steps.append((prepare_step(trainer, variant, data), changes))
+        except ValueError as error:
+            notes.append(f"search: not tried: {', '.join(changes)}: {error}")
+    trainer.strategy.connect(module)
+    return [(replace(first, notes=notes), {}), *steps]
+
+
+def _list_variants(module: LightningModule) -> list[tuple[LightningModule, dict[str, Any]]]:
+    """Return copies of a module that would train otherwise, none of them built yet, with the settings for it.
+
+    A task says by its attributes ``loss_chunks``, ``lora`` and ``quantization`` what it can do.
+    """
+    chunks = {"model.loss_chunks": _LOSS_CHUNKS} if _takes_chunks(module) else {}
     choices: list[dict[str, Any]] = [{}, chunks] if chunks else [{}]
     if getattr(module, "lora", "") is None:
         choices.append({**chunks, "model.lora": {"r": _LORA_RANK}})
         if getattr(module, "quantization", "") is None:
             choices.append({**choices[-1], "model.quantization": {"type": "nf4"}})
-    found: list[tuple[LightningModule, dict[str, Any]]] = [(module, {})]
+    found: list[tuple[LightningModule, dict[str, Any]]] = []
     for changes in choices[1:]:
         variant: Any = deepcopy(module)
         if "model.loss_chunks" in changes:
@@ -120,6 +141,20 @@ def list_variants(module: LightningModule) -> list[tuple[LightningModule, dict[s
             variant.quantization = Quantization(**changes["model.quantization"])
         found.append((variant, changes))
     return found
+
+
+def _takes_chunks(module: LightningModule) -> bool:
+    task: Any = module
+    if getattr(module, "loss_chunks", None) != 1:
+        return False
+    try:
+        task.loss_chunks = _LOSS_CHUNKS
+        task.check_loss_chunks()
+    except ValueError:
+        return False
+    finally:
+        task.loss_chunks = 1
+    return True
 
 
 def find_model(step: PlannedStep) -> ModelToTrain:
@@ -289,6 +324,10 @@ def _prepare_module(trainer: Trainer, module: LightningModule, data: LightningDa
 
 
 def _find_optimizer(module: LightningModule) -> torch.optim.Optimizer:
+    task: Any = module
+    settings = getattr(module, "optimizer_settings", None)
+    if isinstance(settings, Optimizer) and settings.name == "adamw_8bit_paged":  # needs a GPU, and counts alike
+        task.optimizer_settings = replace(settings, name="adamw_8bit")
     found: Any = module.configure_optimizers()
     while isinstance(found, list | tuple | dict):
         if isinstance(found, list | tuple) and len(found) != 1 and not isinstance(found[0], list | tuple):

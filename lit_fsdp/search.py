@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,6 +50,8 @@ class Problem:
         device_bytes: Memory of one GPU.
         tries_optimizers: Whether the optimizer may change.
         device_type: ``cuda``, or ``cpu`` for a run that is tried out there.
+        host_bytes: Memory of each node for what is offloaded, where it is known.
+        measure: Returns the shape of a micro-batch of so many rows; by default the configured one with other rows.
     """
 
     variants: Sequence[Variant]
@@ -62,6 +64,8 @@ class Problem:
     device_bytes: int
     tries_optimizers: bool = True
     device_type: str = "cuda"
+    host_bytes: int | None = None
+    measure: Callable[[int], MicroBatch] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,7 @@ class Candidate:
         host_bytes: Of a rank, with offload.
         time: Of an optimizer step.
         keeps_result: Whether the run computes the same, up to rounding.
-        fits: Whether ``needed_bytes`` are there.
+        fits: Whether ``needed_bytes`` are there, and ``host_bytes`` where that is known.
     """
 
     changes: Mapping[str, Any]
@@ -190,7 +194,9 @@ def _estimate(
     problem: Problem, variant: Variant, settings: Settings, split: tuple[int, Mapping[str, Any]]
 ) -> Candidate:
     rows, changes = split
-    model, ranks, micro_batch = variant.model, problem.ranks, replace(problem.micro_batch, rows=rows)
+    model, ranks = variant.model, problem.ranks
+    measure = problem.measure or (lambda rows: replace(problem.micro_batch, rows=rows))
+    micro_batch = measure(rows)
     num = changes.get("trainer.accumulate_grad_batches", problem.num_micro_batches)
     step = predict_step(
         model.module,
@@ -208,18 +214,22 @@ def _estimate(
         model, settings, step, problem.hardware, ranks=ranks, micro_batch=micro_batch, num_micro_batches=num
     )
     needed = find_needed_bytes(step.peak.num_bytes)
+    host_bytes = sum(step.host_by_kind.values())
+    has_host = problem.host_bytes is None or host_bytes * ranks.per_node <= problem.host_bytes
     own = {**variant.changes, **changes, **_list_changes(problem.settings, settings)}
     if model.optimizer.name != problem.variants[0].model.optimizer.name:
         own["model.optimizer.name"] = model.optimizer.name
+        if problem.variants[0].model.optimizer.fused is not None:
+            own["model.optimizer.fused"] = None
     return Candidate(
         changes=own,
         settings=settings,
         peak_bytes=step.peak.num_bytes,
         needed_bytes=needed,
-        host_bytes=sum(step.host_by_kind.values()),
+        host_bytes=host_bytes,
         time=time,
         keeps_result=not _CHANGES_RESULT & own.keys(),
-        fits=needed <= problem.device_bytes,
+        fits=needed <= problem.device_bytes and has_host,
     )
 
 

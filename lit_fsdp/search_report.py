@@ -13,7 +13,7 @@ from lit_fsdp.settings import PRESETS
 
 _GIB = 2**30
 _MAX_ROWS = 12
-_CLASS = "lit_fsdp.FSDP2Strategy"
+_CLASS, _AUTO_ONLY = "lit_fsdp.FSDP2Strategy", ("device_memory", "link")
 
 
 def print_search(candidates: Sequence[Candidate], chosen: Candidate | None, device_bytes: int) -> None:
@@ -96,7 +96,10 @@ def apply_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
 def _spell_out(strategy: Any) -> dict[str, Any]:
     """Return the strategy as a class with its settings, where it was one of our names."""
     if isinstance(strategy, Mapping):
-        return {**strategy, "init_args": strategy.get("init_args") or {}}
+        options = dict(strategy.get("init_args") or {})
+        if str(strategy.get("class_path", "")).endswith(".AutoFSDP2Strategy"):  # what it would choose is chosen
+            return {"class_path": _CLASS, "init_args": {k: v for k, v in options.items() if k not in _AUTO_ONLY}}
+        return {**strategy, "init_args": options}
     _, settings = PRESETS.get(str(strategy), ("", {}))
     return {"class_path": _CLASS, "init_args": {name: asdict(value) for name, value in settings.items()}}
 

@@ -51,6 +51,11 @@ _SHARDED_WITH: WeakKeyDictionary[pl.LightningModule, Settings] = WeakKeyDictiona
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "generate")
 
 
+def find_used_settings(module: pl.LightningModule) -> Settings:
+    """Return what a module was sharded with; the defaults if its user has sharded it."""
+    return _SHARDED_WITH.get(module, Settings())
+
+
 class FSDP2Strategy(ParallelStrategy):
     """Shards parameters, gradients and optimizer state with FSDP2 (``fully_shard``).
 
@@ -228,7 +233,7 @@ class FSDP2Strategy(ParallelStrategy):
             is_automatic = self.lightning_module.automatic_optimization
             self.settings.check_accumulation(num_micro_batches=count_micro_batches(trainer), is_automatic=is_automatic)
         if find_roots(self.lightning_module):  # by its user, or in an earlier run
-            used = _SHARDED_WITH.get(self.lightning_module, Settings())
+            used = find_used_settings(self.lightning_module)
             self.settings.check_unchanged(used, type(self.lightning_module).__name__)
         else:
             self._shard(self.lightning_module)

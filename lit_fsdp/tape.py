@@ -32,6 +32,7 @@ class Op:
         flops: Of forward.
         backward_flops: Of backward.
         again_flops: Of what backward computes again by itself.
+        moved: Bytes that are read and written in between, where several operators are taken for one with FLOPs.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Op:
     flops: int = 0
     backward_flops: int = 0
     again_flops: int = 0
+    moved: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class Tape:
         flops: int = 0,
         backward_flops: int = 0,
         again_flops: int = 0,
+        moved: int = 0,
     ) -> int:
         """Add an operator, and return the value it makes.
 
@@ -142,6 +145,7 @@ class Tape:
             flops: Of forward.
             backward_flops: Of backward.
             again_flops: Of what backward computes again.
+            moved: Bytes that are read and written in between.
         """
         wanted = tuple(dict.fromkeys(v for v in inputs if self.needs_grad[v]))
         is_trained = bool(wanted or weights)
@@ -166,6 +170,7 @@ class Tape:
                 flops=flops,
                 backward_flops=backward_flops if is_trained else 0,
                 again_flops=again_flops if is_trained else 0,
+                moved=moved,
             )
         )
         return output

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -161,7 +161,6 @@ class Task(LightningModule):
         """
         if self.optimizer_settings.name != "adamw_8bit_paged":
             return []
-        self.optimizer_settings = replace(self.optimizer_settings, name="adamw_8bit")
         return ["adamw_8bit_paged: its state is counted in full, though the driver may move it to host memory"]
 
     def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch | None:  # noqa: ARG002

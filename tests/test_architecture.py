@@ -56,7 +56,7 @@ DOORS = {
     ),
     "pytorch_lightning": (),  # a second copy of Lightning's classes
 }
-SHARED_BY_TASKS = ("tasks.base", "tasks.loading", "tasks.pretrained")
+SHARED_BY_TASKS = ("tasks.base", "tasks.loading", "tasks.pretrained", "tasks.masks")
 # Each may import those before it.
 SHARED_BY_CALLBACKS = tuple(
     f"callbacks.{name}"

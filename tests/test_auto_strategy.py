@@ -18,6 +18,9 @@ MODEL = {**EVEN, "hidden_size": 128, "intermediate_size": 512}
 class Data(Rows):
     """Says how large its batches are."""
 
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
     def make_example_batch(self) -> dict[str, torch.Tensor]:
         ids = torch.zeros(self.batch_size, LENGTH, dtype=torch.int64)
         return {"input_ids": ids, "labels": ids}
@@ -59,6 +62,23 @@ def fail(folder: Path) -> None:
 
 def test_what_it_cannot_choose_for_is_refused_before_anything_is_sharded(tmp_path: Path) -> None:
     run_ranks(fail, save_model(tmp_path / "model", **MODEL), world_size=1)
+
+
+def evaluate(folder: Path) -> None:
+    data = Data(EVEN["vocab_size"], GLOBAL_BATCH)
+    task, strategy = build_task(folder), AutoFSDP2Strategy()
+    task.validation_step = lambda *_: None  # type: ignore[method-assign]
+    build_trainer(strategy, limit_val_batches=1).validate(task, data)
+    chosen = strategy.settings
+    assert chosen.sharding.reshard_after_forward is False
+    # The same module again, under a strategy that would choose for itself.
+    again = AutoFSDP2Strategy(device_memory="1025.7MiB")
+    build_trainer(again, max_steps=1).fit(task, data)
+    assert again.settings == chosen
+
+
+def test_a_module_that_is_sharded_already_stays_as_it_is(tmp_path: Path) -> None:
+    run_ranks(evaluate, save_model(tmp_path / "model", **MODEL), world_size=2)
 
 
 def warn(folder: Path) -> None:

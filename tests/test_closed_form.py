@@ -21,6 +21,7 @@ from lit_fsdp.recompute import Recompute
 from lit_fsdp.settings import Settings
 from lit_fsdp.sharding import Sharding
 from lit_fsdp.step_parts import MicroBatch
+from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss
 from lit_fsdp.units import Units, plan_module
 from ranks import run_ranks
 
@@ -195,6 +196,20 @@ def test_recomputing_runs_every_other_block_once_more() -> None:
     extra = full.flops.recomputed - none.flops.recomputed
     assert half.flops.recomputed - none.flops.recomputed == extra // 2 > 0
     assert none.flops.model == full.flops.model
+
+
+def test_a_loss_in_chunks_moves_more_bytes_for_less_memory() -> None:
+    whole, chunked = Model(vocab_size=8000), Model(vocab_size=8000)
+    install_chunked_loss(chunked.model, 8)
+    first, second = (predict(model, precision="bf16-true", rows=2, length=256) for model in (whole, chunked))
+    assert second.peak.num_bytes < first.peak.num_bytes
+    assert second.moved_bytes > first.moved_bytes
+    assert second.flops.recomputed > first.flops.recomputed
+
+
+def test_norms_without_weights_have_no_rule_instead_of_an_error_of_python() -> None:
+    with pytest.raises(UnreadableModuleError, match=r"AttributeError|a NanoChat|norm"):
+        predict(Model("nanochat"))
 
 
 def test_what_has_no_rule_is_named() -> None:

@@ -20,7 +20,7 @@ from lit_fsdp.quantized_layers import quantize_model
 from lit_fsdp.recompute import Recompute
 from lit_fsdp.settings import Settings
 from lit_fsdp.sharding import Sharding, hold_gradients, register_steps
-from lit_fsdp.tasks.causal_lm.masks import keep_branches
+from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.weights import init_weights, materialize
 from ranks import run_ranks
 

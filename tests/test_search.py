@@ -18,7 +18,6 @@ from lit_fsdp.offload import Offload
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.plan import Ranks, find_needed_bytes
 from lit_fsdp.precision import cast_parameters, read_precision
-from lit_fsdp.recompute import Recompute
 from lit_fsdp.search import Candidate, Problem, Variant, choose, search
 from lit_fsdp.search_report import apply_changes
 from lit_fsdp.settings import Settings
@@ -68,7 +67,7 @@ def test_each_candidate_is_beaten_by_no_other() -> None:
 
 
 def test_the_fastest_that_fits_and_computes_the_same_is_chosen() -> None:
-    configured, *others = roomy()
+    _, *others = roomy()
     middle = sorted(c.needed_bytes for c in others if c.keeps_result)[1]
     found = search(describe(middle))
     chosen = choose(found)
@@ -77,7 +76,6 @@ def test_the_fastest_that_fits_and_computes_the_same_is_chosen() -> None:
     assert chosen.keeps_result
     assert chosen.needed_bytes <= middle == chosen.needed_bytes
     assert all(c.time.step_s >= chosen.time.step_s for c in found if c.fits and c.keeps_result)
-    assert not configured.changes
 
 
 def test_what_is_configured_stays_where_nothing_is_faster() -> None:
@@ -91,15 +89,44 @@ def test_what_is_configured_stays_where_nothing_is_faster() -> None:
 
 
 def test_another_training_is_chosen_only_where_nothing_else_fits() -> None:
-    candidates = roomy()
+    # What is left when nothing that computes the same fits, on a host with no room for offload.
+    candidates = roomy({"host_bytes": 0})
     others = [c.needed_bytes for c in candidates if not c.keeps_result]
     same = [c.needed_bytes for c in candidates if c.keeps_result]
     assert min(others) < min(same)
-    # Offload would fit as well, and computes the same.
-    chosen = choose(search(describe(min(others), settings=Settings(recompute=Recompute(mode="full")))))
+    chosen = choose(search(describe(min(others), host_bytes=0)))
+    assert chosen is not None
+    assert chosen.changes["model.optimizer.name"] == "adamw_8bit"
+    # With such a host, offload computes the same.
+    chosen = choose(search(describe(min(others))))
     assert chosen is not None
     assert chosen.keeps_result
     assert chosen.changes["trainer.strategy.offload"] == {}
+
+
+def test_a_fused_optimizer_is_unset_where_another_takes_its_place() -> None:
+    problem = describe(2**40)
+    model = replace(problem.variants[0].model, optimizer=Optimizer(fused=False))
+    found = search(replace(problem, variants=[Variant(model=model)]))
+    changed = [c.changes for c in found if "model.optimizer.name" in c.changes]
+    assert changed
+    assert all(changes["model.optimizer.fused"] is None for changes in changed)
+
+
+def test_a_paged_optimizer_is_not_offloaded() -> None:
+    problem = describe(1)
+    model = replace(problem.variants[0].model, optimizer=Optimizer(name="adamw_8bit_paged"))
+    assert not any(c.host_bytes for c in search(replace(problem, variants=[Variant(model=model)])))
+
+
+def test_masks_are_those_of_the_size_that_is_tried() -> None:
+    def measure(rows: int) -> MicroBatch:
+        return MicroBatch(rows=rows, length=512, is_masked=rows > 1)
+
+    problem = describe(2**40, rows=1, num_micro_batches=4)
+    plain, masked = (search(replace(problem, measure=m))[1:] for m in (None, measure))
+    sizes = [max(c.peak_bytes for c in found if c.changes.get("data.batch_size") == 4) for found in (plain, masked)]
+    assert sizes[1] > sizes[0]
 
 
 def test_offload_is_tried_only_where_nothing_fits_without() -> None:
@@ -140,6 +167,12 @@ def test_changes_are_put_where_yaml_has_them() -> None:
     assert found["model"]["init_args"] == {"lora": {"r": 16}, "optimizer": {"name": "adamw_8bit"}}
     assert found["data"] == {"class_path": "D", "init_args": {"batch_size": 2}}
     assert config["data"] == {"class_path": "D"}
+    auto = {"class_path": "lit_fsdp.AutoFSDP2Strategy", "init_args": {"device_memory": "8GiB", "timeout_s": 60}}
+    found = apply_changes({"trainer": {"strategy": auto}}, {"trainer.strategy.recompute.mode": "full"})
+    assert found["trainer"]["strategy"] == {
+        "class_path": "lit_fsdp.FSDP2Strategy",
+        "init_args": {"timeout_s": 60, "recompute": {"mode": "full"}},
+    }
 
 
 @pytest.fixture
@@ -165,6 +198,9 @@ def test_the_written_configuration_takes_what_the_search_said(folder: Path, capf
     assert again["memory"]["peak_bytes"] == candidates[chosen]["peak_bytes"]
     assert again["device"]["fits"]
     assert again["ranks"]["world_size"] == 2
+    assert main(["fit", "--config=chosen/mine.yaml", "--trainer.accelerator=cpu", "--print_config"]) == 0
+    assert main(["plan", *options, "--write=chosen/mine.yaml"]) == 2
+    assert "it exists; choose another file" in capfd.readouterr().err
     written = yaml.safe_load(Path("chosen/mine.yaml").read_text())
     assert not {"search", "write", "out", "devices", "config"} & written.keys()
 
@@ -179,6 +215,10 @@ def test_the_written_configuration_takes_what_the_search_said(folder: Path, capf
         (["--gpu=RTX 9999"], "gpu: got 'RTX 9999': not in lit_fsdp/hardware.py; nearest: RTX"),
         (["--gpu=RTX 4090", "--link=pcie9"], "link: got 'pcie9': unknown"),
         (["--link=pcie4"], "not used without gpu"),
+        (
+            ["--search=true", "--device-memory=1GiB", "--model.config={model_type: olmo2, num_hidden_layers: 1}"],
+            "the closed form has no rule for it, so nothing can be tried",
+        ),
         (["--gpu=T4", "--trainer.precision=bf16-true"], "T4 has no tensor cores for bfloat16"),
     ],
 )
@@ -190,6 +230,25 @@ def test_what_cannot_be_searched_is_said_in_one_line(
     assert len(lines) == 1
     assert said in lines[0]
     assert not Path("mine.yaml").exists()
+
+
+SUBCLASS = """
+from lit_fsdp.tasks import CausalLM
+
+class Mine(CausalLM):
+    def sum_losses(self, output, labels):
+        return super().sum_losses(output, labels)
+"""
+
+
+def test_what_a_task_cannot_train_is_not_tried(folder: Path) -> None:
+    (folder / "mine.py").write_text(SUBCLASS)
+    config = yaml.safe_load((folder / "run.yaml").read_text())
+    config["model"]["class_path"] = "mine.Mine"
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    found = plan("--config=run.yaml", "--devices=2", "--device-memory=8GiB", "--search=true")
+    assert not any("model.loss_chunks" in candidate["changes"] for candidate in found["search"]["candidates"])
+    assert any("model.lora" in candidate["changes"] for candidate in found["search"]["candidates"])
 
 
 def test_a_named_gpu_gives_its_memory_and_the_time_of_a_step(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lit_fsdp.tasks.causal_lm.packing import IGNORED
 
 _PROBE = (1, 8)  # rows and tokens on which both ways are compared
+_SPREAD = 50.0  # of their logits
 
 
 def install_chunked_loss(model: PreTrainedModel, num_chunks: int) -> None:
@@ -72,10 +73,15 @@ def check_chunked_loss(task: Any, model: PreTrainedModel) -> None:
     task.eval()
     vocab_size = model.config.get_text_config().vocab_size
     ids = torch.randint(vocab_size, _PROBE, generator=torch.Generator().manual_seed(0)).to(task.device)
+    head: Any = model.get_output_embeddings()
+    # Logits as large as those of a trained model and larger, or a soft cap on them would not show.
+    spread = float(task(input_ids=ids).float().std())
+    handle = head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * (_SPREAD / spread), *inputs[1:]))
     whole = float(task.sum_losses(SimpleNamespace(logits=task(input_ids=ids)), ids)[0])
     chunked = float(task.compute_loss({"input_ids": ids, "labels": ids})[0])
+    handle.remove()
     task.train(was_training)
-    if abs(chunked / whole - 1) > 0.01:  # rounding of half precision is less
+    if not abs(chunked / whole - 1) < 0.01:  # rounding of half precision is less; not a number is never less
         name = type(model).__name__.removeprefix("FSDP")
         raise ValueError(
             f"loss_chunks: {name} computes its loss otherwise than from its head alone (sum {whole:.4f}, in chunks "
@@ -108,6 +114,7 @@ def _finish_logits(config: PreTrainedConfig, logits: Tensor) -> Tensor:
         logits = logits * scale
     if (scaling := getattr(config, "logits_scaling", None)) is not None:  # Granite
         logits = logits / scaling
-    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
-        logits = torch.tanh(logits / cap) * cap
+    for name in ("final_logit_softcapping", "logits_soft_cap"):  # Gemma, RecurrentGemma
+        if (cap := getattr(config, name, None)) is not None:
+            logits = torch.tanh(logits / cap) * cap
     return logits

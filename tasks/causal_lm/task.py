@@ -28,7 +28,7 @@ from lit_fsdp.tasks.causal_lm.chunked_loss import check_chunked_loss, install_ch
 from lit_fsdp.tasks.causal_lm.collate import Batch
 from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_length, check_packing
 from lit_fsdp.tasks.causal_lm.export_files import collect_export_files
-from lit_fsdp.tasks.causal_lm.masks import keep_branches, needs_mask
+from lit_fsdp.tasks.masks import keep_branches, needs_mask
 from lit_fsdp.tasks.causal_lm.packing import IGNORED
 from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id
 from lit_fsdp.tasks.pretrained import (
@@ -91,14 +91,8 @@ class CausalLM(Task):
         self.pretrained = pretrained
         self.config_settings = config
         self.attention = attention
-        if loss_chunks < 1:
-            raise ValueError(f"loss_chunks: got {loss_chunks}: expected 1 or more, such as 8")
-        if loss_chunks > 1 and type(self).sum_losses is not CausalLM.sum_losses:
-            raise ValueError(
-                f"loss_chunks: got {loss_chunks}: {type(self).__name__}.sum_losses takes the logits of all tokens; set "
-                "loss_chunks: 1"
-            )
         self.loss_chunks = loss_chunks
+        self.check_loss_chunks()
         self.lora, self.quantization = lora, quantization
         if quantization is not None:
             quantization.check()
@@ -113,6 +107,20 @@ class CausalLM(Task):
             raise ValueError(f"sample_prompts: {len(empty)} of them are empty; expected a word or more")
         self._export_files: dict[str, str | bytes] | None = None
         self._base: dict[str, Any] | None = None
+
+    def check_loss_chunks(self) -> None:
+        """Refuse a loss in chunks that could not be computed.
+
+        Raises:
+            ValueError: With the nearest fix.
+        """
+        if self.loss_chunks < 1:
+            raise ValueError(f"loss_chunks: got {self.loss_chunks}: expected 1 or more, such as 8")
+        if self.loss_chunks > 1 and type(self).sum_losses is not CausalLM.sum_losses:
+            raise ValueError(
+                f"loss_chunks: got {self.loss_chunks}: {type(self).__name__}.sum_losses takes the logits of all "
+                "tokens; set loss_chunks: 1"
+            )
 
     # Model
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +18,7 @@ from lit_fsdp.adapters import LoRA
 from lit_fsdp.base_model import fetch_config
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.tasks.base import Schedule, Task
+from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.tasks.tts.checkpoint_files import check_run, describe_run
 from lit_fsdp.tasks.tts.config import SpeechConfig, parse_config, read_config
 from lit_fsdp.tasks.tts.generation import Sampling, Speech, generate_codes
@@ -145,6 +147,10 @@ class TextToSpeech(Task):
         if self.pretrained is not None:
             fetch_config(self.pretrained)
         return super().prepare_plan(data)
+
+    @override
+    def enter_dry_run(self, batch: Mapping[str, Any]) -> AbstractContextManager[None]:
+        return keep_branches(batch)
 
     def read_config(self) -> SpeechConfig:
         """Return the model's configuration."""

@@ -98,6 +98,22 @@ def test_a_model_that_does_more_than_that_is_refused_when_fit_starts(
     run_ranks(body, world_size=1)
 
 
+def test_a_cap_of_logits_that_is_not_known_is_found_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_model(tmp_path / "model", **EVEN)
+    forward = CausalLM.forward
+    # With weights as they are drawn, a cap of 30 changes nothing.
+    monkeypatch.setattr(CausalLM, "forward", lambda self, **inputs: 30 * torch.tanh(forward(self, **inputs) / 30))
+
+    def body() -> None:
+        trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=1)
+        with pytest.raises(ValueError, match="loss_chunks: LlamaForCausalLM computes its loss otherwise"):
+            trainer.fit(build_task(folder, loss_chunks=4), Rows(EVEN["vocab_size"], GLOBAL_BATCH))
+
+    run_ranks(body, world_size=1)
+
+
 class Mine(CausalLM):
     """Has a loss of its own."""
 

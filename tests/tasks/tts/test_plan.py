@@ -1,0 +1,61 @@
+"""The plan of a speech model is what its run holds."""
+
+import json
+import os
+import sys
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from launches import OURS, ROOT, fork_ranks
+
+from lit_fsdp import cli
+
+MINE = """
+from torch.utils.data import DataLoader
+from lit_fsdp.tasks import SpeechData
+
+class Largest(SpeechData):
+    '''Every batch is of the largest size, as a plan has it.'''
+
+    def train_dataloader(self):
+        return DataLoader([self.make_example_batch()] * 16, batch_size=None)
+"""
+
+
+def main(args: list[str]) -> None:
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    sys.exit(cli.main(args))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="full"),
+        pytest.param(["--trainer.strategy.recompute.mode=full"], id="recompute", marks=pytest.mark.slow),
+        pytest.param(["--model.lora={r: 4}"], id="lora", marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_is_what_a_run_on_two_ranks_holds(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "mine.py").write_text(MINE)
+    config = [f"--config={ROOT / 'configs' / 'tts_quickstart.yaml'}", "--data=mine.Largest", "--data.max_seconds=2"]
+    config += ["--data.train=formants", "--data.tokenizer=bytes", "--data.batch_size=4", "--trainer.accelerator=cpu"]
+    quiet = ["--trainer.max_steps=3", "--trainer.enable_checkpointing=false", "--model.speak_rows=0"]
+    ended = fork_ranks("fit", *config, *quiet, *options)
+    assert [rank.code for rank in ended] == [0, 0], ended[0].err
+    report = next(tmp_path.glob("runs/tts_quickstart/**/report.json"))
+    real = json.loads(report.read_text())["sections"]["memory"]["numbers"]["step"]
+    plan = ["plan", *config, *options, "--devices=2", "--out=planned"]
+    process = get_context("fork").Process(target=main, args=(plan,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    planned = json.loads(Path("planned/plan.json").read_text())["memory"]
+    assert planned["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.01)
+    for kind in ("parameters", "optimizer_state", "gradients", "gathered"):
+        assert planned["largest_bytes_by_kind"][kind] == real["largest_bytes_by_kind"][kind], kind
