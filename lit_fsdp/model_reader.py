@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,7 @@ from lit_fsdp.block_reader import (
     read_linear,
     read_norm,
 )
-from lit_fsdp.tape import FLOAT32, Tape
+from lit_fsdp.tape import FLOAT32, Op, Tape
 from lit_fsdp.units import Unit, iterate_blocks
 
 INDEX = 8  # bytes of a token's number
@@ -211,7 +211,7 @@ class ModelReader:
         # As of the loss of all logits, but forward twice: its cast, the softmax and the choice of the targets.
         cast = 0 if tape.itemsize == FLOAT32 else tape.itemsize + FLOAT32
         moved = reader.num_tokens * head.out_features * (2 * (3 * FLOAT32 + cast) + 5 * FLOAT32 + cast)
-        return tape.add(
+        loss = tape.add(
             "chunked_loss",
             (x,),
             FLOAT32,
@@ -222,8 +222,11 @@ class ModelReader:
             flops=flops,
             backward_flops=flops * (bool(weights) + tape.needs_grad[x]),
             again_flops=flops,
-            moved=moved,
         )
+        step = tape.steps[-1]
+        assert isinstance(step, Op)
+        tape.steps[-1] = replace(step, moved=moved)
+        return loss
 
     def _find_head(self) -> tuple[Any, Any]:
         for module in self.model.modules():

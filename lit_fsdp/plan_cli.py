@@ -103,33 +103,39 @@ class PlanTrainer(Trainer):
         if gpu is not None and device_bytes is None and hardware is not None:
             device_bytes = round(hardware.gpu.memory_gib * 2**30)
         _check_search(search=search, exact=exact, write=write, device_bytes=device_bytes)
-        problem: Problem | None = None
         if out is not None:
             _make_folder(out)
+        candidates: list[Candidate] = []
         if search:
             assert hardware is not None
             assert device_bytes is not None
-            steps = prepare_variants(self, model, datamodule)
-            step = steps[0][0]
-            problem = describe_problem(steps, hardware, device_bytes)
-            if _splits_batch(self, model, datamodule):
-                problem = replace(problem, splits_batch=True, measure=partial(_measure_rows, step, datamodule))
-            candidates = _search(problem)
+            step, candidates = self._search(model, datamodule, hardware, device_bytes)
         else:
             step = prepare_step(self, model, datamodule)
         found = plan_step(step, exact=exact, hardware=hardware)
         print_report(found, device_bytes)
         described = describe_plan(found, device_bytes)
-        if problem is not None:
+        if device_bytes is not None and candidates:
             chosen = choose(candidates)
-            print_search(candidates, chosen, problem.device_bytes)
+            print_search(candidates, chosen, device_bytes)
             described["search"] = describe_search(candidates, chosen)
         if out is not None:
             (out / "plan.json").write_text(json.dumps(described, indent=1) + "\n")
             draw_plan(found, out / "plan.png")
             print(f"written: {out / 'plan.json'}, {out / 'plan.png'}")
-        if problem is not None and write is not None:
-            self._write_config(write, chosen)
+        if write is not None:
+            self._write_config(write, choose(candidates))
+
+    def _search(
+        self, model: LightningModule, data: LightningDataModule | None, hardware: Hardware, device_bytes: int
+    ) -> tuple[PlannedStep, list[Candidate]]:
+        """Return the configured step, and what a search around it finds."""
+        steps = prepare_variants(self, model, data)
+        step = steps[0][0]
+        problem = describe_problem(steps, hardware, device_bytes)
+        if _splits_batch(self, model, data):
+            problem = replace(problem, splits_batch=True, measure=partial(_measure_rows, step, data))
+        return step, _search(problem)
 
     def _write_config(self, path: Path, chosen: Candidate | None) -> None:
         if chosen is None:

@@ -127,7 +127,6 @@ class Tape:
         flops: int = 0,
         backward_flops: int = 0,
         again_flops: int = 0,
-        moved: int = 0,
     ) -> int:
         """Add an operator, and return the value it makes.
 
@@ -145,7 +144,6 @@ class Tape:
             flops: Of forward.
             backward_flops: Of backward.
             again_flops: Of what backward computes again.
-            moved: Bytes that are read and written in between.
         """
         wanted = tuple(dict.fromkeys(v for v in inputs if self.needs_grad[v]))
         is_trained = bool(wanted or weights)
@@ -170,7 +168,6 @@ class Tape:
                 flops=flops,
                 backward_flops=backward_flops if is_trained else 0,
                 again_flops=again_flops if is_trained else 0,
-                moved=moved,
             )
         )
         return output

@@ -28,9 +28,9 @@ from lit_fsdp.tasks.causal_lm.chunked_loss import check_chunked_loss, install_ch
 from lit_fsdp.tasks.causal_lm.collate import Batch
 from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_length, check_packing
 from lit_fsdp.tasks.causal_lm.export_files import collect_export_files
-from lit_fsdp.tasks.masks import keep_branches, needs_mask
 from lit_fsdp.tasks.causal_lm.packing import IGNORED
 from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id
+from lit_fsdp.tasks.masks import keep_branches, needs_mask
 from lit_fsdp.tasks.pretrained import (
     check_base,
     check_lora,
