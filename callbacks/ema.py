@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
@@ -44,6 +45,11 @@ class EMA(Callback):
             raise ValueError(f"EMA: got {name}: it needs FSDP2Strategy; set trainer.strategy to fsdp2")  # noqa: TRY004
         if strategy.checkpoint_format != "sharded":
             raise ValueError("EMA: checkpoints of a single file have no place for it; set checkpoint_format to sharded")
+        for callback in trainer.checkpoint_callbacks:
+            if getattr(callback, "save_weights_only", False):  # Lightning would not ask this callback then
+                raise ValueError(
+                    "EMA: save_weights_only: true would save the weights and not the average; leave it out"
+                )
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -81,6 +87,30 @@ class EMA(Callback):
         self._hide(pl_module)
 
     @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show what was averaged in a ``fit`` before; a checkpoint's weights are the average already."""
+        if self._averages:
+            self._show(pl_module)
+
+    @override
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._hide(pl_module)
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._averages:
+            self._show(pl_module)
+
+    @override
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._hide(pl_module)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and isinstance(trainer.strategy, FSDP2Strategy):
+            trainer.strategy.extra_state = {}  # a checkpoint that is loaded to be evaluated has nothing to put there
+
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._hide(pl_module)
 
@@ -91,8 +121,17 @@ class EMA(Callback):
             return
         trained = _find_trained(pl_module)
         stored = checkpoint["state_dict"]
-        checkpoint["extra_state"] = {name: stored[name].detach().float() for name in trained}
-        average = {name: self._averages[name].to(parameter.dtype) for name, parameter in trained.items()}
+        weights = {name: stored[name].detach().float() for name in trained}
+        if self._kept is not None:  # saved while the average is shown, as before a preemption
+            weights = {name: weight.clone() for name, weight in weights.items()}
+            torch._foreach_copy_([to_local(weight) for weight in weights.values()], self._kept)
+        checkpoint["extra_state"] = weights
+        names = {id(parameter): name for name, parameter in trained.items()}
+        average = {  # under all names of what is tied
+            _drop_wrapper(alias): self._averages[names[id(parameter)]].to(parameter.dtype)
+            for alias, parameter in pl_module.named_parameters(remove_duplicate=False)
+            if id(parameter) in names
+        }
         checkpoint["state_dict"] = {**stored, **average}
 
     @override
@@ -100,6 +139,10 @@ class EMA(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Take the average for the average again, and go on with the weights that lay beside it."""
         if not self._averages:  # no training: the average stays
+            return
+        if trainer.state.fn != TrainerFn.FITTING:  # after one: what was loaded is what is evaluated
+            averages, weights = self._list_pairs(pl_module)
+            torch._foreach_copy_(averages, weights)
             return
         is_stored = self.state_key in checkpoint.get("callbacks", {})
         for average, weight in zip(*self._list_pairs(pl_module), strict=True):

@@ -107,8 +107,6 @@ class PlanTrainer(Trainer):
             _make_folder(out)
         candidates: list[Candidate] = []
         if search:
-            assert hardware is not None
-            assert device_bytes is not None
             step, candidates = self._search(model, datamodule, hardware, device_bytes)
         else:
             step = prepare_step(self, model, datamodule)
@@ -127,9 +125,15 @@ class PlanTrainer(Trainer):
             self._write_config(write, choose(candidates))
 
     def _search(
-        self, model: LightningModule, data: LightningDataModule | None, hardware: Hardware, device_bytes: int
+        self,
+        model: LightningModule,
+        data: LightningDataModule | None,
+        hardware: Hardware | None,
+        device_bytes: int | None,
     ) -> tuple[PlannedStep, list[Candidate]]:
         """Return the configured step, and what a search around it finds."""
+        assert hardware is not None
+        assert device_bytes is not None
         steps = prepare_variants(self, model, data)
         step = steps[0][0]
         problem = describe_problem(steps, hardware, device_bytes)

@@ -314,11 +314,11 @@ class TextToSpeech(Task):
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        """Speak texts; return ``index`` of each in its source, its ``codes`` and whether it ``has_ended``."""
+        """Speak texts; return ``index`` of each in its source, codes as ``prediction``, and whether it ``has_ended``."""
         spoken = self.generate(batch)
         return {
             "index": batch["index"].tolist(),
-            "codes": [speech.codes for speech in spoken],
+            "prediction": [speech.codes.tolist() for speech in spoken],
             "has_ended": [speech.has_ended for speech in spoken],
         }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from training import EVEN, GLOBAL_BATCH, UNEVEN, Rows, build_task, build_trainer, gather_weights, save_model
+from training import EVEN, GLOBAL_BATCH, TIED, UNEVEN, Rows, build_task, build_trainer, gather_weights, save_model
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks import EMA
@@ -107,6 +107,63 @@ def test_a_run_that_is_resumed_on_other_ranks_goes_on_with_weights_and_average(t
     assert find_difference(rest[0], first[-1]) < 1e-7
     assert find_difference(rest[-1], whole[-1]) < 1e-6
     assert find_difference(again, validated) < 1e-6
+
+
+class Preempted(pl.Callback):
+    """Saves while the average is validated, as before a preemption."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            trainer.save_checkpoint(self.path)
+
+
+class Seen(Keep):
+    """Keeps the weights that are tested."""
+
+    def on_test_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        self.validated = copy(module)
+
+
+class All(Both):
+    """Tests on the same."""
+
+    def test_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def preempt(folder: Path, out: Path, sizes: dict[str, Any]) -> None:
+    def run(steps: int, *more: pl.Callback, **options: Any) -> tuple[Any, Any, Seen]:
+        keep, ema = Seen(), EMA(decay=DECAY, warmup=False)
+        options = {"limit_val_batches": 1, "limit_test_batches": 1, "num_sanity_val_steps": 0, **options}
+        trainer = build_trainer(
+            FSDP2Strategy(print_plan=False), callbacks=[ema, keep, *more], max_steps=steps, **options
+        )
+        task = build_task(folder)
+        return trainer, task, keep
+
+    data = All(sizes["vocab_size"], GLOBAL_BATCH)
+    trainer, task, keep = run(8, Preempted(out / "in_validation.ckpt"))
+    trainer.fit(task, data)
+    truth = average(keep.steps)
+    for path in (None, str(out / "in_validation.ckpt")):  # tests of the same trainer have the average
+        trainer.test(task, data, ckpt_path=path, verbose=False)
+        assert find_difference(keep.validated, truth) < 1e-6
+    again, other, resumed = run(9)
+    again.fit(other, data, ckpt_path=str(out / "in_validation.ckpt"))
+    assert find_difference(resumed.steps[0], keep.steps[-1]) < 1e-7
+    fresh, third, seen = run(9)
+    fresh.test(third, data, ckpt_path=str(out / "in_validation.ckpt"), verbose=False)
+    assert find_difference(seen.validated, truth) < 1e-6
+
+
+@pytest.mark.parametrize("sizes", [EVEN, TIED], ids=["untied", "tied"])
+def test_a_checkpoint_of_a_validation_and_tests_after_a_fit_have_the_right_weights(
+    sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    run_ranks(preempt, save_model(tmp_path / "model", **sizes), tmp_path, sizes, world_size=1)
 
 
 def test_settings_that_cannot_be_are_refused() -> None:

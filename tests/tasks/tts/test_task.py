@@ -1,5 +1,6 @@
 """Training of speech: sharded as on one device, normalised by global counts, and what a run tells and keeps."""
 
+import json
 import wave
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 from training import OPTIMIZER, Recorder, Result
 
 from lit_fsdp.adapters import LoRA
+from lit_fsdp.callbacks import WritePredictions
 from lit_fsdp.tasks import Listening, Sampling
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.layout import Utterance, collate_training, encode_text
@@ -235,10 +237,10 @@ def test_the_speaker_encoder_stays_in_checkpoints_and_a_run_goes_on(prepared: Pa
 def speak(folder: Path, out: Path) -> None:
     pl.seed_everything(0, verbose=False)
     texts = out / "texts.jsonl"
-    trainer = build_trainer()
+    trainer = build_trainer(callbacks=[WritePredictions(path=str(out / "spoken.jsonl"))])
     task = build_task(sampling=Sampling(max_frames=9, seed=1))
     rows = trainer.predict(task, build_data(folder, predict=str(texts), batch_size=1))
-    lengths = [len(codes) for batch in rows for codes in batch["codes"]]
+    lengths = [len(codes) for batch in rows for codes in batch["prediction"]]
     torch.save((lengths, rows), out / f"{dist.get_rank()}.pt")
 
 
@@ -249,6 +251,9 @@ def test_ranks_whose_speech_ends_at_different_frames_do_not_wait_for_each_other(
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
     indices = [batch["index"] for _, rows in found for batch in rows]
     assert sorted(i for part in indices for i in part if i >= 0) == [0, 1, 2]
+    written = [json.loads(line) for line in (tmp_path / "spoken.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in written] == [0, 1, 2]
+    assert all(len(frame) == 16 for row in written for frame in row["prediction"])
 
 
 def validate(folder: Path, out: Path) -> None:
