@@ -314,7 +314,7 @@ class TextToSpeech(Task):
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        """Speak texts; return ``index`` of each in its source, codes as ``prediction``, and whether it ``has_ended``."""
+        """Speak texts; return their ``index``, their codes as ``prediction``, and whether each ``has_ended``."""
         spoken = self.generate(batch)
         return {
             "index": batch["index"].tolist(),
