@@ -2,6 +2,7 @@
 
 import json
 import wave
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,19 @@ def test_ranks_whose_speech_ends_at_different_frames_do_not_wait_for_each_other(
     written = [json.loads(line) for line in (tmp_path / "spoken.jsonl").read_text().splitlines()]
     assert [row["index"] for row in written] == [0, 1, 2]
     assert all(len(frame) == 16 for row in written for frame in row["prediction"])
+
+
+def test_the_language_of_a_row_is_on_its_codec_track(tmp_path: Path) -> None:
+    config = parse_config(make_config())
+    (language, number), *_ = config.languages.items()
+    rows = make_rows(2)
+    write_shard(tmp_path / "shard-00000.parquet", [replace(rows[0], language=language), rows[1]])
+    data = build_data(tmp_path, batch_size=2)
+    data.attach(config)
+    data.setup("fit")
+    told, untold = next(iter(data.train_dataloader()))["codec_ids"]
+    assert number in told
+    assert number not in untold
 
 
 def validate(folder: Path, out: Path) -> None:
