@@ -92,13 +92,15 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
     path = Path(source).expanduser()
     is_set = path.is_dir() and any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
     if is_set or not (path.exists() or any(c in source for c in "*{")):
-        return _load_data_set(source, split=split or _DEFAULT_SPLITS[split_of], is_saved=is_set, fields=fields)
+        rows = _find_rows(source, split, default=_DEFAULT_SPLITS[split_of], is_saved=is_set)
+        name = f"{source} {split or _DEFAULT_SPLITS[split_of]}"
+        return _open_data_set(name, rows, fields=fields, needs_labels=split_of != "predict")
     if split is not None:
         raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
     if path.is_dir() and not any(path.glob("*.tar")):
         return _list_folder(path)
     if path.suffix in _MANIFESTS:
-        return _read_manifest(path, fields)
+        return _read_manifest(path, fields, needs_labels=split_of != "predict")
     if path.is_dir() or path.suffix == ".tar" or source.endswith("}") or "*" in source:
         from lit_fsdp.tasks.image_classification.shards import read_shards
 
@@ -194,11 +196,12 @@ def _open_files(paths: list[Path], labels: list[str] | None, class_names: list[s
     )
 
 
-def _read_manifest(path: Path, fields: Fields) -> Images:
+def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
     """Return the images of a table; paths in it are relative to its folder."""
     columns, rows = _MANIFEST_READERS[path.suffix](path, fields)
     if rows is None:  # images are in it
-        return _load_data_set(str(path), split="train", is_saved=False, fields=fields)
+        found = _find_rows(str(path), None, default="train", is_saved=False)
+        return _open_data_set(str(path), found, fields=fields, needs_labels=needs_labels)
     if fields.image not in columns:
         raise ValueError(f"{path}: has no column {fields.image!r}, but {', '.join(columns)}; set image_field")
     has_labels = fields.label in columns
@@ -208,13 +211,13 @@ def _read_manifest(path: Path, fields: Fields) -> Images:
         name, label = row.get(fields.image), row.get(fields.label)
         if not isinstance(name, str) or not name:
             raise ValueError(f"{path} row {number}: {fields.image} is {name!r}: expected the path of an image")
-        if has_labels and (label is None or label == ""):
+        if has_labels and needs_labels and (label is None or label == ""):
             raise ValueError(f"{path} row {number}: {fields.label} is missing: expected the name of a class")
         paths.append(path.parent / name)
         labels.append(str(label))
     if not paths:
         raise ValueError(f"{path}: has no rows")
-    return _open_files(paths, labels if has_labels else None)
+    return _open_files(paths, labels if has_labels and needs_labels else None)
 
 
 _Table = tuple[Sequence[str], Sequence[dict[str, Any]] | None]
@@ -265,11 +268,17 @@ _MANIFEST_READERS: dict[str, Callable[[Path, Fields], _Table]] = {
 # Data sets
 
 
-def _load_data_set(source: str, *, split: str, is_saved: bool, fields: Fields) -> Images:
-    """Return a split of a data set of Hugging Face: from ``save_to_disk``, the Hub, or a file of Parquet."""
+def _open_data_set(source: str, rows: Any, *, fields: Fields, needs_labels: bool) -> Images:
+    """Return the images of a data set of Hugging Face.
+
+    Args:
+        source: Where it is from, for messages.
+        rows: The data set.
+        fields: Names of its columns.
+        needs_labels: Whether rows without a class are refused; otherwise one such row leaves all without.
+    """
     import datasets
 
-    rows = _find_split(source, split, is_saved=is_saved)
     features = rows.features
     if fields.image not in features:
         raise ValueError(f"{source}: has no column {fields.image!r}, but {', '.join(features)}; set image_field")
@@ -280,14 +289,16 @@ def _load_data_set(source: str, *, split: str, is_saved: bool, fields: Fields) -
     if fields.label in features:
         values = rows.with_format(None)[fields.label][:]
         kind = features[fields.label]
-        if isinstance(kind, datasets.ClassLabel):
-            class_names = list(kind.names)
-            missing = next((i for i, value in enumerate(values) if value is None or value < 0), None)
-            if missing is not None and split != "test":
-                raise ValueError(f"{source} row {missing + 1}: {fields.label} is missing")
-            labels = None if missing is not None else [class_names[value] for value in values]
-        else:
-            labels = [str(value) for value in values]
+        class_names = list(kind.names) if isinstance(kind, datasets.ClassLabel) else None
+        missing = next(
+            (i for i, v in enumerate(values) if v is None or v == "" or (class_names is not None and v < 0)), None
+        )
+        if missing is not None and needs_labels:
+            raise ValueError(
+                f"{source} row {missing + 1}: {fields.label} is missing: expected a class, or leave the row out"
+            )
+        if missing is None:
+            labels = [str(value) if class_names is None else class_names[value] for value in values]
     images = rows.select_columns([fields.image])
 
     def open_image(i: int) -> Image.Image:
@@ -295,7 +306,7 @@ def _load_data_set(source: str, *, split: str, is_saved: bool, fields: Fields) -
         return decode(cell["bytes"]) if cell["bytes"] is not None else Image.open(cell["path"])
 
     return Images(
-        locate=lambda i: f"{source} {split} row {i + 1}",
+        locate=lambda i: f"{source} row {i + 1}",
         open=open_image,
         labels=labels,
         class_names=class_names,
@@ -303,17 +314,14 @@ def _load_data_set(source: str, *, split: str, is_saved: bool, fields: Fields) -
     )
 
 
-def _find_split(source: str, split: str, *, is_saved: bool) -> Any:
+def _find_rows(source: str, given: str | None, *, default: str, is_saved: bool) -> Any:
+    """Return a split of a data set: from ``save_to_disk``, the Hub, or a file of Parquet."""
     import datasets
 
+    split = given or default
     try:
         if is_saved:
-            found = datasets.load_from_disk(str(Path(source).expanduser()))
-            if not isinstance(found, datasets.DatasetDict):
-                return found
-            if split not in found:
-                raise ValueError(f"{source}: has no split {split!r}, but {', '.join(found)}")
-            return found[split]
+            return _pick_saved(source, datasets.load_from_disk(str(Path(source).expanduser())), given, default)
         if source.endswith(".parquet"):
             return datasets.load_dataset("parquet", data_files=source, split=split)
         name, _, config = source.partition(":")
@@ -321,3 +329,23 @@ def _find_split(source: str, split: str, *, is_saved: bool) -> Any:
     except (OSError, datasets.exceptions.DatasetsError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{source}: no such file or folder, and not to be had as a data set: {reason}") from error
+
+
+def _pick_saved(source: str, found: Any, given: str | None, default: str) -> Any:
+    """Return a split of what was saved, or a slice of one such as ``train[:90%]``."""
+    import datasets
+
+    name, bracket, _ = (given or default).partition("[")
+    if isinstance(found, datasets.DatasetDict):
+        if name not in found:
+            raise ValueError(f"{source}: has no split {name!r}, but {', '.join(found)}")
+        found = found[name]
+    elif given is not None and not bracket and name != str(found.split):
+        raise ValueError(
+            f"split {given!r}: {source} is one data set without splits; leave it out, or take a slice such as "
+            "train[:90%]"
+        )
+    if not bracket:
+        return found
+    (place,) = datasets.ReadInstruction.from_spec(str(given)).to_absolute({name: len(found)})
+    return found.select(range(place.from_, place.to))

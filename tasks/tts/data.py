@@ -125,8 +125,8 @@ class SpeechData(LightningDataModule):
             raise ValueError(f"train: not set; name a folder that `lit_fsdp prepare tts` wrote, or {SPOKEN}")
         if self.sources["train"] is not None and "train" not in self._rows:
             rows = self._read("train")
-            self.voices = average_speakers(rows)
             kept, held = _split(rows, self.validation_fraction)
+            self.voices = {} if self.speaker_embedding == "none" else average_speakers(kept)
             self._rows["train"] = kept
             if held:
                 self._rows["validation"] = held

@@ -151,11 +151,13 @@ def _build_in(
         raise ValueError("speakers: the training data had no embeddings of any: export with kind base")
     embedding = weights[_CODEC_EMBEDDING].clone()
     taken = set(vars(source.config.ids).values()) | set(source.config.languages.values())
+    taken |= set(range(source.config.predictor.vocab_size)) | set(source.config.speakers.values())  # codes, and voices
     rows = range(first, first + len(names))
     if rows.start < 0 or rows.stop > len(embedding) or taken & set(rows):
         raise ValueError(
             f"first_row: got {first}: {len(names)} voices from there on do not fit the {len(embedding)} rows of the "
-            f"codec embedding, of which {len(taken)} are special: expected such as {len(embedding) - len(names)}"
+            f"codec embedding, of which {len(taken)} are codes, special, or voices already: expected such as "
+            f"{len(embedding) - len(names)}"
         )
     for row, name in zip(rows, names, strict=True):
         embedding[row] = source.voices[name].to(embedding.dtype)
@@ -164,8 +166,8 @@ def _build_in(
         del weights[name]
     raw["tts_model_type"] = "custom_voice"
     raw["talker_config"] |= {
-        "spk_id": dict(zip(names, rows, strict=True)),
-        "spk_is_dialect": dict.fromkeys(names, False),
+        "spk_id": {**(raw["talker_config"].get("spk_id") or {}), **dict(zip(names, rows, strict=True))},
+        "spk_is_dialect": {**(raw["talker_config"].get("spk_is_dialect") or {}), **dict.fromkeys(names, False)},
     }
 
 

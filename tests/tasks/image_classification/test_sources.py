@@ -5,6 +5,7 @@ import json
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,3 +176,45 @@ def test_what_is_no_source_is_refused_with_the_place(
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         find(tmp_path / source)
+
+
+def save_rows(out: Path, labels: list[Any]) -> str:
+    import datasets
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(buffer, "png")
+    rows = {"image": [{"bytes": buffer.getvalue(), "path": None}] * len(labels), "label": labels}
+    features = datasets.Features(image=datasets.Image(), label=datasets.Value("string"))
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(out))
+    return str(out)
+
+
+def test_slices_of_a_saved_data_set_do_not_overlap_and_unknown_splits_are_refused(tmp_path: Path) -> None:
+    source = save_rows(tmp_path / "saved", [f"c{i}" for i in range(10)])
+    first, rest = (
+        find_images(source, split=split, split_of="train", fields=FIELDS).labels
+        for split in ("train[:90%]", "train[90%:]")
+    )
+    assert [*(first or []), *(rest or [])] == [f"c{i}" for i in range(10)]
+    assert len(rest or []) == 1
+    with pytest.raises(ValueError, match=r"split 'nonsense': .* leave it out, or take a slice"):
+        find_images(source, split="nonsense", split_of="train", fields=FIELDS)
+
+
+def test_a_slice_of_a_split_that_was_saved_is_taken(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images", {"cat": 4, "dog": 4})
+    found = find_images(
+        str(write_saved(folder, tmp_path)),
+        split="train[:25%]",
+        split_of="train",
+        fields=FIELDS,
+    )
+    assert len(found) == len(found.labels or []) == 2
+
+
+@pytest.mark.parametrize("nothing", [None, ""])
+def test_a_row_without_a_class_is_no_class_and_only_predicted(tmp_path: Path, nothing: str | None) -> None:
+    source = save_rows(tmp_path / "saved", ["cat", nothing])
+    with pytest.raises(ValueError, match="row 2: label is missing: expected a class"):
+        find_images(source, split=None, split_of="train", fields=FIELDS)
+    assert find_images(source, split=None, split_of="predict", fields=FIELDS).labels is None

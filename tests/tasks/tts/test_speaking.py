@@ -134,6 +134,7 @@ def test_a_fine_tuned_model_takes_its_codec_and_settings_along(base: Path, tmp_p
         ({"speakers": ["max"]}, "speakers: got max: expected some of those of the training data: kim, lee"),
         ({"first_row": 1087}, "first_row: got 1087: 2 voices from there on do not fit the 1088 rows"),
         ({"first_row": 65}, "first_row: got 65: .* special"),
+        ({"first_row": 5}, "first_row: got 5: .* are codes, special, or voices already"),
         ({"kind": "base", "speakers": ["kim"]}, "speakers: not used by kind 'base'"),
     ],
 )

@@ -23,6 +23,7 @@ from lit_fsdp.adapters import LoRA
 from lit_fsdp.callbacks import WritePredictions
 from lit_fsdp.tasks import Listening, Sampling
 from lit_fsdp.tasks.tts.config import parse_config
+from lit_fsdp.tasks.tts.data import PromptRow
 from lit_fsdp.tasks.tts.layout import Utterance, collate_training, encode_text
 from lit_fsdp.tasks.tts.model import Qwen3TTS
 from lit_fsdp.tasks.tts.prepared import PreparedRow, average_speakers, read_rows, write_shard
@@ -255,6 +256,16 @@ def test_ranks_whose_speech_ends_at_different_frames_do_not_wait_for_each_other(
     written = [json.loads(line) for line in (tmp_path / "spoken.jsonl").read_text().splitlines()]
     assert [row["index"] for row in written] == [0, 1, 2]
     assert all(len(frame) == 16 for row in written for frame in row["prediction"])
+
+
+def test_without_speakers_in_training_there_are_none_when_it_speaks(prepared: Path) -> None:
+    data = build_data(prepared, batch_size=2, speaker_embedding="none")
+    data.attach(parse_config(make_config()))
+    data.setup("fit")
+    assert data.voices == {}
+    assert data.encode_prompt(PromptRow(text="a")).speaker is None
+    with pytest.raises(ValueError, match="speaker: got 'kim': expected one of"):
+        data.encode_prompt(PromptRow(text="a", speaker="kim"))
 
 
 def test_the_language_of_a_row_is_on_its_codec_track(tmp_path: Path) -> None:
