@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
 
@@ -137,6 +138,50 @@ def _list_changed(config: PreTrainedConfig, model: PreTrainedModel, **changes: A
         setattr(other_config, name, value)
     shapes = {name: p.shape for name, p in build_classifier(other_config, None).named_parameters()}
     return [name for name, p in model.named_parameters() if p.shape != shapes.get(name)]
+
+
+def keeps_head(pretrained: str | None, head: str, class_names: Sequence[str]) -> bool:
+    """Return whether the head of a pretrained model stays.
+
+    Args:
+        pretrained: Name or folder of the model.
+        head: ``keep``, ``new``, or ``auto``: if it was trained for these classes in this order.
+        class_names: Of the data, in the order of its labels.
+
+    Raises:
+        ValueError: It shall stay, and cannot be for these classes.
+    """
+    if pretrained is None or head == "new":
+        return False
+    stored = AutoConfig.from_pretrained(find_pretrained(pretrained))
+    names = [stored.id2label[i] for i in sorted(stored.id2label)]
+    if head == "keep":
+        if len(names) != len(class_names):
+            raise ValueError(
+                f"head: got 'keep': {pretrained} has {len(names)} classes, the data {len(class_names)}; set head: new"
+            )
+        if names != list(class_names) and sorted(names) == sorted(class_names):
+            raise ValueError(
+                f"head: got 'keep': {pretrained} has the classes of the data in another order "
+                f"({', '.join(names[:5])} ...): set data.classes to that"
+            )
+        return True
+    if not (stored.architectures or [""])[0].endswith("ForImageClassification"):
+        return False
+    if names != list(class_names):
+        rank_zero_warn(
+            f"head: drawn anew: {pretrained} was trained for {len(names)} classes ({', '.join(names[:5])} ...), the "
+            f"data has {len(class_names)} ({', '.join(class_names[:5])} ...)"
+        )
+    return names == list(class_names)
+
+
+def rest_frozen(model: nn.Module) -> None:
+    """Let modules of which nothing trains compute as in evaluation: batch statistics stay, nothing is dropped."""
+    for module in model.modules():
+        parameters = list(module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            module.eval()
 
 
 def freeze_modules(model: nn.Module, names: Sequence[str], head: Sequence[str]) -> None:

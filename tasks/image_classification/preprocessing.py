@@ -101,6 +101,25 @@ class Preprocessing:
         self._shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)])[:, None, None]
         resample = getattr(processor, "resample", None)
         self._resample = int(Image.Resampling.BICUBIC if resample is None else resample)
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse a processor whose images training would see otherwise than evaluation."""
+        name = type(self.processor).__name__
+        other = tuple(self.for_evaluation(Image.new("RGB", (48, 64))).shape[-2:])
+        if other != self.size:
+            raise ValueError(
+                f"processor: {name} makes images of {self.size} and {other} of a wide and a tall one: expected one "
+                "size; set processor: {size: ...}"
+            )
+        color = (20, 100, 220)  # which no resizing and no crop changes
+        seen = self.for_evaluation(Image.new("RGB", (64, 48), color)).mean((1, 2))
+        trained = (torch.tensor(color)[:, None, None] * self._scale + self._shift).flatten()
+        if self.augmentation is not None and not torch.allclose(seen, trained, atol=0.02):
+            raise ValueError(
+                f"processor: {name} does more to colors than to scale and normalize them once (evaluation would see "
+                f"{seen.tolist()}, training {trained.tolist()}): set processor: {{size: ...}}, or augmentation: null"
+            )
 
     def for_evaluation(self, image: Image.Image) -> Tensor:
         """Return ``float32`` [3, height, width] as the processor makes it."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import override
 
 from lit_fsdp.adapters import LoRA, clean_name
@@ -31,8 +31,10 @@ from lit_fsdp.tasks.image_classification.model import (
     compute_depths,
     find_head,
     freeze_modules,
+    keeps_head,
     measure_images,
     read_config,
+    rest_frozen,
 )
 from lit_fsdp.tasks.image_classification.preprocessing import PROCESSOR_FILE
 from lit_fsdp.tasks.pretrained import check_base, check_lora, choose_quantization, plan_quantization
@@ -188,7 +190,7 @@ class ImageClassification(Task):
         config = self.read_config()
         model = build_classifier(config, self.attention)
         self._head = find_head(config, model)
-        self._keeps_head = self._decide_on_head()
+        self._keeps_head = keeps_head(self.pretrained, self.head, self.class_names)
         if data := getattr(self.trainer, "datamodule", None):
             size = getattr(getattr(data, "preprocessing", None), "size", None)
             self._interpolates = size is not None and check_size(config, model, size)
@@ -217,20 +219,6 @@ class ImageClassification(Task):
             self.pretrained, self.config_settings, class_names=self._class_names, drop_path=self.drop_path
         )
 
-    def _decide_on_head(self) -> bool:
-        if self.pretrained is None or self.head == "new":
-            return False
-        stored = AutoConfig.from_pretrained(find_pretrained(self.pretrained))
-        architecture = (stored.architectures or [""])[0]
-        names = [stored.id2label[i] for i in sorted(stored.id2label)]
-        if self.head == "keep":
-            if len(names) != len(self.class_names):
-                raise ValueError(
-                    f"head: got 'keep': {self.pretrained} has {len(names)} classes, the data {len(self.class_names)}"
-                )
-            return True
-        return architecture.endswith("ForImageClassification") and names == self._class_names
-
     @override
     def configure_weights(self) -> None:
         """Read this rank's shards of the pretrained weights, or draw random ones."""
@@ -256,6 +244,13 @@ class ImageClassification(Task):
         return {p: self.layer_decay ** self._depths[clean_name(name)] for name, p in self.model.named_parameters()}
 
     # Steps
+
+    @override
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        if mode and self.model is not None:
+            rest_frozen(self.model)
+        return self
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Return logits [batch, classes]. Under a sharding strategy all ranks must call it.

@@ -12,7 +12,7 @@ from transformers import AutoImageProcessor
 
 from lit_fsdp.tasks import Augmentation, ImageData, Pixels
 from lit_fsdp.tasks.image_classification.augmentation import crop_and_flip
-from lit_fsdp.tasks.image_classification.preprocessing import load_processor
+from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing, load_processor
 
 PIXELS = Pixels(size=8)
 
@@ -178,3 +178,28 @@ def test_a_skipped_image_counts_nowhere_and_is_named(folder: Path, tmp_path: Pat
 def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ImageData(train="digits", **options)
+
+
+class Flipped:
+    """Swaps red and blue, as that of MobileViT does."""
+
+    do_rescale, do_normalize, rescale_factor, resample = True, False, 1 / 255, None
+
+    def __call__(self, images: Any, return_tensors: str) -> dict[str, torch.Tensor]:
+        pixels = torch.from_numpy(np.array(images.resize((8, 8)))).permute(2, 0, 1).flip(0) / 255
+        return {"pixel_values": pixels[None]}
+
+
+class Unsized(Flipped):
+    """Keeps the shape of an image."""
+
+    def __call__(self, images: Any, return_tensors: str) -> dict[str, torch.Tensor]:
+        return {"pixel_values": torch.from_numpy(np.array(images)).permute(2, 0, 1)[None] / 255}
+
+
+def test_processors_that_training_could_not_follow_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"processor: Flipped does more to colors"):
+        Preprocessing(Flipped(), Augmentation())
+    assert Preprocessing(Flipped(), None).size == (8, 8)
+    with pytest.raises(ValueError, match=r"processor: Unsized makes images of \(48, 64\) and \(64, 48\)"):
+        Preprocessing(Unsized(), None)

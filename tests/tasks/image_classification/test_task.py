@@ -17,7 +17,7 @@ from lit_fsdp.adapters import LoRA
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.tasks import ImageClassification, ImageData, Mixing, Pixels
 from lit_fsdp.tasks.image_classification.mixing import mix
-from lit_fsdp.tasks.image_classification.model import build_classifier, compute_depths, find_head
+from lit_fsdp.tasks.image_classification.model import build_classifier, compute_depths, find_head, keeps_head
 from ranks import run_ranks
 
 PIXELS = Pixels(size=16)
@@ -119,6 +119,26 @@ def test_a_head_of_the_same_classes_is_kept_and_one_of_others_is_not(tmp_path: P
         weights, found, _ = torch.load(tmp_path / "out")
         assert found == {0: "cat", 1: "dog", 2: "eel"}
         assert torch.equal(weights["classifier.weight"], model.classifier.weight) is keeps
+
+
+def test_a_head_whose_classes_stand_in_another_order_is_refused_and_one_drawn_anew_is_told(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(**VIT, id2label={0: "dog", 1: "cat"})
+    AutoModelForImageClassification.from_config(config).save_pretrained(tmp_path / "model")
+    model = str(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"the classes of the data in another order \(dog, cat ...\): set data"):
+        keeps_head(model, "keep", ["cat", "dog"])
+    with pytest.warns(UserWarning, match=r"head: drawn anew: .* was trained for 2 classes \(dog, cat ...\)"):
+        assert not keeps_head(model, "auto", ["cat", "dog"])
+    assert keeps_head(model, "auto", ["dog", "cat"])
+
+
+def test_what_is_frozen_computes_as_in_evaluation(tmp_path: Path) -> None:
+    _, task = list_trained(VIT, tmp_path, freeze=["layers.0"])
+    task.train()
+    assert not task.model.vit.layers[0].training
+    assert not task.model.vit.layers[0].mlp.fc1.training
+    assert task.model.vit.layers[1].training
+    assert task.training
 
 
 def test_images_of_another_size_get_interpolated_positions(tmp_path: Path) -> None:
