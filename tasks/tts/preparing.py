@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # it takes an eighth of a second, and most runs have no use f
 
 Transcribe = Callable[[Sequence[Audio], int, Sequence[str]], list[str]]
 _SMALL_VOICE = 128  # numbers in the embedding of a speaker by formulas
+_WHISPER_SECONDS = 30  # that it hears at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,21 +64,28 @@ class Preparer:
             torch.set_num_threads(num_threads)
 
     def _prepare(self, rows: Sequence[ManifestRow]) -> tuple[list[PreparedRow], list[Rejected]]:
-        good: list[tuple[ManifestRow, Audio, Audio]] = []
+        # What fails here is a setting; what fails below, one clip.
+        languages, codec = self._list_languages(), self._load_codec()
+        needs_text = self.transcriber is not None and any(row.text is None for row in rows)
+        transcribe = load_transcriber(str(self.transcriber)) if needs_text else None
+        self._load_encoder()
+        prepared: list[PreparedRow] = []
         rejected: list[Rejected] = []
         for row in rows:
             try:
-                good.append((row, *self._read(row)))
-            except AudioError as error:
-                rejected.append(Rejected(line=row.line, audio=row.audio, reason=str(error)))
-        texts = self._find_texts(good)
-        prepared = []
-        for (row, audio, reference), text in zip(good, texts, strict=True):
-            if not text.strip():
-                rejected.append(Rejected(line=row.line, audio=row.audio, reason="text: nothing was heard"))
+                audio, reference = self._read(row, languages)
+                text = row.text
+                if text is None:
+                    assert transcribe is not None
+                    (text,) = transcribe([audio], SAMPLE_RATE, [row.language])
+                if not text.strip():
+                    raise AudioError("text: nothing was heard")
+                # One by one: kernels may round differently in a batch, and codes must not depend on it.
+                (codes,) = codec.encode([torch.from_numpy(audio)])
+                embedding = self._embed(reference)
+            except (AudioError, OSError, ValueError, RuntimeError) as error:
+                rejected.append(Rejected(line=row.line, audio=row.audio, reason=_describe(error)))
                 continue
-            # One by one: kernels may round differently in a batch, and codes must not depend on it.
-            (codes,) = self._load_codec().encode([torch.from_numpy(audio)])
             prepared.append(
                 PreparedRow(
                     audio=row.audio,
@@ -86,19 +94,18 @@ class Preparer:
                     seconds=round(len(audio) / SAMPLE_RATE, 4),
                     speaker=row.speaker.lower(),
                     language=row.language.lower(),
-                    speaker_embedding=self._embed(reference),
+                    speaker_embedding=embedding,
                 )
             )
-        return prepared, sorted(rejected, key=lambda r: r.line)
+        return prepared, rejected
 
-    def _read(self, row: ManifestRow) -> tuple[Audio, Audio]:
+    def _read(self, row: ManifestRow, known: Sequence[str]) -> tuple[Audio, Audio]:
         if row.problem is not None:
             raise AudioError(row.problem)
         if row.text is not None and not row.text.strip():
             raise AudioError("text: empty: expected words, or no text at all to have it transcribed")
         if row.text is None and self.transcriber is None:
             raise AudioError("text: missing, and no transcriber is set")
-        known = self._list_languages()
         if known and row.language.lower() not in ("auto", *known):
             raise AudioError(f"language: got {row.language!r}: expected auto or one of {', '.join(known)}")
         audio = read_audio(row.find(row.audio), SAMPLE_RATE)
@@ -112,19 +119,13 @@ class Preparer:
             raise AudioError(f"ref_audio: {error}") from error
         return audio, reference
 
-    def _find_texts(self, good: Sequence[tuple[ManifestRow, Audio, Audio]]) -> list[str]:
-        unknown = [i for i, (row, _, _) in enumerate(good) if row.text is None]
-        texts = [row.text or "" for row, _, _ in good]
-        for i in unknown:
-            assert self.transcriber is not None
-            row, audio, _ = good[i]
-            texts[i] = load_transcriber(self.transcriber)([audio], SAMPLE_RATE, [row.language])[0]
-        return texts
+    def _load_encoder(self) -> Qwen3TTS | None:
+        return None if self.model == SPOKEN else _load_speech_model(self.model)
 
     def _embed(self, audio: Audio) -> NDArray[np.float32]:
-        if self.model == SPOKEN:
+        model = self._load_encoder()
+        if model is None:
             return describe_voice(audio, _SMALL_VOICE)
-        model = _load_speech_model(self.model)
         config = model.config.speaker_encoder
         if model.speaker_encoder is None or config is None:
             return np.zeros(0, dtype=np.float32)
@@ -137,6 +138,12 @@ class Preparer:
 
     def _load_codec(self) -> Codec:
         return build_small_codec() if self.model == SPOKEN else _load_real_codec(self.model)
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, AudioError):
+        return str(error)
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 @lru_cache(maxsize=1)
@@ -166,6 +173,7 @@ def load_transcriber(name: str) -> Transcribe:
     """
     import soxr
     from transformers import WhisperForConditionalGeneration, WhisperProcessor
+    from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
 
     try:
         processor: Any = WhisperProcessor.from_pretrained(name)
@@ -173,16 +181,23 @@ def load_transcriber(name: str) -> Transcribe:
     except OSError as error:
         raise ValueError(f"transcriber: got {name!r}: {str(error).strip().splitlines()[0]}") from error
 
+    known = {*LANGUAGES.values(), *LANGUAGES, *TO_LANGUAGE_CODE}
+
     def transcribe(clips: Sequence[Audio], sample_rate: int, languages: Sequence[str]) -> list[str]:
         texts = []
         for clip, language in zip(clips, languages, strict=True):
             rate = processor.feature_extractor.sampling_rate
             audio = clip if rate == sample_rate else soxr.resample(clip, sample_rate, rate, quality="HQ")
-            inputs = processor(audio, sampling_rate=rate, return_tensors="pt", return_attention_mask=True)
-            options = {} if language in ("auto", "") else {"language": language}
-            with torch.inference_mode():
-                ids = model.generate(inputs.input_features, attention_mask=inputs.attention_mask, **options)
-            texts.append(processor.batch_decode(ids, skip_special_tokens=True)[0].strip())
+            # It finds out itself what it has no name for, such as dialects.
+            options = {"language": language.lower()} if language.lower() in known else {}
+            heard = []
+            for begin in range(0, len(audio), _WHISPER_SECONDS * rate):
+                part = audio[begin : begin + _WHISPER_SECONDS * rate]
+                inputs = processor(part, sampling_rate=rate, return_tensors="pt", return_attention_mask=True)
+                with torch.inference_mode():
+                    ids = model.generate(inputs.input_features, attention_mask=inputs.attention_mask, **options)
+                heard.append(processor.batch_decode(ids, skip_special_tokens=True)[0].strip())
+            texts.append(" ".join(heard))
         return texts
 
     return transcribe

@@ -134,10 +134,10 @@ def compute_mels(audio: Tensor, config: SpeakerEncoderConfig) -> Tensor:
         config: Of the speaker encoder.
 
     Raises:
-        ValueError: The audio is too short for a single frame.
+        ValueError: The audio is too short.
     """
     padding = (_FFT - _HOP) // 2
-    if audio.shape[1] <= padding:
+    if audio.shape[1] < config.sample_rate // 10:
         seconds = audio.shape[1] / config.sample_rate
         raise ValueError(f"reference audio: got {seconds:.3f} s: expected 0.1 s or more, better 3 s")
     padded = F.pad(audio.unsqueeze(1), (padding, padding), mode="reflect").squeeze(1)

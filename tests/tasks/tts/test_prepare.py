@@ -138,6 +138,32 @@ def test_bad_files_are_rejected_with_the_reason_and_stop_nothing(clips: Path, tm
         assert row["reason"].startswith(reason), row
 
 
+def test_a_clip_that_fails_in_a_way_nobody_foresaw_is_rejected_too(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lit_fsdp.tasks.tts import preparing
+
+    def load(name: str) -> Any:
+        def transcribe(audio: Any, rate: int, languages: Any) -> list[str]:
+            raise ValueError(f"Unsupported language: {languages[0]}")
+
+        return transcribe
+
+    monkeypatch.setattr(preparing, "load_transcriber", load)
+    manifest = [
+        {"audio": f"{'a' * 300}.wav", "text": "a name that no file system has"},
+        {"audio": str(clips / "0.wav"), "language": "sichuan_dialect"},
+        {"audio": str(clips / "0.wav"), "text": "good"},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in manifest))
+    preparer = Preparer(model="formants", limits=Limits(), transcriber="some-whisper")
+    done = prepare_shards(tmp_path / "in.jsonl", tmp_path / "out", preparer, rows_per_shard=3, show_progress=False)
+    assert (done.num_rows, done.num_rejected) == (1, 2)
+    reasons = [json.loads(line)["reason"] for line in (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()]
+    assert "File name too long" in reasons[0]
+    assert reasons[1] == "ValueError: Unsupported language: sichuan_dialect"
+
+
 def test_an_interrupted_run_goes_on_where_it_was(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class StopError(Exception):
         pass
