@@ -276,6 +276,12 @@ class SpeechData(LightningDataModule):
                 raise ValueError(
                     f"{row.audio}: got {row.codes.shape[1]} codebooks: expected {config.num_codebooks}, the model's"
                 )
+            size = config.predictor.vocab_size
+            if row.codes.size and not 0 <= row.codes.min() <= row.codes.max() < size:
+                raise ValueError(
+                    f"{row.audio}: got codes from {row.codes.min()} to {row.codes.max()}: expected 0 to {size - 1}: "
+                    "prepare the data with the model that is trained"
+                )
         return [
             Utterance(
                 text_ids=encode_text(self.tokenizer, row.text),

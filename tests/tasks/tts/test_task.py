@@ -22,6 +22,7 @@ from training import OPTIMIZER, Recorder, Result
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.callbacks import WritePredictions
 from lit_fsdp.tasks import Listening, Sampling
+from lit_fsdp.tasks.tts import generation
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.data import PromptRow
 from lit_fsdp.tasks.tts.layout import Utterance, collate_training, encode_text
@@ -241,6 +242,13 @@ def speak(folder: Path, out: Path) -> None:
     texts = out / "texts.jsonl"
     trainer = build_trainer(callbacks=[WritePredictions(path=str(out / "spoken.jsonl"))])
     task = build_task(sampling=Sampling(max_frames=9, seed=1))
+    pick, eos = generation._Chooser.pick_first, parse_config(make_config()).ids.eos
+
+    def pick_and_end(self: Any, logits: Tensor, written: list[Tensor]) -> Tensor:
+        found = pick(self, logits, written)  # one rank is to end long before the other
+        return torch.full_like(found, eos) if len(written) >= 2 + 4 * dist.get_rank() else found
+
+    generation._Chooser.pick_first = pick_and_end  # type: ignore[method-assign]
     rows = trainer.predict(task, build_data(folder, predict=str(texts), batch_size=1))
     lengths = [len(codes) for batch in rows for codes in batch["prediction"]]
     torch.save((lengths, rows), out / f"{dist.get_rank()}.pt")
@@ -251,6 +259,7 @@ def test_ranks_whose_speech_ends_at_different_frames_do_not_wait_for_each_other(
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     run_ranks(speak, prepared, tmp_path, world_size=2, timeout_s=60.0)
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    assert max(found[0][0]) == 2 < max(found[1][0])
     indices = [batch["index"] for _, rows in found for batch in rows]
     assert sorted(i for part in indices for i in part if i >= 0) == [0, 1, 2]
     written = [json.loads(line) for line in (tmp_path / "spoken.jsonl").read_text().splitlines()]
@@ -266,6 +275,16 @@ def test_without_speakers_in_training_there_are_none_when_it_speaks(prepared: Pa
     assert data.encode_prompt(PromptRow(text="a")).speaker is None
     with pytest.raises(ValueError, match="speaker: got 'kim': expected one of"):
         data.encode_prompt(PromptRow(text="a", speaker="kim"))
+
+
+def test_codes_that_the_model_has_not_are_named_before_training(tmp_path: Path) -> None:
+    row, *_ = make_rows(1)
+    write_shard(tmp_path / "shard-00000.parquet", [replace(row, codes=np.full_like(row.codes, 5000))])
+    data = build_data(tmp_path)
+    data.attach(parse_config(make_config()))
+    data.setup("fit")
+    with pytest.raises(ValueError, match=r"0.wav: got codes from 5000 to 5000: expected 0 to 63"):
+        data.train_dataloader()
 
 
 def test_the_language_of_a_row_is_on_its_codec_track(tmp_path: Path) -> None:
