@@ -125,12 +125,13 @@ def _list_variants(module: LightningModule) -> list[tuple[LightningModule, dict[
     A task says by its attributes ``loss_chunks``, ``lora`` and ``quantization`` what it can do.
     """
     chunks = {"model.loss_chunks": _LOSS_CHUNKS} if _takes_chunks(module) else {}
-    choices: list[dict[str, Any]] = [{}, chunks] if chunks else [{}]
+    trainings: list[dict[str, Any]] = [{}]
     if getattr(module, "lora", "") is None:
-        choices.append({**chunks, "model.lora": {"r": _LORA_RANK}})
+        trainings.append({"model.lora": {"r": _LORA_RANK}})
         if getattr(module, "quantization", "") is None:
-            choices.append({**choices[-1], "model.quantization": {"type": "nf4"}})
+            trainings.append({**trainings[-1], "model.quantization": {"type": "nf4"}})
     found: list[tuple[LightningModule, dict[str, Any]]] = []
+    choices = [{**more, **training} for training in trainings for more in ([{}, chunks] if chunks else [{}])]
     for changes in choices[1:]:
         variant: Any = deepcopy(module)
         if "model.loss_chunks" in changes:

@@ -12,8 +12,10 @@ from lit_fsdp.mesh import Mesh
 from lit_fsdp.offload import Offload
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.plan import Ranks, find_needed_bytes
+from lit_fsdp.quantized_layers import iterate_quantized
 from lit_fsdp.recompute import Recompute
 from lit_fsdp.settings import Settings
+from lit_fsdp.sharding import Compile
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.step_time import StepTime
 from lit_fsdp.units import iterate_blocks
@@ -79,6 +81,7 @@ class Candidate:
         needed_bytes: With headroom and what lies outside of the allocator.
         host_bytes: Of a rank, with offload.
         time: Of an optimizer step.
+        compiled_s: The same in seconds, were blocks compiled too. ``None`` if they are already, or cannot be.
         keeps_result: Whether the run computes the same, up to rounding.
         fits: Whether ``needed_bytes`` are there, and ``host_bytes`` where that is known.
     """
@@ -89,6 +92,7 @@ class Candidate:
     needed_bytes: int
     host_bytes: int
     time: StepTime
+    compiled_s: float | None
     keeps_result: bool
     fits: bool
 
@@ -175,7 +179,9 @@ def _list_settings(
     num = num_micro_batches or problem.num_micro_batches
     for mesh in meshes:
         _, shards = mesh.resolve(world_size=ranks.world_size, ranks_per_node=ranks.per_node)
-        keeps = [(True, False), (False, False), *([(False, True)] if num > 1 else [])]
+        keeps: list[tuple[bool | int, bool]] = [(True, False), (False, False), *([(False, True)] if num > 1 else [])]
+        if shards > ranks.per_node > 1:  # the second gather does not leave the node
+            keeps.append((ranks.per_node, False))
         for reshards, holds in keeps if shards > 1 else [(True, False)]:
             sharding = replace(given.sharding, reshard_after_forward=reshards, hold_gradients=holds)
             for recompute in recomputes:
@@ -210,8 +216,18 @@ def _estimate(
         num_micro_batches=num,
         device_type=problem.device_type,
     )
-    time = estimate_time(
-        model, settings, step, problem.hardware, ranks=ranks, micro_batch=micro_batch, num_micro_batches=num
+    time, compiled = (
+        estimate_time(
+            model, chosen, step, problem.hardware, ranks=ranks, micro_batch=micro_batch, num_micro_batches=num
+        )
+        for chosen in (settings, replace(settings, compile=settings.compile or Compile()))
+    )
+    has_blocks = next(iterate_blocks(model.units), None) is not None
+    can_compile = (
+        settings.compile is None
+        and problem.device_type == "cuda"
+        and has_blocks
+        and not any(iterate_quantized(model.module))
     )
     needed = find_needed_bytes(step.peak.num_bytes)
     host_bytes = sum(step.host_by_kind.values())
@@ -228,6 +244,7 @@ def _estimate(
         needed_bytes=needed,
         host_bytes=host_bytes,
         time=time,
+        compiled_s=compiled.step_s if can_compile else None,
         keeps_result=not _CHANGES_RESULT & own.keys(),
         fits=needed <= problem.device_bytes and has_host,
     )

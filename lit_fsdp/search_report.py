@@ -61,6 +61,7 @@ def describe_search(candidates: Sequence[Candidate], chosen: Candidate | None) -
                 "fits": candidate.fits,
                 "keeps_result": candidate.keeps_result,
                 "time": describe_time(candidate.time),
+                "compiled_s": candidate.compiled_s,
             }
             for candidate in candidates
         ],
@@ -124,6 +125,7 @@ def _make_table(
 ) -> Table:
     rows = []
     has_host = any(candidate.host_bytes for candidate in shown)
+    has_compiled = any(candidate.compiled_s is not None for candidate in shown)
     for candidate in shown:
         left = (device_bytes - candidate.needed_bytes) / _GIB
         ratio = candidate.time.step_s / configured.time.step_s
@@ -133,10 +135,16 @@ def _make_table(
             f"{left:.2f}" if candidate.fits else f"NO: {left:.2f}",
             *([f"{candidate.host_bytes / _GIB:.1f}"] if has_host else []),
             f"{candidate.time.step_s:.2f}",
+            *([_show_seconds(candidate.compiled_s)] if has_compiled else []),
             f"{ratio:.2f}",
             f"{candidate.time.tokens_per_s:,.0f}",
             f"{candidate.time.mfu_pct:.0f}",
         ]
         rows.append(cells)
-    columns = ["settings", "peak GiB", "GiB left", *(["host GiB"] if has_host else [])]
-    return Table(title=title, columns=[*columns, "step s", "of now", "tokens/s", "MFU %"], rows=rows)
+    columns = ["settings", "peak GiB", "GiB left", *(["host GiB"] if has_host else []), "step s"]
+    columns += ["compiled s"] if has_compiled else []
+    return Table(title=title, columns=[*columns, "of now", "tokens/s", "MFU %"], rows=rows)
+
+
+def _show_seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

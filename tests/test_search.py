@@ -21,7 +21,7 @@ from lit_fsdp.precision import cast_parameters, read_precision
 from lit_fsdp.search import Candidate, Problem, Variant, choose, search
 from lit_fsdp.search_report import apply_changes
 from lit_fsdp.settings import Settings
-from lit_fsdp.sharding import Sharding
+from lit_fsdp.sharding import Compile, Sharding
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.units import plan_module
 
@@ -144,6 +144,28 @@ def test_nodes_with_a_slow_link_replicate_where_parameters_are_gathered_often() 
     assert chosen.time.by_collective["all_reduce"] > 0
 
 
+def test_over_several_nodes_the_second_gather_may_stay_inside_a_node() -> None:
+    key = "trainer.strategy.sharding.reshard_after_forward"
+    found = {c.changes.get(key, True): c for c in roomy({"num_nodes": 4, "splits_batch": False}) if c.keeps_result}
+    regathered, full = (found[value] for value in (4, True))
+    assert regathered.settings.sharding.reshard_after_forward == 4
+    assert regathered.time.step_s < full.time.step_s
+    assert regathered.peak_bytes > full.peak_bytes
+    assert not any(type(c.changes.get(key)) is int for c in roomy())
+
+
+def test_what_compiled_blocks_would_save_is_said_and_not_chosen() -> None:
+    compiled = Settings(compile=Compile())
+    for candidate in roomy():
+        assert candidate.compiled_s is not None
+        assert candidate.compiled_s < candidate.time.step_s
+        assert candidate.settings.compile is None
+    found = roomy({"settings": compiled})
+    assert all(candidate.compiled_s is None and candidate.settings.compile == Compile() for candidate in found)
+    assert found[0].time.step_s == roomy()[0].compiled_s
+    assert all(candidate.compiled_s is None for candidate in roomy({"device_type": "cpu"}))
+
+
 def test_the_batch_is_split_with_accumulation_in_return_or_not_at_all() -> None:
     for candidate in roomy({"rows": 6, "num_micro_batches": 2}):
         rows, num = (candidate.changes.get(k) for k in ("data.batch_size", "trainer.accumulate_grad_batches"))
@@ -193,6 +215,10 @@ def test_the_written_configuration_takes_what_the_search_said(folder: Path, capf
     candidates, chosen = found["search"]["candidates"], found["search"]["chosen"]
     assert not candidates[0]["fits"]
     assert candidates[chosen]["fits"]
+    trained = {
+        (*(c["changes"].get(f"model.{name}") is not None for name in ("lora", "loss_chunks")),) for c in candidates
+    }
+    assert trained == {(True, True), (True, False), (False, True), (False, False)}
     assert "chosen: " in capfd.readouterr().out
     again = plan("--config=chosen/mine.yaml", f"--device-memory={device_bytes}B")
     assert again["memory"]["peak_bytes"] == candidates[chosen]["peak_bytes"]
