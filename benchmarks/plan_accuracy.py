@@ -217,7 +217,7 @@ def trace(case: Case) -> StepMemory:
             step_name="step",
             ranks_per_node=case.world_size,
             num_micro_batches=case.num_micro_batches,
-        )
+        ).memory
 
 
 def measure(case: Case) -> int | None:

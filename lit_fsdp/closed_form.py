@@ -288,42 +288,51 @@ def _count_state(parameter: torch.Tensor, local: int, optimizer: Optimizer) -> i
 
 
 def _count_flops(tape: Tape, recompute: Recompute, num_micro_batches: int) -> Flops:
-    kept = _list_kept(recompute)
-    forward = backward = again = 0
-    is_recomputed = False
-    for step in tape.steps:
-        if isinstance(step, Op):
-            forward += step.flops
-            backward += step.backward_flops
-            again += step.again_flops
-            again += step.flops if is_recomputed and step.name not in kept else 0
-        elif step.what in ("enter_block", "leave_block"):
-            is_recomputed = step.what == "enter_block"
+    ops, twice = [step for step in tape.steps if isinstance(step, Op)], _list_run_twice(tape, recompute)
     n = num_micro_batches
-    return Flops(forward=forward * n, backward=backward * n, recomputed=again * n)
+    return Flops(
+        forward=n * sum(op.flops for op in ops),
+        backward=n * sum(op.backward_flops for op in ops),
+        recomputed=n * (sum(op.again_flops for op in ops) + sum(op.flops for op in twice)),
+    )
 
 
 def _count_moved(tape: Tape, recompute: Recompute, num_micro_batches: int) -> int:
-    kept = _list_kept(recompute)
     total = 0
-    is_recomputed = False
-    for step in tape.steps:
-        if not isinstance(step, Op):
-            is_recomputed = is_recomputed if step.what.endswith("unit") else step.what == "enter_block"
-            continue
-        size = tape.sizes[step.output]
-        total += step.moved
-        if step.flops:
-            # Of 4 bits, the dense weight: written once, in whichever of both passes the tape has it.
-            forward = backward = max(step.forward_temp, step.backward_temp) if step.name == "quantized" else 0
-        else:
-            forward = sum(tape.sizes[value] for value in step.inputs) + size + 2 * step.forward_temp
-            gradients = sum(tape.sizes[value] for value in (*step.saves, *step.gets_grad))
-            is_trained = bool(step.gets_grad or step.weights) and not step.shares_grad
-            backward = is_trained * (size + gradients + 2 * step.backward_temp)
-        total += forward + backward
-        total += forward if is_recomputed and step.name not in kept else 0
+    for op in (step for step in tape.steps if isinstance(step, Op)):
+        size = tape.sizes[op.output]
+        total += op.moved + _count_forward_moved(tape, op)
+        if op.flops:  # of 4 bits, the dense weight once more, in whichever of both passes the tape has it
+            total += _count_forward_moved(tape, op)
+        elif (op.gets_grad or op.weights) and not op.shares_grad:
+            gradients = sum(tape.sizes[value] for value in (*op.saves, *op.gets_grad))
+            total += size + gradients + 2 * op.backward_temp
+    total += sum(_count_forward_moved(tape, op) for op in _list_run_twice(tape, recompute))
     return total * num_micro_batches
+
+
+def _count_forward_moved(tape: Tape, op: Op) -> int:
+    if op.flops:  # of 4 bits, the dense weight: written once
+        return max(op.forward_temp, op.backward_temp) if op.name == "quantized" else 0
+    return sum(tape.sizes[value] for value in (*op.inputs, op.output)) + 2 * op.forward_temp
+
+
+def _list_run_twice(tape: Tape, recompute: Recompute) -> list[Op]:
+    """Return the operators that run once more in backward: up to the last one of a block that keeps something."""
+    kept, found = _list_kept(recompute), []
+    block: list[Op] | None = None
+    for step in tape.steps:
+        if isinstance(step, Op):
+            if block is not None:
+                block.append(step)
+        elif step.what == "enter_block":
+            block = []
+        elif step.what == "leave_block" and block is not None:
+            # torch stops there, before that one.
+            last = max((i for i, op in enumerate(block) if op.saves or op.flops), default=0)
+            found += [op for op in block[:last] if op.name not in kept]
+            block = None
+    return found
 
 
 def _list_kept(recompute: Recompute) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from lit_fsdp.adamw_8bit import make_code_books
 from lit_fsdp.assembly import shard_module
 from lit_fsdp.clipping import clip_grad_norm
+from lit_fsdp.flops import Flops
 from lit_fsdp.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.mesh import build_mesh
 from lit_fsdp.precision import MixedPrecision
@@ -26,8 +28,24 @@ from lit_fsdp.quantization import prepare_tables
 from lit_fsdp.settings import Settings
 from lit_fsdp.sharding import find_roots, hold_gradients, register_steps
 from lit_fsdp.weights import materialize
+from lit_fsdp.work import WorkCounter
 
 _DEVICE = torch.device("cpu")  # where fake tensors say they are: torch cannot fake a GPU without CUDA
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedStep:
+    """What a step would hold and do, on the first rank.
+
+    Args:
+        memory: Of the GPU, or whatever would compute.
+        flops: Of all micro-batches.
+        moved_bytes: Of all micro-batches: what operators other than products and attention read and write.
+    """
+
+    memory: StepMemory
+    flops: Flops
+    moved_bytes: int
 
 
 @contextmanager
@@ -58,8 +76,8 @@ def trace_training_step(
     ranks_per_node: int,
     num_micro_batches: int = 1,
     clip_norm: float | None = None,
-) -> StepMemory:
-    """Shard a module and run two steps of training on fake tensors; return the memory of the second.
+) -> TracedStep:
+    """Shard a module and run two steps of training on fake tensors; return what the second held and did.
 
     Everything but the values is real. Afterwards the module holds fake tensors and is of no other use. Inside
     ``fake_ranks``, whose first rank is traced: the one with the largest shards.
@@ -101,10 +119,20 @@ def trace_training_step(
         step(lambda _: None, num_micro_batches=1)  # makes the state of the optimizer
         is_offloaded = settings.offload is not None
         trace = MemoryTrace(module, [optimizer], plan=plan, device=_DEVICE, is_offloaded=is_offloaded)
-        with trace:
-            trace.add_inputs(fake)
-            step(trace.begin_phase)
-    return trace.finish()
+        return _follow(step, trace, fake)
+
+
+def _follow(step: Callable[[Callable[[str], None]], None], trace: MemoryTrace, batch: Mapping[str, Any]) -> TracedStep:
+    counter = WorkCounter()
+
+    def begin_phase(name: str) -> None:
+        trace.begin_phase(name)
+        counter.is_counting = name != "optimizer"
+
+    with trace, counter:
+        trace.add_inputs(batch)
+        step(begin_phase)
+    return TracedStep(memory=trace.finish(), flops=counter.flops, moved_bytes=counter.moved_bytes)
 
 
 def _run_step(

@@ -1,4 +1,4 @@
-"""One set of settings, estimated: memory by the closed form, and time on given GPUs and links."""
+"""What a step takes on given GPUs and links, from its settings and what it computes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lit_fsdp.closed_form import StepPrediction
+from lit_fsdp.flops import Flops
 from lit_fsdp.hardware import Gpu
 from lit_fsdp.links import Interconnect
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.plan import Ranks
 from lit_fsdp.precision import MixedPrecision
 from lit_fsdp.settings import Settings
-from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.step_time import Machine, StepTime, Workload, count_update_bytes, predict_time
 from lit_fsdp.traffic import predict_bytes
 from lit_fsdp.units import Unit, count_shard_bytes
@@ -53,11 +52,12 @@ class ModelToTrain:
 def estimate_time(
     model: ModelToTrain,
     settings: Settings,
-    step: StepPrediction,
     hardware: Hardware,
     *,
     ranks: Ranks,
-    micro_batch: MicroBatch,
+    flops: Flops,
+    moved_bytes: int,
+    tokens: int,
     num_micro_batches: int,
 ) -> StepTime:
     """Predict the time of an optimizer step.
@@ -65,10 +65,11 @@ def estimate_time(
     Args:
         model: That is trained.
         settings: Of the strategy.
-        step: What the closed form says of these.
         hardware: Where.
         ranks: Nodes and their ranks; the mesh is that of ``settings``.
-        micro_batch: The shape of one.
+        flops: Of all micro-batches of a rank, from either engine.
+        moved_bytes: Of all micro-batches: what operators other than products and attention read and write.
+        tokens: Of a micro-batch of a rank.
         num_micro_batches: Accumulated in a step.
 
     Raises:
@@ -84,12 +85,12 @@ def estimate_time(
     reshard = settings.sharding.reshard_after_forward
     is_offloaded = settings.offload is not None
     work = Workload(
-        flops=step.flops,
+        flops=flops,
         plan=model.units,
         units=predict_bytes(model.module, model.units, settings.sharding, model.dtypes, **counts),
-        tokens=micro_batch.rows * micro_batch.length,
+        tokens=tokens,
         num_micro_batches=num_micro_batches,
-        moved_bytes=step.moved_bytes,
+        moved_bytes=moved_bytes,
         update_bytes=count_update_bytes(
             model.units, model.optimizer, num_shards=shards, itemsize=max(trained, default=4)
         ),

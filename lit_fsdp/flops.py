@@ -38,6 +38,12 @@ class Flops:
     recomputed: int = 0
     uncounted: tuple[str, ...] = ()
 
+    def __mul__(self, factor: float) -> Flops:
+        """Return those of so many times the work."""
+        counts = (int(count * factor) for count in (self.forward, self.backward, self.recomputed))
+        forward, backward, recomputed = counts
+        return Flops(forward=forward, backward=backward, recomputed=recomputed, uncounted=self.uncounted)
+
     @property
     def model(self) -> int:
         """What the model needs, without what is computed again."""
@@ -93,6 +99,11 @@ def is_compiled(model: nn.Module) -> bool:
         getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
         for module in model.modules()
     )
+
+
+def has_formula(func: Any) -> bool:
+    """Return whether an operator's FLOPs are counted."""
+    return _find_formula(getattr(func, "overloadpacket", func)) is not None
 
 
 def _find_phase() -> str:

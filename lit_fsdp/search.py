@@ -218,7 +218,14 @@ def _estimate(
     )
     time, compiled = (
         estimate_time(
-            model, chosen, step, problem.hardware, ranks=ranks, micro_batch=micro_batch, num_micro_batches=num
+            model,
+            chosen,
+            problem.hardware,
+            ranks=ranks,
+            flops=step.flops,
+            moved_bytes=step.moved_bytes,
+            tokens=micro_batch.rows * micro_batch.length,
+            num_micro_batches=num,
         )
         for chosen in (settings, replace(settings, compile=settings.compile or Compile()))
     )

@@ -33,6 +33,7 @@ LAYERS = [
     {"merging"},
     {"export_adapter"},
     {"precision_plugin", "lightning_internals", "checkpoint_writer", "export"},
+    {"work"},
     {"dry_run", "closed_form"},
     {"plan", "strategy"},
     {"estimate", "forecast"},

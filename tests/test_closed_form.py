@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 from lit_fsdp.adapters import LoRA, add_adapters, find_adapter_parameters
 from lit_fsdp.block_reader import UnreadableModuleError
 from lit_fsdp.closed_form import StepPrediction, predict_step
-from lit_fsdp.dry_run import fake_ranks, trace_training_step
+from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step
 from lit_fsdp.flops import FlopCounter
 from lit_fsdp.mesh import Mesh
 from lit_fsdp.offload import Offload
@@ -100,7 +100,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def trace(model: dict[str, Any], options: dict[str, Any]) -> int:
+def trace(model: dict[str, Any], options: dict[str, Any]) -> TracedStep:
     options = dict(options)
     precision, world_size = options.pop("precision", "32-true"), options.pop("world_size", 1)
     rows, length = options.pop("rows", 1), options.pop("length")
@@ -109,7 +109,7 @@ def trace(model: dict[str, Any], options: dict[str, Any]) -> int:
     batch = {name: torch.empty(rows, length, dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
     masking_utils.find_packed_sequence_indices = lambda _: None  # in a process of its own: rows are not packed
     with fake_ranks(world_size):
-        traced = trace_training_step(
+        return trace_training_step(
             module,
             Settings(**options),
             batch,
@@ -120,13 +120,16 @@ def trace(model: dict[str, Any], options: dict[str, Any]) -> int:
             ranks_per_node=world_size,
             num_micro_batches=num,
         )
-    return traced.peak.num_bytes
 
 
 def compare(model: dict[str, Any], options: dict[str, Any]) -> None:
     dist.destroy_process_group()
     traced, predicted = trace(model, options), predict(Model(**model), **options)
-    assert abs(predicted.peak.num_bytes / traced - 1) < 0.03, (traced, predicted.peak)
+    peak_bytes = traced.memory.peak.num_bytes
+    assert abs(predicted.peak.num_bytes / peak_bytes - 1) < 0.03, (peak_bytes, predicted.peak)
+    assert traced.flops == predicted.flops
+    # The closed form knows nothing of small things, which weigh more with few tokens.
+    assert 0.55 < predicted.moved_bytes / traced.moved_bytes < 0.8
 
 
 @pytest.mark.parametrize(

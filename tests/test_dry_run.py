@@ -110,7 +110,7 @@ def compare(world_size: int, model: dict[str, Any], strategy: dict[str, Any], op
                 ranks_per_node=world_size,
                 **options,
             )
-        traced.append(dry)
+        traced.append(dry.memory)
     real, dry = traced
     assert abs(dry.peak.num_bytes / real.peak.num_bytes - 1) < 0.01, (dry.peak, real.peak)
     for kind in ("parameters", "optimizer_state", "gradients", "gathered"):

@@ -27,6 +27,7 @@ from lit_fsdp.units import plan_module
 
 MIB = 2**20
 BIGGER = {"model_type": "llama", "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 BIGGER |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -275,6 +276,20 @@ def test_what_a_task_cannot_train_is_not_tried(folder: Path) -> None:
     found = plan("--config=run.yaml", "--devices=2", "--device-memory=8GiB", "--search=true")
     assert not any("model.loss_chunks" in candidate["changes"] for candidate in found["search"]["candidates"])
     assert any("model.lora" in candidate["changes"] for candidate in found["search"]["candidates"])
+
+
+@pytest.mark.parametrize(("model_type", "more"), [("olmo2", {}), ("qwen3_moe", EXPERTS)])
+def test_what_has_no_closed_form_is_timed_by_its_trace(folder: Path, model_type: str, more: dict[str, Any]) -> None:
+    precision = "bf16-mixed" if more else "32-true"  # products of experts are in half precision only
+    options = ["--config=run.yaml", "--devices=2", "--gpu=RTX 4090", f"--trainer.precision={precision}"]
+    dense = plan(*options)
+    traced = plan(*options, f"--model.config={json.dumps({**BIGGER, 'model_type': model_type, **more})}")
+    assert (dense["engine"], traced["engine"]) == ("closed form", "exact trace")
+    assert traced["time"]["step_s"] > 0
+    assert any("no closed form" in note for note in traced["notes"])
+    if model_type == "olmo2":  # a Llama with norms at other places
+        assert traced["flops"]["model"] == dense["flops"]["model"]
+        assert traced["time"]["compute_s"] == pytest.approx(dense["time"]["compute_s"], rel=0.25)
 
 
 def test_a_named_gpu_gives_its_memory_and_the_time_of_a_step(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
