@@ -204,6 +204,8 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     if hardware is not None and model is not None:
         time = _estimate_time(step, model, hardware, flops=found.flops, moved_bytes=found.moved_bytes)
         notes += time.notes
+    if found.flops.uncounted:
+        notes.append(f"speed: no FLOPs are known of {', '.join(found.flops.uncounted)}")
     if settings.compile is not None:
         notes.append("compile is left out: compiled blocks keep fewer activations, which no plan can see")
     if settings.offload is not None:
