@@ -14,7 +14,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lit_fsdp.adapters import find_adapter_parameters
-from lit_fsdp.block_reader import UnreadableModuleError
 from lit_fsdp.checkpoint_writer import CheckpointFormat
 from lit_fsdp.estimate import Hardware, ModelToTrain
 from lit_fsdp.forecast import NoForecastError, find_optimizer, measure_batch
@@ -24,6 +23,7 @@ from lit_fsdp.links import choose_links, parse_links
 from lit_fsdp.mesh import build_mesh
 from lit_fsdp.plan import Ranks, parse_memory
 from lit_fsdp.precision import MixedPrecision, cast_parameters
+from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.search import Candidate, Problem, Variant, choose, format_changes, search
 from lit_fsdp.sharding import Compile, find_roots
 from lit_fsdp.strategy import FSDP2Strategy, find_used_settings

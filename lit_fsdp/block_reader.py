@@ -3,63 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from lit_fsdp.expert_reader import is_mixture, read_mixture
 from lit_fsdp.quantized_layers import QuantizedLinear
-from lit_fsdp.tape import FLOAT32, Tape
+from lit_fsdp.reader import SAVES_INPUT, Reader, UnreadableModuleError
+from lit_fsdp.tape import FLOAT32
 
-_SAVES_INPUT = {"SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh"}
 _SAVES_OUTPUT = {"ReLU", "Tanh", "Sigmoid"}
-
-
-class UnreadableModuleError(ValueError):
-    """A module whose memory has no rule here; the exact trace runs it instead.
-
-    Args:
-        name: Of the module.
-        reason: What was not expected.
-    """
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name}: {reason}: the closed form has no rule for it; use the exact trace")
-        self.name, self.reason = name, reason
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reader:
-    """What every rule needs.
-
-    Args:
-        tape: Grows.
-        names: Of the parameters, by ``id``.
-        rows: Of a micro-batch.
-        length: Tokens of a row.
-        is_masked: Whether some of the tokens must not see each other, besides those after them.
-    """
-
-    tape: Tape
-    names: Mapping[int, str]
-    rows: int
-    length: int
-    is_masked: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        """Of a micro-batch."""
-        return self.rows * self.length
-
-    def count_bytes(self, width: int) -> int:
-        """Return the bytes of ``width`` numbers for every token."""
-        return self.num_tokens * width * self.tape.itemsize
-
-    def list_trained(self, *parameters: Any) -> list[tuple[str, int]]:
-        """Return the names of those that train, with the bytes of their gradients."""
-        size = self.tape.itemsize
-        return [(self.names[id(p)], p.numel() * size) for p in parameters if p is not None and p.requires_grad]
 
 
 def read_block(reader: Reader, name: str, block: nn.Module, x: int) -> int:
@@ -208,11 +161,13 @@ def read_attention(reader: Reader, name: str, module: Any, x: int) -> int:
 
 
 def read_mlp(reader: Reader, name: str, module: Any, x: int) -> int:
-    """Add an MLP of two linear layers, or of three with a gate.
+    """Add an MLP of two linear layers, of three with a gate, or a mixture of experts.
 
     Raises:
         UnreadableModuleError: It is of another kind.
     """
+    if is_mixture(module):
+        return read_mixture(reader, name, module, x)
     tape = reader.tape
     linears = find_linears(module)
     others = [c for key, c in module.named_children() if key not in linears and not isinstance(c, nn.Dropout)]
@@ -342,7 +297,7 @@ def _attend_eagerly(
 def _activate(reader: Reader, name: str, module: nn.Module, x: int) -> int:
     tape = reader.tape
     kind = type(module).__name__
-    if kind in _SAVES_INPUT:
+    if kind in SAVES_INPUT:
         return tape.add_pointwise(kind, x, saves_input=True)
     if kind in _SAVES_OUTPUT:
         return tape.add_pointwise(kind, x, saves_output=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lit_fsdp.block_reader import UnreadableModuleError
 from lit_fsdp.closed_form import StepPrediction, predict_step
 from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.strategy import FSDP2Strategy
 from lit_fsdp.units import plan_module

@@ -10,14 +10,13 @@ from typing import Any
 from torch import nn
 
 from lit_fsdp.block_reader import (
-    Reader,
-    UnreadableModuleError,
     find_linears,
     is_norm,
     read_block,
     read_linear,
     read_norm,
 )
+from lit_fsdp.reader import Reader, UnreadableModuleError
 from lit_fsdp.tape import FLOAT32, Op, Tape
 from lit_fsdp.units import Unit, iterate_blocks
 

@@ -16,7 +16,6 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from typing_extensions import override
 
-from lit_fsdp.block_reader import UnreadableModuleError
 from lit_fsdp.cli_errors import ConfigError, describe_exception, is_debugging
 from lit_fsdp.config_files import check_config_files
 from lit_fsdp.estimate import Hardware
@@ -27,6 +26,7 @@ from lit_fsdp.plan import describe_plan, parse_memory
 from lit_fsdp.plan_report import draw_plan, print_report
 from lit_fsdp.planner import PlannedStep, find_model, plan_step, prepare_step, prepare_variants
 from lit_fsdp.processes import count_devices
+from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.search import Candidate, Problem, Variant, choose, format_changes
 from lit_fsdp.search import search as search_all
 from lit_fsdp.search_report import apply_changes, describe_search, print_search

@@ -15,7 +15,7 @@ OTHER_FOLDERS = ("tests", "benchmarks", "configs", "docs", ".ci")
 # A module may import only from lines above its own; tasks and callbacks have rules of their own below.
 LAYERS = [
     {"cli_errors", "processes", "manifest", "random_state", "signals", "clock", "tape"},
-    {"hardware", "flops", "spikes", "bad_steps", "timeline", "fabric"},
+    {"reader", "hardware", "flops", "spikes", "bad_steps", "timeline", "fabric"},
     {"links"},
     {"mesh", "units", "precision", "offload", "clipping", "quantization", "shard_optimizer"},
     {"quantized_layers"},
@@ -23,7 +23,8 @@ LAYERS = [
     {"recompute", "plan_table", "optimizers", "traffic_meter", "unit_watch"},
     {"sharding", "fsdp_internals", "tensor_files"},
     {"memory"},
-    {"memory_trace", "block_reader", "step_parts"},
+    {"memory_trace", "expert_reader", "step_parts"},
+    {"block_reader"},
     {"model_reader", "step_walk"},
     {"conversion", "own_rows", "quantized_files"},
     {"weights", "settings", "traffic"},

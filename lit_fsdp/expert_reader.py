@@ -1,0 +1,130 @@
+"""Reads a mixture of experts onto a tape, as Transformers computes it with products in groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lit_fsdp.quantized_layers import QuantizedExperts
+from lit_fsdp.reader import SAVES_INPUT, Reader, UnreadableModuleError
+from lit_fsdp.tape import FLOAT32
+
+_INDEX = 8  # bytes of the number of a token
+
+
+def is_mixture(module: nn.Module) -> bool:
+    """Whether a module has experts whose weights are one tensor each, and something that routes tokens to them."""
+    return getattr(module, "experts", None) is not None and getattr(module, "gate", None) is not None
+
+
+def read_mixture(reader: Reader, name: str, module: Any, x: int) -> int:
+    """Add a router, and experts with a gate; every token goes to ``top_k`` of them.
+
+    Raises:
+        UnreadableModuleError: It is of another kind.
+    """
+    router, experts = module.gate, module.experts
+    known = {"experts", "gate"} == {key for key, _ in module.named_children()}
+    implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    is_plain = getattr(experts, "has_gate", False) and not experts.has_bias and not experts.has_post_expert_norm
+    if not known or not is_plain or not type(router).__name__.endswith("TopKRouter"):
+        children = ", ".join(f"{key} ({type(child).__name__})" for key, child in module.named_children())
+        raise UnreadableModuleError(name, f"a mixture of {children}")
+    kind = type(experts.act_fn).__name__
+    if kind not in SAVES_INPUT:
+        raise UnreadableModuleError(f"{name}.experts", f"activation {kind}")
+    scores, scores_itemsize = _read_router(reader, router, x)
+    if isinstance(experts, QuantizedExperts):
+        return _read_one_by_one(reader, experts, (x, scores, router.top_k))
+    if implementation != "grouped_mm":
+        raise UnreadableModuleError(name, f"experts implementation {implementation}")
+    return _read_in_groups(reader, experts, (x, scores, scores_itemsize, router.top_k))
+
+
+def _read_router(reader: Reader, router: Any, x: int) -> tuple[int, int]:
+    """Return what each token gives its experts, and the bytes of one such number."""
+    tape, tokens = reader.tape, reader.num_tokens
+    num_experts, width = router.weight.shape
+    flops = 2 * tokens * num_experts * width
+    is_trained = router.weight.requires_grad
+    logits = tape.add(
+        "mm",
+        (x,),
+        tokens * num_experts * tape.itemsize,
+        saves=(x,) if is_trained else (),
+        weights=reader.list_trained(router.weight),
+        flops=flops,
+        backward_flops=flops * (is_trained + tape.needs_grad[x]),
+    )
+    logits = tape.add_cast(logits, tape.itemsize, FLOAT32)
+    probabilities = tape.add_pointwise("softmax", logits, saves_output=True)
+    top = tape.add("topk", (probabilities,), tokens * router.top_k * FLOAT32, extra=tokens * router.top_k * _INDEX)
+    top = tape.add_pointwise("div", top, saves_input=True)
+    if not hasattr(router, "norm_topk_prob"):  # Mixtral multiplies in float32
+        return top, FLOAT32
+    return tape.add_cast(top, FLOAT32, tape.itemsize), tape.itemsize
+
+
+def _read_one_by_one(reader: Reader, experts: Any, routed: tuple[int, int, int]) -> int:
+    """Add what ``QuantizedExperts`` does, with as many tokens for each expert."""
+    tape = reader.tape
+    x, scores, top_k = routed
+    num_experts, both, width = experts.dense_shapes["gate_up_proj"]
+    if experts.is_transposed:
+        both, width = width, both
+    itemsize, rows = tape.itemsize, reader.num_tokens * top_k
+    share = rows // num_experts
+    dense, size = both * width * itemsize, reader.count_bytes(width)
+    flops = 2 * rows * width * (both + both // 2)
+    return tape.add(
+        "experts",
+        (x, scores),
+        size,
+        # Of every expert: both halves, the activated one, what comes out, before and after it is weighed, and the
+        # numbers of tokens and places.
+        extra=rows * ((both + both // 2 + 2 * width) * itemsize + 2 * _INDEX),
+        forward_temp=dense + share * (both + width) * itemsize,
+        # The gradient of each expert's tokens is spread over all tokens before it is added.
+        backward_temp=size + dense + share * (both + 2 * width) * itemsize,
+        flops=flops,
+        backward_flops=flops,
+    )
+
+
+def _read_in_groups(reader: Reader, experts: Any, routed: tuple[int, int, int, int]) -> int:
+    tape = reader.tape
+    x, scores, scores_itemsize, top_k = routed
+    _, both, width = experts.gate_up_proj.shape
+    if experts.is_transposed:
+        both, width = width, both
+    rows = reader.num_tokens * top_k
+    wide, half = rows * width * tape.itemsize, rows * both // 2 * tape.itemsize
+    own = tape.add("index", (x,), wide, extra=rows * _INDEX)
+    joined = _multiply(reader, experts.gate_up_proj, own, rows)
+    # Both halves are views of one tensor, whose gradient is put together from theirs.
+    gate = tape.add("activation", (joined,), half, saves=(joined,))
+    y = tape.add("mul", (gate, joined), half, saves=(gate, joined))
+    y = _multiply(reader, experts.down_proj, y, rows)
+    product = rows * width * scores_itemsize
+    y = tape.add("mul", (y, scores), product, saves=(y,), backward_temp=product)  # summed for the scores
+    y = tape.add("index", (y,), tape.sizes[y], extra=rows * _INDEX)
+    y = tape.add("sum", (y,), tape.sizes[y] // top_k)
+    return tape.add_cast(y, scores_itemsize, tape.itemsize)
+
+
+def _multiply(reader: Reader, weight: Any, x: int, rows: int) -> int:
+    """Multiply rows that are sorted by expert, each by the matrix of its own."""
+    tape = reader.tape
+    num_in = tape.sizes[x] // rows // tape.itemsize
+    num_out = weight[0].numel() // num_in
+    flops, is_trained = 2 * rows * num_in * num_out, weight.requires_grad
+    return tape.add(
+        "_grouped_mm",
+        (x,),
+        rows * num_out * tape.itemsize,
+        saves=(x,) if is_trained else (),
+        weights=reader.list_trained(weight),
+        flops=flops,
+        backward_flops=flops * (is_trained + tape.needs_grad[x]),
+    )

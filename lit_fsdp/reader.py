@@ -1,0 +1,58 @@
+"""What all rules for reading modules onto a tape share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lit_fsdp.tape import Tape
+
+# Activation functions whose backward needs what they got.
+SAVES_INPUT = {"SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh"}
+
+
+class UnreadableModuleError(ValueError):
+    """A module whose memory has no rule here; the exact trace runs it instead.
+
+    Args:
+        name: Of the module.
+        reason: What was not expected.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}: the closed form has no rule for it; use the exact trace")
+        self.name, self.reason = name, reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """What every rule needs.
+
+    Args:
+        tape: Grows.
+        names: Of the parameters, by ``id``.
+        rows: Of a micro-batch.
+        length: Tokens of a row.
+        is_masked: Whether some of the tokens must not see each other, besides those after them.
+    """
+
+    tape: Tape
+    names: Mapping[int, str]
+    rows: int
+    length: int
+    is_masked: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.rows * self.length
+
+    def count_bytes(self, width: int) -> int:
+        """Return the bytes of ``width`` numbers for every token."""
+        return self.num_tokens * width * self.tape.itemsize
+
+    def list_trained(self, *parameters: Any) -> list[tuple[str, int]]:
+        """Return the names of those that train, with the bytes of their gradients."""
+        size = self.tape.itemsize
+        return [(self.names[id(p)], p.numel() * size) for p in parameters if p is not None and p.requires_grad]
