@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,6 +77,8 @@ def build_classifier(config: PreTrainedConfig, attention: str | None) -> PreTrai
         ValueError: Transformers classifies no images with this model, or has no such attention for it.
     """
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    # Of several classifiers of one architecture, Transformers takes the first, but not where nothing is set.
+    config.architectures = config.architectures or []
     try:
         with torch.device("meta"):
             return AutoModelForImageClassification.from_config(config, dtype=torch.float32, **options)
@@ -105,7 +106,7 @@ def find_head(config: PreTrainedConfig, model: PreTrainedModel) -> list[str]:
 
 
 def check_size(config: PreTrainedConfig, model: PreTrainedModel, size: tuple[int, int]) -> bool:
-    """Return whether position embeddings must be interpolated to images of this size.
+    """Return whether the model must be told to interpolate its position embeddings to images of this size.
 
     Args:
         config: That the model was built from.
@@ -113,29 +114,36 @@ def check_size(config: PreTrainedConfig, model: PreTrainedModel, size: tuple[int
         size: Height and width of the images.
 
     Raises:
-        ValueError: They must be, and the model cannot.
+        ValueError: They do not fit, and the model cannot interpolate.
     """
-    given = getattr(config, "image_size", None)
+    given = getattr(_find_vision(config), "image_size", None)
     own = (given, given) if isinstance(given, int) else tuple(given or size)
     if own == size or not _list_changed(config, model, image_size=2 * max(own)):
         return False
-    can_choose = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
-    pixels = torch.empty(1, getattr(config, "num_channels", 3), *size, device="meta")
-    try:
-        model(pixel_values=pixels, **({"interpolate_pos_encoding": True} if can_choose else {}))
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"data.processor: images become {size[0]} x {size[1]} pixels, and {type(model).__name__} takes "
-            f"{own[0]} x {own[1]}; set the size of the processor to that, or image_size of config"
-        ) from error
-    return can_choose
+    pixels = torch.empty(1, getattr(_find_vision(config), "num_channels", 3), *size, device="meta")
+    reason: Exception | None = None
+    for options in ({}, {"interpolate_pos_encoding": True}):  # some always do
+        try:
+            model(pixel_values=pixels, **options)
+            return bool(options)
+        except (ValueError, RuntimeError, TypeError) as error:
+            reason = error
+    raise ValueError(
+        f"data.processor: images become {size[0]} x {size[1]} pixels, and {type(model).__name__} takes "
+        f"{own[0]} x {own[1]}; set the size of the processor to that, or image_size of config"
+    ) from reason
+
+
+def _find_vision(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the part of a configuration that is about images: models such as CLIP read texts too."""
+    return getattr(config, "vision_config", None) or config
 
 
 def _list_changed(config: PreTrainedConfig, model: PreTrainedModel, **changes: Any) -> list[str]:
     """Return the parameters that have another shape, or are only there, before these changes."""
     other_config = type(config).from_dict(config.to_dict())
     for name, value in changes.items():
-        setattr(other_config, name, value)
+        setattr(_find_vision(other_config) if name == "image_size" else other_config, name, value)
     shapes = {name: p.shape for name, p in build_classifier(other_config, None).named_parameters()}
     return [name for name, p in model.named_parameters() if p.shape != shapes.get(name)]
 

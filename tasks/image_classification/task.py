@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import override
 
 from lit_fsdp.adapters import LoRA, clean_name
-from lit_fsdp.base_model import BASE, LORA, describe_base, fetch_config, fetch_pretrained, find_pretrained
+from lit_fsdp.base_model import BASE, IMAGE_SIZE, LORA, describe_base, fetch_config, fetch_pretrained, find_pretrained
 from lit_fsdp.checkpoint_reader import EXPORT
 from lit_fsdp.export_adapter import describe_adapters
 from lit_fsdp.model_folder import ADAPTER_CONFIG
@@ -107,6 +107,7 @@ class ImageClassification(Task):
         self._head: list[str] = []
         self._depths: dict[str, int] = {}
         self._is_planned = self._interpolates = self._keeps_head = False
+        self._image_size: tuple[int, int] | None = None
         self._class_names: list[str] | None = None
         self._base: dict[str, Any] | None = None
 
@@ -194,6 +195,7 @@ class ImageClassification(Task):
         if data := getattr(self.trainer, "datamodule", None):
             size = getattr(getattr(data, "preprocessing", None), "size", None)
             self._interpolates = size is not None and check_size(config, model, size)
+            self._image_size = size
         if self.pretrained is not None:
             choose = plan_quantization if self._is_planned else choose_quantization
             self.quantization = choose(find_pretrained(self.pretrained), model, self.quantization)
@@ -357,6 +359,8 @@ class ImageClassification(Task):
             return
         checkpoint[CLASSES] = self.class_names
         checkpoint[EXPORT] = self._collect_export_files(self.model)
+        if self._interpolates and self._image_size is not None:
+            checkpoint[IMAGE_SIZE] = list(self._image_size)
         if self.lora is not None:
             checkpoint[LORA] = asdict(self.lora)  # plain, as any strategy may write it
             if self.pretrained is not None:
