@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class ClassReport(Callback):
     def __init__(self, fallback_dir: str | None = None) -> None:
         self.fallback_dir = fallback_dir
         self._last: tuple[str, Any, list[str]] | None = None
+        self._skipped: Mapping[str, int] = {}  # kept by the module
         self._folder: Path | None = None  # for a picture that is still to be drawn
 
     @override
@@ -68,6 +70,7 @@ class ClassReport(Callback):
         if not trainer.is_global_zero:
             return
         self._last = (stage, evaluation, list(module.class_names))
+        self._skipped = getattr(module, "skipped_images", {})
         folder.mkdir(parents=True, exist_ok=True)
         write_classes(folder / f"classes_{stage}.csv", evaluation, module.class_names)
         self._folder = folder
@@ -97,8 +100,12 @@ class ClassReport(Callback):
         if evaluation.confusion is not None:
             tables.append(_list_mistakes(evaluation.confusion, names))
             plots.append(_draw(evaluation.confusion, names, stage))
-        note = f"{evaluation.num_images:,} images of {stage}, each counted once."
-        return Section(title="Classes", name="classes", numbers=numbers, tables=tables, plots=plots, notes=[note])
+        notes = [f"{evaluation.num_images:,} images of {stage}, each counted once."]
+        for name, count in self._skipped.items():
+            if count:
+                notes.append(f"{count:,} images of the last epoch of {name} could not be decoded, and count nowhere.")
+                numbers[f"skipped_images_{name}"] = count
+        return Section(title="Classes", name="classes", numbers=numbers, tables=tables, plots=plots, notes=notes)
 
 
 def write_classes(path: Path, evaluation: Any, names: list[str]) -> None:

@@ -147,6 +147,8 @@ def load_checkpoint(
     _check_model(path, state["state_dict"], stored, strict=strict)
     for i, optimizer in enumerate(optimizers):
         names = _list_state_names(state[f"optimizer_{i}"])
+        prefix = f"optimizer_{i}.param_groups."
+        check_same_groups(path, optimizer, len({k.split(".")[2] for k in stored if k.startswith(prefix)}))
         present = {key.removeprefix(f"optimizer_{i}.state.") for key in stored}
         check_same_optimizer(path, optimizer, (name for name in names if name not in present))
     if any(key.startswith(f"{EXTRA}.") for key in stored):
@@ -257,6 +259,25 @@ def check_same_optimizer(path: Path, optimizer: Optimizer, missing: Iterable[str
         raise ValueError(
             f"{path} has no {first} for {type(optimizer).__name__}: it was saved with another optimizer; resume it "
             "with the same optimizer.name"
+        )
+
+
+def check_same_groups(path: Path, optimizer: Optimizer, count: int) -> None:
+    """Refuse the state of parameters that were grouped otherwise, which would get learning rates of others.
+
+    Args:
+        path: Where it is from.
+        optimizer: Of the run.
+        count: How many groups were saved.
+
+    Raises:
+        ValueError: They are more, or fewer.
+    """
+    if count != len(optimizer.param_groups):
+        raise ValueError(
+            f"{path} holds {count} groups of parameters with learning rate and weight decay of their own, the run has "
+            f"{len(optimizer.param_groups)}: resume it with the layer_decay that it was saved with, and the same "
+            "parameters that train; or start a new run from its weights, which python -m lit_fsdp export writes"
         )
 
 

@@ -14,7 +14,7 @@ from training import GLOBAL_BATCH, NUM_STEPS, OPTIMIZER, Recorder, Result, build
 from transformers import AutoConfig, AutoModelForImageClassification
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.tasks import ImageClassification, Schedule
+from lit_fsdp.tasks import ImageClassification, ImageData, Pixels, Schedule
 from lit_fsdp.tasks.loading import build_train_loader
 from ranks import run_ranks
 
@@ -133,3 +133,19 @@ def write_folder(folder: Path, counts: dict[str, int], *, size: tuple[int, int] 
             grey = 40 + 70 * number + generator.integers(0, 20, (size[1], size[0], 3))
             Image.fromarray(grey.astype(np.uint8)).save(folder / name / f"{i:03d}.png")
     return folder
+
+
+def make_data(folder: Path, **options: Any) -> ImageData:
+    """Return 25 images to train on and 9 to test on, of three classes."""
+    if not (folder / "train").exists():
+        write_folder(folder / "train", {"cat": 9, "dog": 8, "eel": 8})
+        write_folder(folder / "test", {"cat": 4, "dog": 2, "eel": 3})
+    train, test = str(folder / "train"), str(folder / "test")
+    settings: dict[str, Any] = {
+        "train": train,
+        "validation": test,
+        "test": test,
+        "predict": test,
+        "processor": Pixels(size=SIZE),
+    }
+    return ImageData(**{**settings, "batch_size": 2, "num_workers": 0, **options})

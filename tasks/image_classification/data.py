@@ -362,10 +362,3 @@ def _hold_out(num_images: int, fraction: float, *, is_held_out: bool) -> np.ndar
         raise ValueError(f"validation_fraction: {fraction} of {num_images} images leaves none to train on; lower it")
     order = np.random.default_rng(HELD_OUT_SEED).permutation(num_images)
     return np.sort(order[:num_held_out] if is_held_out else order[num_held_out:])
-
-
-def warn_of_problems(batch: Batch) -> int:
-    """Name the bad images of a batch, on the rank that met them; return how many there are."""
-    for problem in batch.get("problems", ()):
-        warnings.warn(f"skipped: {problem}", stacklevel=2)
-    return len(batch.get("problems", ()))

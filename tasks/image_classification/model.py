@@ -19,6 +19,24 @@ from lit_fsdp.tasks.pretrained import drop_quantization
 BACKBONE = "backbone"  # in freeze: all but the head
 
 
+def find_classes(data: Any, num_classes: int | None) -> list[str]:
+    """Return the names of the classes, in the order of the model's outputs.
+
+    Args:
+        data: The data module, which may have them in ``classes``.
+        num_classes: How many there are, if the data does not say it.
+
+    Raises:
+        ValueError: Neither says it, or they contradict each other.
+    """
+    names = list(data.classes) if hasattr(data, "classes") else None
+    if names is None and num_classes is None:
+        raise ValueError("num_classes: not set, and the data has no classes; set it")
+    if names is not None and num_classes not in (None, len(names)):
+        raise ValueError(f"num_classes: got {num_classes}: the data has {len(names)} classes; leave it out")
+    return names or [str(i) for i in range(num_classes or 0)]
+
+
 def read_config(
     pretrained: str | None, settings: dict[str, Any] | None, *, class_names: Sequence[str], drop_path: float | None
 ) -> PreTrainedConfig:
@@ -40,6 +58,7 @@ def read_config(
                 f"drop_path: got {drop_path}: {type(config).__name__} has no stochastic depth; leave it out"
             )
         config.drop_path_rate = drop_path
+    config.num_labels = len(class_names)  # which some have beside their names
     config.id2label = dict(enumerate(class_names))
     config.label2id = {name: i for i, name in enumerate(class_names)}
     return config
@@ -105,33 +124,35 @@ def find_head(config: PreTrainedConfig, model: PreTrainedModel) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[0] for name in found))
 
 
-def check_size(config: PreTrainedConfig, model: PreTrainedModel, size: tuple[int, int]) -> bool:
+def check_size(config: PreTrainedConfig, size: tuple[int, int]) -> bool:
     """Return whether the model must be told to interpolate its position embeddings to images of this size.
 
     Args:
         config: That the model was built from.
-        model: On the meta device.
         size: Height and width of the images.
 
     Raises:
-        ValueError: They do not fit, and the model cannot interpolate.
+        ValueError: It takes no such images.
     """
-    given = getattr(_find_vision(config), "image_size", None)
-    own = (given, given) if isinstance(given, int) else tuple(given or size)
-    if own == size or not _list_changed(config, model, image_size=2 * max(own)):
-        return False
-    pixels = torch.empty(1, getattr(_find_vision(config), "num_channels", 3), *size, device="meta")
-    reason: Exception | None = None
+    # Not the model itself, which may have an attention that only works on a GPU.
+    model = build_classifier(type(config).from_dict(config.to_dict()), None).eval()
+    pixels = torch.empty(1, 3, *size, device="meta")
+    reason = ""
     for options in ({}, {"interpolate_pos_encoding": True}):  # some always do
         try:
-            model(pixel_values=pixels, **options)
+            _ = model(pixel_values=pixels, **options).logits
             return bool(options)
-        except (ValueError, RuntimeError, TypeError) as error:
-            reason = error
-    raise ValueError(
-        f"data.processor: images become {size[0]} x {size[1]} pixels, and {type(model).__name__} takes "
-        f"{own[0]} x {own[1]}; set the size of the processor to that, or image_size of config"
-    ) from reason
+        except (ValueError, RuntimeError, TypeError, AttributeError) as error:
+            reason = reason or (str(error).splitlines() or [type(error).__name__])[0][:200]
+            if "meta" in reason or isinstance(error, NotImplementedError):  # cannot be told without values
+                return False
+    given = getattr(_find_vision(config), "image_size", None)
+    own = (given, given) if isinstance(given, int) else tuple(given or size)
+    fix = "it cannot be trained here: its inputs are not the pixels of color images"
+    if own != size:
+        fix = f"it takes {own[0]} x {own[1]}; set the size of the processor to that, or image_size of config"
+    name = type(model).__name__
+    raise ValueError(f"data.processor: images become {size[0]} x {size[1]} pixels, and {name} says: {reason}: {fix}")
 
 
 def _find_vision(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -143,7 +164,7 @@ def _list_changed(config: PreTrainedConfig, model: PreTrainedModel, **changes: A
     """Return the parameters that have another shape, or are only there, before these changes."""
     other_config = type(config).from_dict(config.to_dict())
     for name, value in changes.items():
-        setattr(_find_vision(other_config) if name == "image_size" else other_config, name, value)
+        setattr(other_config, name, value)
     shapes = {name: p.shape for name, p in build_classifier(other_config, None).named_parameters()}
     return [name for name, p in model.named_parameters() if p.shape != shapes.get(name)]
 
@@ -182,6 +203,14 @@ def keeps_head(pretrained: str | None, head: str, class_names: Sequence[str]) ->
             f"data has {len(class_names)} ({', '.join(class_names[:5])} ...)"
         )
     return names == list(class_names)
+
+
+def warn_of_batch_norm(model: nn.Module) -> None:
+    """Say that statistics over a batch are those of one rank, where a model has some."""
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        rank_zero_warn(
+            f"{type(model).__name__} has BatchNorm: each rank normalizes by, and keeps, statistics of its own"
+        )
 
 
 def rest_frozen(model: nn.Module) -> None:

@@ -82,6 +82,15 @@ def test_without_a_matrix_there_is_a_table_only(tmp_path: Path) -> None:
     assert section.plots == []
 
 
+def test_the_section_says_how_many_images_could_not_be_decoded(tmp_path: Path) -> None:
+    module = Found(CONFUSION)
+    module.skipped_images = {"test": 0, "train": 2}  # type: ignore[assignment]
+    section = end_test(tmp_path, module).make_section()
+    assert section is not None
+    assert section.notes[1:] == ["2 images of the last epoch of train could not be decoded, and count nowhere."]
+    assert section.numbers["skipped_images_train"] == 2
+
+
 def test_while_training_goes_on_nothing_is_drawn(tmp_path: Path) -> None:
     callback, module = ClassReport(), Found(CONFUSION)
     trainer = pl.Trainer(logger=False, default_root_dir=tmp_path, accelerator="cpu", devices=1)
