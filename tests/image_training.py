@@ -1,5 +1,8 @@
 """Trains tiny image classifiers under the Trainer on forked ranks, and in a plain torch loop to compare with."""
 
+import io
+import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +152,22 @@ def make_data(folder: Path, **options: Any) -> ImageData:
         "processor": Pixels(size=SIZE),
     }
     return ImageData(**{**settings, "batch_size": 2, "num_workers": 0, **options})
+
+
+def list_files(folder: Path) -> list[tuple[str, str]]:
+    """Return images below a folder, and their classes."""
+    return [(str(p.relative_to(folder)), p.parent.name) for p in sorted(folder.rglob("*.png"))]
+
+
+def write_shards(folder: Path, out: Path, suffix: str = "cls") -> str:
+    """Write the images of a folder into two tar files in the layout of WebDataset; return their pattern."""
+    files = list_files(folder)
+    for shard in range(2):
+        with tarfile.open(out / f"part-{shard:03d}.tar", "w") as tar:
+            for i, (name, label) in enumerate(files[shard * 4 : shard * 4 + 4]):
+                text = label.encode() if suffix == "cls" else json.dumps({"label": label}).encode()
+                for ending, content in (("png", (folder / name).read_bytes()), (suffix, text)):
+                    info = tarfile.TarInfo(f"a/{shard}{i}.{ending}")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+    return str(out / "part-{000..001}.tar")
