@@ -140,7 +140,10 @@ def load_checkpoint(
     meta: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=True)
     is_part = meta.get(LEAVES_OUT_FROZEN, False)
     if is_part and not getattr(model, "restores_frozen", False):
-        raise ValueError(f"{path} holds only what trained, and this model has no other weights; set pretrained")
+        raise ValueError(
+            f"{path} holds only what trained, and this model has no other weights; set pretrained "
+            "and lora as in the run that saved it"
+        )
     state: dict[str, Any] = {"state_dict": get_trained_state(model) if is_part else get_model_state_dict(model)}
     for i, optimizer in enumerate(optimizers):
         state[f"optimizer_{i}"] = get_optimizer_state_dict(model, optimizer, options=options)

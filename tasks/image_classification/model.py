@@ -103,7 +103,7 @@ def build_classifier(config: PreTrainedConfig, attention: str | None) -> PreTrai
             return AutoModelForImageClassification.from_config(config, dtype=torch.float32, **options)
     except (ImportError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        if "attention" in str(error) and attention is not None:
+        if "attention" in str(error).lower() and attention is not None:
             raise ValueError(f"attention: got {attention!r}: {reason}; leave it out") from error
         raise ValueError(f"{type(config).__name__}: no image classifier: {reason[:200]}") from error
 
@@ -169,13 +169,14 @@ def _list_changed(config: PreTrainedConfig, model: PreTrainedModel, **changes: A
     return [name for name, p in model.named_parameters() if p.shape != shapes.get(name)]
 
 
-def keeps_head(pretrained: str | None, head: str, class_names: Sequence[str]) -> bool:
+def keeps_head(pretrained: str | None, head: str, class_names: Sequence[str], *, is_told: bool = True) -> bool:
     """Return whether the head of a pretrained model stays.
 
     Args:
         pretrained: Name or folder of the model.
         head: ``keep``, ``new``, or ``auto``: if it was trained for these classes in this order.
         class_names: Of the data, in the order of its labels.
+        is_told: Warn if a head that is there is drawn anew.
 
     Raises:
         ValueError: It shall stay, and cannot be for these classes.
@@ -197,7 +198,7 @@ def keeps_head(pretrained: str | None, head: str, class_names: Sequence[str]) ->
         return True
     if not (stored.architectures or [""])[0].endswith("ForImageClassification"):
         return False
-    if names != list(class_names):
+    if names != list(class_names) and is_told:
         rank_zero_warn(
             f"head: drawn anew: {pretrained} was trained for {len(names)} classes ({', '.join(names[:5])} ...), the "
             f"data has {len(class_names)} ({', '.join(class_names[:5])} ...)"

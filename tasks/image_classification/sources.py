@@ -105,6 +105,8 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
         raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
     if path.is_dir() and not any(path.glob("*.tar")):
         return _list_folder(path)
+    if path.suffix.lower() in SUFFIXES and path.is_file():
+        return _open_files([path], None)
     if path.suffix in _MANIFESTS:
         return _read_manifest(path, fields, needs_labels=split_of != "predict")
     if path.is_dir() or path.suffix == ".tar" or source.endswith("}") or "*" in source:

@@ -190,7 +190,8 @@ class ImageClassification(Task):
         config = self.read_config()
         model = build_classifier(config, self.attention)
         self._head = find_head(config, model)
-        self._keeps_head = keeps_head(self.pretrained, self.head, self.class_names)
+        is_fit = self.trainer.state.fn == TrainerFn.FITTING
+        self._keeps_head = keeps_head(self.pretrained, self.head, self.class_names, is_told=is_fit)
         if preprocessing := self._find_preprocessing():
             self._image_size = preprocessing.size
             self._interpolates = check_size(config, preprocessing.size)

@@ -200,3 +200,9 @@ def test_a_row_without_a_class_is_no_class_and_only_predicted(tmp_path: Path, no
     with pytest.raises(ValueError, match="row 2: label is missing: expected a class"):
         find_images(source, split=None, split_of="train", fields=FIELDS)
     assert find_images(source, split=None, split_of="predict", fields=FIELDS).labels is None
+
+
+def test_one_image_may_be_predicted(folder: Path) -> None:
+    images = find_images(str(folder / "cat" / "000.png"), split=None, split_of="predict", fields=FIELDS)
+    assert (len(images), images.labels) == (1, None)
+    assert np.array_equal(np.asarray(images.read(0)), np.asarray(find(folder).read(0)))

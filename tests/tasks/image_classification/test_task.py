@@ -1,6 +1,7 @@
 """The task: its head, what trains, its losses, and evaluation on any number of ranks."""
 
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,9 @@ def test_a_head_whose_classes_stand_in_another_order_is_refused_and_one_drawn_an
     with pytest.warns(UserWarning, match=r"head: drawn anew: .* was trained for 2 classes \(dog, cat ...\)"):
         assert not keeps_head(model, "auto", ["cat", "dog"])
     assert keeps_head(model, "auto", ["dog", "cat"])
+    with warnings.catch_warnings(record=True) as caught:
+        keeps_head(model, "auto", ["cat", "dog"], is_told=False)  # weights will come from a checkpoint
+    assert caught == []
 
 
 def test_what_is_frozen_computes_as_in_evaluation(tmp_path: Path) -> None:
