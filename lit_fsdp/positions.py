@@ -131,7 +131,7 @@ def _find_positions(stored: StoredCheckpoint) -> Positions | None:
             num_channels=holder.get("num_channels", 3),
         )
         return positions if _is_exact(positions, modules[1]) else None
-    except (ValueError, TypeError, RuntimeError, LookupError):
+    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError):
         # A size that the architecture does not take, or embeddings of another kind: nothing to write.
         return None
 
@@ -151,8 +151,9 @@ def _find_module(old: PreTrainedModel, new: PreTrainedModel) -> tuple[str, str]:
 def _materialize(model: PreTrainedModel, module: nn.Module) -> nn.Module:
     """Give a part of a model on the meta device memory and random values, and its buffers those that they have."""
     module = module.to_empty(device="cpu").eval()
-    for child in module.modules():
-        model._init_weights(child)
+    with torch.random.fork_rng(devices=[]):
+        for child in module.modules():
+            model._init_weights(child)  # private, seen in transformers 5.23: also sets buffers that files do not hold
     return module
 
 
