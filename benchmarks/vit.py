@@ -1,10 +1,11 @@
 """A vision transformer under FSDP2: ours, a plain loop over `fully_shard`, and the Trainer of Transformers.
 
-    python benchmarks/vit.py --ranks 2 --repeats 3 --out benchmarks/results/vit_DATE.md
+    python benchmarks/vit.py --ranks 2 --repeats 9 --image-size 96 --out benchmarks/results/vit_DATE.md
 
-Each variant runs in fresh processes, in turn, ``repeats`` times, with the same random weights, images, units and
-optimizer, without clipping or logging. Timed are optimizer steps after a warm-up, by wall clock and by the CPU time of
-the process, which other work on the machine disturbs less.
+Each variant runs in fresh processes, in turn, ``repeats`` times, each turn in another order, with the same random
+weights, images, units and optimizer, without clipping or logging. Timed are optimizer steps after a warm-up, by wall
+clock and by the CPU time of the process, which other work on the machine disturbs less. Memory is the peak on the GPU,
+or what the process on a CPU grows by at most after its imports.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -37,10 +37,18 @@ CLASSES, BATCH, WARMUP, LEARNING_RATE = 100, 8, 3, 1e-4
 
 
 class Clock:
-    """Notes the time at the end of every step."""
+    """Notes the time at the end of every step, and the memory that a run takes."""
 
     def __init__(self) -> None:
         self.marks: list[tuple[float, float]] = []
+        self.bytes_before = 0
+
+    def start_memory(self) -> None:
+        """Begin to measure memory: what a run needs is imported, and there is no model yet."""
+        import transformers.models.vit.modeling_vit  # noqa: F401
+
+        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+        self.bytes_before = read_memory("VmRSS")
 
     def tick(self) -> None:
         """Note wall clock and CPU time."""
@@ -57,9 +65,8 @@ class Clock:
         if int(os.environ.get("RANK", "0")):
             return
         pairs = list(zip(self.marks, self.marks[1:], strict=False))[WARMUP:]
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        if torch.cuda.is_available():
-            peak = torch.cuda.max_memory_allocated()
+        has_gpu = torch.cuda.is_available()
+        peak = torch.cuda.max_memory_allocated() if has_gpu else read_memory("VmHWM") - self.bytes_before
         numbers = {
             "wall_s": statistics.median(b[0] - a[0] for a, b in pairs),
             "cpu_s": statistics.median(b[1] - a[1] for a, b in pairs),
@@ -67,6 +74,12 @@ class Clock:
             "loss": loss,
         }
         print("RESULT " + json.dumps(numbers), flush=True)
+
+
+def read_memory(name: str) -> int:
+    """Return a number of bytes of this process from Linux: ``VmRSS`` of now, ``VmHWM`` the peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1]) * 1024
 
 
 def make_images() -> Any:
@@ -106,6 +119,7 @@ def run_ours(folder: Path, ranks: int, steps: int, clock: Clock) -> float:
         def on_train_batch_end(self, *_: Any) -> None:
             clock.tick()
 
+    clock.start_memory()
     trainer = pl.Trainer(
         accelerator="auto",
         devices=ranks,
@@ -142,6 +156,7 @@ def run_plain(folder: Path, ranks: int, steps: int, clock: Clock) -> float:
 
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    clock.start_memory()
     model = ViTForImageClassification.from_pretrained(folder).to(device).train()
     for layer in model.vit.layers:
         fully_shard(layer)
@@ -193,6 +208,7 @@ def run_transformers(folder: Path, ranks: int, steps: int, clock: Clock) -> floa
             fsdp=True,
             fsdp_config={**fsdp, "reshard_after_forward": True},
         )
+        clock.start_memory()
         model = ViTForImageClassification.from_pretrained(folder)
         trainer = Trainer(model=model, args=arguments, train_dataset=make_images(), callbacks=[Tick()])
         trainer.train()
@@ -227,6 +243,7 @@ def measure(variant: str, folder: Path, ranks: int, steps: int) -> dict[str, flo
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     own = [str(Path(__file__).resolve()), "--variant", variant, "--model", str(folder)]
     command = [*launcher, *own, "--ranks", str(ranks), "--steps", str(steps)]
+    command += ["--image-size", str(CONFIG["image_size"])]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     found = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -245,12 +262,13 @@ def write_report(runs: dict[str, list[dict[str, float]]], ranks: int, steps: int
         "",
         (
             f"{ranks} ranks, {BATCH} images of {size} x {size} a rank and step, {steps} steps, {WARMUP} to warm up; "
-            f"{len(runs['ours'])} runs of each in turn. {platform.machine()}, {os.cpu_count()} CPUs, {versions}. "
+            f"{len(runs['ours'])} runs of each in turn, in changing order. {platform.machine()}, {os.cpu_count()} "
+            f"CPUs, {versions}. Peaks are those of rank 0, on CPUs what the process grows by after its imports. "
             "Medians over runs of the median step, with the smallest and largest; ratios are to the plain loop of the "
             "same turn."
         ),
         "",
-        "| | wall s a step | images/s | speed to plain, wall | speed to plain, CPU time | peak GiB of rank 0 |",
+        "| | wall s a step | images/s | speed to plain, wall | speed to plain, CPU time | peak GiB |",
         "|---|---|---|---|---|---|",
     ]
     for variant, found in runs.items():
@@ -262,7 +280,7 @@ def write_report(runs: dict[str, list[dict[str, float]]], ranks: int, steps: int
             f"{ranks * BATCH / statistics.median(walls):.1f}",
             _show(ratios["wall_s"], 2),
             _show(ratios["cpu_s"], 2),
-            f"{statistics.median(run['peak_gib'] for run in found):.2f}",
+            f"{statistics.median(run['peak_gib'] for run in found):.3f}",
         ]
         lines.append(f"| {variant} | {' | '.join(cells)} |")
     losses = [runs[name][0]["loss"] for name in ("ours", "plain")]
@@ -279,11 +297,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--image-size", type=int, default=CONFIG["image_size"], help="a multiple of 8")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    CONFIG["image_size"] = args.image_size
     if args.variant is not None:
         clock = Clock()
         loss = RUNS[args.variant](args.model, args.ranks, args.steps, clock)
@@ -292,8 +312,9 @@ def main() -> None:
     runs: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
     with tempfile.TemporaryDirectory() as name:
         build_model().save_pretrained(name)
-        for _ in range(args.repeats):
-            for variant in VARIANTS:
+        for turn in range(args.repeats):
+            order = [VARIANTS[(turn + i) % len(VARIANTS)] for i in range(len(VARIANTS))]
+            for variant in order if turn // len(VARIANTS) % 2 == 0 else reversed(order):
                 runs[variant].append(measure(variant, Path(name), args.ranks, args.steps))
                 print(variant, runs[variant][-1], flush=True)
     report = write_report(runs, args.ranks, args.steps)

@@ -14,13 +14,15 @@ from typing_extensions import override
 from lit_fsdp.shard_optimizer import to_local
 from lit_fsdp.strategy import FSDP2Strategy
 
+_EXACT = "average/"  # in extra_state, before the names of averages that the weights' own dtype would round
+
 
 class EMA(Callback):
     """Keep a moving average of the weights that train: it is validated, saved, tested and exported in their place.
 
     Each rank averages its own shards, so nothing is sent. The average takes 4 bytes for each parameter of the shard, in
     ``float32`` also where weights are not. Checkpoints hold the average as the weights, and beside it the weights that
-    training goes on with, at any number of ranks.
+    training goes on with, at any number of ranks; of weights in low precision also the average in ``float32``.
 
     Args:
         decay: How much of the average stays in a step: 0.999 averages over about 1,000 steps.
@@ -32,6 +34,7 @@ class EMA(Callback):
             raise ValueError(f"decay: got {decay}: expected above 0, below 1, such as 0.999")
         self.decay, self.warmup = decay, warmup
         self._averages: dict[str, Tensor] = {}
+        self._exact: dict[str, Tensor] = {}  # read from a checkpoint; NaN where it has none
         self._num_updates = self._last_step = 0
         self._kept: list[Tensor] | None = None  # what is to come back after an evaluation of the average
 
@@ -58,11 +61,15 @@ class EMA(Callback):
         trained = _find_trained(pl_module)
         self._averages = {name: p.detach().to(torch.float32, copy=True) for name, p in trained.items()}
         self._num_updates, self._last_step = 0, trainer.global_step
-        trainer.strategy.extra_state = self._averages
+        low = {name: self._averages[name] for name, p in trained.items() if p.dtype != torch.float32}
+        self._exact = {f"{_EXACT}{name}": torch.full_like(average, torch.nan) for name, average in low.items()}
+        trainer.strategy.extra_state = self._averages | self._exact
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(trainer.strategy, FSDP2Strategy)
         self._last_step = trainer.global_step
+        self._exact, trainer.strategy.extra_state = {}, self._averages  # nothing is loaded any more
 
     @override
     @torch.no_grad()
@@ -125,7 +132,8 @@ class EMA(Callback):
         if self._kept is not None:  # saved while the average is shown, as before a preemption
             weights = {name: weight.clone() for name, weight in weights.items()}
             torch._foreach_copy_([to_local(weight) for weight in weights.values()], self._kept)
-        checkpoint["extra_state"] = weights
+        low = [name for name, p in trained.items() if p.dtype != torch.float32]
+        checkpoint["extra_state"] = weights | {f"{_EXACT}{name}": self._averages[name] for name in low}
         names = {id(parameter): name for name, parameter in trained.items()}
         average = {  # under all names of what is tied
             _drop_wrapper(alias): self._averages[names[id(parameter)]].to(parameter.dtype)
@@ -145,10 +153,13 @@ class EMA(Callback):
             torch._foreach_copy_(averages, weights)
             return
         is_stored = self.state_key in checkpoint.get("callbacks", {})
-        for average, weight in zip(*self._list_pairs(pl_module), strict=True):
+        for name, average, weight in zip(self._averages, *self._list_pairs(pl_module), strict=True):
             loaded = weight.float().clone()  # the average, or what a run without one has saved
             if is_stored:
                 weight.copy_(average)  # where the strategy has put what lay beside
+                exact = self._exact.get(f"{_EXACT}{name}")
+                if exact is not None and not to_local(exact).isnan().all():
+                    loaded = to_local(exact)
             average.copy_(loaded)
 
     @override

@@ -114,7 +114,8 @@ def _draw_bars(plot: Plot, axes: Axes) -> None:
 
 def _draw_matrix(plot: Plot, matrix: Matrix, axes: Axes, *, is_wide: bool) -> None:
     """Color each cell by its share of the row, and write counts and names where there is room."""
-    shares = [[value / max(sum(row), 1) for value in row] for row in matrix.values]
+    totals = [max(sum(row), 1) for row in matrix.values]
+    shares = [[value / total for value in row] for row, total in zip(matrix.values, totals, strict=True)]
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest", aspect="equal")
     axes.figure.colorbar(image, ax=axes, label="share of the row")
     axes.set(xlabel=_plain(plot.x_label), ylabel=_plain(plot.y_label))

@@ -16,6 +16,7 @@ from lit_fsdp.tensor_files import compute_fingerprint
 
 BASE = "base"  # in the metadata of a checkpoint: the model below its adapters
 LORA = "lora"  # there too: the settings of the adapters
+IMAGE_SIZE = "image_size"  # there too: height and width to which position embeddings were interpolated
 _PATTERNS = ("model*.safetensors", "*.json")  # not copies in other layouts
 _PROCESSOR = ("preprocessor_config.json", "processor_config.json", "config.json")
 

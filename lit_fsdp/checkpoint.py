@@ -140,13 +140,18 @@ def load_checkpoint(
     meta: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=True)
     is_part = meta.get(LEAVES_OUT_FROZEN, False)
     if is_part and not getattr(model, "restores_frozen", False):
-        raise ValueError(f"{path} holds only what trained, and this model has no other weights; set pretrained")
+        raise ValueError(
+            f"{path} holds only what trained, and this model has no other weights; set pretrained "
+            "and lora as in the run that saved it"
+        )
     state: dict[str, Any] = {"state_dict": get_trained_state(model) if is_part else get_model_state_dict(model)}
     for i, optimizer in enumerate(optimizers):
         state[f"optimizer_{i}"] = get_optimizer_state_dict(model, optimizer, options=options)
     _check_model(path, state["state_dict"], stored, strict=strict)
     for i, optimizer in enumerate(optimizers):
         names = _list_state_names(state[f"optimizer_{i}"])
+        prefix = f"optimizer_{i}.param_groups."
+        check_same_groups(path, optimizer, len({k.split(".")[2] for k in stored if k.startswith(prefix)}))
         present = {key.removeprefix(f"optimizer_{i}.state.") for key in stored}
         check_same_optimizer(path, optimizer, (name for name in names if name not in present))
     if any(key.startswith(f"{EXTRA}.") for key in stored):
@@ -257,6 +262,25 @@ def check_same_optimizer(path: Path, optimizer: Optimizer, missing: Iterable[str
         raise ValueError(
             f"{path} has no {first} for {type(optimizer).__name__}: it was saved with another optimizer; resume it "
             "with the same optimizer.name"
+        )
+
+
+def check_same_groups(path: Path, optimizer: Optimizer, count: int) -> None:
+    """Refuse the state of parameters that were grouped otherwise, which would get learning rates of others.
+
+    Args:
+        path: Where it is from.
+        optimizer: Of the run.
+        count: How many groups were saved.
+
+    Raises:
+        ValueError: They are more, or fewer.
+    """
+    if count != len(optimizer.param_groups):
+        raise ValueError(
+            f"{path} holds {count} groups of parameters with learning rate and weight decay of their own, the run has "
+            f"{len(optimizer.param_groups)}: resume it with the layer_decay that it was saved with, and the same "
+            "parameters that train; or start a new run from its weights, which python -m lit_fsdp export writes"
         )
 
 

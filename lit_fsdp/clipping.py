@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
+# Without it, each to_local() would be a node for autograd: a tenth of the time of a small model's step.
+@torch.no_grad()
 def compute_grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """Return the norm of all gradients together as one float32 number, the same on every rank.
 
@@ -66,6 +68,7 @@ def clip_grad_norm(
     return norm
 
 
+@torch.no_grad()
 def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
     """Limit every gradient element to the range from ``-max_value`` to ``max_value``, in place.
 
@@ -78,6 +81,7 @@ def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
         torch._foreach_clamp_max_(gradients, max_value)
 
 
+@torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply every gradient by a number that may be on another device, in place."""
     for device, gradients in _group_by_device(parameters).items():

@@ -26,6 +26,7 @@ from lit_fsdp.hub_names import Part, list_saved_names, plan_parts
 from lit_fsdp.merging import AdaptedWeights, BaseWeights, find_aliases, open_base, read_lora, read_quantization
 from lit_fsdp.model_card import write_model_card
 from lit_fsdp.model_folder import ADAPTER_CONFIG, check_out, list_files, make_beside, write_model, write_small_files
+from lit_fsdp.positions import ResizedCheckpoint, explain_size, resize_positions
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_export import Quantizer
 
@@ -45,6 +46,7 @@ class Exported:
         num_parameters: Shared ones counted once; of adapters, theirs.
         dtype: Of the weights; of several, one that holds all their values.
         num_bytes: Of all weights.
+        notes: Sentences that whoever uses it should read.
     """
 
     checkpoint: Path
@@ -53,6 +55,7 @@ class Exported:
     num_parameters: int
     dtype: str
     num_bytes: int
+    notes: tuple[str, ...] = ()
 
 
 def export_model(
@@ -100,12 +103,14 @@ def export_model(
     folder = open_base(stored, base) if merge or (LORA in stored.meta and needs_base(read_lora(stored))) else None
     if folder is not None:
         check_out(out, source, folder, overwrite=overwrite)
+    if LORA in stored.meta and not merge:
+        return _export_adapter(stored, out, folder, dtype)
+    stored = resize_positions(stored)
+    max_bytes = int(max_shard_gb * 1e9)
     if merge:
         assert folder is not None
-        return _export_merged(stored, out, folder, dtype, quantization, max_bytes=int(max_shard_gb * 1e9))
-    if LORA in stored.meta:
-        return _export_adapter(stored, out, folder, dtype)
-    return _export_whole(stored, out, dtype, quantization, max_bytes=int(max_shard_gb * 1e9))
+        return _export_merged(stored, out, folder, dtype, quantization, max_bytes=max_bytes)
+    return _export_whole(stored, out, dtype, quantization, max_bytes=max_bytes)
 
 
 def _check_combination(
@@ -163,7 +168,13 @@ def _export_whole(
         _write_rest(folder, stored, out.name, model, name, num_parameters, **changes)
         files = list_files(folder)
     return Exported(
-        checkpoint=stored.path, folder=out, files=files, num_parameters=num_parameters, dtype=name, num_bytes=num_bytes
+        checkpoint=stored.path,
+        folder=out,
+        files=files,
+        num_parameters=num_parameters,
+        dtype=name,
+        num_bytes=num_bytes,
+        notes=explain_size(stored),
     )
 
 
@@ -214,11 +225,18 @@ def _export_adapter(stored: StoredCheckpoint, out: Path, base: Path | None, dtyp
             meta=stored.meta,
             run=find_run(stored.path),
             is_adapter=True,
+            notes=explain_size(stored),
         )
         (folder / "README.md").write_text(card)
         names = list_files(folder)
     return Exported(
-        checkpoint=stored.path, folder=out, files=names, num_parameters=num_parameters, dtype=name, num_bytes=num_bytes
+        checkpoint=stored.path,
+        folder=out,
+        files=names,
+        num_parameters=num_parameters,
+        dtype=name,
+        num_bytes=num_bytes,
+        notes=explain_size(stored),
     )
 
 
@@ -243,18 +261,28 @@ def _export_merged(
         _write_rest(folder, stored, out.name, model, name, num_parameters, **changes)
         files = list_files(folder)
     return Exported(
-        checkpoint=stored.path, folder=out, files=files, num_parameters=num_parameters, dtype=name, num_bytes=num_bytes
+        checkpoint=stored.path,
+        folder=out,
+        files=files,
+        num_parameters=num_parameters,
+        dtype=name,
+        num_bytes=num_bytes,
+        notes=explain_size(stored),
     )
 
 
 def _read_merged(weights: AdaptedWeights, base: BaseWeights, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
+    stored = weights.checkpoint
     for name, like in wanted.items():
         if name in weights.trained:
-            tensors |= weights.checkpoint.read({name: like})
+            tensors |= stored.read({name: like})
             continue
         tensor = base.read(name)
-        tensors[name] = (weights.merge(name, tensor) if name in weights.layers else tensor).to(like.dtype)
+        tensor = weights.merge(name, tensor) if name in weights.layers else tensor
+        if isinstance(stored, ResizedCheckpoint) and name == stored.positions.name:
+            tensor = stored.positions.interpolate(tensor)
+        tensors[name] = tensor.to(like.dtype)
     return tensors
 
 
@@ -299,5 +327,6 @@ def _write_rest(
         num_parameters=num_parameters,
         meta=stored.meta,
         run=find_run(stored.path),
+        notes=explain_size(stored),
     )
     (folder / "README.md").write_text(card)

@@ -32,6 +32,8 @@ def run_export(args: Sequence[str]) -> int:
     print(f"folder      {exported.folder}")
     print(f"files       {', '.join(exported.files)}")
     print(f"model       {exported.num_parameters:,} parameters, {exported.dtype}, {exported.num_bytes / 2**30:.3f} GiB")
+    for note in exported.notes:
+        print(f"note        {note}")
     return 0
 
 

@@ -21,6 +21,7 @@ def write_model_card(
     meta: Mapping[str, Any],
     run: Path | None,
     is_adapter: bool = False,
+    notes: Sequence[str] = (),
 ) -> str:
     """Return the text of a ``README.md`` as the Hugging Face Hub shows it.
 
@@ -32,6 +33,7 @@ def write_model_card(
         meta: What the checkpoint holds beside tensors.
         run: The folder of the run, for its ``config.yaml`` and ``metrics.csv``, where they are known.
         is_adapter: Whether it is only what is added to the base model that ``meta`` names.
+        notes: What else to say, before the metrics.
     """
     seen = meta.get("targets_seen")
     after = f" after {seen:,.0f} target tokens" if seen and architecture.endswith("ForCausalLM") else ""
@@ -51,6 +53,7 @@ def write_model_card(
     ]
     if is_adapter and base is not None:
         lines += _explain_loading(name, base, architecture, meta[LORA]["modules_to_save"])
+    lines += [line for note in notes for line in ("", note)]
     if metrics := _read_metrics(run, step):
         lines += ["", "## Metrics", "", "| metric | value | step |", "|---|---|---|"]
         lines += [f"| {key} | {value:.6g} | {at:,} |" for key, (value, at) in sorted(metrics.items())]

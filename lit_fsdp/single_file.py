@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from lit_fsdp.checkpoint import agree, check_same_optimizer, to_plain
+from lit_fsdp.checkpoint import agree, check_same_groups, check_same_optimizer, to_plain
 
 _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -84,6 +84,7 @@ def load_single_file(path: Path, model: nn.Module, optimizers: Sequence[Optimize
 
     def name_states() -> None:
         for i, optimizer in enumerate(optimizers if is_first else []):
+            check_same_groups(path, optimizer, len(checkpoint["optimizer_states"][i]["param_groups"]))
             states[i] = _name_state(checkpoint["optimizer_states"][i], present[i])
             _check_optimizer(path, optimizer, states[i], present[i])
 

@@ -116,6 +116,7 @@ class Task(LightningModule):
         self._step_loss: Tensor | None = None
         self._rank_loss: Tensor | None = None
         self._grad_norm: Tensor | None = None
+        self._parameters_of_step: list[nn.Parameter] | None = None  # listing them takes longer than scaling them
 
     # Model
 
@@ -232,12 +233,17 @@ class Task(LightningModule):
     def find_grad_norm(self) -> Tensor:
         """Return the norm of all gradients before clipping, computed once a step. All ranks must call it."""
         if self._grad_norm is None:
-            self._grad_norm = compute_grad_norm(self.parameters())
+            self._grad_norm = compute_grad_norm(self._list_parameters())
         return self._grad_norm
+
+    def _list_parameters(self) -> list[nn.Parameter]:
+        if self._parameters_of_step is None:
+            self._parameters_of_step = list(self.parameters())
+        return self._parameters_of_step
 
     @override
     def on_after_backward(self) -> None:
-        self._grad_norm = None  # of other gradients
+        self._grad_norm = self._parameters_of_step = None  # of other gradients
         # Private, seen in lightning 2.6.6: whether another micro-batch of this step follows.
         if self._step_sums is None or self.trainer.fit_loop._should_accumulate():
             return
@@ -249,7 +255,7 @@ class Task(LightningModule):
         self._step_loss = sums[0] / num_targets
         self.targets_seen = self.targets_seen + sums[1]
         factor = self.trainer.world_size * self.trainer.accumulate_grad_batches * LOSS_UNIT / num_targets
-        scale_gradients(self.parameters(), factor)
+        scale_gradients(self._list_parameters(), factor)
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -275,9 +281,9 @@ class Task(LightningModule):
         if not gradient_clip_val:
             return
         if gradient_clip_algorithm == "value":
-            clip_grad_value(self.parameters(), float(gradient_clip_val))
+            clip_grad_value(self._list_parameters(), float(gradient_clip_val))
         else:
-            clip_grad_norm(self.parameters(), float(gradient_clip_val), norm=self._grad_norm)
+            clip_grad_norm(self._list_parameters(), float(gradient_clip_val), norm=self._grad_norm)
 
     @override
     def optimizer_step(

@@ -1,5 +1,8 @@
 """Trains tiny image classifiers under the Trainer on forked ranks, and in a plain torch loop to compare with."""
 
+import io
+import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from training import GLOBAL_BATCH, NUM_STEPS, OPTIMIZER, Recorder, Result, build
 from transformers import AutoConfig, AutoModelForImageClassification
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.tasks import ImageClassification, Schedule
+from lit_fsdp.tasks import ImageClassification, ImageData, Pixels, Schedule
 from lit_fsdp.tasks.loading import build_train_loader
 from ranks import run_ranks
 
@@ -133,3 +136,38 @@ def write_folder(folder: Path, counts: dict[str, int], *, size: tuple[int, int] 
             grey = 40 + 70 * number + generator.integers(0, 20, (size[1], size[0], 3))
             Image.fromarray(grey.astype(np.uint8)).save(folder / name / f"{i:03d}.png")
     return folder
+
+
+def make_data(folder: Path, **options: Any) -> ImageData:
+    """Return 25 images to train on and 9 to test on, of three classes."""
+    if not (folder / "train").exists():
+        write_folder(folder / "train", {"cat": 9, "dog": 8, "eel": 8})
+        write_folder(folder / "test", {"cat": 4, "dog": 2, "eel": 3})
+    train, test = str(folder / "train"), str(folder / "test")
+    settings: dict[str, Any] = {
+        "train": train,
+        "validation": test,
+        "test": test,
+        "predict": test,
+        "processor": Pixels(size=SIZE),
+    }
+    return ImageData(**{**settings, "batch_size": 2, "num_workers": 0, **options})
+
+
+def list_files(folder: Path) -> list[tuple[str, str]]:
+    """Return images below a folder, and their classes."""
+    return [(str(p.relative_to(folder)), p.parent.name) for p in sorted(folder.rglob("*.png"))]
+
+
+def write_shards(folder: Path, out: Path, suffix: str = "cls") -> str:
+    """Write the images of a folder into two tar files in the layout of WebDataset; return their pattern."""
+    files = list_files(folder)
+    for shard in range(2):
+        with tarfile.open(out / f"part-{shard:03d}.tar", "w") as tar:
+            for i, (name, label) in enumerate(files[shard * 4 : shard * 4 + 4]):
+                text = label.encode() if suffix == "cls" else json.dumps({"label": label}).encode()
+                for ending, content in (("png", (folder / name).read_bytes()), (suffix, text)):
+                    info = tarfile.TarInfo(f"a/{shard}{i}.{ending}")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+    return str(out / "part-{000..001}.tar")

@@ -31,7 +31,7 @@ LAYERS = [
     {"base_model", "advice", "assembly", "unit_timeline"},
     {"checkpoint", "last_checkpoint", "hub_names", "tensor_writer", "model_card", "quantized_export", "step_time"},
     {"single_file", "checkpoint_reader", "model_folder"},
-    {"merging"},
+    {"merging", "positions"},
     {"export_adapter"},
     {"precision_plugin", "lightning_internals", "checkpoint_writer", "export"},
     {"work"},

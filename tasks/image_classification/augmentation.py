@@ -21,8 +21,8 @@ class Augmentation:
     """How training images are changed; evaluation never changes them.
 
     What is drawn for an image depends on the seed, the epoch and its number in the data alone, so a run is the same
-    at any number of ranks and workers, and after a resume. ``policy``, ``color_jitter`` and ``erasing`` come from
-    torchvision where it is installed, else from kornia: ``pip install -e ".[vision]"``.
+    at any number of ranks and workers, and after a resume. ``policy`` and ``color_jitter`` come from torchvision where
+    it is installed, else from kornia: ``pip install -e ".[vision]"``.
 
     Args:
         crop_scale: Cut out a random part of this share of the area, and resize it to the model's size. ``[1, 1]``
@@ -77,7 +77,7 @@ class Augmentation:
     @property
     def needs_library(self) -> bool:
         """Whether another package does part of it."""
-        return self.policy != "none" or self.color_jitter > 0 or self.erasing > 0
+        return self.policy != "none" or self.color_jitter > 0
 
 
 def find_library() -> Literal["torchvision", "kornia"]:
@@ -92,7 +92,7 @@ def find_library() -> Literal["torchvision", "kornia"]:
         if find_spec(name) is not None:
             return name
     raise ValueError(
-        "augmentation: policy, color_jitter and erasing need torchvision or kornia: "
+        "augmentation: policy and color_jitter need torchvision or kornia: "
         'pip install -e ".[vision]"; or leave them out'
     )
 

@@ -46,9 +46,9 @@ class ImageData(LightningDataModule):
 
     A source is a folder with one folder of images for each class, a ``.csv``, ``.jsonl`` or ``.parquet`` manifest with
     paths (Parquet also with the images themselves), tar shards in the layout of WebDataset (a file, a folder of them,
-    or a pattern such as ``data-{000..012}.tar``), a folder written by ``datasets.save_to_disk``, a data set on the Hub
-    as ``org/name`` or ``org/name:config``, or ``digits``: the 1,797 handwritten digits of scikit-learn, without a
-    download.
+    or a pattern such as ``data-{000..012}.tar``, also behind a URL that fsspec reads), a folder written by
+    ``datasets.save_to_disk``, a data set on the Hub as ``org/name`` or ``org/name:config``, or ``digits``: the 1,797
+    handwritten digits of scikit-learn, without a download.
 
     Evaluation counts every image once at any number of ranks. What the model sees there is made by an image processor
     of Transformers, which is exported with the model.
@@ -57,7 +57,8 @@ class ImageData(LightningDataModule):
         train: Source to train on.
         validation: Source to validate on.
         test: Source to test on.
-        predict: Source of images to classify; labels are not needed. A folder may hold the images themselves.
+        predict: Source of images to classify; labels are not needed. A folder may hold the images themselves,
+            and one image will do.
         validation_fraction: Without ``validation``, hold out this share of the training images, always the same.
         train_split: Which split of a data set to train on, such as ``train[:1%]``; ``train`` if not given.
         validation_split: The same for ``validation``; ``validation`` if not given.
@@ -362,10 +363,3 @@ def _hold_out(num_images: int, fraction: float, *, is_held_out: bool) -> np.ndar
         raise ValueError(f"validation_fraction: {fraction} of {num_images} images leaves none to train on; lower it")
     order = np.random.default_rng(HELD_OUT_SEED).permutation(num_images)
     return np.sort(order[:num_held_out] if is_held_out else order[num_held_out:])
-
-
-def warn_of_problems(batch: Batch) -> int:
-    """Name the bad images of a batch, on the rank that met them; return how many there are."""
-    for problem in batch.get("problems", ()):
-        warnings.warn(f"skipped: {problem}", stacklevel=2)
-    return len(batch.get("problems", ()))

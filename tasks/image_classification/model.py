@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,24 @@ from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.pretrained import drop_quantization
 
 BACKBONE = "backbone"  # in freeze: all but the head
+
+
+def find_classes(data: Any, num_classes: int | None) -> list[str]:
+    """Return the names of the classes, in the order of the model's outputs.
+
+    Args:
+        data: The data module, which may have them in ``classes``.
+        num_classes: How many there are, if the data does not say it.
+
+    Raises:
+        ValueError: Neither says it, or they contradict each other.
+    """
+    names = list(data.classes) if hasattr(data, "classes") else None
+    if names is None and num_classes is None:
+        raise ValueError("num_classes: not set, and the data has no classes; set it")
+    if names is not None and num_classes not in (None, len(names)):
+        raise ValueError(f"num_classes: got {num_classes}: the data has {len(names)} classes; leave it out")
+    return names or [str(i) for i in range(num_classes or 0)]
 
 
 def read_config(
@@ -41,6 +58,7 @@ def read_config(
                 f"drop_path: got {drop_path}: {type(config).__name__} has no stochastic depth; leave it out"
             )
         config.drop_path_rate = drop_path
+    config.num_labels = len(class_names)  # which some have beside their names
     config.id2label = dict(enumerate(class_names))
     config.label2id = {name: i for i, name in enumerate(class_names)}
     return config
@@ -78,12 +96,14 @@ def build_classifier(config: PreTrainedConfig, attention: str | None) -> PreTrai
         ValueError: Transformers classifies no images with this model, or has no such attention for it.
     """
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+    # Of several classifiers of one architecture, Transformers takes the first, but not where nothing is set.
+    config.architectures = config.architectures or []
     try:
         with torch.device("meta"):
             return AutoModelForImageClassification.from_config(config, dtype=torch.float32, **options)
     except (ImportError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        if "attention" in str(error) and attention is not None:
+        if "attention" in str(error).lower() and attention is not None:
             raise ValueError(f"attention: got {attention!r}: {reason}; leave it out") from error
         raise ValueError(f"{type(config).__name__}: no image classifier: {reason[:200]}") from error
 
@@ -104,31 +124,40 @@ def find_head(config: PreTrainedConfig, model: PreTrainedModel) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[0] for name in found))
 
 
-def check_size(config: PreTrainedConfig, model: PreTrainedModel, size: tuple[int, int]) -> bool:
-    """Return whether position embeddings must be interpolated to images of this size.
+def check_size(config: PreTrainedConfig, size: tuple[int, int]) -> bool:
+    """Return whether the model must be told to interpolate its position embeddings to images of this size.
 
     Args:
         config: That the model was built from.
-        model: On the meta device.
         size: Height and width of the images.
 
     Raises:
-        ValueError: They must be, and the model cannot.
+        ValueError: It takes no such images.
     """
-    given = getattr(config, "image_size", None)
+    # Not the model itself, which may have an attention that only works on a GPU.
+    model = build_classifier(type(config).from_dict(config.to_dict()), None).eval()
+    pixels = torch.empty(1, 3, *size, device="meta")
+    reason = ""
+    for options in ({}, {"interpolate_pos_encoding": True}):  # some always do
+        try:
+            _ = model(pixel_values=pixels, **options).logits
+            return bool(options)
+        except (ValueError, RuntimeError, TypeError, AttributeError) as error:
+            reason = reason or (str(error).splitlines() or [type(error).__name__])[0][:200]
+            if "meta" in reason or isinstance(error, NotImplementedError):  # cannot be told without values
+                return False
+    given = getattr(_find_vision(config), "image_size", None)
     own = (given, given) if isinstance(given, int) else tuple(given or size)
-    if own == size or not _list_changed(config, model, image_size=2 * max(own)):
-        return False
-    can_choose = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
-    pixels = torch.empty(1, getattr(config, "num_channels", 3), *size, device="meta")
-    try:
-        model(pixel_values=pixels, **({"interpolate_pos_encoding": True} if can_choose else {}))
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"data.processor: images become {size[0]} x {size[1]} pixels, and {type(model).__name__} takes "
-            f"{own[0]} x {own[1]}; set the size of the processor to that, or image_size of config"
-        ) from error
-    return can_choose
+    fix = "it cannot be trained here: its inputs are not the pixels of color images"
+    if own != size:
+        fix = f"it takes {own[0]} x {own[1]}; set the size of the processor to that, or image_size of config"
+    name = type(model).__name__
+    raise ValueError(f"data.processor: images become {size[0]} x {size[1]} pixels, and {name} says: {reason}: {fix}")
+
+
+def _find_vision(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the part of a configuration that is about images: models such as CLIP read texts too."""
+    return getattr(config, "vision_config", None) or config
 
 
 def _list_changed(config: PreTrainedConfig, model: PreTrainedModel, **changes: Any) -> list[str]:
@@ -140,13 +169,14 @@ def _list_changed(config: PreTrainedConfig, model: PreTrainedModel, **changes: A
     return [name for name, p in model.named_parameters() if p.shape != shapes.get(name)]
 
 
-def keeps_head(pretrained: str | None, head: str, class_names: Sequence[str]) -> bool:
+def keeps_head(pretrained: str | None, head: str, class_names: Sequence[str], *, is_told: bool = True) -> bool:
     """Return whether the head of a pretrained model stays.
 
     Args:
         pretrained: Name or folder of the model.
         head: ``keep``, ``new``, or ``auto``: if it was trained for these classes in this order.
         class_names: Of the data, in the order of its labels.
+        is_told: Warn if a head that is there is drawn anew.
 
     Raises:
         ValueError: It shall stay, and cannot be for these classes.
@@ -168,12 +198,20 @@ def keeps_head(pretrained: str | None, head: str, class_names: Sequence[str]) ->
         return True
     if not (stored.architectures or [""])[0].endswith("ForImageClassification"):
         return False
-    if names != list(class_names):
+    if names != list(class_names) and is_told:
         rank_zero_warn(
             f"head: drawn anew: {pretrained} was trained for {len(names)} classes ({', '.join(names[:5])} ...), the "
             f"data has {len(class_names)} ({', '.join(class_names[:5])} ...)"
         )
     return names == list(class_names)
+
+
+def warn_of_batch_norm(model: nn.Module) -> None:
+    """Say that statistics over a batch are those of one rank, where a model has some."""
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        rank_zero_warn(
+            f"{type(model).__name__} has BatchNorm: each rank normalizes by, and keeps, statistics of its own"
+        )
 
 
 def rest_frozen(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Tar shards in the layout of WebDataset, read in place by an index: nothing is unpacked."""
+"""Tar shards in the layout of WebDataset, read in place by an index, also over a network: nothing is unpacked."""
 
 from __future__ import annotations
 
@@ -6,38 +6,49 @@ import glob
 import json
 import re
 import tarfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from PIL import Image
 
+from lit_fsdp.checkpoint import agree
 from lit_fsdp.tasks.image_classification.sources import SUFFIXES, Images, decode
 
 _LABELS = ("cls", "label", "json")  # endings of members that say the class
 _MAX_LABEL_BYTES = 1 << 20
+_TRIES, _WAIT_S = 4, 0.5  # of a part over a network; each wait is twice that before
+
+_Place = tuple[int, int, int, str]  # shard, offset and size of the image, name of the member
 
 
 def read_shards(source: str) -> Images:
     """Return the images of tar files, in the order in which they lie there.
 
     Members with one name but for the ending are one sample: an image, and its class in ``.cls`` (a number or
-    name) or ``.json`` (its field ``label`` or ``cls``). Headers are read once, images when they are needed, from their
-    place in the file: so samples are shuffled, resumed and counted as those of any other source.
+    name) or ``.json`` (its field ``label`` or ``cls``). Headers are read once, each shard's by one rank, images when
+    they are needed, from their place in the file: so samples are shuffled, resumed and counted as those of any other
+    source. All ranks must call it.
 
     Args:
-        source: A tar file, a folder of them, or a pattern such as ``shard-*.tar`` or ``shard-{000..012}.tar``.
+        source: A tar file, a folder of them, or a pattern such as ``shard-*.tar`` or ``shard-{000..012}.tar``; or a
+            URL that fsspec knows, such as ``https://``, ``hf://`` or ``s3://``, of the same form.
 
     Raises:
         ValueError: There are none, or samples that lack what others have.
     """
-    paths = _list_paths(source)
-    places: list[tuple[int, int, int, str]] = []  # shard, offset and size of the image, name of the member
+    shards = _list_shards(source)
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    own = range(rank, len(shards), world_size)
+    parts = agree(lambda: {number: list(_read_index(shards[number])) for number in own})
+    indices = {number: index for part in parts for number, index in part.items()}
+    places: list[_Place] = []
     labels: list[str] = []
-    for number, path in enumerate(paths):
-        for name, offset, size, label in _read_index(path):
-            places.append((number, offset, size, name))
-            if label is not None:
-                labels.append(label)
+    for number in range(len(shards)):
+        places += [(number, offset, size, name) for name, offset, size, _ in indices[number]]
+        labels += [label for *_, label in indices[number] if label is not None]
     if not places:
         raise ValueError(f"{source}: no images: expected members such as 000.jpg and 000.cls")
     if labels and len(labels) != len(places):
@@ -47,28 +58,77 @@ def read_shards(source: str) -> Images:
 
     def open_image(i: int) -> Image.Image:
         number, offset, size, _ = places[i]
-        with paths[number].open("rb") as file:  # not kept open: workers are forked, and would share its position
-            file.seek(offset)
-            return decode(file.read(size))
+        return decode(_read_part(shards[number], offset, size))
 
     return Images(
-        locate=lambda i: f"{paths[places[i][0]]} member {places[i][3]}",
+        locate=lambda i: f"{shards[places[i][0]]} member {places[i][3]}",
         open=open_image,
         labels=labels or None,
         num_images=len(places),
     )
 
 
-def _list_paths(source: str) -> list[Path]:
+def is_url(source: str) -> bool:
+    """Whether a source is not a path of this machine."""
+    return "://" in source
+
+
+def _list_shards(source: str) -> list[str]:
+    if is_url(source):
+        return _list_urls(source)
     path = Path(source).expanduser()
     if path.is_dir():
-        return sorted(path.glob("*.tar"))
+        return [str(file) for file in sorted(path.glob("*.tar"))]
     names = list(_expand_braces(str(path)))
-    found = [Path(hit) for name in names for hit in (sorted(glob.glob(name)) if "*" in name else [name])]  # noqa: PTH207
-    missing = [str(name) for name in found if not name.is_file()]
+    found = [hit for name in names for hit in (sorted(glob.glob(name)) if "*" in name else [name])]  # noqa: PTH207
+    missing = [name for name in found if not Path(name).is_file()]
     if missing or not found:
         raise ValueError(f"{missing[0] if missing else source}: no such file, of {len(found)} shards of {source}")
     return found
+
+
+def _list_urls(source: str) -> list[str]:
+    found: list[str] = []
+    for url in _expand_braces(source):
+        pattern = url if url.endswith(".tar") else f"{url.rstrip('/')}/*.tar"
+        if "*" not in pattern:
+            found.append(pattern)
+            continue
+        files, path = _find_files(pattern)
+        found += [str(files.unstrip_protocol(hit)) for hit in sorted(files.glob(path))]
+    if not found:
+        raise ValueError(f"{source}: no .tar files there")
+    return found
+
+
+def _find_files(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, of this process, and the path in it."""
+    from fsspec.core import url_to_fs
+
+    try:
+        return url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"{url}: not to be read: {str(error).splitlines()[0]}") from error
+
+
+def _read_part(shard: str, offset: int, size: int) -> bytes:
+    """Return a part of a shard. One over a network that does not answer ends the run: it is no bad image."""
+    if not is_url(shard):
+        with Path(shard).open("rb") as file:  # not kept open: workers are forked, and would share its position
+            file.seek(offset)
+            return file.read(size)
+    for attempt in range(_TRIES):
+        try:
+            files, path = _find_files(shard)
+            data = bytes(files.cat_file(path, start=offset, end=offset + size))
+            if len(data) == size:
+                return data
+            reason = f"{len(data)} bytes came"
+        except Exception as error:  # noqa: BLE001  of any library that a file system is made with
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+        if attempt < _TRIES - 1:
+            time.sleep(_WAIT_S * 2**attempt)
+    raise RuntimeError(f"{shard}: {size} bytes at {offset} could not be read, tried {_TRIES} times: {reason}")
 
 
 def _expand_braces(pattern: str) -> Iterator[str]:
@@ -82,13 +142,29 @@ def _expand_braces(pattern: str) -> Iterator[str]:
         yield from _expand_braces(f"{pattern[: found.start()]}{number:0{len(first)}d}{pattern[found.end() :]}")
 
 
-def _read_index(path: Path) -> Iterator[tuple[str, int, int, str | None]]:
+def _read_index(shard: str) -> Iterator[tuple[str, int, int, str | None]]:
     """Yield name, offset, size and label of each image of a shard."""
+    if not is_url(shard):
+        with Path(shard).open("rb") as file:
+            yield from _read_members(shard, file)
+        return
+    files, path = _find_files(shard)
+    try:
+        with files.open(path, "rb") as file:
+            yield from _read_members(shard, file)
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0].removeprefix(f"{shard}: ")
+        raise ValueError(
+            f"{shard}: not to be read in parts: {reason}; see whether it is there, or download it"
+        ) from error
+
+
+def _read_members(path: str, file: Any) -> Iterator[tuple[str, int, int, str | None]]:
     image: tuple[str, int, int] | None = None
     label: str | None = None
     key = ""
     try:
-        with tarfile.open(path, "r:") as tar:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
                 if not member.isfile():
                     continue

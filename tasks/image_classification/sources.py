@@ -89,6 +89,12 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
     """
     if source == DIGITS:
         return _load_digits(split or ("train" if split_of == "train" else "test"))
+    if "://" in source:
+        if split is not None:
+            raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
+        from lit_fsdp.tasks.image_classification.shards import read_shards
+
+        return read_shards(source)
     path = Path(source).expanduser()
     is_set = path.is_dir() and any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
     if is_set or not (path.exists() or any(c in source for c in "*{")):
@@ -99,6 +105,8 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
         raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
     if path.is_dir() and not any(path.glob("*.tar")):
         return _list_folder(path)
+    if path.suffix.lower() in SUFFIXES and path.is_file():
+        return _open_files([path], None)
     if path.suffix in _MANIFESTS:
         return _read_manifest(path, fields, needs_labels=split_of != "predict")
     if path.is_dir() or path.suffix == ".tar" or source.endswith("}") or "*" in source:

@@ -2,45 +2,52 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any, Literal, Self
 
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import override
 
 from lit_fsdp.adapters import LoRA, clean_name
-from lit_fsdp.base_model import BASE, LORA, describe_base, fetch_config, fetch_pretrained, find_pretrained
+from lit_fsdp.base_model import BASE, IMAGE_SIZE, LORA, describe_base, fetch_config, fetch_pretrained, find_pretrained
 from lit_fsdp.checkpoint_reader import EXPORT
-from lit_fsdp.export_adapter import describe_adapters
-from lit_fsdp.model_folder import ADAPTER_CONFIG
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_files import read_quantization
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.base import Schedule, Task
-from lit_fsdp.tasks.image_classification.data import Batch, warn_of_problems
+from lit_fsdp.tasks.image_classification.checkpoint import (
+    CLASSES,
+    LAYER_DECAY,
+    check_classes,
+    check_layer_decay,
+    collect_export_files,
+)
+from lit_fsdp.tasks.image_classification.data import Batch
 from lit_fsdp.tasks.image_classification.metrics import IGNORED, Evaluation, Metrics
 from lit_fsdp.tasks.image_classification.mixing import Mixing, mix
 from lit_fsdp.tasks.image_classification.model import (
     build_classifier,
     check_size,
     compute_depths,
+    find_classes,
     find_head,
     freeze_modules,
     keeps_head,
     measure_images,
     read_config,
     rest_frozen,
+    warn_of_batch_norm,
 )
-from lit_fsdp.tasks.image_classification.preprocessing import PROCESSOR_FILE
+from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing
+from lit_fsdp.tasks.image_classification.skipped import SkippedImages
 from lit_fsdp.tasks.pretrained import check_base, check_lora, choose_quantization, plan_quantization
 from lit_fsdp.weights import init_weights, load_weights
 
-CLASSES = "classes"  # in the metadata of a checkpoint: their names, in the order of the model's outputs
 _PLANNED_CLASSES = 1000  # where a plan cannot know
 
 
@@ -50,7 +57,8 @@ class ImageClassification(Task):
     The head is made anew for the classes of the data, unless the model was trained for just these. Metrics:
     ``train/loss`` over all images of a step, ``train/grad_norm``, ``train/learning_rate``, ``train/samples_seen``; and
     of ``val/`` and ``test/`` ``loss``, ``top1_pct``, ``top5_pct``, ``class_accuracy_pct`` (mean over classes) and
-    ``calibration_error_pct`` (expected, 15 bins), in which every image counts once.
+    ``calibration_error_pct`` (expected, 15 bins), in which every image counts once. ``skipped_images`` counts those of
+    an epoch that could not be decoded, if there were any.
 
     Args:
         pretrained: Model name on the Hugging Face Hub, or a folder with ``config.json`` and safetensors.
@@ -103,10 +111,11 @@ class ImageClassification(Task):
         self.val_metrics: Metrics | None = None
         self.test_metrics: Metrics | None = None
         self.evaluation: dict[str, Evaluation] = {}  # the last one of val and test, read by the report
-        self.num_skipped = 0
+        self._skipped = SkippedImages()
         self._head: list[str] = []
         self._depths: dict[str, int] = {}
         self._is_planned = self._interpolates = self._keeps_head = False
+        self._image_size = (0, 0)
         self._class_names: list[str] | None = None
         self._base: dict[str, Any] | None = None
 
@@ -169,19 +178,10 @@ class ImageClassification(Task):
 
     @override
     def setup(self, stage: str) -> None:
-        self._class_names = self._find_classes()
+        self._class_names = find_classes(getattr(self.trainer, "datamodule", None), self.num_classes)
         is_stored = self.pretrained is not None and read_quantization(find_pretrained(self.pretrained)) is not None
         if stage == "fit" and (is_stored or self.quantization is not None) and self.lora is None:
             raise ValueError("quantization: quantized weights cannot be trained; set lora, such as {r: 16}")
-
-    def _find_classes(self) -> list[str]:
-        data: Any = getattr(self.trainer, "datamodule", None)
-        names = list(data.classes) if hasattr(data, "classes") else None
-        if names is None and self.num_classes is None:
-            raise ValueError("num_classes: not set, and the data has no classes; set it")
-        if names is not None and self.num_classes not in (None, len(names)):
-            raise ValueError(f"num_classes: got {self.num_classes}: the data has {len(names)} classes; leave it out")
-        return names or [str(i) for i in range(self.num_classes or 0)]
 
     @override
     def configure_model(self) -> None:
@@ -190,10 +190,11 @@ class ImageClassification(Task):
         config = self.read_config()
         model = build_classifier(config, self.attention)
         self._head = find_head(config, model)
-        self._keeps_head = keeps_head(self.pretrained, self.head, self.class_names)
-        if data := getattr(self.trainer, "datamodule", None):
-            size = getattr(getattr(data, "preprocessing", None), "size", None)
-            self._interpolates = size is not None and check_size(config, model, size)
+        is_fit = self.trainer.state.fn == TrainerFn.FITTING
+        self._keeps_head = keeps_head(self.pretrained, self.head, self.class_names, is_told=is_fit)
+        if preprocessing := self._find_preprocessing():
+            self._image_size = preprocessing.size
+            self._interpolates = check_size(config, preprocessing.size)
         if self.pretrained is not None:
             choose = plan_quantization if self._is_planned else choose_quantization
             self.quantization = choose(find_pretrained(self.pretrained), model, self.quantization)
@@ -205,12 +206,12 @@ class ImageClassification(Task):
         depths, last = compute_depths(model)
         self._depths = {clean_name(name): last - depth for name, depth in depths.items()}
         self.val_metrics, self.test_metrics = (Metrics(len(self.class_names)) for _ in range(2))
-        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-            rank_zero_warn(
-                f"{type(model).__name__} has BatchNorm: each rank normalizes by, and keeps, statistics of its own"
-            )
+        warn_of_batch_norm(model)
         self.model = model  # not before all is well: other strategies could not move it away
         self.finish_model()
+
+    def _find_preprocessing(self) -> Preprocessing | None:
+        return getattr(getattr(self.trainer, "datamodule", None), "preprocessing", None)
 
     def read_config(self) -> PreTrainedConfig:
         """Return the model's configuration, with the classes."""
@@ -285,16 +286,14 @@ class ImageClassification(Task):
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         pixels, labels = batch["pixel_values"], batch["labels"]
-        self.num_skipped += warn_of_problems(batch)
+        self._skipped.add("train", batch)
         is_valid = labels != IGNORED
         if self.mixing is None:
             loss_sum = self.sum_losses(self.compute_logits(pixels), labels, self.label_smoothing)
             return self.weigh_loss(loss_sum, is_valid.sum())
         mixed = mix(pixels, is_valid, self.mixing)
-        logits = self.compute_logits(mixed.pixels)
-        own, other = (
-            self.sum_losses(logits, targets, self.label_smoothing) for targets in (labels, labels[mixed.partners])
-        )
+        logits, pair = self.compute_logits(mixed.pixels), (labels, labels[mixed.partners])
+        own, other = (self.sum_losses(logits, targets, self.label_smoothing) for targets in pair)
         return self.weigh_loss(mixed.share * own + (1 - mixed.share) * other, is_valid.sum())
 
     @override
@@ -307,7 +306,7 @@ class ImageClassification(Task):
 
     def _evaluate(self, stage: Literal["val", "test"], batch: Batch, metrics: Metrics | None) -> None:
         assert metrics is not None
-        self.num_skipped += warn_of_problems(batch)
+        self._skipped.add(stage, batch)
         logits, labels = self.compute_logits(batch["pixel_values"]), batch["labels"]
         self.update_eval_loss(stage, self.sum_losses(logits, labels), (labels != IGNORED).sum())
         metrics.update(logits, labels)
@@ -325,9 +324,27 @@ class ImageClassification(Task):
     def _log_metrics(self, stage: str, metrics: Metrics | None) -> None:
         if metrics is None or not metrics.has_batches:
             return
+        self._log_skipped(stage)
         found = self.evaluation[stage] = metrics.compute()
         for name, value in found.values.items():
             self.log(f"{stage}/{name}", value, sync_dist=True)  # equal on all ranks already
+
+    def _log_skipped(self, stage: str) -> None:
+        if total := self._skipped.finish(stage, self.trainer.strategy):
+            self.log(f"{stage}/skipped_images", float(total), sync_dist=True)  # likewise
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        self._log_skipped("train")
+
+    @override
+    def on_predict_epoch_end(self) -> None:
+        self._skipped.finish("predict", self.trainer.strategy)
+
+    @property
+    def skipped_images(self) -> dict[str, int]:
+        """How many images of the last epoch of each stage could not be decoded, over all ranks."""
+        return self._skipped.totals
 
     @property
     def class_names(self) -> list[str]:
@@ -341,7 +358,7 @@ class ImageClassification(Task):
 
         Of an image that could not be decoded the last two are ``None``.
         """
-        self.num_skipped += warn_of_problems(batch)
+        self._skipped.add("predict", batch)
         probability, predicted = self.compute_logits(batch["pixel_values"]).float().softmax(1).max(1)
         is_bad = batch["is_bad"].tolist()
         names = [None if bad else self.class_names[c] for c, bad in zip(predicted.tolist(), is_bad, strict=True)]
@@ -355,8 +372,16 @@ class ImageClassification(Task):
         super().on_save_checkpoint(checkpoint)
         if not self.trainer.is_global_zero or self.model is None:  # its metadata is that of rank 0
             return
-        checkpoint[CLASSES] = self.class_names
-        checkpoint[EXPORT] = self._collect_export_files(self.model)
+        checkpoint[CLASSES], checkpoint[LAYER_DECAY] = self.class_names, self.layer_decay
+        checkpoint[EXPORT] = collect_export_files(
+            self.model,
+            self.class_names,
+            preprocessing=self._find_preprocessing(),
+            lora=self.lora,
+            pretrained=self.pretrained,
+        )
+        if self._interpolates:
+            checkpoint[IMAGE_SIZE] = list(self._image_size)
         if self.lora is not None:
             checkpoint[LORA] = asdict(self.lora)  # plain, as any strategy may write it
             if self.pretrained is not None:
@@ -365,26 +390,10 @@ class ImageClassification(Task):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        stored = checkpoint.get(CLASSES)
-        if stored is not None and list(stored) != self.class_names:
-            raise ValueError(
-                f"classes: the checkpoint was trained for {len(stored)} classes ({', '.join(stored[:5])} ...), and the "
-                f"data has {len(self.class_names)} ({', '.join(self.class_names[:5])} ...); set data.classes to those"
-            )
+        check_classes(checkpoint, self.class_names)
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            check_layer_decay(checkpoint, self.layer_decay)
         if BASE in checkpoint and self.pretrained is not None:
             check_base(checkpoint[BASE], self.pretrained, self.quantization)
         if LORA in checkpoint and self.lora is not None:
             check_lora(checkpoint[LORA], self.lora)
-
-    def _collect_export_files(self, model: PreTrainedModel) -> dict[str, str | bytes]:
-        """Return the small files of a Hugging Face folder by name, so that a checkpoint is enough to export."""
-        config = type(model.config).from_dict(model.config.to_dict())
-        # FSDP2 puts a class of its own in front of the model's.
-        config.architectures = [type(model).__name__.removeprefix("FSDP")]
-        files: dict[str, str | bytes] = {"config.json": config.to_json_string()}
-        if preprocessing := getattr(getattr(self.trainer, "datamodule", None), "preprocessing", None):
-            files[PROCESSOR_FILE] = preprocessing.describe()
-        if self.lora is not None:
-            files[ADAPTER_CONFIG] = describe_adapters(model, self.lora, self.pretrained)
-            files["classes.json"] = json.dumps(self.class_names, indent=1)  # without config.json, which names them
-        return files

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image
 
 from lit_fsdp.callbacks import ClassReport
@@ -20,12 +22,12 @@ NAMES = ["cat", "dog", "$eel$"]
 class Found(pl.LightningModule):
     """Has evaluated already."""
 
-    def __init__(self, confusion: list[list[int]] | None) -> None:
+    def __init__(self, confusion: list[list[int]] | None, names: list[str] = NAMES) -> None:
         super().__init__()
         values = {"top1_pct": 62.5, "class_accuracy_pct": 60.0}
-        accuracy = [0.75, 0.5, math.nan]
+        accuracy = [0.75, 0.5, math.nan, *[1.0] * (len(names) - 3)]
         found = SimpleNamespace(num_images=8, values=values, class_accuracy=accuracy, confusion=confusion)
-        self.evaluation, self.class_names = {"test": found}, NAMES
+        self.evaluation, self.class_names = {"test": found, "val": found}, names
 
 
 CONFUSION = [[3, 1, 0], [0, 2, 2], [0, 0, 0]]
@@ -78,3 +80,52 @@ def test_without_a_matrix_there_is_a_table_only(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["classes_test.csv"]
     assert section is not None
     assert section.plots == []
+
+
+def test_the_section_says_how_many_images_could_not_be_decoded(tmp_path: Path) -> None:
+    module = Found(CONFUSION)
+    module.skipped_images = {"test": 0, "train": 2}  # type: ignore[assignment]
+    section = end_test(tmp_path, module).make_section()
+    assert section is not None
+    assert section.notes[1:] == ["2 images of the last epoch of train could not be decoded, and count nowhere."]
+    assert section.numbers["skipped_images_train"] == 2
+
+
+def test_while_training_goes_on_nothing_is_drawn(tmp_path: Path) -> None:
+    callback, module = ClassReport(), Found(CONFUSION)
+    trainer = pl.Trainer(logger=False, default_root_dir=tmp_path, accelerator="cpu", devices=1)
+    trainer.state.fn = TrainerFn.FITTING
+    callback.on_validation_end(trainer, module)
+    assert [path.name for path in tmp_path.iterdir()] == ["classes_val.csv"]
+    callback.on_fit_end(trainer, module)
+    assert (tmp_path / "confusion_val.png").stat().st_size > 1000
+    (tmp_path / "confusion_val.png").unlink()
+    callback.on_exception(trainer, module, KeyboardInterrupt())  # it was drawn already
+    assert not (tmp_path / "confusion_val.png").exists()
+    trainer.state.fn = TrainerFn.VALIDATING
+    callback.on_validation_end(trainer, module)
+    assert (tmp_path / "confusion_val.png").exists()
+
+
+def test_of_a_thousand_classes_those_mistaken_most_are_drawn_at_once(tmp_path: Path) -> None:
+    counts = np.diag(np.full(1000, 40))
+    counts[np.arange(1000), (np.arange(1000) + 1) % 1000] = 1
+    counts[700, 3] = counts[3, 900] = 9
+    names = [f"n{i:04d}" for i in range(1000)]
+    module = Found(counts.tolist(), names)
+    end_test(tmp_path, Found(CONFUSION))  # fonts are looked for once
+    begin = time.process_time()
+    callback = end_test(tmp_path, module)
+    section = callback.make_section()
+    assert section is not None
+    svg = render_svg(section.plots[0])
+    assert time.process_time() - begin < 3  # was 20
+    assert all(f">{name}<" in svg for name in ("n0003", "n0700", "n0900", "all others"))
+    matrix = section.plots[0].matrix
+    assert matrix is not None
+    reduced, labels = np.asarray(matrix.values), list(matrix.labels)
+    assert len(labels) == 30
+    assert reduced.sum() == counts.sum()
+    row = labels.index("n0700")
+    assert (reduced[row, row], reduced[row, labels.index("n0003")], reduced[row, -1]) == (40, 9, 1)
+    assert section.plots[0].title == "Confusion matrix of test: 29 of 1,000 classes, those taken for each other most"

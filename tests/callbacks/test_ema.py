@@ -109,6 +109,46 @@ def test_a_run_that_is_resumed_on_other_ranks_goes_on_with_weights_and_average(t
     assert find_difference(again, validated) < 1e-6
 
 
+class Averages(pl.Callback):
+    """Keeps the average that training begins and ends with, and the weights."""
+
+    def __init__(self, ema: EMA) -> None:
+        self.ema = ema
+        self.found: list[dict[str, Tensor]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        whole = {name: average.full_tensor().clone() for name, average in self.ema._averages.items()}
+        self.found += [whole, copy(module)]
+
+    on_train_end = on_train_start
+
+
+def keep_averages(folder: Path, out: Path, steps: int, resume: str | None) -> None:
+    ema = EMA(decay=0.99)
+    keep = Averages(ema)
+    options: dict[str, Any] = {"precision": "bf16-true", "limit_val_batches": 0}
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[ema, keep], max_steps=steps, **options)
+    trainer.fit(build_task(folder), Both(EVEN["vocab_size"], GLOBAL_BATCH // dist.get_world_size()), ckpt_path=resume)
+    trainer.save_checkpoint(out / f"{steps}.ckpt")
+    if trainer.is_global_zero:
+        torch.save(keep.found, out / "averages.pt")
+
+
+@pytest.mark.parametrize("world_size", [2, 1])
+def test_the_average_of_weights_in_low_precision_is_resumed_exactly_on_any_number_of_ranks(
+    world_size: int, tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "model", **EVEN)
+    run_ranks(keep_averages, folder, tmp_path, 4, None)
+    *_, average, weights = torch.load(tmp_path / "averages.pt")
+    run_ranks(keep_averages, folder, tmp_path, 5, str(tmp_path / "4.ckpt"), world_size=world_size)
+    resumed, started, *_ = torch.load(tmp_path / "averages.pt")
+    assert all(value.dtype == torch.float32 for value in average.values())
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in average.values())
+    assert find_difference(resumed, average) == 0
+    assert find_difference(started, weights) == 0
+
+
 class Preempted(pl.Callback):
     """Saves while the average is validated, as before a preemption."""
 

@@ -128,6 +128,32 @@ def test_adapters_over_a_model_of_other_classes_leave_as_adapters_and_merged(
     check_export(tmp_path, predictions, merged)
 
 
+@pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "merged"])
+def test_a_model_trained_on_larger_images_than_its_own_is_exported_at_their_size(
+    lora: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_classifier(tmp_path / "base", VIT, 7)
+    write_run(tmp_path, config=None, pretrained="base", lora=lora)
+    size = "--data.init_args.processor={size: 24}"
+    short = ["--monitoring=false", "--trainer.max_steps=2", "--trainer.limit_val_batches=0"]
+    for command in (["fit", *short], ["predict", "--ckpt_path=last"]):
+        ended = fork_ranks(command[0], "--config=run.yaml", size, *command[1:])
+        assert [rank.code for rank in ended] == [0, 0], ended[0].err
+    (file,) = tmp_path.rglob("predictions.jsonl")
+    predictions = [json.loads(line) for line in file.read_text().splitlines()]
+    export = ["export", "--checkpoint", "runs/run/version_0"]
+    if lora is not None:
+        assert main([*export, "--out", "adapter"]) == 0
+        assert "interpolate_pos_encoding=True" in (tmp_path / "adapter" / "README.md").read_text()
+        assert "call it with `interpolate_pos_encoding=True`" in capsys.readouterr().out
+    assert main([*export, "--out", "model", *(["--merge=true"] if lora is not None else [])]) == 0
+    assert "were interpolated to the images it was trained on, 24 x 24" in capsys.readouterr().out
+    assert AutoConfig.from_pretrained("model").image_size == 24
+    (tmp_path / "names.json").write_text('["cat", "dog", "eel"]')
+    check_export(tmp_path, predictions)
+
+
 def test_a_checkpoint_of_other_classes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path)

@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from lit_fsdp.tasks import Augmentation, ImageData, Pixels
-from lit_fsdp.tasks.image_classification.augmentation import crop_and_flip
+from lit_fsdp.tasks.image_classification.augmentation import change_colors, crop_and_flip, erase
 from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing, load_processor
 
 PIXELS = Pixels(size=8)
@@ -55,6 +55,16 @@ def test_augmentation_depends_on_seed_epoch_and_image_and_not_on_workers(
     assert torch.equal(second, again[1])
     other = read_epochs(build(folder, **options, seed=1))[0]
     assert not torch.equal(first, other)
+
+
+def test_colors_need_a_library_and_erasing_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    settings = Augmentation(erasing=1.0)
+    settings.check()
+    pixels = torch.zeros(3, 16, 16)
+    assert (erase(change_colors(pixels.to(torch.uint8), settings).float(), settings) != 0).any()
+    with pytest.raises(ValueError, match=r"policy and color_jitter need torchvision or kornia"):
+        Augmentation(color_jitter=0.1).check()
 
 
 def test_drawing_for_images_leaves_the_generator_of_the_model_alone(folder: Path) -> None:

@@ -2,14 +2,13 @@
 
 import io
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from image_training import write_folder
+from image_training import list_files, write_folder, write_shards
 from PIL import Image
 
 from lit_fsdp.tasks.image_classification.sources import BadImageError, Fields, Images, find_images
@@ -24,10 +23,6 @@ def find(source: Path | str, **options: str) -> Images:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("images") / "train", {"cat": 3, "dog": 2, "eel": 1})
-
-
-def list_files(folder: Path) -> list[tuple[str, str]]:
-    return [(str(p.relative_to(folder)), p.parent.name) for p in sorted(folder.rglob("*.png"))]
 
 
 def write_csv(folder: Path, out: Path) -> Path:
@@ -71,19 +66,6 @@ def write_saved(folder: Path, out: Path) -> Path:
     features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=names))
     datasets.DatasetDict(train=datasets.Dataset.from_dict(rows, features=features)).save_to_disk(str(out / "saved"))
     return out / "saved"
-
-
-def write_shards(folder: Path, out: Path, suffix: str = "cls") -> str:
-    files = list_files(folder)
-    for shard in range(2):
-        with tarfile.open(out / f"part-{shard:03d}.tar", "w") as tar:
-            for i, (name, label) in enumerate(files[shard * 4 : shard * 4 + 4]):
-                text = label.encode() if suffix == "cls" else json.dumps({"label": label}).encode()
-                for ending, content in (("png", (folder / name).read_bytes()), (suffix, text)):
-                    info = tarfile.TarInfo(f"a/{shard}{i}.{ending}")
-                    info.size = len(content)
-                    tar.addfile(info, io.BytesIO(content))
-    return str(out / "part-{000..001}.tar")
 
 
 def write_json_shards(folder: Path, out: Path) -> str:
@@ -218,3 +200,9 @@ def test_a_row_without_a_class_is_no_class_and_only_predicted(tmp_path: Path, no
     with pytest.raises(ValueError, match="row 2: label is missing: expected a class"):
         find_images(source, split=None, split_of="train", fields=FIELDS)
     assert find_images(source, split=None, split_of="predict", fields=FIELDS).labels is None
+
+
+def test_one_image_may_be_predicted(folder: Path) -> None:
+    images = find_images(str(folder / "cat" / "000.png"), split=None, split_of="predict", fields=FIELDS)
+    assert (len(images), images.labels) == (1, None)
+    assert np.array_equal(np.asarray(images.read(0)), np.asarray(find(folder).read(0)))

@@ -1,13 +1,13 @@
 """The task: its head, what trains, its losses, and evaluation on any number of ranks."""
 
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from image_training import CONVNEXT, NUM_CLASSES, VIT, save_classifier, train_sharded, write_folder
+from image_training import CONVNEXT, NUM_CLASSES, VIT, make_data, save_classifier, train_sharded
 from torch import nn
 from training import build_trainer, gather_weights
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
@@ -17,62 +17,16 @@ from lit_fsdp.adapters import LoRA
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.tasks import ImageClassification, ImageData, Mixing, Pixels
 from lit_fsdp.tasks.image_classification.mixing import mix
-from lit_fsdp.tasks.image_classification.model import build_classifier, compute_depths, find_head, keeps_head
+from lit_fsdp.tasks.image_classification.model import (
+    build_classifier,
+    compute_depths,
+    find_head,
+    keeps_head,
+    read_config,
+)
 from ranks import run_ranks
 
 PIXELS = Pixels(size=16)
-
-
-def make_data(folder: Path, **options: Any) -> ImageData:
-    if not (folder / "train").exists():
-        write_folder(folder / "train", {"cat": 9, "dog": 8, "eel": 8})
-        write_folder(folder / "test", {"cat": 4, "dog": 2, "eel": 5})
-    train, test = str(folder / "train"), str(folder / "test")
-    settings: dict[str, Any] = {"train": train, "validation": test, "test": test, "predict": test, "processor": PIXELS}
-    return ImageData(**{**settings, "batch_size": 2, "num_workers": 0, **options})
-
-
-def evaluate(folder: Path, model: Path, out: Path) -> None:
-    trainer = build_trainer(FSDP2Strategy(print_plan=False))
-    task = ImageClassification(pretrained=str(model), head="keep")
-    data = make_data(folder)
-    metrics = trainer.test(task, datamodule=data, verbose=False)[0]
-    records = trainer.predict(task, datamodule=data)
-    assert task.evaluation["test"].num_images == 11
-    torch.save((metrics, records, task.evaluation["test"].confusion), out / f"{dist.get_rank()}.pt")
-
-
-def test_every_image_counts_once_at_any_number_of_ranks(tmp_path: Path) -> None:
-    model = save_classifier(tmp_path / "model", VIT, 3)
-    data = make_data(tmp_path, eval_batch_size=11)
-    data.setup("test")
-    batch = next(iter(data.test_dataloader()))
-    stock = AutoModelForImageClassification.from_pretrained(model)
-    with torch.no_grad():
-        logits = stock(batch["pixel_values"]).logits
-    labels = batch["labels"]
-    expected = {
-        "test/loss": float(nn.functional.cross_entropy(logits, labels)),
-        "test/top1_pct": 100 * float((logits.argmax(1) == labels).double().mean()),
-        "test/top5_pct": 100.0,
-    }
-    for world_size in (1, 3):  # 11 images, batches of 2: on 3 ranks, one rank's last batch has one, another's none
-        run_ranks(evaluate, tmp_path, model, tmp_path, world_size=world_size)
-        found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world_size)]
-        for metrics, _, confusion in found:
-            assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-4)
-            assert [sum(row) for row in confusion] == [4, 2, 5]
-        records = {}
-        for _, parts, _ in found:
-            for part in parts:
-                for i, name, p in zip(part["index"], part["prediction"], part["probability"], strict=True):
-                    assert i == -1 or i not in records
-                    records[i] = (name, p)
-        chances, predicted = logits.softmax(1).max(1)
-        records.pop(-1, None)
-        assert sorted(records) == list(range(11))
-        assert [records[i][0] for i in range(11)] == [["cat", "dog", "eel"][c] for c in predicted]
-        assert [records[i][1] for i in range(11)] == pytest.approx(chances.tolist(), abs=1e-5)
 
 
 def read_start(folder: Path, out: Path, model: Path, options: dict[str, Any]) -> None:
@@ -130,6 +84,9 @@ def test_a_head_whose_classes_stand_in_another_order_is_refused_and_one_drawn_an
     with pytest.warns(UserWarning, match=r"head: drawn anew: .* was trained for 2 classes \(dog, cat ...\)"):
         assert not keeps_head(model, "auto", ["cat", "dog"])
     assert keeps_head(model, "auto", ["dog", "cat"])
+    with warnings.catch_warnings(record=True) as caught:
+        keeps_head(model, "auto", ["cat", "dog"], is_told=False)  # weights will come from a checkpoint
+    assert caught == []
 
 
 def test_what_is_frozen_computes_as_in_evaluation(tmp_path: Path) -> None:
@@ -162,11 +119,26 @@ def build_for_one(task: ImageClassification, data: ImageData) -> Any:
     return trainer
 
 
-@pytest.mark.parametrize("model_type", ["vit", "convnext", "swin", "dinov2", "siglip_vision_model", "beit", "resnet"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "vit",
+        "convnext",
+        "swin",
+        "dinov2",
+        "siglip",
+        "beit",
+        "resnet",
+        "deit",
+        "levit",
+        "perceiver",
+        "pvt",
+        "swiftformer",
+    ],
+)
 def test_the_head_is_found_in_all_kinds_of_models(model_type: str) -> None:
-    name = "siglip" if model_type == "siglip_vision_model" else model_type
-    config = AutoConfig.for_model(name)
-    config.num_labels = 12
+    names = [f"class {i}" for i in range(12)]
+    config = read_config(None, {"model_type": model_type}, class_names=names, drop_path=None)
     model = build_classifier(config, None)
     heads = find_head(config, model)
     assert sum(p.numel() for h in heads for p in model.get_submodule(h).parameters()) < 12 * 5000
@@ -291,6 +263,12 @@ def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], message
         ({"config": {"model_type": "vit", "size": 3}}, r"config: size: no settings of ViTConfig"),
         ({"config": {"model_type": "llama"}}, r"LlamaConfig: no image classifier"),
         ({"config": {**CONVNEXT}, "attention": "sdpa"}, r"attention: got 'sdpa': .*; leave it out"),
+        (
+            {"config": {"model_type": "imagegpt", "n_layer": 1}},
+            r"ImageGPTForImage.* says: .*cannot be trained",
+        ),
+        ({"config": {"model_type": "siglip2"}}, r"Siglip2ForImageClassification says: .*it cannot be trained here"),
+        ({"config": {"model_type": "levit"}}, r"become 16 x 16 pixels, and Levit.* it takes 224 x 224; set the size"),
         ({"config": {"model_type": "vit"}, "num_classes": 4}, r"num_classes: got 4: the data has 3 classes"),
         ({"config": VIT, "quantization": Quantization()}, r"quantization: quantized weights cannot be trained"),
     ],

@@ -1,0 +1,177 @@
+"""Position embeddings of an image model, written for the size of the images that it was trained on.
+
+A model that is given images of another size than its own has to be told to interpolate, in every call. Here the
+interpolated embeddings are written instead, together with the new size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from typing_extensions import override
+
+from lit_fsdp.base_model import IMAGE_SIZE
+from lit_fsdp.checkpoint_reader import StoredCheckpoint, build_on_meta
+
+_FLAG = "interpolate_pos_encoding"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positions:
+    """How the position embeddings of a model become those of another size.
+
+    Args:
+        name: Of the parameter in the model.
+        size: Height and width of the images.
+        files: The small files of the exported folder, with that size in ``config.json``.
+        shape: Of the parameter at that size.
+        module: Computes embeddings at the old size, on the CPU.
+        key: Name of the parameter in it.
+        num_channels: Of the images.
+    """
+
+    name: str
+    size: tuple[int, int]
+    files: dict[str, str | bytes]
+    shape: torch.Size
+    module: nn.Module
+    key: str
+    num_channels: int
+
+    @torch.no_grad()
+    def interpolate(self, stored: Tensor) -> Tensor:
+        """Return the embeddings at the new size in ``float32``, as the model computes them in a forward.
+
+        Args:
+            stored: Those at the old size.
+        """
+        # With nothing in the image and in all other parameters, what is left of the embeddings are the positions.
+        parameters = self.module.named_parameters()
+        _fill(self.module, {key: stored if key == self.key else torch.zeros(p.shape) for key, p in parameters})
+        empty = torch.zeros(1, self.num_channels, *self.size)
+        return _embed(self.module, empty, **{_FLAG: True}).reshape(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResizedCheckpoint(StoredCheckpoint):
+    """A checkpoint whose position embeddings, and size in ``config.json``, are those of the images it was trained on.
+
+    Args:
+        positions: How they become that.
+    """
+
+    positions: Positions
+
+    @override
+    def read(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = self.positions.name
+        if own not in wanted:
+            return super().read(wanted)
+        tensors = super().read({**wanted, own: super().describe(own)})
+        return {**tensors, own: self.positions.interpolate(tensors[own]).to(wanted[own].dtype)}
+
+    @override
+    def describe(self, name: str) -> Tensor:
+        there = super().describe(name)
+        return there.new_empty(self.positions.shape) if name == self.positions.name else there
+
+
+def resize_positions(stored: StoredCheckpoint) -> StoredCheckpoint:
+    """Return a checkpoint as if its model had been of the size of the images that it was trained on all along.
+
+    The checkpoint itself where there is no other size, or where a model of that size would compute something else: its
+    embeddings then stay as they were stored, and it has to be told to interpolate.
+
+    Args:
+        stored: Of a model with all its weights, or of adapters that will be merged into theirs.
+    """
+    positions = _find_positions(stored) if IMAGE_SIZE in stored.meta else None
+    if positions is None:
+        return stored
+    return ResizedCheckpoint(**{**vars(stored), "files": positions.files}, positions=positions)
+
+
+def explain_size(stored: StoredCheckpoint) -> tuple[str, ...]:
+    """Return what whoever loads a model that was trained on images of another size than its own must know."""
+    if IMAGE_SIZE not in stored.meta:
+        return ()
+    size = " x ".join(str(length) for length in stored.meta[IMAGE_SIZE])
+    if isinstance(stored, ResizedCheckpoint):
+        return (f"Its position embeddings were interpolated to the images it was trained on, {size}.",)
+    note = f"It was trained on images of {size}, to which its position embeddings are interpolated: call it with "
+    return (f"{note}`{_FLAG}=True`.",)
+
+
+@torch.no_grad()
+def _find_positions(stored: StoredCheckpoint) -> Positions | None:
+    height, width = size = tuple(stored.meta[IMAGE_SIZE])
+    config = json.loads(stored.files["config.json"])
+    holder = config.get("vision_config", config)
+    holder["image_size"] = height if height == width else [height, width]
+    files = {**stored.files, "config.json": json.dumps(config, indent=2, sort_keys=True) + "\n"}
+    old = build_on_meta(stored)
+    try:
+        new = build_on_meta(replace(stored, files=files))
+        name, prefix = _find_module(old, new)
+        modules = [_materialize(model, model.get_submodule(prefix)) for model in (old, new)]
+        positions = Positions(
+            name=name,
+            size=size,
+            files=files,
+            shape=new.get_parameter(name).shape,
+            module=modules[0],
+            key=name.removeprefix(f"{prefix}."),
+            num_channels=holder.get("num_channels", 3),
+        )
+        return positions if _is_exact(positions, modules[1]) else None
+    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError):
+        # A size that the architecture does not take, or embeddings of another kind: nothing to write.
+        return None
+
+
+def _find_module(old: PreTrainedModel, new: PreTrainedModel) -> tuple[str, str]:
+    """Return the one parameter that depends on the size, and the module around it that can interpolate it."""
+    shapes = {name: p.shape for name, p in new.named_parameters()}
+    (name,) = [name for name, p in old.named_parameters() if p.shape != shapes.get(name)]
+    prefix = name.rpartition(".")[0]
+    while _FLAG not in inspect.signature(old.get_submodule(prefix).forward).parameters:
+        if not prefix:
+            raise LookupError(name)
+        prefix = prefix.rpartition(".")[0]
+    return name, prefix
+
+
+def _materialize(model: PreTrainedModel, module: nn.Module) -> nn.Module:
+    """Give a part of a model on the meta device memory and random values, and its buffers those that they have."""
+    module = module.to_empty(device="cpu").eval()
+    with torch.random.fork_rng(devices=[]):
+        for child in module.modules():
+            model._init_weights(child)  # private, seen in transformers 5.23: also sets buffers that files do not hold
+    return module
+
+
+def _is_exact(positions: Positions, new: nn.Module) -> bool:
+    """Whether a model of the new size computes from the result what the old one does when it interpolates."""
+    old, generator = positions.module, torch.Generator().manual_seed(0)
+    state = {key: torch.randn(parameter.shape, generator=generator) for key, parameter in old.named_parameters()}
+    _fill(new, state | {positions.key: positions.interpolate(state[positions.key])})
+    _fill(old, state)
+    pixels = torch.randn(2, positions.num_channels, *positions.size, generator=generator)
+    return torch.allclose(_embed(new, pixels), _embed(old, pixels, **{_FLAG: True}), rtol=1e-4, atol=1e-4)
+
+
+def _fill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for key, parameter in module.named_parameters():
+        parameter.copy_(values[key])
+
+
+def _embed(module: nn.Module, pixels: Tensor, **options: Any) -> Tensor:
+    found = module(pixels, **options)
+    return found[0] if isinstance(found, tuple) else found

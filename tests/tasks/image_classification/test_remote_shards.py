@@ -1,0 +1,128 @@
+"""Tar shards behind a URL are read in place, part by part, and give the same as those on a disk."""
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from image_training import write_folder, write_shards
+
+from lit_fsdp.tasks import ImageData, Pixels
+from lit_fsdp.tasks.image_classification import shards
+from lit_fsdp.tasks.image_classification.sources import Fields, Images, find_images
+from ranks import run_ranks
+
+
+class Parts(SimpleHTTPRequestHandler):
+    """Gives parts of files, as any server of data does; the standard one gives whole files only."""
+
+    has_parts = True
+    gives: list[tuple[str, int]] = []  # noqa: RUF012  what was asked for: file and number of bytes
+
+    def do_GET(self) -> None:
+        path, wanted = Path(self.translate_path(self.path)), self.headers.get("Range")
+        if not path.is_file():
+            self.send_error(404)
+            return
+        data = path.read_bytes()
+        found = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted or "") if self.has_parts else None
+        first, last = (int(found[1]), int(found[2] or len(data) - 1)) if found else (0, len(data) - 1)
+        last = min(last, len(data) - 1)
+        self.send_response(206 if found else 200)
+        if found:
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
+        self.send_header("Content-Length", str(last + 1 - first))
+        self.end_headers()
+        self.wfile.write(data[first : last + 1])
+        self.gives.append((path.name, last + 1 - first))
+
+    def do_HEAD(self) -> None:
+        path = Path(self.translate_path(self.path))
+        self.send_response(200 if path.is_file() else 404)
+        self.send_header("Content-Length", str(path.stat().st_size if path.is_file() else 0))
+        self.send_header("Accept-Ranges", "bytes" if self.has_parts else "none")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+class Whole(Parts):
+    has_parts = False
+
+
+@pytest.fixture(params=[Parts])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "shards").mkdir()
+    write_shards(write_folder(tmp_path / "train", {"cat": 3, "dog": 2, "eel": 1}), tmp_path / "shards")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(request.param, directory=str(tmp_path / "shards"))) as made:
+        Thread(target=made.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{made.server_address[1]}"
+        made.shutdown()
+
+
+def find(source: Path | str) -> Images:
+    return find_images(str(source), split=None, split_of="train", fields=Fields(image="image", label="label"))
+
+
+def list_pixels(images: Images) -> list[np.ndarray]:
+    return [np.asarray(images.read(i)) for i in range(len(images))]
+
+
+def test_shards_of_a_server_hold_what_those_on_a_disk_hold(server: str, tmp_path: Path) -> None:
+    local = find(tmp_path / "shards")
+    remote = [f"{server}/part-{{000..001}}.tar", f"file://{tmp_path}/shards", f"file://{tmp_path}/shards/part-*.tar"]
+    for source in remote:
+        found = find(source)
+        assert list(found.labels or []) == list(local.labels or []) == ["cat"] * 3 + ["dog"] * 2 + ["eel"]
+        assert all(np.array_equal(a, b) for a, b in zip(list_pixels(found), list_pixels(local), strict=True))
+    Parts.gives.clear()
+    images = find(f"{server}/part-000.tar")
+    images.read(1)
+    name, size = Parts.gives[-1]
+    assert name == "part-000.tar"
+    assert size < (tmp_path / "shards" / name).stat().st_size / 4  # that image alone
+    assert images.locate(1) == f"{server}/part-000.tar member a/01.png"
+
+
+def test_workers_read_from_a_server(server: str) -> None:
+    data = ImageData(train=f"{server}/part-{{000..001}}.tar", processor=Pixels(size=8), batch_size=3, num_workers=1)
+    data.setup("fit")
+    labels = torch.cat([batch["labels"] for batch in data.train_dataloader()])
+    assert sorted(labels.tolist()) == [0, 0, 0, 1, 1, 2]
+
+
+def count_images(url: str) -> None:
+    assert len(find(url)) == 6
+
+
+def test_the_headers_of_a_shard_are_read_by_one_rank_alone(server: str) -> None:
+    Parts.gives.clear()
+    run_ranks(count_images, f"{server}/part-{{000..001}}.tar")
+    assert sorted(name for name, _ in Parts.gives) == ["part-000.tar", "part-001.tar"]
+
+
+@pytest.mark.parametrize("server", [Whole], indirect=True)
+def test_a_server_that_gives_whole_files_only_is_refused(server: str) -> None:
+    with pytest.raises(ValueError, match=r"part-000\.tar: not to be read in parts: Cannot seek.*; see whether"):
+        find(f"{server}/part-000.tar")
+
+
+def test_what_is_not_there_is_named_and_a_server_that_is_gone_is_no_bad_image(
+    server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"part-009\.tar: not to be read in parts: .*; see whether it is there"):
+        find(f"{server}/part-009.tar")
+    with pytest.raises(ValueError, match=r"nothing://x\.tar: not to be read: Protocol not known: nothing"):
+        find("nothing://x.tar")
+    images = find(f"{server}/part-000.tar")
+    monkeypatch.setattr(shards, "_WAIT_S", 0)
+    monkeypatch.setattr(Parts, "do_GET", lambda self: self.send_error(503))
+    with pytest.raises(RuntimeError, match=r"part-000\.tar: \d+ bytes at \d+ could not be read, tried 4 times: 503"):
+        images.read(0)
