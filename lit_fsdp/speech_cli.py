@@ -100,6 +100,14 @@ def speak_texts(
     rows = [(text, speaker, language)] if text is not None else []
     if texts is not None:
         rows = [(row.text, row.speaker or speaker, row.language or language) for row in read_prompts(texts)]
+        if not rows:
+            raise ValueError(f"texts: {texts}: empty: expected a text in each line")
+    named = next((name for _, name, _ in rows if name is not None), None)
+    if ref_audio is not None and named is not None:
+        raise ValueError(
+            f"ref_audio: not used for the rows of {texts} that name a speaker, such as {named!r}: expected texts "
+            "without speakers, or no ref_audio"
+        )
     voice = opened.embed(read_audio(ref_audio, decoder.sample_rate)) if ref_audio is not None else None
     utterances = [opened.encode(*row, voice=voice) for row in rows]
     out.mkdir(parents=True, exist_ok=True)

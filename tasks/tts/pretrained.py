@@ -28,6 +28,21 @@ def find_speech_model(pretrained: str) -> Path:
     return find_pretrained(pretrained)
 
 
+def find_codec(folder: Path) -> Path:
+    """Return the folder of a codec: that of a model, or the folder itself.
+
+    Raises:
+        ValueError: There is none.
+    """
+    found = folder / CODEC_FOLDER if (folder / CODEC_FOLDER).is_dir() else folder
+    for name in ("config.json", "model.safetensors"):
+        if not (found / name).is_file():
+            raise ValueError(
+                f"codec: {found / name} is missing: expected the folder {CODEC_FOLDER} of a Qwen3-TTS model"
+            )
+    return found
+
+
 def has_codec(folder: Path) -> bool:
     """Tell whether a folder holds a codec."""
     return (folder / CODEC_FOLDER / "config.json").is_file()

@@ -12,7 +12,7 @@ from speech_golden import CONFIG, FILE, fill, make_audio, make_samples
 from torch import Tensor
 
 from lit_fsdp.tasks.tts.config import parse_config
-from lit_fsdp.tasks.tts.generation import GREEDY, Sampling, generate_codes, parse_official
+from lit_fsdp.tasks.tts.generation import GREEDY, Sampling, generate_codes
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, collate_prompts, collate_training, count_positions
 from lit_fsdp.tasks.tts.model import Qwen3TTS, count_parameters, load_model
 from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
@@ -154,9 +154,10 @@ def test_generated_codes_are_the_official_ones(model: Qwen3TTS, way: str, kind: 
     batch = collate_prompts(prompts, model.config, is_streaming=kind == "streaming")
     official: dict[str, Any] = {"top_p": 0.95, "predictor_top_k": 20, "max_frames": 29, "seed": 3}
     sampling = Sampling(**({**GREEDY, "max_frames": 15} if way == "greedy" else official))
+    most = sampling.complete().max_frames
     for i, speech in enumerate(generate_codes(model, batch, sampling)):
         assert torch.equal(speech.codes, GOLDEN[f"{way} {kind} {i}"])
-        assert speech.has_ended == (len(speech.codes) < sampling.max_frames)
+        assert speech.has_ended == (len(speech.codes) < most)
 
 
 def test_a_built_in_voice_speaks_as_officially() -> None:
@@ -197,12 +198,19 @@ def test_settings_of_sampling_that_cannot_work_are_refused(settings: dict[str, A
         Sampling(**settings).check()
 
 
-def test_official_settings_of_generation_are_read_under_our_names() -> None:
-    given = {"do_sample": True, "top_k": 40, "subtalker_dosample": False, "subtalker_top_k": 7, "max_new_tokens": 9}
-    found = parse_official({**given, "transformers_version": "4.57.3"})
-    assert found == {
-        "do_sample": True, "top_k": 40, "predictor_do_sample": False, "predictor_top_k": 7, "max_frames": 9
-    }  # fmt: skip
+def test_what_is_not_given_is_the_models_and_then_the_official() -> None:
+    own = {"do_sample": True, "top_k": 40, "subtalker_top_k": 7, "max_new_tokens": 9, "transformers_version": "4.57.3"}
+    values = Sampling(predictor_top_k=50).complete(own)
+    assert (values.top_k, values.max_frames, values.temperature) == (40, 9, 0.9)
+    assert values.predictor_top_k == 50  # which is the official value, but was asked for
+
+
+def test_a_model_that_is_greedy_by_itself_can_be_asked_to_draw() -> None:
+    own = {"do_sample": False, "subtalker_dosample": False, "temperature": 0.3}
+    assert not Sampling().complete(own).do_sample
+    assert Sampling(do_sample=True).complete(own).do_sample
+    with pytest.raises(ValueError, match=r"sampling.top_p: not used, as do_sample is false in the model"):
+        Sampling(top_p=0.5).complete(own)
 
 
 def test_what_is_learned_by_heart_is_spoken_code_by_code() -> None:

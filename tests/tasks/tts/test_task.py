@@ -1,9 +1,9 @@
 """Training of speech: sharded as on one device, normalised by global counts, and what a run tells and keeps."""
 
 import json
-import wave
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,8 +11,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.loggers import CSVLogger
-from speech_training import GLOBAL_BATCH, NUM_STEPS, build_data, build_task, build_trainer, make_config, make_rows
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from speech_training import (
+    GLOBAL_BATCH,
+    NUM_STEPS,
+    build_data,
+    build_task,
+    build_trainer,
+    make_config,
+    make_rows,
+    save_model,
+)
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -21,7 +30,7 @@ from training import OPTIMIZER, Recorder, Result
 
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.callbacks import WritePredictions
-from lit_fsdp.tasks import Listening, Sampling
+from lit_fsdp.tasks import Listening, Sampling, TextToSpeech
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.data import PromptRow
 from lit_fsdp.tasks.tts.layout import Utterance, collate_training, encode_text
@@ -103,12 +112,27 @@ def test_training_is_the_same_on_any_number_of_ranks(
     assert max(float((result.weights[n] - w).abs().max()) for n, w in truth.weights.items()) < 1e-5
 
 
+def fit_as_scheduled(folder: Path, out: Path) -> None:
+    pl.seed_everything(0, verbose=False)
+    recorder = Recorder()
+    trainer = build_trainer(callbacks=[recorder, GradientAccumulationScheduler({0: 3})])
+    trainer.fit(build_task(), build_data(folder, batch_size=2))
+    torch.save(recorder.result.losses, out)
+
+
+def test_accumulation_that_a_callback_schedules_is_normalised_alike(
+    prepared: Path, tmp_path: Path, truth: Result
+) -> None:
+    run_ranks(fit_as_scheduled, prepared, tmp_path / "losses.pt", world_size=1)
+    assert torch.load(tmp_path / "losses.pt") == pytest.approx(truth.losses, rel=1e-6)
+
+
 def test_counts_of_a_step_are_those_of_all_its_micro_batches_and_ranks(prepared: Path) -> None:
     data = build_data(prepared, batch_size=3, shuffle=True)
     data.attach(parse_config(make_config()))
     data.setup("fit")
     loader = data.train_dataloader()
-    loader.annotate.accumulate = 4  # 6 batches: a step of 4, and one of 2
+    loader.annotate.trainer = SimpleNamespace(accumulate_grad_batches=4)  # 6 batches: a step of 4, and one of 2
     batches = list(loader)
     for group in (batches[:4], batches[4:]):
         tokens, frames = (sum(len(b[name]) for b in group) for name in ("labels", "frame_index"))
@@ -167,6 +191,23 @@ def test_freezing_and_adapters_leave_what_they_say_to_train(
 def test_settings_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_task(**options)
+
+
+def test_a_batch_of_nothing_is_refused(prepared: Path) -> None:
+    for name in ("batch_size", "eval_batch_size"):
+        with pytest.raises(ValueError, match=f"{name}: got 0: expected 1 or more"):
+            build_data(prepared, **{name: 0})
+
+
+def test_a_run_samples_as_its_pretrained_model_says(tmp_path: Path) -> None:
+    base = str(save_model(tmp_path))
+    task = TextToSpeech(pretrained=base, sampling=Sampling(predictor_top_k=50))
+    values = task.complete_sampling()
+    assert (values.top_k, values.predictor_top_k, values.temperature) == (7, 50, 0.9)
+    task = TextToSpeech(pretrained=base, sampling=Sampling(temperature=0.5))
+    (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
+    with pytest.raises(ValueError, match=r"sampling.temperature: not used, as do_sample is false in the model"):
+        task.setup("fit")
 
 
 # Speakers
@@ -349,28 +390,3 @@ def test_in_bf16_counts_stay_exact_and_speech_is_generated(prepared: Path, tmp_p
     assert set(listened) == {"speaker_similarity"}
     names = FileSystemReader(tmp_path / "run.ckpt").read_metadata().state_dict_metadata
     assert all(n.startswith("state_dict.model.") for n in names if n.startswith("state_dict."))
-
-
-def listen(folder: Path, out: Path) -> None:
-    pl.seed_everything(0, verbose=False)
-    logger = CSVLogger(out, name="", version="")
-    task = build_task(sampling=GREEDY, speak_rows=2, listening=Listening(codec="formants", transcriber="none"))
-    data = build_data(folder, validation=str(folder), batch_size=2)
-    (found,) = build_trainer(logger=logger).validate(task, data, verbose=False)
-    if dist.get_rank() == 0:
-        torch.save(found, out / "metrics.pt")
-
-
-def test_generated_speech_is_listened_to(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = iter(["A!", "aa bb"] * 2)  # where "a" and "aa" were said
-    monkeypatch.setattr("lit_fsdp.tasks.tts.task.load_transcriber", lambda _: lambda *_: [next(texts)])
-    run_ranks(listen, prepared, tmp_path, world_size=2)
-    found = torch.load(tmp_path / "metrics.pt")
-    assert found["val/wer_pct"] == pytest.approx(50.0)
-    assert found["val/cer_pct"] == pytest.approx(100.0)
-    assert -1 <= found["val/speaker_similarity"] <= 1
-    clips = sorted(path.name for path in (tmp_path / "spoken").iterdir())
-    assert clips == ["00_lee_step0.wav", "01_kim_step0.wav"]
-    with wave.open(str(tmp_path / "spoken" / clips[0])) as file:
-        assert (file.getframerate(), file.getnframes() % 1920) == (24000, 0)
-        assert file.getnframes() > 0
