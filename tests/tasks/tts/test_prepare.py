@@ -12,7 +12,7 @@ from lit_fsdp.cli import main
 from lit_fsdp.tasks.tts import runners
 from lit_fsdp.tasks.tts.audio import Limits, read_audio
 from lit_fsdp.tasks.tts.formants import SENTENCES, VOICES, build_small_codec, synthesize
-from lit_fsdp.tasks.tts.prepared import read_rows
+from lit_fsdp.tasks.tts.prepared import read_rows, write_text
 from lit_fsdp.tasks.tts.preparing import Preparer
 from lit_fsdp.tasks.tts.runners import Prepared, prepare_shards
 
@@ -143,13 +143,14 @@ def test_a_clip_that_fails_in_a_way_nobody_foresaw_is_rejected_too(
 ) -> None:
     from lit_fsdp.tasks.tts import preparing
 
-    def load(name: str) -> Any:
+    def load(name: str, device: str) -> Any:
         def transcribe(audio: Any, rate: int, languages: Any) -> list[str]:
             raise ValueError(f"Unsupported language: {languages[0]}")
 
         return transcribe
 
     monkeypatch.setattr(preparing, "load_transcriber", load)
+    monkeypatch.setattr(Preparer, "describe_models", lambda _: {})
     manifest = [
         {"audio": f"{'a' * 300}.wav", "text": "a name that no file system has"},
         {"audio": str(clips / "0.wav"), "language": "sichuan_dialect"},
@@ -189,10 +190,50 @@ def test_an_interrupted_run_goes_on_where_it_was(clips: Path, tmp_path: Path, mo
     assert len(read_rows(tmp_path)) == 5
 
 
+@pytest.mark.parametrize("damage", ["lost", "cut", "changed", "summary cut"])
+def test_a_shard_that_is_not_whole_is_made_again(clips: Path, tmp_path: Path, damage: str) -> None:
+    prepare(clips / "in.jsonl", tmp_path, shard_format="jsonl")
+    shard = tmp_path / "shard-00001.jsonl"
+    whole = shard.read_bytes()
+    if damage == "lost":
+        shard.unlink()
+    elif damage == "summary cut":
+        (tmp_path / ".shard-00001.json").write_text('{"num_ro')
+    else:
+        shard.write_bytes(whole[:-9] if damage == "cut" else whole.replace(b"1", b"2"))
+    done = prepare(clips / "in.jsonl", tmp_path, shard_format="jsonl")
+    assert (done.num_rows, done.num_resumed) == (5, 2)
+    assert shard.read_bytes() == whole
+
+
+def test_a_shard_without_good_rows_is_not_made_again(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"audio": "none.wav", "text": "a"}\n')
+    assert prepare(tmp_path / "in.jsonl", tmp_path / "out").num_resumed == 0
+    assert prepare(tmp_path / "in.jsonl", tmp_path / "out").num_resumed == 1
+
+
+def test_a_file_that_is_written_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rejects.jsonl"
+    write_text(path, "before")
+
+    def fail(_: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="no space"):
+        write_text(path, "after, and far too long")
+    assert path.read_text() == "before"
+
+
 def test_shards_of_other_settings_are_not_mixed(clips: Path, tmp_path: Path) -> None:
     prepare(clips / "in.jsonl", tmp_path)
     with pytest.raises(ValueError, match="holds shards made with another rows_per_shard"):
         prepare(clips / "in.jsonl", tmp_path, rows_per_shard=3)
+    (tmp_path / ".prepare.json").write_text('{"man')
+    with pytest.raises(ValueError, match=r"out: .*prepare.json is damaged"):
+        prepare(clips / "in.jsonl", tmp_path)
+    with pytest.raises(ValueError, match=r"out: .* is a file"):
+        prepare(clips / "in.jsonl", tmp_path / "summary.json")
 
 
 def test_clips_without_text_are_transcribed(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +241,7 @@ def test_clips_without_text_are_transcribed(clips: Path, tmp_path: Path, monkeyp
 
     heard: list[tuple[int, int, str]] = []
 
-    def load(name: str) -> Any:
+    def load(name: str, device: str) -> Any:
         assert name == "some-whisper"
 
         def transcribe(audio: Any, rate: int, languages: Any) -> list[str]:
@@ -210,12 +251,41 @@ def test_clips_without_text_are_transcribed(clips: Path, tmp_path: Path, monkeyp
         return transcribe
 
     monkeypatch.setattr(preparing, "load_transcriber", load)
+    monkeypatch.setattr(Preparer, "describe_models", lambda _: {})
     manifest = clips / "untold.jsonl"
     manifest.write_text('{"audio": "0.wav", "language": "english"}\n{"audio": "1.flac", "text": "told"}\n')
     preparer = Preparer(model="formants", limits=Limits(), transcriber="some-whisper")
     prepare_shards(manifest, tmp_path, preparer, show_progress=False)
     assert [row.text for row in read_rows(tmp_path)] == ["heard", "told"]
     assert heard == [(1, 24000, "english")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"text": "a", "audio_codes": [[1, 2], [3]]}', r"row 1: audio_codes: got frames of \[1, 2\] codes"),
+        ('{"text": "a", "audio_codes": [1, 2]}', "row 1: audio_codes: got 1 dimensions"),
+        ('{"text": "a", "audio_codes": [[1.5]]}', "row 1: audio_codes: got 2 dimensions of float64"),
+        ('{"text": "a", "audio_codes": [["x"]]}', "row 1: audio_codes: got 2 dimensions of <U1"),
+        ('{"text": "a", "audio_codes": [[1]], "speaker_embedding": [[1], [1, 2]]}', "row 1: speaker_embedding"),
+        ('{"text": "a", "audio_codes": [[1]], "speaker": 7}', "row 1: speaker: got 7: expected text"),
+        ('{"text": "a", "audio_co', "row 1: no JSON: Unterminated string"),
+        ("[1]", "row 1: got list: expected a JSON object"),
+    ],
+)
+def test_a_damaged_row_is_named(tmp_path: Path, text: str, message: str) -> None:
+    good = '{"text": "a\u2028b", "audio_codes": [[1, 2]]}'
+    (tmp_path / "mine.jsonl").write_text(f"{good}\n{text}\n")
+    with pytest.raises(ValueError, match=rf"mine.jsonl {message}"):
+        read_rows(tmp_path)
+
+
+def test_a_damaged_shard_of_parquet_is_named(clips: Path, tmp_path: Path) -> None:
+    prepare(clips / "in.jsonl", tmp_path)
+    shard = tmp_path / "shard-00001.parquet"
+    shard.write_bytes(shard.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"shard-00001.parquet: cannot be read"):
+        read_rows(tmp_path)
 
 
 def test_the_command_prepares_and_says_so(clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
