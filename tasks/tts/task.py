@@ -185,13 +185,14 @@ class TextToSpeech(Task):
         self.finish_model()
 
     def configure_units(self, model: nn.Module) -> list[Unit]:
-        """Return the units: each block of talker and code predictor, the text embedding, and the rest.
+        """Return the units: each block of talker and code predictor, the text embedding, the speaker encoder, the rest.
 
         Args:
             model: This module.
         """
         # A pattern, as FSDP2 puts a class of its own in front of the block's, and plans are made of sharded models too.
-        return plan_units(model, Units(rule="classes", classes=("*Qwen3DecoderLayer",)))
+        idle = [name for name, _ in model.named_modules() if name.endswith("model.speaker_encoder")]
+        return plan_units(model, Units(rule="classes", classes=("*Qwen3DecoderLayer",)), idle=idle)
 
     @override
     def configure_weights(self) -> None:

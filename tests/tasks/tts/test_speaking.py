@@ -107,6 +107,12 @@ def test_a_fine_tuned_model_takes_its_codec_and_settings_along(base: Path, tmp_p
     run = make_run(tmp_path, pretrained=str(base))
     folder = export_voice(run, tmp_path / "out", first_row=1070)
     assert (folder / "speech_tokenizer/model.safetensors").is_file()
+    weights, before = read_checkpoint(run).weights, load_file(base / "model.safetensors")
+    assert weights.keys() == before.keys()
+    # An issue of the official script: without its encoder the model cannot go on with data of other speakers.
+    encoder = [name for name in before if name.startswith("speaker_encoder.")]
+    assert encoder
+    assert all(torch.equal(weights[name], before[name]) for name in encoder)
     speaker = open_speaker(str(folder))
     assert (speaker.sampling.top_k, speaker.sampling.predictor_top_k) == (7, 9)
     assert open_speaker(str(folder), Sampling(top_k=3)).sampling.top_k == 3

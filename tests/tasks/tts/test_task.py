@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils.data import DataLoader
 from training import OPTIMIZER, Recorder, Result
 
+from lit_fsdp import FSDP2Strategy, Sharding
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.callbacks import WritePredictions
 from lit_fsdp.tasks import Listening, Sampling, TextToSpeech
@@ -37,6 +38,8 @@ from lit_fsdp.tasks.tts.layout import Utterance, collate_training, encode_text
 from lit_fsdp.tasks.tts.model import Qwen3TTS
 from lit_fsdp.tasks.tts.prepared import PreparedRow, average_speakers, read_rows, write_shard
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
+from lit_fsdp.traffic import predict_bytes
+from lit_fsdp.traffic_meter import TrafficMeter
 from lit_fsdp.weights import init_weights, materialize
 from ranks import run_ranks
 
@@ -150,6 +153,44 @@ def test_accumulated_batches_that_say_nothing_of_their_step_are_refused() -> Non
     trainer = build_trainer(accumulate_grad_batches=2, max_steps=1)
     with pytest.raises(ValueError, match="accumulate_grad_batches: got 2: batches say nothing of the step"):
         trainer.fit(build_task(), Rows())
+
+
+class MeterSteps(pl.Callback):
+    """Measures what FSDP2 sends in each step."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self.meter = TrafficMeter(module, torch.device("cpu"))
+        self.meter.attach()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.meter.resume()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.meter.pause()
+        self.meter.end_step(trainer.global_step)
+
+
+def send(folder: Path, prefetch: int) -> None:
+    meter = MeterSteps()
+    strategy = FSDP2Strategy(print_plan=False, sharding=Sharding(forward_prefetch=prefetch))
+    trainer = build_trainer(strategy=strategy, callbacks=[meter], max_steps=2)
+    task = build_task()
+    trainer.fit(task, build_data(folder, batch_size=3))
+    predicted = predict_bytes(
+        task, strategy.plan, strategy.settings.sharding, strategy.precision_plugin.mixed_precision, num_shards=2
+    )
+    steps = meter.meter.take()
+    assert len(steps) == 2
+    for step in steps:
+        gathers = {unit.unit: unit.num_bytes for unit in step.units if unit.collective == "all_gather"}
+        assert gathers == {unit.unit: unit.gather_step for unit in predicted if unit.gather_step}
+        assert "model.speaker_encoder" not in gathers
+    assert "model.speaker_encoder" in {name for unit in strategy.plan for name in unit.names}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_speaker_encoder_is_sharded_and_costs_a_step_nothing(prepared: Path, prefetch: int) -> None:
+    run_ranks(send, prepared, prefetch, world_size=2)
 
 
 # What trains
