@@ -99,15 +99,7 @@ def speak_texts(
     decoder = _find_codec(codec, opened)
     rows = [(text, speaker, language)] if text is not None else []
     if texts is not None:
-        rows = [(row.text, row.speaker or speaker, row.language or language) for row in read_prompts(texts)]
-        if not rows:
-            raise ValueError(f"texts: {texts}: empty: expected a text in each line")
-    named = next((name for _, name, _ in rows if name is not None), None)
-    if ref_audio is not None and named is not None:
-        raise ValueError(
-            f"ref_audio: not used for the rows of {texts} that name a speaker, such as {named!r}: expected texts "
-            "without speakers, or no ref_audio"
-        )
+        rows = _read_texts(texts, speaker, language, is_cloned=ref_audio is not None)
     voice = opened.embed(read_audio(ref_audio, decoder.sample_rate)) if ref_audio is not None else None
     utterances = [opened.encode(*row, voice=voice) for row in rows]
     out.mkdir(parents=True, exist_ok=True)
@@ -126,6 +118,22 @@ def speak_texts(
     text_lines = (json.dumps({**line, **settings}, ensure_ascii=False) for line in lines)
     (out / "spoken.jsonl").write_text("".join(f"{line}\n" for line in text_lines))
     return written
+
+
+def _read_texts(
+    path: Path, speaker: str | None, language: str | None, *, is_cloned: bool
+) -> list[tuple[str, str | None, str | None]]:
+    """Return text, speaker and language of each row of a file."""
+    rows = [(row.text, row.speaker or speaker, row.language or language) for row in read_prompts(path)]
+    if not rows:
+        raise ValueError(f"texts: {path}: empty: expected a text in each line")
+    named = next((name for _, name, _ in rows if name is not None), None)
+    if is_cloned and named is not None:
+        raise ValueError(
+            f"ref_audio: not used for the rows of {path} that name a speaker, such as {named!r}: expected texts "
+            "without speakers, or no ref_audio"
+        )
+    return rows
 
 
 def _find_codec(name: str | None, speaker: Speaker) -> Codec:

@@ -146,7 +146,7 @@ def generate_codes(model: Qwen3TTS, batch: Batch, sampling: Sampling | SamplingV
     sampling = sampling.complete() if isinstance(sampling, Sampling) else sampling
     device = batch["text_ids"].device
     generator = torch.Generator(device=device).manual_seed(sampling.seed)
-    choose = _Chooser(sampling, generator, config.suppressed_ids, config.ids.eos)
+    choose = Chooser(sampling, generator, config.suppressed_ids, config.ids.eos)
     mask, cache = batch["attention_mask"], DynamicCache(config=config.talker)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     output = talker.run(model.embed_tracks(batch), mask, position_ids=positions, past_key_values=cache, use_cache=True)
@@ -179,7 +179,7 @@ def generate_codes(model: Qwen3TTS, batch: Batch, sampling: Sampling | SamplingV
     return _cut(firsts, frames, config.ids.eos, config.num_codebooks)
 
 
-def _predict_others(model: Qwen3TTS, first: Tensor, state: Tensor, choose: _Chooser) -> tuple[Tensor, Tensor]:
+def _predict_others(model: Qwen3TTS, first: Tensor, state: Tensor, choose: Chooser) -> tuple[Tensor, Tensor]:
     """Return the codes [batch, codebooks] of a frame and their embeddings [batch, codebooks, size]."""
     talker, predictor = model.talker, model.talker.code_predictor
     cache = DynamicCache(config=model.config.predictor)
@@ -194,8 +194,15 @@ def _predict_others(model: Qwen3TTS, first: Tensor, state: Tensor, choose: _Choo
     return torch.stack(codes, dim=1), torch.stack(embedded, dim=1)
 
 
-class _Chooser:
-    """Picks codes from logits, with the processors of Transformers in its order."""
+class Chooser:
+    """Picks codes from logits, with the processors of Transformers in its order.
+
+    Args:
+        sampling: How.
+        generator: Of random numbers.
+        suppressed: Ids that are never written into codebook 0.
+        eos: Id of the end.
+    """
 
     def __init__(self, sampling: SamplingValues, generator: torch.Generator, suppressed: list[int], eos: int) -> None:
         from transformers import (
@@ -220,10 +227,12 @@ class _Chooser:
         self.others = other if sampling.predictor_do_sample else []
 
     def pick_first(self, logits: Tensor, written: list[Tensor]) -> Tensor:
+        """Return ids of codebook 0 or the end [batch], with those that were written before in mind."""
         before = torch.stack(written, dim=1) if written else logits.new_zeros(len(logits), 0, dtype=torch.int64)
         return self._pick(logits, before, self.processors, self.sampling.do_sample)
 
     def pick_other(self, logits: Tensor) -> Tensor:
+        """Return ids of another codebook [batch]."""
         before = logits.new_zeros(len(logits), 0, dtype=torch.int64)
         return self._pick(logits, before, self.others, self.sampling.predictor_do_sample)
 

@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from speech_golden import CONFIG, FILE, fill, make_audio, make_samples
 from torch import Tensor
 
-from lit_fsdp.tasks.tts import generation
 from lit_fsdp.tasks.tts.config import parse_config
-from lit_fsdp.tasks.tts.generation import GREEDY, Sampling, generate_codes
+from lit_fsdp.tasks.tts.generation import GREEDY, Chooser, Sampling, generate_codes
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, collate_prompts, collate_training, count_positions
 from lit_fsdp.tasks.tts.model import Qwen3TTS, count_parameters, load_model
 from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
@@ -243,7 +242,7 @@ def test_training_feeds_position_by_position_what_generation_feeds(
     fed.clear()
     spoken = iter([*frames.flatten(), torch.tensor(config.ids.eos)])
     for name in ("pick_first", "pick_other"):
-        monkeypatch.setattr(generation._Chooser, name, lambda *_: next(spoken).view(1))
+        monkeypatch.setattr(Chooser, name, lambda *_: next(spoken).view(1))
     prompt = collate_prompts([Utterance(**{**vars(utterance), "codes": None})], config, is_streaming=is_streaming)
     (speech,) = generate_codes(model, prompt, Sampling())
     assert torch.equal(speech.codes, frames)
