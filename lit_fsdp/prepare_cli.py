@@ -90,7 +90,7 @@ def prepare_tts(
         why = "the small codec computes on the CPU" if model == SPOKEN else "there is no GPU"
         raise ValueError(f"device: got 'cuda': {why}; set cpu or auto")
     if model != SPOKEN:
-        fetch_speech_model(model)
+        fetch_speech_model(model, "model")
     if transcriber is not None:
         fetch_transcriber(transcriber)
     on_gpu = device == "cuda" or (device == "auto" and has_gpu and model != SPOKEN)

@@ -8,10 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lit_fsdp.export_cli import ExportParser
-from lit_fsdp.tasks.tts.audio import read_audio, write_wav
+from lit_fsdp.tasks.tts.audio import AudioError, read_audio, write_wav
 from lit_fsdp.tasks.tts.codec import Codec, load_codec
 from lit_fsdp.tasks.tts.data import read_prompts
 from lit_fsdp.tasks.tts.formants import SPOKEN, build_small_codec
@@ -100,7 +102,7 @@ def speak_texts(
     rows = [(text, speaker, language)] if text is not None else []
     if texts is not None:
         rows = _read_texts(texts, speaker, language, is_cloned=ref_audio is not None)
-    voice = opened.embed(read_audio(ref_audio, decoder.sample_rate)) if ref_audio is not None else None
+    voice = _clone(ref_audio, opened, decoder.sample_rate) if ref_audio is not None else None
     utterances = [opened.encode(*row, voice=voice) for row in rows]
     out.mkdir(parents=True, exist_ok=True)
     written, lines = [], []
@@ -136,6 +138,15 @@ def _read_texts(
     return rows
 
 
+def _clone(path: Path, speaker: Speaker, sample_rate: int) -> NDArray[np.float32]:
+    """Return the voice in a file."""
+    try:
+        audio = read_audio(path, sample_rate)
+    except AudioError as error:
+        raise ValueError(f"ref_audio: {path}: {error}") from error
+    return speaker.embed(audio)
+
+
 def _find_codec(name: str | None, speaker: Speaker) -> Codec:
     if name == SPOKEN:
         return build_small_codec()
@@ -145,7 +156,7 @@ def _find_codec(name: str | None, speaker: Speaker) -> Codec:
             "codec: not given, and the model has none: expected the name or folder of a model with speech_tokenizer, "
             "or formants for a model of the quickstart"
         )
-    fetch_speech_model(source)
+    fetch_speech_model(source, "codec")
     codec, wanted = load_codec(find_speech_model(source)), speaker.model.config.num_codebooks
     if codec.num_codebooks != wanted:
         raise ValueError(f"codec: got {source!r}: it has {codec.num_codebooks} codebooks: expected {wanted}")

@@ -65,7 +65,7 @@ class Heard:
 def fetch_listening(settings: Listening) -> None:
     """Download what is needed, on one process per node."""
     if settings.codec != SPOKEN:
-        fetch_speech_model(settings.codec)
+        fetch_speech_model(settings.codec, "listening.codec")
     if settings.transcriber is not None:
         fetch_transcriber(settings.transcriber)
 

@@ -10,13 +10,17 @@ CODEC_FOLDER = "speech_tokenizer"  # beside the model's own files
 _PATTERNS = ("model*.safetensors", "*.json", "merges.txt", f"{CODEC_FOLDER}/*")
 
 
-def fetch_speech_model(pretrained: str) -> None:
+def fetch_speech_model(pretrained: str, setting: str = "pretrained") -> None:
     """Download a model with its tokenizer and codec, unless it is a folder or in the cache.
+
+    Args:
+        pretrained: Name on the Hub, or a folder.
+        setting: What the user calls it.
 
     Raises:
         ValueError: There is no such model.
     """
-    fetch_pretrained(pretrained)  # says what is wrong with the name
+    fetch_pretrained(pretrained, setting)  # says what is wrong with the name
     if not Path(pretrained).expanduser().is_dir():
         from huggingface_hub import snapshot_download
 

@@ -45,8 +45,9 @@ def run_on_ray(jobs: Sequence[Job], work: Callable[..., int], *, num_workers: in
     """
     try:
         import ray
+        import ray.data
     except ImportError as error:
-        raise ValueError("backend: got 'ray': it needs a package: pip install 'lit_fsdp[ray]'") from error
+        raise ValueError(f"backend: got 'ray': {error}: pip install 'lit_fsdp[ray]'") from error
     is_ours = not ray.is_initialized()
     if is_ours:
         ray.init(address=address, include_dashboard=False, log_to_driver=False)

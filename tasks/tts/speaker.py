@@ -117,7 +117,7 @@ def open_speaker(source: str, sampling: Sampling | None = None) -> Speaker:
             is_streaming=checkpoint.is_streaming,
         )
     else:
-        fetch_speech_model(source)
+        fetch_speech_model(source, "model")
         folder = find_speech_model(source)
         settings = folder / GENERATION
         found = Speaker(

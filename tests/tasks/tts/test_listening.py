@@ -122,7 +122,7 @@ def test_an_error_while_listening_reaches_all_ranks(
 
 def test_what_listens_is_fetched_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[str] = []
-    monkeypatch.setattr(f"{LISTENING}.fetch_speech_model", fetched.append)
+    monkeypatch.setattr(f"{LISTENING}.fetch_speech_model", lambda name, _: fetched.append(name))
     monkeypatch.setattr(f"{LISTENING}.fetch_transcriber", fetched.append)
     build_task(speak_rows=1, listening=Listening(codec="some/codec", transcriber="some/whisper")).prepare_data()
     assert fetched == ["some/codec", "some/whisper"]
