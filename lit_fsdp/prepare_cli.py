@@ -12,6 +12,7 @@ from lit_fsdp.cli_errors import ConfigError
 from lit_fsdp.export_cli import ExportParser
 from lit_fsdp.tasks.tts.audio import Limits
 from lit_fsdp.tasks.tts.formants import SPOKEN
+from lit_fsdp.tasks.tts.manifest import read_manifest
 from lit_fsdp.tasks.tts.preparing import Preparer
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model
 from lit_fsdp.tasks.tts.runners import Prepared, prepare_shards
@@ -89,6 +90,7 @@ def prepare_tts(
     if device == "cuda" and (model == SPOKEN or (backend == "local" and not has_gpu)):
         why = "the small codec computes on the CPU" if model == SPOKEN else "there is no GPU"
         raise ValueError(f"device: got 'cuda': {why}; set cpu or auto")
+    read_manifest(manifest)  # before gigabytes are downloaded for it
     if model != SPOKEN:
         fetch_speech_model(model, "model")
     if transcriber is not None:

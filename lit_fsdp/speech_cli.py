@@ -97,6 +97,8 @@ def speak_texts(
         raise ValueError("ref_audio: not used, as speaker names a voice; leave one of them out")
     if batch_size < 1:
         raise ValueError(f"batch_size: got {batch_size}: expected 1 or more")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out: {out} is a file: expected a folder, or the name of a new one")
     opened = open_speaker(model, sampling)
     decoder = _find_codec(codec, opened)
     rows = [(text, speaker, language)] if text is not None else []

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lit_fsdp.tasks.tts.audio import Audio, AudioError, Limits, check_audio, read_audio
+from lit_fsdp.tasks.tts.audio import Audio, AudioError, Limits, check_audio, import_libraries, read_audio
 from lit_fsdp.tasks.tts.config import read_config
 from lit_fsdp.tasks.tts.formants import SAMPLE_RATE, SPOKEN, build_small_codec, describe_voice
 from lit_fsdp.tasks.tts.manifest import ManifestRow
@@ -79,7 +79,8 @@ class Preparer:
         return found
 
     def _prepare(self, rows: Sequence[ManifestRow]) -> tuple[list[PreparedRow], list[Rejected]]:
-        # What fails here is a setting; what fails below, one clip.
+        # What fails here is a setting or a missing package; what fails below, one clip.
+        import_libraries()
         languages, codec = self._list_languages(), self._load_codec()
         needs_text = self.transcriber is not None and any(row.text is None for row in rows)
         transcribe = load_transcriber(str(self.transcriber), self.device) if needs_text else None
@@ -98,7 +99,7 @@ class Preparer:
                 # One by one: kernels may round differently in a batch, and codes must not depend on it.
                 (codes,) = codec.encode([torch.from_numpy(audio)])
                 embedding = self._embed(reference, encoder)
-            except (AudioError, OSError, ValueError, RuntimeError) as error:
+            except Exception as error:  # noqa: BLE001 - of whatever kind: one clip must not stop the others
                 rejected.append(Rejected(line=row.line, audio=row.audio, reason=_describe(error)))
                 continue
             prepared.append(
@@ -123,12 +124,12 @@ class Preparer:
             raise AudioError("text: missing, and no transcriber is set")
         if known and row.language.lower() not in ("auto", *known):
             raise AudioError(f"language: got {row.language!r}: expected auto or one of {', '.join(known)}")
-        audio = read_audio(row.find(row.audio), SAMPLE_RATE)
+        audio = read_audio(row.find(row.audio), SAMPLE_RATE, self.limits.max_seconds)
         check_audio(audio, SAMPLE_RATE, self.limits)
         if row.ref_audio is None:
             return audio, audio
         try:
-            reference = read_audio(row.find(row.ref_audio), SAMPLE_RATE)
+            reference = read_audio(row.find(row.ref_audio), SAMPLE_RATE, self.limits.max_seconds)
             check_audio(reference, SAMPLE_RATE, self.limits)
         except AudioError as error:
             raise AudioError(f"ref_audio: {error}") from error

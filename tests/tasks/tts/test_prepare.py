@@ -1,6 +1,7 @@
 """From audio files to rows: the same in any grouping, never stopped by one bad file, resumed where it was."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,24 @@ def test_a_clip_that_fails_in_a_way_nobody_foresaw_is_rejected_too(
     assert reasons[1] == "ValueError: Unsupported language: sichuan_dialect"
 
 
+def test_a_file_of_hours_is_rejected_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    soundfile.write(tmp_path / "long.wav", np.zeros(40 * 8000, dtype=np.int16), 8000)
+    monkeypatch.setattr(soundfile, "read", lambda *_, **__: pytest.fail("read all of it"))
+    (tmp_path / "in.jsonl").write_text('{"audio": "long.wav", "text": "a"}\n')
+    prepare(tmp_path / "in.jsonl", tmp_path / "out")
+    (found,) = (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()
+    assert json.loads(found)["reason"] == "too long: 40.00 s, at most 30 s"
+
+
+def test_a_missing_package_stops_the_run_and_rejects_nothing(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "soxr", None)
+    with pytest.raises(ValueError, match=r"reading audio needs a package: soxr; pip install"):
+        prepare(clips / "in.jsonl", tmp_path)
+    assert not list(tmp_path.glob(".shard-*"))
+
+
 def test_an_interrupted_run_goes_on_where_it_was(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class StopError(Exception):
         pass
@@ -294,5 +313,8 @@ def test_the_command_prepares_and_says_so(clips: Path, tmp_path: Path, capsys: p
     assert "rows      5, 0.00" in capsys.readouterr().out
     assert main(["prepare", "images"]) == 2
     assert "expected `prepare tts`" in capsys.readouterr().err
+    lost = [word.replace("in.jsonl", "lost.jsonl") for word in command if not word.startswith("--model")]
+    assert main([*lost, "--model=some/model-that-would-be-downloaded"]) != 0
+    assert "lost.jsonl: cannot read it" in capsys.readouterr().err
     assert main([*command, "--limits.min_seconds=50"]) != 0
     assert "limits: got min_seconds 50, max_seconds 30" in capsys.readouterr().err

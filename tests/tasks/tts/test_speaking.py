@@ -152,6 +152,12 @@ def test_the_command_speaks_into_files(run: Path, tmp_path: Path, capsys: pytest
     clone = ["--ref_audio=x.wav", "--codec=formants", f"--texts={tmp_path / 'texts.jsonl'}"]
     assert main(["speak", f"--model={run}", "--out=x", *clone]) != 0
     assert "that name a speaker, such as 'kim': expected texts without speakers" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["speak", f"--model={run}", f"--out={tmp_path / 'file'}", "--text=a", "--codec=formants"]) != 0
+    assert "file is a file: expected a folder" in capsys.readouterr().err
+    clone = ["--ref_audio=lost.wav", "--codec=formants", "--text=a"]
+    assert main(["speak", f"--model={run}", "--out=x", *clone]) != 0
+    assert "ref_audio: lost.wav: no such file" in capsys.readouterr().err
     (tmp_path / "none.txt").write_text("\n")
     assert main(["speak", f"--model={run}", "--out=x", "--codec=formants", f"--texts={tmp_path / 'none.txt'}"]) != 0
     assert "none.txt: empty: expected a text in each line" in capsys.readouterr().err
