@@ -3,6 +3,7 @@
 import math
 import wave
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ from lit_fsdp.tasks import Listening, Sampling
 from lit_fsdp.tasks.tts import listening, transcribing
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.prepared import write_shard
+from lit_fsdp.tasks.tts.speaking import Clip
 from ranks import run_ranks
 
 GREEDY = Sampling(do_sample=False, predictor_do_sample=False, max_frames=6)
@@ -118,6 +120,17 @@ def test_an_error_while_listening_reaches_all_ranks(
     monkeypatch.setattr("lit_fsdp.tasks.tts.task.write_audio", fail)
     for said, _ in run(prepared, tmp_path, Listening(codec="formants")):
         assert said == "listening to generated speech failed on the first rank: OSError: no space left on device"
+
+
+def test_loggers_get_audio_as_they_take_it() -> None:
+    heard: list[Any] = []
+    takes = SimpleNamespace(log_audio=lambda name, audio, **about: heard.append((name, len(audio[0]), about)))
+    clip = Clip(audio=torch.zeros(480), sample_rate=24000, heard="hm")
+    silent = Clip(audio=torch.zeros(0), sample_rate=24000)
+    rows: Any = [SimpleNamespace(speaker="kim"), SimpleNamespace(speaker="lee")]
+    with pytest.warns(UserWarning, match=r"SimpleNamespace takes no audio: .* in the run's report only"):
+        listening.write_audio([clip, silent], rows, [takes, SimpleNamespace()], 3)
+    assert heard == [("spoken/00_kim", 480, {"sample_rate": [24000], "caption": ["hm"]})]
 
 
 def test_what_listens_is_fetched_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
