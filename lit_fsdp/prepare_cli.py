@@ -86,22 +86,28 @@ def prepare_tts(
             raise ValueError(f"{name}: got {value}: expected 1 or more")
     limits = limits or Limits()
     limits.check()
-    has_gpu = torch.cuda.is_available()
-    if device == "cuda" and (model == SPOKEN or (backend == "local" and not has_gpu)):
-        why = "the small codec computes on the CPU" if model == SPOKEN else "there is no GPU"
-        raise ValueError(f"device: got 'cuda': {why}; set cpu or auto")
+    chosen = _choose_device(device, model, backend)
     read_manifest(manifest)  # before gigabytes are downloaded for it
     if model != SPOKEN:
         fetch_speech_model(model, "model")
     if transcriber is not None:
         fetch_transcriber(transcriber)
-    on_gpu = device == "cuda" or (device == "auto" and has_gpu and model != SPOKEN)
     return prepare_shards(
         manifest,
         out,
-        Preparer(model=model, limits=limits, transcriber=transcriber, device="cuda" if on_gpu else "cpu"),
+        Preparer(model=model, limits=limits, transcriber=transcriber, device=chosen),
         num_processes=num_processes,
         rows_per_shard=rows_per_shard,
         shard_format=format,
         ray_address=(ray_address or "local") if backend == "ray" else None,
     )
+
+
+def _choose_device(device: str, model: str, backend: str) -> Literal["cpu", "cuda"]:
+    """Return where models compute; the GPUs of a Ray cluster need not be here."""
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and (model == SPOKEN or (backend == "local" and not has_gpu)):
+        why = "the small codec computes on the CPU" if model == SPOKEN else "there is no GPU"
+        raise ValueError(f"device: got 'cuda': {why}; set cpu or auto")
+    is_gpu = device == "cuda" or (device == "auto" and has_gpu and model != SPOKEN)
+    return "cuda" if is_gpu else "cpu"

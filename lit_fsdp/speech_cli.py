@@ -118,17 +118,21 @@ def speak_texts(
             written.append((path, len(audio) / decoder.sample_rate, speech.has_ended))
             about: dict[str, Any] = dict(zip(("text", "speaker", "language"), rows[i], strict=True))
             lines.append({"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)})
-    settings = {"model": model, "sampling": asdict(opened.sampling)}
-    text_lines = (json.dumps({**line, **settings}, ensure_ascii=False) for line in lines)
-    (out / "spoken.jsonl").write_text("".join(f"{line}\n" for line in text_lines))
+    _write_list(out / "spoken.jsonl", lines, {"model": model, "sampling": asdict(opened.sampling)})
     return written
+
+
+def _write_list(path: Path, lines: list[dict[str, Any]], settings: dict[str, Any]) -> None:
+    """Write what was spoken as JSON lines, each with the settings."""
+    texts = (json.dumps({**line, **settings}, ensure_ascii=False) for line in lines)
+    path.write_text("".join(f"{line}\n" for line in texts), encoding="utf-8")
 
 
 def _read_texts(
     path: Path, speaker: str | None, language: str | None, *, is_cloned: bool
 ) -> list[tuple[str, str | None, str | None]]:
     """Return text, speaker and language of each row of a file."""
-    rows = [(row.text, row.speaker or speaker, row.language or language) for row in read_prompts(path)]
+    rows = [(row.text, row.speaker or speaker, row.language or language) for row in read_prompts(path, "texts")]
     if not rows:
         raise ValueError(f"texts: {path}: empty: expected a text in each line")
     named = next((name for _, name, _ in rows if name is not None), None)

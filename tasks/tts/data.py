@@ -22,6 +22,7 @@ from lit_fsdp.tasks.tts.config import SpeechConfig
 from lit_fsdp.tasks.tts.formants import SPOKEN, make_corpus
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, collate_prompts, collate_training, encode_text
 from lit_fsdp.tasks.tts.layout import count_positions as count
+from lit_fsdp.tasks.tts.manifest import read_lines
 from lit_fsdp.tasks.tts.prepared import PreparedRow, average_speakers, read_rows
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
 
@@ -339,27 +340,32 @@ class StepCounts:
         return {**batch, "step_counts": torch.tensor([frames + len(rows), frames])}
 
 
-def read_prompts(path: Path) -> list[PromptRow]:
+def read_prompts(path: Path, setting: str = "predict") -> list[PromptRow]:
     """Return the texts in a file: its lines, or the rows of JSON lines.
+
+    Args:
+        path: The file.
+        setting: What the user calls it.
 
     Raises:
         ValueError: It cannot be read, or a row has no text.
     """
-    try:
-        lines = [line for line in path.expanduser().read_text().splitlines() if line.strip()]
-    except OSError as error:
-        raise ValueError(f"predict: {path}: cannot read it: {error.strerror}") from error
+    lines = [(i, line) for i, line in enumerate(read_lines(path.expanduser(), setting), start=1) if line.strip()]
     if path.suffix != ".jsonl":
-        return [PromptRow(text=line.strip()) for line in lines]
+        return [PromptRow(text=line.strip()) for _, line in lines]
     rows = []
-    for i, line in enumerate(lines, start=1):
+    for i, line in lines:
+        where = f"{setting}: {path} line {i}"
         try:
             fields = json.loads(line)
-            rows.append(PromptRow(**{n: fields.get(n) for n in ("text", "speaker", "language")}))
+            found = {name: fields.get(name) for name in ("text", "speaker", "language")}
         except (ValueError, AttributeError) as error:
-            raise ValueError(f"predict: {path} line {i}: no JSON object: {error}") from error
-        if not rows[-1].text:
-            raise ValueError(f"predict: {path} line {i}: text: missing")
+            raise ValueError(f"{where}: no JSON object: {error}") from error
+        if not found["text"]:
+            raise ValueError(f"{where}: text: missing")
+        if wrong := [name for name, value in found.items() if value is not None and not isinstance(value, str)]:
+            raise ValueError(f"{where}: {wrong[0]}: got {found[wrong[0]]!r}: expected text")
+        rows.append(PromptRow(**found))
     return rows
 
 

@@ -166,6 +166,13 @@ def test_a_clip_that_fails_in_a_way_nobody_foresaw_is_rejected_too(
     assert reasons[1] == "ValueError: Unsupported language: sichuan_dialect"
 
 
+def test_a_manifest_may_hold_breaks_of_other_kinds(clips: Path, tmp_path: Path) -> None:
+    line = json.dumps({"audio": str(clips / "0.wav"), "text": "a\u2028b"}, ensure_ascii=False)
+    (tmp_path / "in.jsonl").write_text(f"\ufeff{line}\r\n", encoding="utf-8")
+    prepare(tmp_path / "in.jsonl", tmp_path / "out")
+    assert [row.text for row in read_rows(tmp_path / "out")] == ["a\u2028b"]
+
+
 def test_a_file_of_hours_is_rejected_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     soundfile.write(tmp_path / "long.wav", np.zeros(40 * 8000, dtype=np.int16), 8000)
     monkeypatch.setattr(soundfile, "read", lambda *_, **__: pytest.fail("read all of it"))

@@ -22,7 +22,7 @@ from torch import Tensor
 from lit_fsdp.callbacks import WritePredictions
 from lit_fsdp.tasks import Sampling
 from lit_fsdp.tasks.tts.config import parse_config
-from lit_fsdp.tasks.tts.data import PromptRow
+from lit_fsdp.tasks.tts.data import PromptRow, read_prompts
 from lit_fsdp.tasks.tts.prepared import write_shard
 from ranks import run_ranks
 
@@ -97,6 +97,30 @@ def test_without_speakers_in_training_there_are_none_when_it_speaks(prepared: Pa
     assert data.encode_prompt(PromptRow(text="a")).speaker is None
     with pytest.raises(ValueError, match="speaker: got 'kim': expected one of"):
         data.encode_prompt(PromptRow(text="a", speaker="kim"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('\n{"text": 7}', "line 2: text: got 7: expected text"),
+        ('{"speaker": "kim"}', "line 1: text: missing"),
+        ('{"text": "a", "speaker": ["kim"]}', r"line 1: speaker: got \['kim'\]: expected text"),
+        ('{"te', "line 1: no JSON object: Unterminated"),
+        ("[1]", "line 1: no JSON object"),
+        (b"\xff", "cannot read it: expected UTF-8"),
+    ],
+)
+def test_a_text_that_cannot_be_spoken_is_named(tmp_path: Path, text: str | bytes, message: str) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(ValueError, match=f"predict: .*texts.jsonl:? {message}"):
+        read_prompts(path)
+
+
+def test_texts_may_hold_breaks_of_other_kinds_and_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('\ufeff{"text": "a\u2028b"}\r\n{"text": "c"}\r\n', encoding="utf-8")
+    assert [row.text for row in read_prompts(path)] == ["a\u2028b", "c"]
 
 
 def test_codes_that_the_model_has_not_are_named_before_training(tmp_path: Path) -> None:
