@@ -300,7 +300,7 @@ class TextToSpeech(Task):
             self.report.rows = [
                 Spoken(text=r.text, speaker=r.speaker, target=r.codes, speech=s, language=r.language) for r, s in pairs
             ]
-            self.report.step = self.trainer.global_step
+            self.report.step, self.report.clips = self.trainer.global_step, []
             self.report.listened = self._listen(batch) if self._listener is not None else {}
         return spoken
 
