@@ -22,6 +22,7 @@ from lit_fsdp.tasks.tts.config import SpeechConfig
 from lit_fsdp.tasks.tts.formants import SPOKEN, make_corpus
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, collate_prompts, collate_training, encode_text
 from lit_fsdp.tasks.tts.layout import count_positions as count
+from lit_fsdp.tasks.tts.manifest import read_lines
 from lit_fsdp.tasks.tts.prepared import PreparedRow, average_speakers, read_rows
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
 
@@ -93,6 +94,7 @@ class SpeechData(LightningDataModule):
             raise ValueError(f"max_seconds: got {max_seconds}: expected above 0")
         for name, value, least in (
             ("batch_size", batch_size, 1),
+            ("eval_batch_size", batch_size if eval_batch_size is None else eval_batch_size, 1),
             ("num_workers", num_workers, 0),
             ("repeat", repeat, 1),
         ):
@@ -101,7 +103,7 @@ class SpeechData(LightningDataModule):
         self.sources = {"train": train, "validation": validation, "predict": predict}
         self.validation_fraction, self.max_seconds = validation_fraction, max_seconds
         self.tokenizer_name, self.speaker_embedding, self.streaming = tokenizer, speaker_embedding, streaming
-        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size  # not 0
         self.num_workers, self.repeat, self.shuffle, self.seed = num_workers, repeat, shuffle, seed
         self.speech_config: SpeechConfig | None = None
         self.voices: dict[str, NDArray[np.float32]] = {}
@@ -164,8 +166,7 @@ class SpeechData(LightningDataModule):
             trainer=trainer,
             what=f"train ({len(rows)} clips)",
         )
-        accumulate = trainer.accumulate_grad_batches if trainer is not None else 1
-        loader.annotate = StepCounts(loader, lengths, accumulate, trainer)
+        loader.annotate = StepCounts(loader, lengths, trainer)
         return loader
 
     def val_dataloader(self) -> Any:
@@ -310,13 +311,12 @@ class StepCounts:
     Args:
         loader: Whose batches they are.
         num_frames: Of each row.
-        accumulate: Micro-batches in a step.
-        trainer: Says at which batch an epoch ends.
+        trainer: Says how many micro-batches are a step, and at which batch an epoch ends.
     """
 
-    def __init__(self, loader: ResumableLoader, num_frames: NDArray[np.int64], accumulate: int, trainer: Any) -> None:
+    def __init__(self, loader: ResumableLoader, num_frames: NDArray[np.int64], trainer: Any) -> None:
         sampler: Any = loader.sampler
-        self.sampler, self.num_frames, self.accumulate, self.trainer = sampler, num_frames, accumulate, trainer
+        self.sampler, self.num_frames, self.trainer = sampler, num_frames, trainer
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
     def __call__(self, batch: Batch, place: tuple[int, int]) -> Batch:
@@ -331,34 +331,41 @@ class StepCounts:
             num_batches = min(num_batches, limit)
         # As Lightning counts them, also where a resumed epoch goes on with another batch size.
         done = self.sampler.num_batches - (self.sampler.dataset_size - seen) // size
-        first = done // self.accumulate * self.accumulate
-        last = min(first + self.accumulate, num_batches)
+        # Asked each time: GradientAccumulationScheduler changes it between epochs.
+        accumulate = getattr(self.trainer, "accumulate_grad_batches", 1)
+        first = done // accumulate * accumulate
+        last = min(first + accumulate, num_batches)
         rows = order[max(seen - (done - first) * size, 0) : seen + (last - done) * size]
         frames = int(self.num_frames[rows].sum())
         return {**batch, "step_counts": torch.tensor([frames + len(rows), frames])}
 
 
-def read_prompts(path: Path) -> list[PromptRow]:
+def read_prompts(path: Path, setting: str = "predict") -> list[PromptRow]:
     """Return the texts in a file: its lines, or the rows of JSON lines.
+
+    Args:
+        path: The file.
+        setting: What the user calls it.
 
     Raises:
         ValueError: It cannot be read, or a row has no text.
     """
-    try:
-        lines = [line for line in path.expanduser().read_text().splitlines() if line.strip()]
-    except OSError as error:
-        raise ValueError(f"predict: {path}: cannot read it: {error.strerror}") from error
+    lines = [(i, line) for i, line in enumerate(read_lines(path.expanduser(), setting), start=1) if line.strip()]
     if path.suffix != ".jsonl":
-        return [PromptRow(text=line.strip()) for line in lines]
+        return [PromptRow(text=line.strip()) for _, line in lines]
     rows = []
-    for i, line in enumerate(lines, start=1):
+    for i, line in lines:
+        where = f"{setting}: {path} line {i}"
         try:
             fields = json.loads(line)
-            rows.append(PromptRow(**{n: fields.get(n) for n in ("text", "speaker", "language")}))
+            found = {name: fields.get(name) for name in ("text", "speaker", "language")}
         except (ValueError, AttributeError) as error:
-            raise ValueError(f"predict: {path} line {i}: no JSON object: {error}") from error
-        if not rows[-1].text:
-            raise ValueError(f"predict: {path} line {i}: text: missing")
+            raise ValueError(f"{where}: no JSON object: {error}") from error
+        if not found["text"]:
+            raise ValueError(f"{where}: text: missing")
+        if wrong := [name for name, value in found.items() if value is not None and not isinstance(value, str)]:
+            raise ValueError(f"{where}: {wrong[0]}: got {found[wrong[0]]!r}: expected text")
+        rows.append(PromptRow(**found))
     return rows
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -19,21 +19,69 @@ _MIN_FRAMES = 2  # the official inference never ends before
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How speech is generated; the defaults are the official ones.
+    """How speech is generated. What is not given is as in the model's ``generation_config.json``, or else the official.
 
     Args:
-        do_sample: Draw codebook 0 at random; otherwise take the likeliest.
-        temperature: Below 1 prefers likely codes.
-        top_k: Draw from so many of the likeliest; 0 from all.
-        top_p: Draw from the likeliest that have this probability together.
-        repetition_penalty: Above 1 makes codes of codebook 0 that were written before less likely.
+        do_sample: Draw codebook 0 at random; otherwise take the likeliest. Officially true.
+        temperature: Below 1 prefers likely codes. Officially 0.9.
+        top_k: Draw from so many of the likeliest; 0 from all. Officially 50.
+        top_p: Draw from the likeliest that have this probability together. Officially 1.
+        repetition_penalty: Above 1 makes codes of codebook 0 that were written before less likely. Officially 1.05.
         predictor_do_sample: The same as ``do_sample`` for the other codebooks.
         predictor_temperature: As ``temperature``.
         predictor_top_k: As ``top_k``.
         predictor_top_p: As ``top_p``.
-        max_frames: Stop here, at 12.5 frames a second, though no end was written.
+        max_frames: Stop here, at 12.5 frames a second, though no end was written. Officially 2048.
         seed: Of the random numbers; the same seed gives the same speech.
     """
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    predictor_do_sample: bool | None = None
+    predictor_temperature: float | None = None
+    predictor_top_k: int | None = None
+    predictor_top_p: float | None = None
+    max_frames: int | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """Refuse what would be ignored or fail.
+
+        Raises:
+            ValueError: With the setting and the nearest fix.
+        """
+        self.complete()
+
+    def complete(self, own: Mapping[str, Any] | None = None) -> SamplingValues:
+        """Return all values: those that are given, else those of a model, else the official ones.
+
+        Args:
+            own: Contents of the model's ``generation_config.json``.
+
+        Raises:
+            ValueError: A setting would be ignored or fail.
+        """
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        values = SamplingValues(**{**_parse_official(own or {}), **given})
+        values.check()
+        for prefix in ("", "predictor_"):
+            if getattr(values, f"{prefix}do_sample"):
+                continue
+            for name in ("temperature", "top_k", "top_p"):
+                if f"{prefix}{name}" in given:
+                    raise ValueError(
+                        f"sampling.{prefix}{name}: not used, as {prefix}do_sample is false"
+                        f"{'' if f'{prefix}do_sample' in given else ' in the model'}; leave it out"
+                    )
+        return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingValues:
+    """What a ``Sampling`` comes to for one model; the defaults are the official ones."""
 
     do_sample: bool = True
     temperature: float = 0.9
@@ -48,7 +96,7 @@ class Sampling:
     seed: int = 0
 
     def check(self) -> None:
-        """Refuse what would be ignored or fail.
+        """Refuse values that fail.
 
         Raises:
             ValueError: With the setting and the nearest fix.
@@ -64,14 +112,6 @@ class Sampling:
                 raise ValueError(f"sampling.{name}: got {getattr(self, name)}: expected 0 (all) or more")
         if self.max_frames < 1:
             raise ValueError(f"sampling.max_frames: got {self.max_frames}: expected 1 or more")
-        defaults = Sampling()
-        for prefix in ("", "predictor_"):
-            if getattr(self, f"{prefix}do_sample"):
-                continue
-            for name in ("temperature", "top_k", "top_p"):
-                name = f"{prefix}{name}"
-                if getattr(self, name) != getattr(defaults, name):
-                    raise ValueError(f"sampling.{name}: not used, as {prefix}do_sample is false; leave it out")
 
 
 GREEDY = {"do_sample": False, "predictor_do_sample": False}
@@ -91,7 +131,7 @@ class Speech:
 
 
 @torch.no_grad()
-def generate_codes(model: Qwen3TTS, batch: Batch, sampling: Sampling) -> list[Speech]:
+def generate_codes(model: Qwen3TTS, batch: Batch, sampling: Sampling | SamplingValues) -> list[Speech]:
     """Write the frames of a batch of prompts.
 
     Under a sharding strategy all ranks must call it, inside a method that gathers like ``forward``. Every rank goes
@@ -103,9 +143,10 @@ def generate_codes(model: Qwen3TTS, batch: Batch, sampling: Sampling) -> list[Sp
         sampling: How codes are chosen.
     """
     config, talker = model.config, model.talker
+    sampling = sampling.complete() if isinstance(sampling, Sampling) else sampling
     device = batch["text_ids"].device
     generator = torch.Generator(device=device).manual_seed(sampling.seed)
-    choose = _Chooser(sampling, generator, config.suppressed_ids, config.ids.eos)
+    choose = Chooser(sampling, generator, config.suppressed_ids, config.ids.eos)
     mask, cache = batch["attention_mask"], DynamicCache(config=config.talker)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     output = talker.run(model.embed_tracks(batch), mask, position_ids=positions, past_key_values=cache, use_cache=True)
@@ -138,7 +179,7 @@ def generate_codes(model: Qwen3TTS, batch: Batch, sampling: Sampling) -> list[Sp
     return _cut(firsts, frames, config.ids.eos, config.num_codebooks)
 
 
-def _predict_others(model: Qwen3TTS, first: Tensor, state: Tensor, choose: _Chooser) -> tuple[Tensor, Tensor]:
+def _predict_others(model: Qwen3TTS, first: Tensor, state: Tensor, choose: Chooser) -> tuple[Tensor, Tensor]:
     """Return the codes [batch, codebooks] of a frame and their embeddings [batch, codebooks, size]."""
     talker, predictor = model.talker, model.talker.code_predictor
     cache = DynamicCache(config=model.config.predictor)
@@ -153,10 +194,17 @@ def _predict_others(model: Qwen3TTS, first: Tensor, state: Tensor, choose: _Choo
     return torch.stack(codes, dim=1), torch.stack(embedded, dim=1)
 
 
-class _Chooser:
-    """Picks codes from logits, with the processors of Transformers in its order."""
+class Chooser:
+    """Picks codes from logits, with the processors of Transformers in its order.
 
-    def __init__(self, sampling: Sampling, generator: torch.Generator, suppressed: list[int], eos: int) -> None:
+    Args:
+        sampling: How.
+        generator: Of random numbers.
+        suppressed: Ids that are never written into codebook 0.
+        eos: Id of the end.
+    """
+
+    def __init__(self, sampling: SamplingValues, generator: torch.Generator, suppressed: list[int], eos: int) -> None:
         from transformers import (
             MinNewTokensLengthLogitsProcessor,
             RepetitionPenaltyLogitsProcessor,
@@ -179,10 +227,12 @@ class _Chooser:
         self.others = other if sampling.predictor_do_sample else []
 
     def pick_first(self, logits: Tensor, written: list[Tensor]) -> Tensor:
+        """Return ids of codebook 0 or the end [batch], with those that were written before in mind."""
         before = torch.stack(written, dim=1) if written else logits.new_zeros(len(logits), 0, dtype=torch.int64)
         return self._pick(logits, before, self.processors, self.sampling.do_sample)
 
     def pick_other(self, logits: Tensor) -> Tensor:
+        """Return ids of another codebook [batch]."""
         before = logits.new_zeros(len(logits), 0, dtype=torch.int64)
         return self._pick(logits, before, self.others, self.sampling.predictor_do_sample)
 
@@ -222,13 +272,13 @@ def _cut(firsts: list[Tensor], frames: list[Tensor], eos: int, num_codebooks: in
     return speech
 
 
-def parse_official(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of a checkpoint's ``generation_config.json`` under our names, as far as it has any."""
-    known = {field.name for field in fields(Sampling)}
+def _parse_official(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the contents of ``generation_config.json`` under our names, as far as it has any."""
+    known = {field.name for field in fields(SamplingValues)}
     renamed = {"max_new_tokens": "max_frames", "subtalker_dosample": "predictor_do_sample"}
     found = {}
     for name, value in settings.items():
         ours = renamed.get(name, name.replace("subtalker_", "predictor_"))
-        if ours in known:
+        if ours in known and value is not None:
             found[ours] = value
     return found

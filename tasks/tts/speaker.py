@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lit_fsdp.tasks.tts.audio import Audio
 from lit_fsdp.tasks.tts.checkpoint_files import GENERATION
 from lit_fsdp.tasks.tts.config import MODEL_TYPE
-from lit_fsdp.tasks.tts.generation import Sampling, Speech, generate_codes, parse_official
+from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech, generate_codes
 from lit_fsdp.tasks.tts.layout import Utterance, collate_prompts, encode_text
 from lit_fsdp.tasks.tts.model import Qwen3TTS, load_model
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model, has_codec
@@ -40,7 +40,7 @@ class Speaker:
 
     model: Qwen3TTS
     tokenizer: Any
-    sampling: Sampling
+    sampling: SamplingValues
     voices: dict[str, NDArray[np.float32]]
     codec_source: str | None
     is_streaming: bool
@@ -117,7 +117,7 @@ def open_speaker(source: str, sampling: Sampling | None = None) -> Speaker:
             is_streaming=checkpoint.is_streaming,
         )
     else:
-        fetch_speech_model(source)
+        fetch_speech_model(source, "model")
         folder = find_speech_model(source)
         settings = folder / GENERATION
         found = Speaker(
@@ -144,14 +144,5 @@ def _build_tokenizer(files: dict[str, str]) -> Any:
         return load_tokenizer(folder)
 
 
-def _choose_sampling(given: Sampling | None, official: str | None) -> Sampling:
-    """Return the given settings where they differ from our defaults, else those of the model."""
-    given, defaults = given or Sampling(), asdict(Sampling())
-    changed = {f.name: getattr(given, f.name) for f in fields(given) if getattr(given, f.name) != defaults[f.name]}
-    own = parse_official(json.loads(official)) if official else {}
-    for prefix in ("", "predictor_"):
-        if not {**own, **changed}.get(f"{prefix}do_sample", True):  # what greedy generation would not use
-            own = {n: v for n, v in own.items() if n not in {f"{prefix}{k}" for k in ("temperature", "top_k", "top_p")}}
-    chosen = Sampling(**{**own, **changed})
-    chosen.check()
-    return chosen
+def _choose_sampling(given: Sampling | None, official: str | bytes | None) -> SamplingValues:
+    return (given or Sampling()).complete(json.loads(official) if official else None)

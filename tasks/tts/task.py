@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,30 +20,29 @@ from lit_fsdp.base_model import fetch_config
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.tasks.base import Schedule, Task
 from lit_fsdp.tasks.masks import keep_branches
-from lit_fsdp.tasks.tts.checkpoint_files import check_run, describe_run
+from lit_fsdp.tasks.tts.checkpoint_files import check_run, describe_run, read_generation_config
 from lit_fsdp.tasks.tts.config import SpeechConfig, parse_config, read_config
-from lit_fsdp.tasks.tts.generation import Sampling, Speech, generate_codes
+from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech, generate_codes
 from lit_fsdp.tasks.tts.layout import Batch, collate_prompts
 from lit_fsdp.tasks.tts.listening import (
+    Heard,
+    Listener,
     Listening,
+    check_listening,
     compute_similarity,
     compute_word_errors,
+    describe_clips,
     fetch_listening,
-    listen,
-    open_codec,
+    run_on_first,
     write_audio,
 )
 from lit_fsdp.tasks.tts.metrics import SpeechMetrics
 from lit_fsdp.tasks.tts.model import PREDICTOR_WEIGHT, Qwen3TTS, SpeechOutput, count_parameters
 from lit_fsdp.tasks.tts.prepared import PreparedRow
-from lit_fsdp.tasks.tts.preparing import load_transcriber
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.speaking import SpeechReport, Spoken, describe_spoken
 from lit_fsdp.units import Unit, Units, plan_units
 from lit_fsdp.weights import init_weights, load_weights
-
-if TYPE_CHECKING:
-    from lit_fsdp.tasks.tts.codec import Codec
 
 Part = Literal["talker", "text_embedding", "code_predictor"]
 # What of the model belongs to each part that can be frozen, by the beginnings of names.
@@ -79,7 +79,7 @@ class TextToSpeech(Task):
             the linear layers of the talker's blocks here.
         optimizer: Which one, and its settings.
         schedule: How the learning rate moves.
-        sampling: How speech is generated.
+        sampling: How speech is generated; what is not given is as ``pretrained`` has it.
         speak_rows: So many rows of validation, or of training where nothing is held out, are spoken after each
             validation and when training ends, and compared with what was recorded. 0 speaks none.
         listening: Decode what is spoken, give it to the loggers, and measure voice and words; ``null`` compares codes
@@ -126,7 +126,7 @@ class TextToSpeech(Task):
         self.val_metrics: SpeechMetrics | None = None
         self.report = SpeechReport()
         self._parts: Tensor | None = None  # [4] of this step: both losses, both counts
-        self._codecs: list[Codec] = []  # one, in a list, as it is no part of the model
+        self._listener = Listener(listening) if listening is not None else None
         self._files: dict[str, Any] | None = None  # what a checkpoint says besides its tensors
         if config is not None:
             parse_config(config)
@@ -162,6 +162,9 @@ class TextToSpeech(Task):
     @override
     def setup(self, stage: str) -> None:
         config = self.read_config()
+        self.complete_sampling()
+        if self.listening is not None:
+            check_listening(self.listening, config)
         if self.val_metrics is None:
             self.val_metrics = SpeechMetrics(config.num_codebooks, config.ids.eos)
 
@@ -182,13 +185,14 @@ class TextToSpeech(Task):
         self.finish_model()
 
     def configure_units(self, model: nn.Module) -> list[Unit]:
-        """Return the units: each block of talker and code predictor, the text embedding, and the rest.
+        """Return the units: each block of talker and code predictor, the text embedding, the speaker encoder, the rest.
 
         Args:
             model: This module.
         """
         # A pattern, as FSDP2 puts a class of its own in front of the block's, and plans are made of sharded models too.
-        return plan_units(model, Units(rule="classes", classes=("*Qwen3DecoderLayer",)))
+        idle = [name for name, _ in model.named_modules() if name.endswith("model.speaker_encoder")]
+        return plan_units(model, Units(rule="classes", classes=("*Qwen3DecoderLayer",)), idle=idle)
 
     @override
     def configure_weights(self) -> None:
@@ -290,27 +294,36 @@ class TextToSpeech(Task):
         """
         assert self.model is not None
         on_device = {name: value.to(self.device) for name, value in batch.items()}
-        spoken = generate_codes(self.model, on_device, self.sampling)
+        spoken = generate_codes(self.model, on_device, self.complete_sampling())
         if rows is not None:
             pairs = zip(rows, spoken, strict=True)
-            self.report.rows = [Spoken(text=r.text, speaker=r.speaker, target=r.codes, speech=s) for r, s in pairs]
-            self.report.listened = self._listen(batch) if self.listening is not None else {}
+            self.report.rows = [
+                Spoken(text=r.text, speaker=r.speaker, target=r.codes, speech=s, language=r.language) for r, s in pairs
+            ]
+            self.report.step, self.report.clips = self.trainer.global_step, []
+            self.report.listened = self._listen(batch) if self._listener is not None else {}
         return spoken
 
+    def complete_sampling(self) -> SamplingValues:
+        """Return how speech is generated, with what ``pretrained`` says where ``sampling`` does not."""
+        official = read_generation_config(self.pretrained)
+        return self.sampling.complete(json.loads(official) if official is not None else None)
+
     def _listen(self, batch: Batch) -> dict[str, float]:
-        assert self.listening is not None
-        assert self.model is not None
-        if not self._codecs:
-            self._codecs.append(open_codec(self.listening.codec))
-        (codec,) = self._codecs
-        name = self.listening.transcriber
-        heard = listen(self.report.rows, codec, load_transcriber(name) if name is not None else None)
-        voices = batch["speaker"].unbind() if "speaker" in batch else [None] * len(heard)
-        if self.trainer.is_global_zero:
-            step = self.trainer.global_step
-            write_audio(heard, self.report.rows, codec.sample_rate, self.trainer.loggers, step)
-        similarity = compute_similarity(self.model, heard, voices, self.device)
-        return {**compute_word_errors(self.report.rows, heard), **similarity}
+        """Return what listening has measured, the same on all ranks; see Note [Who listens] in ``listening.py``."""
+        model, report, listener = self.model, self.report, self._listener
+        assert model is not None
+        assert listener is not None
+
+        def work() -> list[Heard]:
+            report.clips = listener.listen(report.rows)
+            write_audio(report.clips, report.rows, self.trainer.loggers, report.step)
+            return describe_clips(report.clips, model.config)
+
+        heard = run_on_first(work, self.trainer)
+        voices = [row if row.any() else None for row in batch.get("speaker", torch.zeros(len(heard), 1))]
+        similarity = compute_similarity(model, heard, voices, self.device)
+        return {**compute_word_errors(report.rows, heard), **similarity}
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
