@@ -130,7 +130,7 @@ def _find_codec(name: str | None, speaker: Speaker) -> Codec:
             "or formants for a model of the quickstart"
         )
     fetch_speech_model(source)
-    codec, wanted = load_codec(find_speech_model(source)), speaker.model.config.num_codebooks
+    codec, wanted = load_codec(find_speech_model(source)), speaker.config.num_codebooks
     if codec.num_codebooks != wanted:
         raise ValueError(f"codec: got {source!r}: it has {codec.num_codebooks} codebooks: expected {wanted}")
     return codec.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

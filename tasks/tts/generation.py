@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -105,7 +106,7 @@ def generate_codes(model: Qwen3TTS, batch: Batch, sampling: Sampling) -> list[Sp
     config, talker = model.config, model.talker
     device = batch["text_ids"].device
     generator = torch.Generator(device=device).manual_seed(sampling.seed)
-    choose = _Chooser(sampling, generator, config.suppressed_ids, config.ids.eos)
+    choose = Chooser(sampling, generator, suppressed=config.suppressed_ids, late=config.ids.eos)
     mask, cache = batch["attention_mask"], DynamicCache(config=config.talker)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     output = talker.run(model.embed_tracks(batch), mask, position_ids=positions, past_key_values=cache, use_cache=True)
@@ -121,7 +122,7 @@ def generate_codes(model: Qwen3TTS, batch: Batch, sampling: Sampling) -> list[Sp
         firsts.append(first)
         is_open = is_open & (first != config.ids.eos)
         # One frame less than picks, so that the last pick may be the end.
-        if not _is_any(is_open) or len(frames) == sampling.max_frames:
+        if not is_any(is_open) or len(frames) == sampling.max_frames:
             break
         codes, embedded = _predict_others(model, first, state, choose)
         frames.append(codes)
@@ -138,7 +139,7 @@ def generate_codes(model: Qwen3TTS, batch: Batch, sampling: Sampling) -> list[Sp
     return _cut(firsts, frames, config.ids.eos, config.num_codebooks)
 
 
-def _predict_others(model: Qwen3TTS, first: Tensor, state: Tensor, choose: _Chooser) -> tuple[Tensor, Tensor]:
+def _predict_others(model: Qwen3TTS, first: Tensor, state: Tensor, choose: Chooser) -> tuple[Tensor, Tensor]:
     """Return the codes [batch, codebooks] of a frame and their embeddings [batch, codebooks, size]."""
     talker, predictor = model.talker, model.talker.code_predictor
     cache = DynamicCache(config=model.config.predictor)
@@ -153,10 +154,19 @@ def _predict_others(model: Qwen3TTS, first: Tensor, state: Tensor, choose: _Choo
     return torch.stack(codes, dim=1), torch.stack(embedded, dim=1)
 
 
-class _Chooser:
-    """Picks codes from logits, with the processors of Transformers in its order."""
+class Chooser:
+    """Picks codes from logits, with the processors of Transformers in its order.
 
-    def __init__(self, sampling: Sampling, generator: torch.Generator, suppressed: list[int], eos: int) -> None:
+    Args:
+        sampling: How.
+        generator: For what is drawn, on the device of the logits.
+        suppressed: Codes that codebook 0 must not have.
+        late: Code that it must not begin with.
+    """
+
+    def __init__(
+        self, sampling: Sampling, generator: torch.Generator, *, suppressed: list[int], late: int | None = None
+    ) -> None:
         from transformers import (
             MinNewTokensLengthLogitsProcessor,
             RepetitionPenaltyLogitsProcessor,
@@ -168,8 +178,10 @@ class _Chooser:
         self.processors: list[Callable[..., Tensor]] = []
         if sampling.repetition_penalty != 1:
             self.processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-        self.processors.append(MinNewTokensLengthLogitsProcessor(0, _MIN_FRAMES, eos, device=str(device)))
-        self.processors.append(SuppressTokensLogitsProcessor(suppressed, device=str(device)))
+        if late is not None:
+            self.processors.append(MinNewTokensLengthLogitsProcessor(0, _MIN_FRAMES, late, device=str(device)))
+        if suppressed:
+            self.processors.append(SuppressTokensLogitsProcessor(suppressed, device=str(device)))
         first, other = (
             _build_warpers(*(getattr(sampling, f"{prefix}{name}") for name in ("temperature", "top_k", "top_p")))
             for prefix in ("", "predictor_")
@@ -179,10 +191,12 @@ class _Chooser:
         self.others = other if sampling.predictor_do_sample else []
 
     def pick_first(self, logits: Tensor, written: list[Tensor]) -> Tensor:
+        """Return codes [batch] of codebook 0 from its logits, after those that were written."""
         before = torch.stack(written, dim=1) if written else logits.new_zeros(len(logits), 0, dtype=torch.int64)
         return self._pick(logits, before, self.processors, self.sampling.do_sample)
 
     def pick_other(self, logits: Tensor) -> Tensor:
+        """Return codes [batch] of another codebook."""
         before = logits.new_zeros(len(logits), 0, dtype=torch.int64)
         return self._pick(logits, before, self.others, self.sampling.predictor_do_sample)
 
@@ -202,7 +216,7 @@ def _build_warpers(temperature: float, top_k: int, top_p: float) -> list[Any]:
     return warpers + ([TopPLogitsWarper(top_p)] if top_p < 1 else [])
 
 
-def _is_any(is_open: Tensor) -> bool:
+def is_any(is_open: Tensor) -> bool:
     """Tell whether any prompt of any rank is still open."""
     count = is_open.sum()
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -228,7 +242,7 @@ def parse_official(settings: dict[str, Any]) -> dict[str, Any]:
     renamed = {"max_new_tokens": "max_frames", "subtalker_dosample": "predictor_do_sample"}
     found = {}
     for name, value in settings.items():
-        ours = renamed.get(name, name.replace("subtalker_", "predictor_"))
+        ours = renamed.get(name, re.sub("^(subtalker|depth_decoder)_", "predictor_", name))
         if ours in known:
             found[ours] = value
     return found

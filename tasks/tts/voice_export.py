@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_fsdp.adapters import LoRA, add_adapters, iterate_adapters
 from lit_fsdp.base_model import BASE, LORA
 from lit_fsdp.checkpoint_reader import StoredCheckpoint, find_checkpoint, open_checkpoint
 from lit_fsdp.tasks.tts.checkpoint_files import GENERATION, SPEECH
-from lit_fsdp.tasks.tts.config import SpeechConfig, parse_config
-from lit_fsdp.tasks.tts.model import Qwen3TTS
+from lit_fsdp.tasks.tts.families import parse_family
+from lit_fsdp.tasks.tts.family import Family
 from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, find_speech_model, has_codec
-from lit_fsdp.weights import load_weights, materialize
+from lit_fsdp.weights import materialize
 
 FIRST_ROW = 3000  # of the codec embedding, where official fine-tuning puts its voice
 _CODEC_EMBEDDING = "talker.model.codec_embedding.weight"
@@ -38,16 +38,18 @@ class SpeechCheckpoint:
     Args:
         path: Where it is.
         weights: By official name, adapters merged.
+        family: What kind of model it is.
         config: Of the model.
         files: Small files of the model's folder by name.
-        voices: Mean embedding of each speaker of the training data.
+        voices: Mean embedding, or number, of each speaker of the training data.
         pretrained: The model that the run started from.
         is_streaming: Which layout it was trained with.
     """
 
     path: Path
     weights: dict[str, Tensor]
-    config: SpeechConfig
+    family: Family
+    config: Any
     files: dict[str, str | bytes]
     voices: dict[str, Tensor]
     pretrained: str | None
@@ -67,14 +69,15 @@ def read_checkpoint(path: Path) -> SpeechCheckpoint:
     if SPEECH not in stored.meta:
         raise ValueError(f"checkpoint: {stored.path} was not written by TextToSpeech: expected one that was")
     about: dict[str, Any] = stored.meta[SPEECH]
-    config = parse_config(json.loads(stored.files["config.json"]))
+    family, config = parse_family(json.loads(stored.files["config.json"]))
     weights = _read_tensors(stored)
     if LORA in stored.meta:
         base = about["pretrained"] if BASE in stored.meta else None
-        weights = _merge(weights, LoRA(**stored.meta[LORA]), config, base)
+        weights = _merge(weights, LoRA(**stored.meta[LORA]), (family, config), base)
     return SpeechCheckpoint(
         path=stored.path,
         weights=weights,
+        family=family,
         config=config,
         files=stored.files,
         voices={name: torch.tensor(voice) for name, voice in about["voices"].items()},
@@ -83,9 +86,9 @@ def read_checkpoint(path: Path) -> SpeechCheckpoint:
     )
 
 
-def build_model(checkpoint: SpeechCheckpoint) -> Qwen3TTS:
+def build_model(checkpoint: SpeechCheckpoint) -> nn.Module:
     """Return the model of a checkpoint, ready to speak."""
-    model = Qwen3TTS(checkpoint.config)
+    model = checkpoint.family.build_model(checkpoint.config)
     model.load_state_dict(checkpoint.weights)
     return model.float().eval()
 
@@ -202,21 +205,22 @@ def _read_tensors(stored: StoredCheckpoint) -> dict[str, Tensor]:
     return stored.read({name: stored.describe(name) for name in stored.tensors})
 
 
-def _merge(trained: dict[str, Tensor], lora: LoRA, config: SpeechConfig, base: str | None) -> dict[str, Tensor]:
+def _merge(trained: dict[str, Tensor], lora: LoRA, opened: tuple[Family, Any], base: str | None) -> dict[str, Tensor]:
     """Add adapters to the weights that they were trained over, by peft's own layers.
 
     Args:
         trained: Adapters, and without ``base`` all other weights too.
         lora: Their settings.
-        config: Of the model.
+        opened: Family and configuration of the model.
         base: Name or folder of the model with the weights that ``trained`` leaves out.
     """
+    family, config = opened
     with torch.device("meta"):
-        model = Qwen3TTS(config)
+        model = family.build_model(config)
         add_adapters(model, lora)
     materialize(model, torch.device("cpu"))
     if base is not None:
-        load_weights(model, find_speech_model(base))
+        family.load_weights(model, find_speech_model(base))
     missing = set(trained) - set(model.state_dict())
     assert not missing, missing
     model.load_state_dict(trained, strict=False)
