@@ -12,7 +12,7 @@ import torch
 
 from lit_fsdp.export_cli import ExportParser
 from lit_fsdp.tasks.tts.audio import read_audio, write_wav
-from lit_fsdp.tasks.tts.codec import Codec, load_codec
+from lit_fsdp.tasks.tts.codec import AnyCodec, load_codec
 from lit_fsdp.tasks.tts.data import read_prompts
 from lit_fsdp.tasks.tts.formants import SPOKEN, build_small_codec
 from lit_fsdp.tasks.tts.generation import Sampling
@@ -120,14 +120,14 @@ def speak_texts(
     return written
 
 
-def _find_codec(name: str | None, speaker: Speaker) -> Codec:
+def _find_codec(name: str | None, speaker: Speaker) -> AnyCodec:
     if name == SPOKEN:
         return build_small_codec()
     source = name or speaker.codec_source
     if source is None:
         raise ValueError(
-            "codec: not given, and the model has none: expected the name or folder of a model with speech_tokenizer, "
-            "or formants for a model of the quickstart"
+            "codec: not given, and the model has none: expected the name or folder of a model with one, or of a codec "
+            "such as descript/dac_44khz, or formants for a model of the quickstart"
         )
     fetch_speech_model(source)
     codec, wanted = load_codec(find_speech_model(source)), speaker.config.num_codebooks

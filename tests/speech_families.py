@@ -122,3 +122,14 @@ def fit(raw: dict[str, Any], folder: Path, out: Path, accumulate: int, options: 
     recorder.result.weights = {name.removeprefix("model."): value for name, value in state.items()}
     if trainer.is_global_zero:
         torch.save(vars(recorder.result), out / "result.pt")
+
+
+def make_checkpoint(raw: dict[str, Any], folder: Path, seed: int = 5) -> Path:
+    """Write a folder like those on the Hub, with the codec where that is part of the model."""
+    from transformers import AutoConfig, CsmForConditionalGeneration, DiaForConditionalGeneration
+
+    torch.manual_seed(seed)
+    kind: Any = CsmForConditionalGeneration if raw["model_type"] == "csm" else DiaForConditionalGeneration
+    kind(AutoConfig.for_model(**raw)).save_pretrained(folder)
+    build_byte_tokenizer().save_pretrained(folder)
+    return folder

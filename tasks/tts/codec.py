@@ -25,6 +25,7 @@ from transformers.models.mimi.modeling_mimi import (
 )
 
 from lit_fsdp.tasks.tts.codec_decoder import CodecDecoder, parse_decoder_config
+from lit_fsdp.tasks.tts.hub_codec import HubCodec, is_hub_codec, load_hub_codec
 from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER
 
 MODEL_TYPE = "qwen3_tts_tokenizer_12hz"
@@ -123,21 +124,29 @@ def _parse_encoder_config(settings: Mapping[str, Any]) -> MimiConfig:
     return config
 
 
-def load_codec(folder: Path) -> Codec:
+AnyCodec = Codec | HubCodec
+
+
+def load_codec(folder: Path) -> AnyCodec:
     """Return the codec in a folder, ready to use, on the CPU in float32.
 
     Args:
-        folder: Of the codec itself, or of a model with a folder ``speech_tokenizer``.
+        folder: Of the codec itself, or of a model that has one: a folder ``speech_tokenizer``, or Mimi inside of CSM.
 
     Raises:
         ValueError: The files are missing or do not fit, tensor by tensor.
     """
     from safetensors.torch import load_file
 
+    if is_hub_codec(folder):
+        return load_hub_codec(folder)
     folder = folder / CODEC_FOLDER if (folder / CODEC_FOLDER).is_dir() else folder
     paths = folder / "config.json", folder / "model.safetensors"
     if missing := [path for path in paths if not path.is_file()]:
-        raise ValueError(f"codec: {missing[0]} is missing: expected the folder {CODEC_FOLDER} of a Qwen3-TTS model")
+        raise ValueError(
+            f"codec: {missing[0]} is missing: expected the folder {CODEC_FOLDER} of a Qwen3-TTS model, or a codec of "
+            "Transformers: Mimi, as CSM has it, or DAC, such as descript/dac_44khz for Dia"
+        )
     codec = Codec(json.loads(paths[0].read_text()))
     try:
         codec.load_state_dict(load_file(paths[1]))

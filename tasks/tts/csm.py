@@ -16,6 +16,7 @@ from typing_extensions import override
 from lit_fsdp.tasks.tts.csm_model import Csm, generate_csm
 from lit_fsdp.tasks.tts.family import Family, Voice, check_english
 from lit_fsdp.tasks.tts.generation import Sampling, Speech
+from lit_fsdp.tasks.tts.hub_codec import CODEC
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
 from lit_fsdp.tensor_files import TensorFiles
 from lit_fsdp.weights import load_weights
@@ -23,7 +24,6 @@ from lit_fsdp.weights import load_weights
 if TYPE_CHECKING:
     from lit_fsdp.tasks.tts.prepared import PreparedRow
 
-CODEC = "codec_model."  # of the checkpoint's tensors
 _END_OF_TEXT = "<|end_of_text|>"
 
 
@@ -42,7 +42,7 @@ class CsmSettings:
     @property
     def num_codebooks(self) -> int:
         """Codes in a frame."""
-        return int(self.model.num_codebooks)
+        return int(self.model.num_codebooks or 0)
 
     @property
     def codebook_size(self) -> int:
@@ -201,8 +201,7 @@ class CsmFamily(Family):
 
     @override
     def generate(self, model: Csm, batch: Batch, sampling: Sampling) -> list[Speech]:
-        codec: Any = model.config.codec_config
-        return generate_csm(model, batch, sampling, codebook_size=codec.codebook_size)
+        return generate_csm(model, batch, sampling)
 
     @override
     def list_parts(self, model: nn.Module) -> dict[str, nn.Module | None]:

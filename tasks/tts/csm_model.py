@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,7 +31,7 @@ class Csm(CsmForConditionalGeneration):
         """Return the text embedding: large enough to be a unit of its own."""
         return self.embed_text_tokens
 
-    def forward(self, batch: Batch) -> SpeechOutput:  # type: ignore[override]
+    def forward(self, batch: Batch) -> SpeechOutput:
         """Return losses and logits under the true codes; see Note [Two losses].
 
         Both are the official ones: the end is a frame whose codes are all ``codebook_eos_token_id``, and both the
@@ -76,18 +78,19 @@ class Csm(CsmForConditionalGeneration):
 
 
 @torch.no_grad()
-def generate_csm(model: Csm, batch: Batch, sampling: Sampling, *, codebook_size: int) -> list[Speech]:
+def generate_csm(model: Csm, batch: Batch, sampling: Sampling) -> list[Speech]:
     """Write the frames of a batch of prompts; see ``Family.generate``.
 
     Args:
         model: In evaluation mode.
         batch: From ``CsmFamily.collate_prompts``.
         sampling: How codes are chosen.
-        codebook_size: Of the codec, which knows no codes from there on.
     """
-    config, eos = model.config, int(model.config.codebook_eos_token_id)
+    config: Any = model.config
+    eos, codebook_size = config.codebook_eos_token_id, config.codec_config.codebook_size
     mask, cache = batch["attention_mask"], DynamicCache(config=config)
     generator = torch.Generator(device=mask.device).manual_seed(sampling.seed)
+    # The codec knows no codes from there on.
     choose = Chooser(sampling, generator, suppressed=list(range(codebook_size, config.vocab_size)))
     inputs = model.embed_text_tokens(batch["text_ids"])
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -99,7 +102,7 @@ def generate_csm(model: Csm, batch: Batch, sampling: Sampling, *, codebook_size:
         )
         state = output.last_hidden_state[:, -1]
         first = choose.pick_first(model.lm_head(state).float(), [frame[:, 0] for frame in frames])
-        codes = _write_depth(model, state, first, choose, codebook_size)
+        codes = _write_depth(model, state, first, choose)
         codes = torch.where(is_open.unsqueeze(1), codes, eos)
         frames.append(codes)
         is_open = is_open & (codes != eos).any(1)
@@ -112,13 +115,14 @@ def generate_csm(model: Csm, batch: Batch, sampling: Sampling, *, codebook_size:
     return _cut(torch.stack(frames, dim=1).cpu(), eos, sampling.max_frames)
 
 
-def _write_depth(model: Csm, state: Tensor, first: Tensor, choose: Chooser, codebook_size: int) -> Tensor:
+def _write_depth(model: Csm, state: Tensor, first: Tensor, choose: Chooser) -> Tensor:
     """Return all codes [batch, codebooks] of a frame from the state of the backbone and its codebook 0."""
-    decoder = model.depth_decoder
+    decoder, config = model.depth_decoder, cast(Any, model.config)
+    num_codebooks, codebook_size = config.num_codebooks, config.codec_config.codebook_size
     cache = DynamicCache(config=decoder.config)
     codes = [first]
     ids, before = torch.stack([torch.zeros_like(first), first], dim=1), state
-    for _ in range(model.config.num_codebooks - 1):
+    while len(codes) < num_codebooks:
         # Only the first call reads the state.
         options = {"backbone_last_hidden_state": before} if len(codes) == 1 else {}
         logits = decoder(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **options).logits

@@ -70,6 +70,7 @@ class Family(ABC):
     linears: ClassVar[str]  # what lora.targets 'all-linear' means: a pattern of names
     blocks: ClassVar[tuple[str, ...]]  # patterns of the classes that are FSDP units
     has_streaming: ClassVar[bool] = False
+    has_kinds: ClassVar[bool] = False  # of exports: with voices built in, or a base model
     predicts_ends: ClassVar[bool] = True  # whether the predictor's loss has ends too
     unused_sampling: ClassVar[tuple[str, ...]] = ()
 

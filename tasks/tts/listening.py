@@ -18,7 +18,7 @@ from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
 from lit_fsdp.tasks.tts.speaking import Spoken
 
 if TYPE_CHECKING:  # it takes an eighth of a second, and most runs have no use for it
-    from lit_fsdp.tasks.tts.codec import Codec
+    from lit_fsdp.tasks.tts.codec import AnyCodec
 
 _MIN_SAMPLES = 4800  # shorter audio has too few frames to tell a voice
 
@@ -50,14 +50,14 @@ def fetch_listening(settings: Listening) -> None:
         fetch_speech_model(settings.codec)
 
 
-def open_codec(name: str) -> Codec:
+def open_codec(name: str) -> AnyCodec:
     """Return a codec by the name or folder of its model."""
     from lit_fsdp.tasks.tts.codec import load_codec
 
     return build_small_codec() if name == SPOKEN else load_codec(find_speech_model(name))
 
 
-def listen(rows: Sequence[Spoken], codec: Codec, transcribe: Callable[..., list[str]] | None = None) -> list[Heard]:
+def listen(rows: Sequence[Spoken], codec: AnyCodec, transcribe: Callable[..., list[str]] | None = None) -> list[Heard]:
     """Return the audio of generated speech, with what was understood of it."""
     heard = []
     for row in rows:

@@ -7,7 +7,7 @@ from pathlib import Path
 from lit_fsdp.base_model import fetch_pretrained, find_pretrained
 
 CODEC_FOLDER = "speech_tokenizer"  # beside the model's own files
-_PATTERNS = ("model*.safetensors", "*.json", "merges.txt", f"{CODEC_FOLDER}/*")
+_PATTERNS = ("model*.safetensors", "transformers*.safetensors", "*.json", "*.jinja", "merges.txt", f"{CODEC_FOLDER}/*")
 
 
 def fetch_speech_model(pretrained: str) -> None:
@@ -30,4 +30,6 @@ def find_speech_model(pretrained: str) -> Path:
 
 def has_codec(folder: Path) -> bool:
     """Tell whether a folder holds a codec."""
-    return (folder / CODEC_FOLDER / "config.json").is_file()
+    from lit_fsdp.tasks.tts.hub_codec import is_hub_codec
+
+    return (folder / CODEC_FOLDER / "config.json").is_file() or is_hub_codec(folder)

@@ -42,6 +42,7 @@ class Qwen3Family(Family):
     # A pattern, as FSDP2 puts a class of its own in front of the block's, and plans are made of sharded models too.
     blocks = ("*Qwen3DecoderLayer",)
     has_streaming = True
+    has_kinds = True
     predicts_ends = False
 
     @override

@@ -42,7 +42,7 @@ from lit_fsdp.units import Unit, Units, plan_units
 from lit_fsdp.weights import init_weights
 
 if TYPE_CHECKING:
-    from lit_fsdp.tasks.tts.codec import Codec
+    from lit_fsdp.tasks.tts.codec import AnyCodec
 
 Part = Literal["talker", "text_embedding", "audio_embedding", "code_predictor"]
 
@@ -110,7 +110,7 @@ class TextToSpeech(Task):
         self.val_metrics: SpeechMetrics | None = None
         self.report = SpeechReport()
         self._parts: Tensor | None = None  # [4] of this step: both losses, both counts
-        self._codecs: list[Codec] = []  # one, in a list, as it is no part of the model
+        self._codecs: list[AnyCodec] = []  # one, in a list, as it is no part of the model
         self._files: dict[str, Any] | None = None  # what a checkpoint says besides its tensors
         self._opened: tuple[Family, FamilyConfig] | None = None
         if config is not None:

@@ -23,12 +23,20 @@ from lit_fsdp.checkpoint_reader import StoredCheckpoint, find_checkpoint, open_c
 from lit_fsdp.tasks.tts.checkpoint_files import GENERATION, SPEECH
 from lit_fsdp.tasks.tts.families import parse_family
 from lit_fsdp.tasks.tts.family import Family
-from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, find_speech_model, has_codec
+from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, find_speech_model
 from lit_fsdp.weights import materialize
 
 FIRST_ROW = 3000  # of the codec embedding, where official fine-tuning puts its voice
 _CODEC_EMBEDDING = "talker.model.codec_embedding.weight"
 _SPEAKER_ENCODER = "speaker_encoder."
+# Files of a model's folder that no run writes.
+_BESIDE = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +105,13 @@ def export_voice(
     checkpoint: Path,
     out: Path,
     *,
-    kind: Literal["custom_voice", "base"] = "custom_voice",
+    kind: Literal["custom_voice", "base"] | None = None,
     speakers: list[str] | None = None,
     first_row: int = FIRST_ROW,
     dtype: Literal["keep", "float32", "bfloat16"] = "keep",
     overwrite: bool = False,
 ) -> Path:
-    """Write the model of a speech checkpoint as a folder that ``qwen-tts`` loads.
+    """Write the model of a speech checkpoint as a folder that ``qwen-tts``, or for CSM Transformers, loads.
 
     The whole model is held in host memory. The codec is copied from the model that the run started from.
 
@@ -111,7 +119,7 @@ def export_voice(
         checkpoint: Folder of a checkpoint, or of a run, of which the newest complete one is taken.
         out: The folder to make.
         kind: ``custom_voice`` builds the speakers of the training data in, and leaves the speaker encoder out.
-            ``base`` keeps it, to clone voices or to train on.
+            ``base`` keeps it, to clone voices or to train on. ``custom_voice`` if not given. Only of Qwen3-TTS.
         speakers: Which voices to build in; all of the training data if not given.
         first_row: Of the codec embedding: the voices go there and after it.
         dtype: Of the weights; ``keep`` leaves them as they were stored.
@@ -124,7 +132,11 @@ def export_voice(
     out = Path(out).resolve()
     _check_out(out, overwrite=overwrite)
     raw, weights = deepcopy(source.config.raw), dict(source.weights)
-    if kind == "base":
+    if not source.family.has_kinds:
+        if kind is not None or speakers is not None:
+            name = "kind" if kind is not None else "speakers"
+            raise ValueError(f"{name}: {source.family.model_type} has no built-in voices; leave it out")
+    elif kind == "base":
         if speakers is not None:
             raise ValueError("speakers: not used by kind 'base', which has no built-in voices; leave it out")
         raw["tts_model_type"] = "base"
@@ -177,18 +189,22 @@ def _build_in(
 def _write(folder: Path, raw: Mapping[str, Any], weights: Mapping[str, Tensor], source: SpeechCheckpoint) -> None:
     from safetensors.torch import save_file
 
+    base = find_speech_model(source.pretrained) if source.pretrained is not None else None
+    if base is not None:
+        weights = {**source.family.read_extra(base), **weights}
     save_file({n: t.contiguous() for n, t in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     for name, text in source.files.items():
         (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
     (folder / "config.json").write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
     if GENERATION not in source.files:  # the official package does not load without one
         (folder / GENERATION).write_text("{}\n")
-    codec = find_speech_model(source.pretrained) if source.pretrained is not None else None
-    if codec is not None and has_codec(codec):
-        shutil.copytree(codec / CODEC_FOLDER, folder / CODEC_FOLDER)
-        for name in ("preprocessor_config.json", "merges.txt"):
-            if (codec / name).is_file() and not (folder / name).exists():
-                shutil.copy(codec / name, folder / name)
+    if base is None:
+        return
+    if (base / CODEC_FOLDER).is_dir():
+        shutil.copytree(base / CODEC_FOLDER, folder / CODEC_FOLDER)
+    for name in _BESIDE:
+        if (base / name).is_file() and not (folder / name).exists():
+            shutil.copy(base / name, folder / name)
 
 
 def _check_out(out: Path, *, overwrite: bool) -> None:
