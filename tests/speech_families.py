@@ -13,6 +13,7 @@ from training import OPTIMIZER, Recorder, Result
 
 from lit_fsdp.tasks import Schedule, SpeechData, TextToSpeech
 from lit_fsdp.tasks.tts.families import parse_family
+from lit_fsdp.tasks.tts.generation import GREEDY, Sampling
 from lit_fsdp.tasks.tts.layout import Utterance
 from lit_fsdp.tasks.tts.prepared import PreparedRow
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
@@ -122,6 +123,26 @@ def fit(raw: dict[str, Any], folder: Path, out: Path, accumulate: int, options: 
     recorder.result.weights = {name.removeprefix("model."): value for name, value in state.items()}
     if trainer.is_global_zero:
         torch.save(vars(recorder.result), out / "result.pt")
+
+
+def speak_unequally(raw: dict[str, Any], folder: Path, out: Path, find_heads: Any, end: int) -> None:
+    """Speak texts on ranks of which the first ends at once, and the others never."""
+    pl.seed_everything(0, verbose=False)
+    task = build_task(raw, sampling=Sampling(**GREEDY, repetition_penalty=1.0, max_frames=5))
+
+    def hurry(module: Any, _: Any, logits: torch.Tensor) -> torch.Tensor | None:
+        if task.model is None or not any(module is head for head in find_heads(task.model)):
+            return None
+        away = torch.zeros(logits.shape[-1])
+        away[end] = -1e4 if dist.get_rank() else 1e4
+        return logits + away
+
+    torch.nn.modules.module.register_module_forward_hook(hurry)
+    (out / "texts.txt").write_text("a\nab\nabc\n")
+    rows = build_trainer().predict(task, build_data(folder, predict=str(out / "texts.txt"), batch_size=1))
+    lengths = [len(codes) for batch in rows for codes in batch["prediction"]]
+    ended = [has_ended for batch in rows for has_ended in batch["has_ended"]]
+    torch.save((lengths, ended), out / f"{dist.get_rank()}.pt")
 
 
 def make_checkpoint(raw: dict[str, Any], folder: Path, seed: int = 5) -> Path:

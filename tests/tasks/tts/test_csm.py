@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from speech_families import CSM, build_model, fit, make_rows, make_utterances, train_plainly
+from speech_families import CSM, build_model, fit, make_rows, make_utterances, speak_unequally, train_plainly
 from torch import Tensor
 from training import Result
 from transformers import CsmConfig, CsmForConditionalGeneration
 
 from lit_fsdp.tasks.tts.families import parse_family
+from lit_fsdp.tasks.tts.family import freeze_parts
 from lit_fsdp.tasks.tts.generation import GREEDY, Sampling
 from lit_fsdp.tasks.tts.prepared import write_shard
 from ranks import run_ranks
@@ -132,3 +133,32 @@ def test_speech_that_does_not_end_is_cut(learned: Any) -> None:
     spoken = family.generate(model, prompts, Sampling(**GREEDY, repetition_penalty=1.0, max_frames=3))
     assert [len(speech.codes) for speech in spoken] == [min(3, len(u.codes)) for u in utterances]
     assert [speech.has_ended for speech in spoken] == [len(u.codes) <= 3 for u in utterances]
+
+
+def find_heads(model: Any) -> list[Any]:
+    return [model.lm_head, model.depth_decoder.codebooks_head]
+
+
+def test_ranks_whose_speech_ends_at_different_frames_do_not_wait_for_each_other(prepared: Path, tmp_path: Path) -> None:
+    run_ranks(speak_unequally, CSM, prepared, tmp_path, find_heads, 0, world_size=2, timeout_s=60.0)
+    (early, late) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert early == ([0, 0], [True, True])
+    assert late == ([5, 5], [False, False])
+
+
+@pytest.mark.parametrize(
+    ("freeze", "frozen"),
+    [
+        (["text_embedding"], {"embed_text_tokens"}),
+        (["talker", "audio_embedding"], {"lm_head", "backbone_model"}),
+        (["code_predictor", "text_embedding"], {"embed_text_tokens", "depth_decoder"}),
+    ],
+)
+def test_parts_are_frozen_and_their_shared_embedding_is_one_of_its_own(freeze: list[str], frozen: set[str]) -> None:
+    family, _ = parse_family(CSM)
+    model = build_model(CSM)
+    freeze_parts(model, family, freeze)
+    assert {name.split(".")[0] for name, p in model.named_parameters() if not p.requires_grad} == frozen
+    shared = model.backbone_model.embed_tokens.embed_audio_tokens.weight
+    assert shared is model.depth_decoder.model.embed_tokens.weight
+    assert shared.requires_grad == ("audio_embedding" not in freeze)
