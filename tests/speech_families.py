@@ -13,7 +13,7 @@ from training import OPTIMIZER, Recorder, Result
 
 from lit_fsdp.tasks import Schedule, SpeechData, TextToSpeech
 from lit_fsdp.tasks.tts.families import parse_family
-from lit_fsdp.tasks.tts.generation import GREEDY, Sampling
+from lit_fsdp.tasks.tts.generation import Sampling
 from lit_fsdp.tasks.tts.layout import Utterance
 from lit_fsdp.tasks.tts.prepared import PreparedRow
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
@@ -36,6 +36,25 @@ CSM: dict[str, Any] = {
     "max_position_embeddings": 256, "codebook_pad_token_id": 66, "codebook_eos_token_id": 0, "audio_token_id": 268,
     "audio_eos_token_id": 269, "pad_token_id": 267, "bos_token_id": 266, "tie_codebooks_embeddings": True,
     "depth_decoder_config": DEPTH, "codec_config": MIMI,
+}  # fmt: skip
+
+DIA: dict[str, Any] = {
+    "model_type": "dia", "delay_pattern": [0, 2, 3, 4],
+    "encoder_config": {
+        "model_type": "dia_encoder", "max_position_embeddings": 64, "num_hidden_layers": 2, "hidden_size": 24,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 48, "vocab_size": 256,
+    },
+    "decoder_config": {
+        "model_type": "dia_decoder", "max_position_embeddings": 128, "num_hidden_layers": 2, "hidden_size": 32,
+        "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "cross_num_attention_heads": 4, "cross_head_dim": 8, "cross_num_key_value_heads": 4, "cross_hidden_size": 24,
+        "vocab_size": 68, "num_channels": 4, "eos_token_id": 64, "pad_token_id": 65, "bos_token_id": 66,
+    },
+}  # fmt: skip
+DAC = {
+    "model_type": "dac", "encoder_hidden_size": 8, "downsampling_ratios": [2, 4, 8, 8],
+    "upsampling_ratios": [8, 8, 4, 2], "decoder_hidden_size": 64, "n_codebooks": 4, "codebook_size": 64,
+    "codebook_dim": 4, "sampling_rate": 44100,
 }  # fmt: skip
 
 
@@ -128,7 +147,7 @@ def fit(raw: dict[str, Any], folder: Path, out: Path, accumulate: int, options: 
 def speak_unequally(raw: dict[str, Any], folder: Path, out: Path, find_heads: Any, end: int) -> None:
     """Speak texts on ranks of which the first ends at once, and the others never."""
     pl.seed_everything(0, verbose=False)
-    task = build_task(raw, sampling=Sampling(**GREEDY, repetition_penalty=1.0, max_frames=5))
+    task = build_task(raw, sampling=Sampling(do_sample=False, max_frames=5))
 
     def hurry(module: Any, _: Any, logits: torch.Tensor) -> torch.Tensor | None:
         if task.model is None or not any(module is head for head in find_heads(task.model)):

@@ -15,7 +15,7 @@ from lit_fsdp.tasks.tts.family import Family, FamilyConfig
 from lit_fsdp.tasks.tts.qwen3 import Qwen3Family
 from lit_fsdp.weights import materialize
 
-MODEL_TYPES = (MODEL_TYPE, "csm")
+MODEL_TYPES = (MODEL_TYPE, "csm", "dia")
 
 
 def find_family(model_type: Any, *, where: str = "config") -> Family:
@@ -31,6 +31,10 @@ def find_family(model_type: Any, *, where: str = "config") -> Family:
         from lit_fsdp.tasks.tts.csm import CsmFamily
 
         return CsmFamily()
+    if model_type == "dia":
+        from lit_fsdp.tasks.tts.dia import DiaFamily
+
+        return DiaFamily()
     known = ", ".join(repr(name) for name in MODEL_TYPES)
     raise ValueError(f"{where}: model_type: got {model_type!r}: expected one of {known}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -72,7 +72,7 @@ class Family(ABC):
     has_streaming: ClassVar[bool] = False
     has_kinds: ClassVar[bool] = False  # of exports: with voices built in, or a base model
     predicts_ends: ClassVar[bool] = True  # whether the predictor's loss has ends too
-    unused_sampling: ClassVar[tuple[str, ...]] = ()
+    unused_sampling: ClassVar[tuple[str, ...]] = ("guidance_scale",)
 
     @abstractmethod
     def parse_config(self, raw: Mapping[str, Any], *, where: str = "config") -> FamilyConfig:
@@ -147,6 +147,25 @@ class Family(ABC):
 
         return Sampling()
 
+    def choose_sampling(self, given: Sampling | None, official: dict[str, Any] | None = None) -> Sampling:
+        """Return the given settings where they differ from ``Sampling()``, else those of the model or its family.
+
+        Args:
+            given: What the user wants.
+            official: Contents of the model's ``generation_config.json``.
+        """
+        from lit_fsdp.tasks.tts.generation import Sampling, parse_official
+
+        changed = find_changed(given or Sampling())
+        own = find_changed(self.default_sampling) | parse_official(official or {})
+        for prefix in ("", "predictor_"):
+            if not {**own, **changed}.get(f"{prefix}do_sample", True):  # what greedy generation would not use
+                unused = {f"{prefix}{name}" for name in ("temperature", "top_k", "top_p")}
+                own = {name: value for name, value in own.items() if name not in unused}
+        chosen = Sampling(**{**own, **changed})
+        chosen.check()
+        return chosen
+
     def check_sampling(self, sampling: Sampling) -> None:
         """Refuse settings that the model would ignore.
 
@@ -177,6 +196,12 @@ class Family(ABC):
             raise ValueError(
                 f"speaker_embedding: got {speaker_embedding!r}: {self.model_type} takes no embeddings; leave it out"
             )
+
+
+def find_changed(settings: Sampling) -> dict[str, Any]:
+    """Return the settings that differ from ``Sampling()``."""
+    defaults = asdict(type(settings)())
+    return {name: value for name, value in asdict(settings).items() if value != defaults[name]}
 
 
 def count_parts(parts: Mapping[str, nn.Module | None]) -> dict[str, tuple[int, int]]:

@@ -20,7 +20,9 @@ _MIN_FRAMES = 2  # the official inference never ends before
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How speech is generated; the defaults are the official ones.
+    """How speech is generated; the defaults are the official ones of Qwen3-TTS.
+
+    Other models have others, which hold for all that is left at the value that it has here.
 
     Args:
         do_sample: Draw codebook 0 at random; otherwise take the likeliest.
@@ -32,8 +34,10 @@ class Sampling:
         predictor_temperature: As ``temperature``.
         predictor_top_k: As ``top_k``.
         predictor_top_p: As ``top_p``.
-        max_frames: Stop here, at 12.5 frames a second, though no end was written.
+        max_frames: Stop here, though no end was written. Models write 12.5 frames a second, Dia 86.
         seed: Of the random numbers; the same seed gives the same speech.
+        guidance_scale: Above 1, codes become likelier that are so because of the text; every step then computes
+            twice as much. Only of Dia.
     """
 
     do_sample: bool = True
@@ -47,6 +51,7 @@ class Sampling:
     predictor_top_p: float = 1.0
     max_frames: int = 2048
     seed: int = 0
+    guidance_scale: float = 1.0
 
     def check(self) -> None:
         """Refuse what would be ignored or fail.
@@ -65,6 +70,8 @@ class Sampling:
                 raise ValueError(f"sampling.{name}: got {getattr(self, name)}: expected 0 (all) or more")
         if self.max_frames < 1:
             raise ValueError(f"sampling.max_frames: got {self.max_frames}: expected 1 or more")
+        if self.guidance_scale < 1:
+            raise ValueError(f"sampling.guidance_scale: got {self.guidance_scale}: expected 1 (none) or above")
         defaults = Sampling()
         for prefix in ("", "predictor_"):
             if getattr(self, f"{prefix}do_sample"):
@@ -183,7 +190,7 @@ class Chooser:
         if suppressed:
             self.processors.append(SuppressTokensLogitsProcessor(suppressed, device=str(device)))
         first, other = (
-            _build_warpers(*(getattr(sampling, f"{prefix}{name}") for name in ("temperature", "top_k", "top_p")))
+            build_warpers(*(getattr(sampling, f"{prefix}{name}") for name in ("temperature", "top_k", "top_p")))
             for prefix in ("", "predictor_")
         )
         if sampling.do_sample:
@@ -208,10 +215,18 @@ class Chooser:
         return torch.multinomial(scores.softmax(-1), 1, generator=self.generator).squeeze(1)
 
 
-def _build_warpers(temperature: float, top_k: int, top_p: float) -> list[Any]:
+def build_warpers(temperature: float, top_k: int, top_p: float, *, keep_all: bool = False) -> list[Any]:
+    """Return processors of Transformers for what is drawn.
+
+    Args:
+        temperature: As in ``Sampling``.
+        top_k: The same.
+        top_p: The same.
+        keep_all: Have the one of the temperature also where that is 1.
+    """
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    warpers: list[Any] = [TemperatureLogitsWarper(temperature)] if temperature != 1 else []
+    warpers: list[Any] = [TemperatureLogitsWarper(temperature)] if temperature != 1 or keep_all else []
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     return warpers + ([TopPLogitsWarper(top_p)] if top_p < 1 else [])
 
@@ -243,6 +258,6 @@ def parse_official(settings: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in settings.items():
         ours = renamed.get(name, re.sub("^(subtalker|depth_decoder)_", "predictor_", name))
-        if ours in known:
+        if ours in known and value is not None:
             found[ours] = value
     return found

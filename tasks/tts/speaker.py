@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from lit_fsdp.tasks.tts.audio import Audio
 from lit_fsdp.tasks.tts.checkpoint_files import GENERATION
 from lit_fsdp.tasks.tts.families import is_speech_model, load_speech_model
 from lit_fsdp.tasks.tts.family import Family, Voice
-from lit_fsdp.tasks.tts.generation import Sampling, Speech, parse_official
+from lit_fsdp.tasks.tts.generation import Sampling, Speech
 from lit_fsdp.tasks.tts.layout import Utterance
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model, has_codec
 from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
@@ -120,7 +120,7 @@ def open_speaker(source: str, sampling: Sampling | None = None) -> Speaker:
             config=checkpoint.config,
             model=build_model(checkpoint).to(device),
             tokenizer=_build_tokenizer(files),
-            sampling=_choose_sampling(checkpoint.family, sampling, files.get(GENERATION)),
+            sampling=checkpoint.family.choose_sampling(sampling, json.loads(files.get(GENERATION, "{}"))),
             voices={name: voice.numpy() if voice.ndim else int(voice) for name, voice in checkpoint.voices.items()},
             codec_source=checkpoint.pretrained,
             is_streaming=checkpoint.is_streaming,
@@ -135,7 +135,7 @@ def open_speaker(source: str, sampling: Sampling | None = None) -> Speaker:
             config=config,
             model=model.to(device),
             tokenizer=load_tokenizer(str(folder)),
-            sampling=_choose_sampling(family, sampling, settings.read_text() if settings.is_file() else None),
+            sampling=family.choose_sampling(sampling, json.loads(settings.read_text()) if settings.is_file() else None),
             voices={},
             codec_source=source if has_codec(folder) else None,
             is_streaming=False,
@@ -150,20 +150,3 @@ def _build_tokenizer(files: dict[str, str]) -> Any:
             if name != "config.json":  # of no model that AutoTokenizer knows
                 (Path(folder) / name).write_text(text)
         return load_tokenizer(folder)
-
-
-def _choose_sampling(family: Family, given: Sampling | None, official: str | None) -> Sampling:
-    """Return the given settings where they differ from our defaults, else those of the model, else of its family."""
-    changed = _find_changed(given or Sampling())
-    own = _find_changed(family.default_sampling) | (parse_official(json.loads(official)) if official else {})
-    for prefix in ("", "predictor_"):
-        if not {**own, **changed}.get(f"{prefix}do_sample", True):  # what greedy generation would not use
-            own = {n: v for n, v in own.items() if n not in {f"{prefix}{k}" for k in ("temperature", "top_k", "top_p")}}
-    chosen = Sampling(**{**own, **changed})
-    chosen.check()
-    return chosen
-
-
-def _find_changed(settings: Sampling) -> dict[str, Any]:
-    defaults = asdict(Sampling())
-    return {name: value for name, value in asdict(settings).items() if value != defaults[name]}

@@ -44,7 +44,7 @@ from lit_fsdp.weights import init_weights
 if TYPE_CHECKING:
     from lit_fsdp.tasks.tts.codec import AnyCodec
 
-Part = Literal["talker", "text_embedding", "audio_embedding", "code_predictor"]
+Part = Literal["talker", "text_embedding", "audio_embedding", "code_predictor", "encoder", "decoder"]
 
 
 class TextToSpeech(Task):
@@ -151,7 +151,7 @@ class TextToSpeech(Task):
     @property
     def sampling(self) -> Sampling:
         """How speech is generated."""
-        return self._sampling or self.family.default_sampling
+        return self.family.choose_sampling(self._sampling)
 
     def _check_family(self) -> None:
         check_parts(self.family, self.frozen_parts)
