@@ -140,7 +140,7 @@ class CsmFamily(Family):
     def find_voices(self, rows: Sequence[PreparedRow]) -> dict[str, Voice]:
         # Names that are numbers keep them; the others get those that are left, in order.
         names = sorted({row.speaker for row in rows})
-        voices: dict[str, Voice] = {name: int(name) for name in names if name.isdigit()}
+        voices: dict[str, Voice] = {name: int(name) for name in names if name.isdecimal()}
         free = (i for i in range(len(names)) if i not in voices.values())
         return voices | {name: next(free) for name in names if name not in voices}
 

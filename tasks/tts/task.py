@@ -48,24 +48,29 @@ Part = Literal["talker", "text_embedding", "audio_embedding", "code_predictor", 
 
 
 class TextToSpeech(Task):
-    """Trains Qwen3-TTS (12 Hz) on prepared speech, from published weights or from scratch.
+    """Trains Qwen3-TTS (12 Hz), CSM or Dia on prepared speech, from published weights or from scratch.
 
-    The loss is the talker's cross-entropy over frames and ends, plus 0.3 times the code predictor's over the other
-    codebooks, each a mean over the whole step. Metrics: ``train/loss``, ``train/talker_loss``,
-    ``train/sub_talker_loss``, ``train/grad_norm``, ``train/learning_rate``, ``train/tokens_seen`` (frames and ends);
-    of ``val/`` the losses, ``accuracy_codebook_00_pct`` and so on, ``eos_recall_pct``, and with ``speak_rows`` the
-    ``duration_ratio``, ``missed_eos_pct`` and ``equal_codes_pct`` of generated speech, and with ``listening`` its
-    ``speaker_similarity``, ``wer_pct`` and ``cer_pct``.
+    Which of them it is says ``model_type`` in the model's ``config.json``; what each can do is in docs/speech.md. The
+    loss has two parts, cross-entropies over codebook 0 with the end and over the other codebooks, each a mean over
+    the whole step.
+
+    Metrics: ``train/loss``, ``train/talker_loss``, ``train/sub_talker_loss``, ``train/grad_norm``,
+    ``train/learning_rate``, ``train/tokens_seen`` (frames and ends); of ``val/`` the losses,
+    ``accuracy_codebook_00_pct`` and so on, ``eos_recall_pct``, and with ``speak_rows`` the ``duration_ratio``,
+    ``missed_eos_pct`` and ``equal_codes_pct`` of generated speech, and with ``listening`` its ``wer_pct``, ``cer_pct``
+    and, of Qwen3-TTS, ``speaker_similarity``.
 
     Args:
-        pretrained: Model name on the Hugging Face Hub, such as Qwen/Qwen3-TTS-12Hz-1.7B-Base, or a folder.
+        pretrained: Model name on the Hugging Face Hub, such as Qwen/Qwen3-TTS-12Hz-1.7B-Base, sesame/csm-1b or
+            nari-labs/Dia-1.6B-0626, or a folder.
         config: Instead, the contents of such a model's ``config.json``, for a model with random weights.
         attention: Implementation of attention. ``sdpa`` is that of torch; ``flash_attention_2`` needs the package
             flash-attn and a GPU.
-        freeze: Parts that do not train. ``text_embedding`` is a sixth of the 1.7B model and a third of the 0.6B
-            one. The speaker encoder never trains.
+        freeze: Parts that do not train. Qwen3-TTS has ``talker``, ``text_embedding`` (a sixth of the 1.7B model and a
+            third of the 0.6B one) and ``code_predictor``, and its speaker encoder never trains; CSM also has
+            ``audio_embedding``; Dia has ``encoder`` and ``decoder``.
         lora: Train low-rank adapters and leave the model as it is; ``null`` trains it. ``targets: all-linear`` means
-            the linear layers of the talker's blocks here.
+            the linear layers of the blocks here, of Qwen3-TTS and CSM those of the talker only.
         optimizer: Which one, and its settings.
         schedule: How the learning rate moves.
         sampling: How speech is generated.

@@ -132,6 +132,7 @@ def export_voice(
     out = Path(out).resolve()
     _check_out(out, overwrite=overwrite)
     raw, weights = deepcopy(source.config.raw), dict(source.weights)
+    raw.pop("transformers_weights", None)  # a name that the file of the base had
     if not source.family.has_kinds:
         if kind is not None or speakers is not None:
             name = "kind" if kind is not None else "speakers"

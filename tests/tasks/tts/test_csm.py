@@ -1,6 +1,7 @@
 """CSM: its loss is that of Transformers, sharded as on one device, and what it learned it speaks."""
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,12 @@ def test_training_is_the_same_on_any_number_of_ranks(
         assert max(abs(a - b) / abs(b) for a, b in zip(own, wanted, strict=True)) < 1e-6
     assert result.weights.keys() >= truth.weights.keys()
     assert max(float((result.weights[n] - w).abs().max()) for n, w in truth.weights.items()) < 1e-5
+
+
+def test_names_that_are_numbers_keep_them() -> None:
+    family, _ = parse_family(CSM)
+    rows = [replace(make_rows(6, 1)[0], speaker=name) for name in ("bruno", "3", "ada", "0", "ada")]
+    assert family.find_voices(rows) == {"0": 0, "3": 3, "ada": 1, "bruno": 2}
 
 
 def test_as_many_frames_as_codebooks_are_nothing_special() -> None:

@@ -1,6 +1,7 @@
 """CSM from audio to a voice: prepared by its codec, trained on two ranks, spoken, and exported for Transformers."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,15 @@ import numpy as np
 import pytest
 import soundfile
 import torch
-from safetensors.torch import load_file
-from speech_families import CSM, fit, make_checkpoint
+from lightning.pytorch.loggers import CSVLogger
+from safetensors.torch import load_file, save_file
+from speech_families import CSM, build_data, build_task, fit, make_checkpoint
+from speech_training import build_trainer
 from transformers import CsmForConditionalGeneration
 
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.cli import main
-from lit_fsdp.tasks import SpeechData, TextToSpeech
+from lit_fsdp.tasks import Listening, Sampling, SpeechData, TextToSpeech
 from lit_fsdp.tasks.tts.codec import load_codec
 from lit_fsdp.tasks.tts.formants import VOICES, synthesize
 from lit_fsdp.tasks.tts.prepared import read_rows
@@ -105,6 +108,35 @@ def test_speakers_of_the_training_data_keep_their_numbers(run: Path) -> None:
         speaker.encode("a", "ada", "german")
     with pytest.raises(ValueError, match="ref_audio: csm has no speaker encoder"):
         speaker.embed(np.zeros(24000, dtype=np.float32))
+
+
+def test_what_it_speaks_is_decoded_by_its_own_codec(base: Path, prepared: Path, tmp_path: Path) -> None:
+    listening = Listening(codec=str(base))
+    sampling = Sampling(max_frames=4)
+    task = build_task(CSM, pretrained=str(base), speak_rows=2, sampling=sampling, listening=listening)
+    trainer = build_trainer(max_steps=1, logger=CSVLogger(tmp_path, name="", version=""))
+    trainer.fit(task, build_data(prepared, batch_size=2))
+    assert len(task.report.rows) == 2
+    assert task.report.listened == {}  # there is no encoder to compare voices with
+    for path in tmp_path.glob("spoken/*.wav"):
+        audio, rate = soundfile.read(path)
+        assert (rate, len(audio) % 1920) == (24000, 0)
+    spoken = [row for row in task.report.rows if len(row.speech.codes)]
+    assert len(list(tmp_path.glob("spoken/*.wav"))) == len(spoken)
+
+
+def test_weights_are_read_from_files_that_the_configuration_names(base: Path, prepared: Path, tmp_path: Path) -> None:
+    for path in base.iterdir():
+        shutil.copy(path, tmp_path / path.name)
+    (tmp_path / "model.safetensors").rename(tmp_path / "transformers.safetensors")
+    save_file({"of.another.release": torch.zeros(1)}, tmp_path / "model.safetensors")
+    raw = json.loads((base / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "transformers_weights": "transformers.safetensors"}))
+    own, same = (open_speaker(str(folder)).model.state_dict() for folder in (base, tmp_path))
+    assert all(torch.equal(own[name], same[name]) for name in own)
+    run_ranks(fit, CSM, prepared, tmp_path, 1, {"pretrained": str(tmp_path)}, world_size=1)
+    export_voice(tmp_path / "run.ckpt", tmp_path / "out")
+    CsmForConditionalGeneration.from_pretrained(tmp_path / "out")
 
 
 @pytest.mark.parametrize(
