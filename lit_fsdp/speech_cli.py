@@ -47,7 +47,7 @@ def run_export_voice(args: Sequence[str]) -> int:
     """
     parser = ExportParser(
         prog="python -m lit_fsdp export-voice",
-        description="Write the model of a speech checkpoint as a folder that qwen-tts loads.",
+        description="Write the model of a speech checkpoint as a folder that qwen-tts or Transformers loads.",
         allow_abbrev=False,
     )
     parser.add_function_arguments(export_voice, fail_untyped=True)
@@ -55,7 +55,7 @@ def run_export_voice(args: Sequence[str]) -> int:
     folder = export_voice(**settings.as_dict())
     print(f"folder  {folder}")
     if not has_codec(folder):
-        print("codec   none: the run did not start from a model with one; copy its folder speech_tokenizer there")
+        print("codec   none: the run did not start from a model with one; speak takes --codec, qwen-tts its folder there")
     return 0
 
 
@@ -82,11 +82,11 @@ def speak_texts(
         texts: Instead, a ``.txt`` file of lines, or JSON lines with ``text`` and maybe ``speaker`` and ``language``.
         speaker: Whose voice: one that is built in, or one of the training data. The first of these if not given.
         language: Of the text; the model finds out if not given.
-        ref_audio: Clone the voice in this file, which needs a base model.
+        ref_audio: Clone the voice in this file, which needs a base model of Qwen3-TTS.
         streaming: Lay text beside frames; as the checkpoint was trained if not given, and not for folders.
         batch_size: Texts spoken at once.
-        codec: Folder or name of a model whose codec to use; ``formants`` is that of the quickstart. That of the model
-            if not given.
+        codec: Folder or name of a codec, such as descript/dac_44khz for Dia, or of a model whose codec to use;
+            ``formants`` is that of the quickstart. That of the model if not given.
         sampling: How codes are chosen; what is not given comes from the model's ``generation_config.json``.
     """
     if (text is None) == (texts is None):
