@@ -55,7 +55,9 @@ def run_export_voice(args: Sequence[str]) -> int:
     folder = export_voice(**settings.as_dict())
     print(f"folder  {folder}")
     if not has_codec(folder):
-        print("codec   none: the run did not start from a model with one; speak takes --codec, qwen-tts its folder there")
+        print(
+            "codec   none: the run did not start from a model with one; speak takes --codec, qwen-tts its folder there"
+        )
     return 0
 
 

@@ -142,6 +142,20 @@ def test_speech_that_does_not_end_is_cut(learned: Any) -> None:
     assert [speech.has_ended for speech in spoken] == [len(u.codes) <= 3 for u in utterances]
 
 
+def test_codes_that_the_codec_has_not_are_never_spoken() -> None:
+    family, config = parse_family(CSM)
+    model, utterances = build_model(CSM).eval(), make_utterances(CSM, make_rows(6, 2), VOICES)
+    with torch.no_grad():  # the likeliest ones
+        model.lm_head.weight[64:] = model.lm_head.weight[:64].abs().sum(0)
+        model.depth_decoder.codebooks_head.weight[..., 64:] *= 50
+    prompts = family.collate_prompts(utterances, config)
+    for sampling in (
+        Sampling(**GREEDY, max_frames=6),
+        Sampling(temperature=5.0, predictor_temperature=5.0, max_frames=6),
+    ):
+        assert max(int(speech.codes.max()) for speech in family.generate(model, prompts, sampling)) < 64
+
+
 def find_heads(model: Any) -> list[Any]:
     return [model.lm_head, model.depth_decoder.codebooks_head]
 
