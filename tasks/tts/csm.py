@@ -14,7 +14,7 @@ from transformers import CsmConfig
 from typing_extensions import override
 
 from lit_fsdp.tasks.tts.csm_model import Csm, generate_csm
-from lit_fsdp.tasks.tts.family import Family, Voice, check_english
+from lit_fsdp.tasks.tts.family import Family, Voice, check_english, parse_hub_config
 from lit_fsdp.tasks.tts.generation import Sampling, Speech
 from lit_fsdp.tasks.tts.hub_codec import CODEC
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
@@ -97,10 +97,7 @@ class CsmFamily(Family):
 
     @override
     def parse_config(self, raw: Mapping[str, Any], *, where: str = "config") -> CsmSettings:
-        try:
-            return CsmSettings(raw=dict(raw), model=CsmConfig.from_dict(deepcopy(dict(raw))))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
+        return CsmSettings(raw=dict(raw), model=parse_hub_config(CsmConfig, raw, where))
 
     @override
     def build_model(self, config: CsmSettings, attention: str = "sdpa") -> Csm:

@@ -13,7 +13,7 @@ from transformers import DiaConfig
 from typing_extensions import override
 
 from lit_fsdp.tasks.tts.dia_model import Dia, generate_dia
-from lit_fsdp.tasks.tts.family import Family, Voice, check_english
+from lit_fsdp.tasks.tts.family import Family, Voice, check_english, parse_hub_config
 from lit_fsdp.tasks.tts.generation import Sampling, Speech
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
 
@@ -91,10 +91,7 @@ class DiaFamily(Family):
 
     @override
     def parse_config(self, raw: Mapping[str, Any], *, where: str = "config") -> DiaSettings:
-        try:
-            return DiaSettings(raw=dict(raw), model=DiaConfig.from_dict(deepcopy(dict(raw))))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
+        return DiaSettings(raw=dict(raw), model=parse_hub_config(DiaConfig, raw, where))
 
     @override
     def build_model(self, config: DiaSettings, attention: str = "sdpa") -> Dia:

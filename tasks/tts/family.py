@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
+from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from lit_fsdp.tasks.tts.layout import Batch, Utterance
 from lit_fsdp.weights import load_weights
@@ -180,9 +183,9 @@ class Family(ABC):
         """Return tensors of a folder that the model leaves out and an export needs, such as those of a codec."""
         return {}
 
+    @abstractmethod
     def list_parts(self, model: nn.Module) -> dict[str, nn.Module | None]:
         """Return the modules that parameters are counted by, by name."""
-        return dict(model.named_children())
 
     def check_data(self, config: FamilyConfig, *, speaker_embedding: str, is_streaming: bool) -> None:
         """Refuse ways to lay out data that the model has not.
@@ -237,6 +240,23 @@ def check_parts(family: Family, names: Sequence[str]) -> None:
         raise ValueError(f"freeze: got {', '.join(unknown)}: expected some of {', '.join(family.parts)}")
     if set(names) == family.parts.keys():
         raise ValueError("freeze: got all parts: nothing is left to train; leave one out, or set lora")
+
+
+def parse_hub_config(kind: type[PreTrainedConfig], raw: Mapping[str, Any], where: str) -> Any:
+    """Return what Transformers makes of the contents of ``config.json``.
+
+    Args:
+        kind: Class of the configuration.
+        raw: Left as it is.
+        where: Names it in errors.
+
+    Raises:
+        ValueError: It cannot be.
+    """
+    try:
+        return kind.from_dict(deepcopy(dict(raw)))
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
 
 
 def check_english(model_type: str, name: str | None) -> None:

@@ -142,6 +142,9 @@ def test_weights_are_read_from_files_that_the_configuration_names(base: Path, pr
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: TextToSpeech(config={"model_type": "x"}), "model_type: got 'x': expected one of 'qwen3_tts', 'csm'"),
+        (lambda: TextToSpeech(config={**CSM, "num_codebooks": "six"}), "config: .*num_codebooks"),
+        (lambda: TextToSpeech(config=CSM, sampling=Sampling(guidance_scale=2.0)), "guidance_scale: not used by csm"),
         (lambda: TextToSpeech(config=CSM, freeze=["encoder"]), "freeze: got encoder: expected some of talker"),
         (lambda: SpeechData(tokenizer="bytes", streaming=True), "streaming: got true: csm does not read text beside"),
         (lambda: SpeechData(tokenizer="bytes", speaker_embedding="mean"), "speaker_embedding: got 'mean': csm takes"),
