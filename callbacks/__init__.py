@@ -7,6 +7,7 @@ from lit_fsdp.callbacks.preemption import Preemption
 from lit_fsdp.callbacks.profile import Profile
 from lit_fsdp.callbacks.progress import ProgressBar
 from lit_fsdp.callbacks.report import RunReport
+from lit_fsdp.callbacks.speech import SpokenReport
 from lit_fsdp.callbacks.stability import StabilityMonitor, UnstableTrainingError
 from lit_fsdp.callbacks.summary import RunSummary
 from lit_fsdp.callbacks.throughput import ThroughputLogger
@@ -22,6 +23,7 @@ __all__ = [
     "ProgressBar",
     "RunReport",
     "RunSummary",
+    "SpokenReport",
     "StabilityMonitor",
     "ThroughputLogger",
     "TrafficLogger",

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -41,6 +42,21 @@ class Picture:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Recording:
+    """Audio as it lies in the files.
+
+    Args:
+        title: Of it.
+        source: The whole file as a ``data:`` address.
+        wav: Its file, as seen from the folder of the report.
+    """
+
+    title: str
+    source: str
+    wav: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Part:
     """A section that has been drawn.
 
@@ -48,12 +64,14 @@ class Part:
         section: What is in it.
         anchor: Its name in the page.
         pictures: Of its plots.
+        recordings: Of its sounds.
         code: Text that is shown as it is.
     """
 
     section: Section
     anchor: str
     pictures: Sequence[Picture] = ()
+    recordings: Sequence[Recording] = ()
     code: str = ""
 
 
@@ -79,7 +97,7 @@ class Report:
 
 
 def draw_section(section: Section, folder: Path, *, code: str = "", is_grid: bool = False) -> Part:
-    """Draw the plots of a section, and write them as PNG.
+    """Draw the plots of a section, and write them as PNG, and its sounds as WAV.
 
     Args:
         section: Its texts are cleared of paths of this machine.
@@ -93,7 +111,14 @@ def draw_section(section: Section, folder: Path, *, code: str = "", is_grid: boo
     for number, plot in enumerate(section.plots, start=1):
         path = folder / PICTURES / f"{anchor}_{number}_{_make_slug(plot.title)}.png"
         pictures.append(_draw(plot, path, is_grid=is_grid))
-    return Part(section=section, anchor=anchor, pictures=pictures, code=code)
+    recordings = []
+    for number, sound in enumerate(section.sounds, start=1):
+        path = folder / PICTURES / f"{anchor}_{number}.wav"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(sound.wav)
+        source = f"data:audio/wav;base64,{b64encode(sound.wav).decode()}"
+        recordings.append(Recording(title=sound.title, source=source, wav=f"{PICTURES}/{path.name}"))
+    return Part(section=section, anchor=anchor, pictures=pictures, recordings=recordings, code=code)
 
 
 def write_report(report: Report, folder: Path) -> None:
@@ -159,6 +184,7 @@ def _format_markdown(report: Report) -> str:
             fence = "`" * max(3, 1 + max(map(len, re.findall("`+", part.code)), default=0))
             blocks.append(f"{fence}yaml\n{part.code.rstrip()}\n{fence}")
         blocks += [f"![{_escape(picture.title)}]({picture.png})" for picture in part.pictures]
+        blocks += [f"[{_escape(recording.title)}]({recording.wav})" for recording in part.recordings]
         for table in section.tables:
             blocks += _format_titled(table)
     return "\n\n".join(blocks) + "\n"

@@ -82,6 +82,19 @@ class Plot:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sound:
+    """Audio to listen to.
+
+    Args:
+        title: Above it.
+        wav: Contents of a WAV file. They lie in the page itself, so they should be short.
+    """
+
+    title: str
+    wav: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
 class Section:
     """One part of the report.
 
@@ -92,6 +105,7 @@ class Section:
         tables: What people read.
         plots: What people look at.
         notes: Sentences above the tables: warnings, and what a number means.
+        sounds: What people listen to.
     """
 
     title: str
@@ -100,6 +114,7 @@ class Section:
     tables: Sequence[Table] = ()
     plots: Sequence[Plot] = ()
     notes: Sequence[str] = ()
+    sounds: Sequence[Sound] = ()
 
 
 @runtime_checkable

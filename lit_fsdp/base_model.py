@@ -20,17 +20,18 @@ _PATTERNS = ("model*.safetensors", "*.json")  # not copies in other layouts
 _PROCESSOR = ("preprocessor_config.json", "processor_config.json", "config.json")
 
 
-def fetch_pretrained(pretrained: str, setting: str = "pretrained") -> None:
+def fetch_pretrained(pretrained: str, setting: str = "pretrained", patterns: Sequence[str] = _PATTERNS) -> None:
     """Download a model unless it is a folder or in the cache.
 
     Args:
         pretrained: Name on the Hub, or a folder.
         setting: What the user calls it.
+        patterns: Of its files.
 
     Raises:
         ValueError: It is neither.
     """
-    _fetch(pretrained, setting, _PATTERNS)
+    _fetch(pretrained, setting, patterns)
 
 
 def _fetch(pretrained: str, setting: str, patterns: Sequence[str]) -> None:
@@ -71,9 +72,9 @@ def find_processor(pretrained: str) -> Path:
     return _find(pretrained, _PROCESSOR)
 
 
-def find_pretrained(pretrained: str) -> Path:
-    """Return the folder of a model that is there or has been fetched."""
-    return _find(pretrained, _PATTERNS)
+def find_pretrained(pretrained: str, patterns: Sequence[str] = _PATTERNS) -> Path:
+    """Return the folder of a model that is there or has been fetched, with the same patterns."""
+    return _find(pretrained, patterns)
 
 
 def _find(pretrained: str, patterns: Sequence[str]) -> Path:

@@ -18,6 +18,7 @@ from lit_fsdp.callbacks import (
     ProgressBar,
     RunReport,
     RunSummary,
+    SpokenReport,
     StabilityMonitor,
     ThroughputLogger,
     TrafficLogger,
@@ -80,6 +81,7 @@ def _build_monitoring(defaults: Defaults) -> list[Callback]:
         TrafficLogger(),
         ThroughputLogger(),
         OOMReport(fallback_dir=folder),
+        SpokenReport(),
         RunReport(fallback_dir=folder),  # the last: it shows what the others have to say
     ]
 

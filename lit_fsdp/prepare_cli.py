@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from lit_fsdp.cli_errors import ConfigError
 from lit_fsdp.export_cli import ExportParser
 from lit_fsdp.tasks.tts.audio import Limits
 from lit_fsdp.tasks.tts.formants import SPOKEN
+from lit_fsdp.tasks.tts.manifest import read_manifest
 from lit_fsdp.tasks.tts.preparing import Preparer
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model
 from lit_fsdp.tasks.tts.runners import Prepared, prepare_shards
+from lit_fsdp.tasks.tts.transcribing import fetch_transcriber
 
 
 def run_prepare(args: Sequence[str]) -> int:
@@ -50,6 +54,7 @@ def prepare_tts(
     backend: Literal["local", "ray"] = "local",
     ray_address: str | None = None,
     num_processes: int = 1,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
     rows_per_shard: int = 256,
     format: Literal["parquet", "jsonl"] = "parquet",  # noqa: A002
 ) -> Prepared:
@@ -69,6 +74,8 @@ def prepare_tts(
         ray_address: Of the cluster, ``auto`` for the one that is running here; one is started on this machine if not
             given.
         num_processes: How many work side by side. Each holds a codec and a speaker encoder.
+        device: Where they compute; ``auto`` takes GPUs if there are any. Several processes share several GPUs out.
+            Another device may round other codes, so a folder is finished on the kind that it was begun on.
         rows_per_shard: Lines of the manifest in one file, and lost at most by an interruption, per process.
         format: Of the files.
     """
@@ -79,14 +86,28 @@ def prepare_tts(
             raise ValueError(f"{name}: got {value}: expected 1 or more")
     limits = limits or Limits()
     limits.check()
+    chosen = _choose_device(device, model, backend)
+    read_manifest(manifest)  # before gigabytes are downloaded for it
     if model != SPOKEN:
-        fetch_speech_model(model)
+        fetch_speech_model(model, "model")
+    if transcriber is not None:
+        fetch_transcriber(transcriber)
     return prepare_shards(
         manifest,
         out,
-        Preparer(model=model, limits=limits, transcriber=transcriber),
+        Preparer(model=model, limits=limits, transcriber=transcriber, device=chosen),
         num_processes=num_processes,
         rows_per_shard=rows_per_shard,
         shard_format=format,
         ray_address=(ray_address or "local") if backend == "ray" else None,
     )
+
+
+def _choose_device(device: str, model: str, backend: str) -> Literal["cpu", "cuda"]:
+    """Return where models compute; the GPUs of a Ray cluster need not be here."""
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and (model == SPOKEN or (backend == "local" and not has_gpu)):
+        why = "the small codec computes on the CPU" if model == SPOKEN else "there is no GPU"
+        raise ValueError(f"device: got 'cuda': {why}; set cpu or auto")
+    is_gpu = device == "cuda" or (device == "auto" and has_gpu and model != SPOKEN)
+    return "cuda" if is_gpu else "cpu"

@@ -137,7 +137,7 @@ def shard_model(
     for unit in sorted(plan, key=_find_depth, reverse=True):
         members = [modules[name] for name in unit.names]
         # Head and root are used at the end of forward and the beginning of backward, nothing comes between.
-        reshard = sharding.reshard_after_forward if unit.kind in ("block", "embedding") else False
+        reshard = sharding.reshard_after_forward if unit.kind in ("block", "embedding") else unit.kind == "idle"
         fully_shard(members if len(members) > 1 else members[0], reshard_after_forward=reshard, **options)
     _set_prefetch(modules, plan, sharding)
 
@@ -248,7 +248,8 @@ def _find_depth(unit: Unit) -> int:
 
 def _set_prefetch(modules: dict[str, nn.Module], plan: Sequence[Unit], sharding: Sharding) -> None:
     # Of several modules in one unit, each can start its gather.
-    order = [[cast(FSDPModule, modules[name]) for name in unit.names] for unit in plan if unit.kind != "root"]
+    used = [unit for unit in plan if unit.kind not in ("root", "idle")]
+    order = [[cast(FSDPModule, modules[name]) for name in unit.names] for unit in used]
     # Backward never reaches what is frozen before the first unit that trains.
     trains = [any(p.requires_grad for m in members for p in cast(nn.Module, m).parameters()) for members in order]
     last = trains.index(True) if True in trains else 0

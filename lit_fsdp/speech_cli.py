@@ -8,10 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lit_fsdp.export_cli import ExportParser
-from lit_fsdp.tasks.tts.audio import read_audio, write_wav
+from lit_fsdp.tasks.tts.audio import AudioError, read_audio, write_wav
 from lit_fsdp.tasks.tts.codec import AnyCodec, load_codec
 from lit_fsdp.tasks.tts.data import read_prompts
 from lit_fsdp.tasks.tts.formants import SPOKEN, build_small_codec
@@ -97,12 +99,14 @@ def speak_texts(
         raise ValueError("ref_audio: not used, as speaker names a voice; leave one of them out")
     if batch_size < 1:
         raise ValueError(f"batch_size: got {batch_size}: expected 1 or more")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out: {out} is a file: expected a folder, or the name of a new one")
     opened = open_speaker(model, sampling)
     decoder = _find_codec(codec, opened)
     rows = [(text, speaker, language)] if text is not None else []
     if texts is not None:
-        rows = [(row.text, row.speaker or speaker, row.language or language) for row in read_prompts(texts)]
-    voice = opened.embed(read_audio(ref_audio, decoder.sample_rate)) if ref_audio is not None else None
+        rows = _read_texts(texts, speaker, language, is_cloned=ref_audio is not None)
+    voice = _clone(ref_audio, opened, decoder.sample_rate) if ref_audio is not None else None
     utterances = [opened.encode(*row, voice=voice) for row in rows]
     out.mkdir(parents=True, exist_ok=True)
     written, lines = [], []
@@ -116,10 +120,39 @@ def speak_texts(
             written.append((path, len(audio) / decoder.sample_rate, speech.has_ended))
             about: dict[str, Any] = dict(zip(("text", "speaker", "language"), rows[i], strict=True))
             lines.append({"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)})
-    settings = {"model": model, "sampling": asdict(opened.sampling)}
-    text_lines = (json.dumps({**line, **settings}, ensure_ascii=False) for line in lines)
-    (out / "spoken.jsonl").write_text("".join(f"{line}\n" for line in text_lines))
+    _write_list(out / "spoken.jsonl", lines, {"model": model, "sampling": asdict(opened.sampling)})
     return written
+
+
+def _write_list(path: Path, lines: list[dict[str, Any]], settings: dict[str, Any]) -> None:
+    """Write what was spoken as JSON lines, each with the settings."""
+    texts = (json.dumps({**line, **settings}, ensure_ascii=False) for line in lines)
+    path.write_text("".join(f"{line}\n" for line in texts), encoding="utf-8")
+
+
+def _read_texts(
+    path: Path, speaker: str | None, language: str | None, *, is_cloned: bool
+) -> list[tuple[str, str | None, str | None]]:
+    """Return text, speaker and language of each row of a file."""
+    rows = [(row.text, row.speaker or speaker, row.language or language) for row in read_prompts(path, "texts")]
+    if not rows:
+        raise ValueError(f"texts: {path}: empty: expected a text in each line")
+    named = next((name for _, name, _ in rows if name is not None), None)
+    if is_cloned and named is not None:
+        raise ValueError(
+            f"ref_audio: not used for the rows of {path} that name a speaker, such as {named!r}: expected texts "
+            "without speakers, or no ref_audio"
+        )
+    return rows
+
+
+def _clone(path: Path, speaker: Speaker, sample_rate: int) -> NDArray[np.float32]:
+    """Return the voice in a file."""
+    try:
+        audio = read_audio(path, sample_rate)
+    except AudioError as error:
+        raise ValueError(f"ref_audio: {path}: {error}") from error
+    return speaker.embed(audio)
 
 
 def _find_codec(name: str | None, speaker: Speaker) -> AnyCodec:
@@ -131,7 +164,7 @@ def _find_codec(name: str | None, speaker: Speaker) -> AnyCodec:
             "codec: not given, and the model has none: expected the name or folder of a model with one, or of a codec "
             "such as descript/dac_44khz, or formants for a model of the quickstart"
         )
-    fetch_speech_model(source)
+    fetch_speech_model(source, "codec")
     codec, wanted = load_codec(find_speech_model(source)), speaker.config.num_codebooks
     if codec.num_codebooks != wanted:
         raise ValueError(f"codec: got {source!r}: it has {codec.num_codebooks} codebooks: expected {wanted}")

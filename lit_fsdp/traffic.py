@@ -65,8 +65,8 @@ def predict_collectives(
 
     Each micro-batch gathers every unit for forward, and again for backward where it was resharded between. A
     head and the root are not, see ``shard_model``, and neither are units that backward never reaches: frozen ones
-    before the first that trains. Activation checkpointing adds none: the recomputed forward runs while the unit is
-    gathered for backward.
+    before the first that trains. An idle unit is never gathered. Activation checkpointing adds none: the recomputed
+    forward runs while the unit is gathered for backward.
 
     Args:
         plan: The units in the order of forward, from ``plan_units``.
@@ -142,7 +142,7 @@ def predict_bytes(
 
 @dataclass(frozen=True, kw_only=True)
 class _Uses:
-    """How often a unit that has parameters is gathered in a micro-batch."""
+    """How often a unit that has parameters is gathered in a micro-batch; never, if it is idle."""
 
     unit: Unit
     gathers: int
@@ -154,7 +154,7 @@ def _list_uses(plan: Sequence[Unit], sharding: Sharding) -> Iterator[_Uses]:
     first = next((i for i, unit in enumerate(filled) if unit.num_trainable), len(filled))
     for i, unit in enumerate(filled):
         is_gathered_again = is_resharded and i >= first and unit.kind in ("block", "embedding")
-        yield _Uses(unit=unit, gathers=2 if is_gathered_again else 1)
+        yield _Uses(unit=unit, gathers=0 if unit.kind == "idle" else 2 if is_gathered_again else 1)
 
 
 def _count_calls(

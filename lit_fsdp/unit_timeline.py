@@ -84,7 +84,7 @@ def time_units(
         offloaded_bytes: This rank's shards, where they are in host memory.
     """
     filled = [unit for unit in plan if unit.num_params]
-    num_computed = sum(unit.num_params for unit in filled if unit.kind != "embedding")
+    num_computed = sum(unit.num_params for unit in filled if unit.kind not in ("embedding", "idle"))
     num_stored = sum(unit.num_params for unit in filled)
     copied = offloaded_bytes / num_stored / HOST_COPY_GB_S / 1e9
     times = []
@@ -95,12 +95,12 @@ def time_units(
         grads = size.reduce_scatter / shard.num_ranks / HOST_COPY_GB_S / 1e9
         times.append(
             UnitTimes(
-                share=0.0 if unit.kind == "embedding" else unit.num_params / num_computed,
+                share=0.0 if unit.kind in ("embedding", "idle") else unit.num_params / num_computed,
                 gather=time_collective("all_gather", size.gather, shard, links),
                 regather=time_collective("all_gather", size.gather, regather, links) if is_regathered else 0.0,
                 reduce_scatter=time_collective("reduce_scatter", size.reduce_scatter, shard, links),
                 all_reduce=time_collective("all_reduce", size.all_reduce, replica, links),
-                copy_up=copied * unit.num_params,
+                copy_up=0.0 if unit.kind == "idle" else copied * unit.num_params,
                 copy_down=grads if offloaded_bytes else 0.0,
                 num_reductions=step // once if once else 0,
             )

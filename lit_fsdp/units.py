@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import nn
 
 Rule = Literal["auto", "classes", "model_plan", "no_split_modules", "repeated_blocks", "min_size"]
-Kind = Literal["block", "embedding", "head", "root"]
+Kind = Literal["block", "embedding", "head", "idle", "root"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,8 @@ class Unit:
 
     Args:
         names: Names of its modules; several are gathered together. ``""`` is the root.
-        kind: What it is. A head is used last in forward and first in backward, so it is not resharded between.
+        kind: What it is. A head is used last in forward and first in backward, so it is not resharded between. Of an
+            idle one no step of training has a use, so it is never gathered there.
         parameters: Names of the parameters it holds, without those of units inside it.
         num_params: Elements of these.
         num_trainable: Elements of those that need a gradient.
@@ -84,7 +85,7 @@ class Unit:
     num_trainable: int = 0
 
 
-def plan_units(model: nn.Module, units: Units) -> list[Unit]:
+def plan_units(model: nn.Module, units: Units, *, idle: Sequence[str] = ()) -> list[Unit]:
     """Return the units of ``model`` in the order of its modules, the root last.
 
     Parameters that two units would share (tied embeddings) go to the root unit, which holds them gathered from
@@ -93,13 +94,14 @@ def plan_units(model: nn.Module, units: Units) -> list[Unit]:
     Args:
         model: The root that will be sharded; parameters may be on the meta device.
         units: The rule.
+        idle: Names of modules without parameters that train, which no step of training uses.
 
     Raises:
         ValueError: The rule does not fit the model.
     """
     units.check()
     modules = dict(model.named_modules())
-    found = _find_units(model, modules, units)
+    found = [*_find_units(model, modules, units), *(Unit(names=(name,), kind="idle") for name in idle)]
     found = [unit for unit in found if _has_parameters(modules, unit)]
     found = _drop_shared(model, found)
     return _count_parameters(model, [*found, Unit(names=("",), kind="root")])

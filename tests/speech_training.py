@@ -1,17 +1,24 @@
 """A tiny speech model and ragged clips to train it on, and the parts of a run on ranks that exist already."""
 
+import json
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from speech_golden import CONFIG, draw
 from training import OPTIMIZER, Environment
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.tasks import Schedule, SpeechData, TextToSpeech
+from lit_fsdp.tasks.tts.config import parse_config
+from lit_fsdp.tasks.tts.formants import build_codec_config, build_small_codec
+from lit_fsdp.tasks.tts.model import Qwen3TTS
 from lit_fsdp.tasks.tts.prepared import PreparedRow
+from lit_fsdp.weights import init_weights, materialize
 
 NUM_STEPS, GLOBAL_BATCH = 3, 6
 
@@ -23,6 +30,24 @@ def make_config() -> dict[str, Any]:
     raw |= {"tts_bos_token_id": 260, "tts_eos_token_id": 261}
     raw["talker_config"]["text_vocab_size"] = 263
     return raw
+
+
+def save_model(folder: Path) -> Path:
+    """Write the tiny model as a folder like those on the Hub, with a codec and settings of generation."""
+    with torch.device("meta"):
+        model = Qwen3TTS(parse_config(make_config()))
+    materialize(model, torch.device("cpu"))
+    init_weights(model, 5)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(make_config()))
+    (folder / "generation_config.json").write_text('{"do_sample": true, "top_k": 7, "subtalker_top_k": 9}')
+    (codec := folder / "speech_tokenizer").mkdir()
+    (codec / "config.json").write_text(json.dumps(build_codec_config()))
+    save_file(build_small_codec().state_dict(), codec / "model.safetensors")
+    (codec / "preprocessor_config.json").write_text(
+        '{"feature_extractor_type": "EncodecFeatureExtractor", "feature_size": 1, "sampling_rate": 24000}'
+    )
+    return folder
 
 
 def make_rows(num_rows: int = NUM_STEPS * GLOBAL_BATCH) -> list[PreparedRow]:

@@ -17,6 +17,7 @@ from lit_fsdp.callbacks import (
     ProgressBar,
     RunReport,
     RunSummary,
+    SpokenReport,
     StabilityMonitor,
     ThroughputLogger,
     TrafficLogger,
@@ -24,7 +25,8 @@ from lit_fsdp.callbacks import (
 )
 from lit_fsdp.default_callbacks import Defaults, choose_callbacks
 
-MONITORS = [ClassReport, StabilityMonitor, MemoryLogger, TrafficLogger, ThroughputLogger, OOMReport, RunReport]
+MEASURING = [StabilityMonitor, MemoryLogger, TrafficLogger, ThroughputLogger, OOMReport]
+MONITORS = [ClassReport, *MEASURING, SpokenReport, RunReport]
 
 
 def choose(

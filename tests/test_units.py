@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from lit_fsdp.plan_table import make_table
 from lit_fsdp.sharding import Sharding, shard_model
+from lit_fsdp.traffic import predict_collectives
 from lit_fsdp.units import Unit, Units, count_shard_bytes, iterate_blocks, plan_units
 from ranks import run_ranks
 
@@ -132,6 +133,16 @@ def test_frozen_parameters_are_owned_but_not_counted_as_trainable() -> None:
     for unit in plan[1:4]:
         assert unit.num_params - unit.num_trainable == 3 * 32 * 64
     assert plan[0].num_trainable == plan[0].num_params
+
+
+def test_what_no_step_uses_is_a_unit_that_is_never_gathered() -> None:
+    model = Parent(Stack())
+    model.extra = Block().requires_grad_(False)
+    plan = plan_units(model, Units(rule="repeated_blocks"), idle=["extra"])
+    assert [unit.names for unit in plan if unit.kind == "idle"] == [("extra",)]
+    used = [unit for unit in plan if not unit.names[0].startswith("extra")]
+    assert predict_collectives(used, Sharding()).gathers == predict_collectives(plan, Sharding()).gathers
+    check_ownership(model, plan)
 
 
 @pytest.mark.parametrize("is_first", [True, False])

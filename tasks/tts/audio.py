@@ -47,16 +47,24 @@ class Limits:
             raise ValueError(f"limits.max_clipped_pct: got {self.max_clipped_pct:g}: expected 0 to 100")
 
 
-def read_audio(path: Path, sample_rate: int) -> Audio:
+def read_audio(path: Path, sample_rate: int, max_seconds: float | None = None) -> Audio:
     """Return a WAV, FLAC, MP3 or OGG file as mono at a sample rate.
 
+    Args:
+        path: The file.
+        sample_rate: To which it is resampled.
+        max_seconds: Refuse longer ones before they take memory.
+
     Raises:
-        AudioError: It cannot be read, or has nothing in it.
+        AudioError: It cannot be read, is too long, or has nothing in it.
     """
-    soundfile, soxr = _import_libraries()
+    soundfile, soxr = import_libraries()
     if not path.is_file():
         raise AudioError(f"no such file: {path}")
     try:
+        seconds = soundfile.info(path).duration
+        if max_seconds is not None and seconds > max_seconds:
+            raise AudioError(f"too long: {seconds:.2f} s, at most {max_seconds:g} s")
         samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
     except soundfile.LibsndfileError as error:
         raise AudioError(f"cannot be read: {error.error_string}") from error
@@ -91,11 +99,16 @@ def check_audio(audio: Audio, sample_rate: int, limits: Limits) -> None:
 
 def write_wav(path: Path, audio: Audio, sample_rate: int) -> None:
     """Write audio as 16-bit WAV."""
-    soundfile, _ = _import_libraries()
+    soundfile, _ = import_libraries()
     soundfile.write(path, audio, sample_rate, subtype="PCM_16")
 
 
-def _import_libraries() -> tuple[Any, Any]:
+def import_libraries() -> tuple[Any, Any]:
+    """Return soundfile and soxr, which only those need who read or write audio.
+
+    Raises:
+        ValueError: One is not installed.
+    """
     try:
         import soundfile
         import soxr

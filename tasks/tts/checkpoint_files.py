@@ -35,8 +35,8 @@ def describe_run(config: FamilyConfig, data: Any, *, pretrained: str | None, lor
     files: dict[str, str | bytes] = {"config.json": json.dumps(config.raw, indent=2)}
     if hasattr(data, "tokenizer"):
         files |= read_tokenizer_files(data.tokenizer)
-    if pretrained is not None and (given := find_speech_model(pretrained) / GENERATION).is_file():
-        files[GENERATION] = given.read_text()
+    if (given := read_generation_config(pretrained)) is not None:
+        files[GENERATION] = given
     voices = {name: np.asarray(voice).tolist() for name, voice in getattr(data, "voices", {}).items()}
     speech = {"voices": voices, "streaming": bool(getattr(data, "streaming", False)), "pretrained": pretrained}
     found: dict[str, Any] = {EXPORT: files, SPEECH: speech}
@@ -45,6 +45,12 @@ def describe_run(config: FamilyConfig, data: Any, *, pretrained: str | None, lor
         if pretrained is not None:
             found[BASE] = describe_base(pretrained, None)
     return found
+
+
+def read_generation_config(pretrained: str | None) -> str | None:
+    """Return how a model says that it wants to generate, as text; ``None`` where it does not."""
+    path = find_speech_model(pretrained) / GENERATION if pretrained is not None else None
+    return path.read_text() if path is not None and path.is_file() else None
 
 
 def check_run(checkpoint: dict[str, Any], *, pretrained: str | None, lora: LoRA | None) -> None:

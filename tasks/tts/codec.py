@@ -26,7 +26,7 @@ from transformers.models.mimi.modeling_mimi import (
 
 from lit_fsdp.tasks.tts.codec_decoder import CodecDecoder, parse_decoder_config
 from lit_fsdp.tasks.tts.hub_codec import HubCodec, is_hub_codec, load_hub_codec
-from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER
+from lit_fsdp.tasks.tts.pretrained import find_codec
 
 MODEL_TYPE = "qwen3_tts_tokenizer_12hz"
 _NO_WINDOW = 2**30
@@ -138,15 +138,10 @@ def load_codec(folder: Path) -> AnyCodec:
     """
     from safetensors.torch import load_file
 
+    folder = find_codec(folder)
     if is_hub_codec(folder):
         return load_hub_codec(folder)
-    folder = folder / CODEC_FOLDER if (folder / CODEC_FOLDER).is_dir() else folder
     paths = folder / "config.json", folder / "model.safetensors"
-    if missing := [path for path in paths if not path.is_file()]:
-        raise ValueError(
-            f"codec: {missing[0]} is missing: expected the folder {CODEC_FOLDER} of a Qwen3-TTS model, or a codec of "
-            "Transformers: Mimi, as CSM has it, or DAC, such as descript/dac_44khz for Dia"
-        )
     codec = Codec(json.loads(paths[0].read_text()))
     try:
         codec.load_state_dict(load_file(paths[1]))

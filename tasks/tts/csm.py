@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lit_fsdp.tasks.tts.csm_model import Csm, generate_csm
 from lit_fsdp.tasks.tts.family import Family, Voice, check_english, parse_hub_config
-from lit_fsdp.tasks.tts.generation import Sampling, Speech
+from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
 from lit_fsdp.tasks.tts.hub_codec import CODEC
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
 from lit_fsdp.tensor_files import TensorFiles
@@ -92,8 +92,8 @@ class CsmFamily(Family):
 
     @property
     @override
-    def default_sampling(self) -> Sampling:
-        return Sampling(repetition_penalty=1.0)
+    def default_sampling(self) -> SamplingValues:
+        return SamplingValues(repetition_penalty=1.0)
 
     @override
     def parse_config(self, raw: Mapping[str, Any], *, where: str = "config") -> CsmSettings:
@@ -197,7 +197,7 @@ class CsmFamily(Family):
         }
 
     @override
-    def generate(self, model: Csm, batch: Batch, sampling: Sampling) -> list[Speech]:
+    def generate(self, model: Csm, batch: Batch, sampling: SamplingValues) -> list[Speech]:
         return generate_csm(model, batch, sampling)
 
     @override

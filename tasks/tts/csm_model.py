@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import CsmConfig, CsmForConditionalGeneration, DynamicCache
 
 from lit_fsdp.tasks.tts.family import SpeechOutput
-from lit_fsdp.tasks.tts.generation import Chooser, Sampling, Speech, is_any
+from lit_fsdp.tasks.tts.generation import Chooser, SamplingValues, Speech, is_any
 from lit_fsdp.tasks.tts.layout import Batch
 
 
@@ -78,7 +78,7 @@ class Csm(CsmForConditionalGeneration):
 
 
 @torch.no_grad()
-def generate_csm(model: Csm, batch: Batch, sampling: Sampling) -> list[Speech]:
+def generate_csm(model: Csm, batch: Batch, sampling: SamplingValues) -> list[Speech]:
     """Write the frames of a batch of prompts; see ``Family.generate``.
 
     Args:

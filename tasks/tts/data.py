@@ -21,6 +21,7 @@ from lit_fsdp.tasks.tts.families import find_family
 from lit_fsdp.tasks.tts.family import Family, FamilyConfig, Voice
 from lit_fsdp.tasks.tts.formants import SPOKEN, make_corpus
 from lit_fsdp.tasks.tts.layout import Batch, Utterance
+from lit_fsdp.tasks.tts.manifest import read_lines
 from lit_fsdp.tasks.tts.prepared import PreparedRow, read_rows
 from lit_fsdp.tasks.tts.step_counts import StepCounts
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
@@ -92,6 +93,7 @@ class SpeechData(LightningDataModule):
             raise ValueError(f"max_seconds: got {max_seconds}: expected above 0")
         for name, value, least in (
             ("batch_size", batch_size, 1),
+            ("eval_batch_size", batch_size if eval_batch_size is None else eval_batch_size, 1),
             ("num_workers", num_workers, 0),
             ("repeat", repeat, 1),
         ):
@@ -100,7 +102,7 @@ class SpeechData(LightningDataModule):
         self.sources = {"train": train, "validation": validation, "predict": predict}
         self.validation_fraction, self.max_seconds = validation_fraction, max_seconds
         self.tokenizer_name, self.speaker_embedding, self.streaming = tokenizer, speaker_embedding, streaming
-        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size  # not 0
         self.num_workers, self.repeat, self.shuffle, self.seed = num_workers, repeat, shuffle, seed
         self.speech_config: FamilyConfig | None = None
         self.voices: dict[str, Voice] = {}
@@ -177,8 +179,7 @@ class SpeechData(LightningDataModule):
             trainer=trainer,
             what=f"train ({len(rows)} clips)",
         )
-        accumulate = trainer.accumulate_grad_batches if trainer is not None else 1
-        loader.annotate = StepCounts(loader, lengths, accumulate, trainer, predicts_ends=self.family.predicts_ends)
+        loader.annotate = StepCounts(loader, lengths, trainer, predicts_ends=self.family.predicts_ends)
         return loader
 
     def val_dataloader(self) -> Any:
@@ -318,27 +319,32 @@ class SpeechData(LightningDataModule):
         return self.speech_config
 
 
-def read_prompts(path: Path) -> list[PromptRow]:
+def read_prompts(path: Path, setting: str = "predict") -> list[PromptRow]:
     """Return the texts in a file: its lines, or the rows of JSON lines.
+
+    Args:
+        path: The file.
+        setting: What the user calls it.
 
     Raises:
         ValueError: It cannot be read, or a row has no text.
     """
-    try:
-        lines = [line for line in path.expanduser().read_text().splitlines() if line.strip()]
-    except OSError as error:
-        raise ValueError(f"predict: {path}: cannot read it: {error.strerror}") from error
+    lines = [(i, line) for i, line in enumerate(read_lines(path.expanduser(), setting), start=1) if line.strip()]
     if path.suffix != ".jsonl":
-        return [PromptRow(text=line.strip()) for line in lines]
+        return [PromptRow(text=line.strip()) for _, line in lines]
     rows = []
-    for i, line in enumerate(lines, start=1):
+    for i, line in lines:
+        where = f"{setting}: {path} line {i}"
         try:
             fields = json.loads(line)
-            rows.append(PromptRow(**{n: fields.get(n) for n in ("text", "speaker", "language")}))
+            found = {name: fields.get(name) for name in ("text", "speaker", "language")}
         except (ValueError, AttributeError) as error:
-            raise ValueError(f"predict: {path} line {i}: no JSON object: {error}") from error
-        if not rows[-1].text:
-            raise ValueError(f"predict: {path} line {i}: text: missing")
+            raise ValueError(f"{where}: no JSON object: {error}") from error
+        if not found["text"]:
+            raise ValueError(f"{where}: text: missing")
+        if wrong := [name for name, value in found.items() if value is not None and not isinstance(value, str)]:
+            raise ValueError(f"{where}: {wrong[0]}: got {found[wrong[0]]!r}: expected text")
+        rows.append(PromptRow(**found))
     return rows
 
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lit_fsdp.tasks.tts.dia_model import Dia, generate_dia
 from lit_fsdp.tasks.tts.family import Family, Voice, check_english, parse_hub_config
-from lit_fsdp.tasks.tts.generation import Sampling, Speech
+from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ class DiaFamily(Family):
 
     @property
     @override
-    def default_sampling(self) -> Sampling:
-        return Sampling(
+    def default_sampling(self) -> SamplingValues:
+        return SamplingValues(
             temperature=1.2, top_k=45, top_p=0.95, repetition_penalty=1.0, guidance_scale=3.0, max_frames=3056
         )
 
@@ -184,7 +184,7 @@ class DiaFamily(Family):
         }
 
     @override
-    def generate(self, model: Dia, batch: Batch, sampling: Sampling) -> list[Speech]:
+    def generate(self, model: Dia, batch: Batch, sampling: SamplingValues) -> list[Speech]:
         return generate_dia(model, batch, sampling)
 
     @override

@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 )
 
 from lit_fsdp.tasks.tts.family import SpeechOutput
-from lit_fsdp.tasks.tts.generation import Sampling, Speech, build_warpers, is_any
+from lit_fsdp.tasks.tts.generation import SamplingValues, Speech, build_warpers, is_any
 from lit_fsdp.tasks.tts.layout import Batch
 
 
@@ -67,7 +67,7 @@ class Dia(DiaForConditionalGeneration):
 
 
 @torch.no_grad()
-def generate_dia(model: Dia, batch: Batch, sampling: Sampling) -> list[Speech]:
+def generate_dia(model: Dia, batch: Batch, sampling: SamplingValues) -> list[Speech]:
     """Write the frames of a batch of prompts; see ``Family.generate`` and Note [Delay pattern].
 
     Args:
@@ -112,7 +112,7 @@ def generate_dia(model: Dia, batch: Batch, sampling: Sampling) -> list[Speech]:
     return _take_frames(torch.stack(rows, dim=1).cpu(), delays.tolist(), end.tolist(), has_ended.tolist())
 
 
-def _build_chooser(decoder: Any, sampling: Sampling, device: torch.device) -> Callable[[Tensor], Tensor]:
+def _build_chooser(decoder: Any, sampling: SamplingValues, device: torch.device) -> Callable[[Tensor], Tensor]:
     """Return a function from logits [copies * prompts * codebooks, vocabulary] to codes, as Transformers chooses."""
     generator = torch.Generator(device=device).manual_seed(sampling.seed)
     is_ending = DiaEOSChannelFilterLogitsProcessor(decoder.num_channels, decoder.eos_token_id)

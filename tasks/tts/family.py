@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -24,7 +24,7 @@ from lit_fsdp.tasks.tts.layout import Batch, Utterance
 from lit_fsdp.weights import load_weights
 
 if TYPE_CHECKING:
-    from lit_fsdp.tasks.tts.generation import Sampling, Speech
+    from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
     from lit_fsdp.tasks.tts.prepared import PreparedRow
 
 Voice = NDArray[np.float32] | int  # an embedding, or the number under which a model knows a speaker
@@ -136,7 +136,7 @@ class Family(ABC):
         """Return a batch for training of the given size, without data."""
 
     @abstractmethod
-    def generate(self, model: Any, batch: Batch, sampling: Sampling) -> list[Speech]:
+    def generate(self, model: Any, batch: Batch, sampling: SamplingValues) -> list[Speech]:
         """Return the speech for prompts.
 
         Under a sharding strategy all ranks must call it, inside a method that gathers like ``forward``. Every rank goes
@@ -144,39 +144,23 @@ class Family(ABC):
         """
 
     @property
-    def default_sampling(self) -> Sampling:
-        """How speech is generated where nothing is set."""
-        from lit_fsdp.tasks.tts.generation import Sampling
+    def default_sampling(self) -> SamplingValues:
+        """How speech is generated where neither the user nor the model says anything."""
+        from lit_fsdp.tasks.tts.generation import SamplingValues
 
-        return Sampling()
-
-    def choose_sampling(self, given: Sampling | None, official: dict[str, Any] | None = None) -> Sampling:
-        """Return the given settings where they differ from ``Sampling()``, else those of the model or its family.
-
-        Args:
-            given: What the user wants.
-            official: Contents of the model's ``generation_config.json``.
-        """
-        from lit_fsdp.tasks.tts.generation import Sampling, parse_official
-
-        changed = find_changed(given or Sampling())
-        own = find_changed(self.default_sampling) | parse_official(official or {})
-        for prefix in ("", "predictor_"):
-            if not {**own, **changed}.get(f"{prefix}do_sample", True):  # what greedy generation would not use
-                unused = {f"{prefix}{name}" for name in ("temperature", "top_k", "top_p")}
-                own = {name: value for name, value in own.items() if name not in unused}
-        chosen = Sampling(**{**own, **changed})
-        chosen.check()
-        return chosen
+        return SamplingValues()
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Refuse settings that the model would ignore.
+
+        Args:
+            sampling: What the user wants.
 
         Raises:
             ValueError: With the setting.
         """
         for name in self.unused_sampling:
-            if getattr(sampling, name) != getattr(self.default_sampling, name):
+            if getattr(sampling, name) not in (None, getattr(self.default_sampling, name)):
                 raise ValueError(f"sampling.{name}: not used by {self.model_type}; leave it out")
 
     def read_extra(self, folder: Path) -> dict[str, Tensor]:  # noqa: ARG002
@@ -199,12 +183,6 @@ class Family(ABC):
             raise ValueError(
                 f"speaker_embedding: got {speaker_embedding!r}: {self.model_type} takes no embeddings; leave it out"
             )
-
-
-def find_changed(settings: Sampling) -> dict[str, Any]:
-    """Return the settings that differ from ``Sampling()``."""
-    defaults = asdict(type(settings)())
-    return {name: value for name, value in asdict(settings).items() if value != defaults[name]}
 
 
 def count_parts(parts: Mapping[str, nn.Module | None]) -> dict[str, tuple[int, int]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -20,25 +20,75 @@ _MIN_FRAMES = 2  # the official inference never ends before
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How speech is generated; the defaults are the official ones of Qwen3-TTS.
+    """How speech is generated. What is not given is as in the model's ``generation_config.json``, or else the official.
 
-    Other models have others, which hold for all that is left at the value that it has here.
+    What is official here is so for Qwen3-TTS; CSM and Dia have some other values.
 
     Args:
-        do_sample: Draw codebook 0 at random; otherwise take the likeliest.
-        temperature: Below 1 prefers likely codes.
-        top_k: Draw from so many of the likeliest; 0 from all.
-        top_p: Draw from the likeliest that have this probability together.
-        repetition_penalty: Above 1 makes codes of codebook 0 that were written before less likely.
+        do_sample: Draw codebook 0 at random; otherwise take the likeliest. Officially true.
+        temperature: Below 1 prefers likely codes. Officially 0.9.
+        top_k: Draw from so many of the likeliest; 0 from all. Officially 50.
+        top_p: Draw from the likeliest that have this probability together. Officially 1.
+        repetition_penalty: Above 1 makes codes of codebook 0 that were written before less likely. Officially 1.05.
         predictor_do_sample: The same as ``do_sample`` for the other codebooks.
         predictor_temperature: As ``temperature``.
         predictor_top_k: As ``top_k``.
         predictor_top_p: As ``top_p``.
-        max_frames: Stop here, though no end was written. Models write 12.5 frames a second, Dia 86.
+        max_frames: Stop here, though no end was written. Officially 2048. Models write 12.5 frames a second, Dia 86.
         seed: Of the random numbers; the same seed gives the same speech.
         guidance_scale: Above 1, codes become likelier that are so because of the text; every step then computes
-            twice as much. Only of Dia.
+            twice as much. Only of Dia, officially 3.
     """
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    predictor_do_sample: bool | None = None
+    predictor_temperature: float | None = None
+    predictor_top_k: int | None = None
+    predictor_top_p: float | None = None
+    max_frames: int | None = None
+    seed: int = 0
+    guidance_scale: float | None = None
+
+    def check(self) -> None:
+        """Refuse what would be ignored or fail.
+
+        Raises:
+            ValueError: With the setting and the nearest fix.
+        """
+        self.complete()
+
+    def complete(self, own: Mapping[str, Any] | None = None, base: SamplingValues | None = None) -> SamplingValues:
+        """Return all values: those that are given, else those of a model, else the official ones.
+
+        Args:
+            own: Contents of the model's ``generation_config.json``.
+            base: The official ones of its family; those of Qwen3-TTS if not given.
+
+        Raises:
+            ValueError: A setting would be ignored or fail.
+        """
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        values = replace(base or SamplingValues(), **{**_parse_official(own or {}), **given})
+        values.check()
+        for prefix in ("", "predictor_"):
+            if getattr(values, f"{prefix}do_sample"):
+                continue
+            for name in ("temperature", "top_k", "top_p"):
+                if f"{prefix}{name}" in given:
+                    raise ValueError(
+                        f"sampling.{prefix}{name}: not used, as {prefix}do_sample is false"
+                        f"{'' if f'{prefix}do_sample' in given else ' in the model'}; leave it out"
+                    )
+        return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingValues:
+    """What a ``Sampling`` comes to for one model; the defaults are the official ones of Qwen3-TTS."""
 
     do_sample: bool = True
     temperature: float = 0.9
@@ -54,7 +104,7 @@ class Sampling:
     guidance_scale: float = 1.0
 
     def check(self) -> None:
-        """Refuse what would be ignored or fail.
+        """Refuse values that fail.
 
         Raises:
             ValueError: With the setting and the nearest fix.
@@ -72,14 +122,6 @@ class Sampling:
             raise ValueError(f"sampling.max_frames: got {self.max_frames}: expected 1 or more")
         if self.guidance_scale < 1:
             raise ValueError(f"sampling.guidance_scale: got {self.guidance_scale}: expected 1 (none) or above")
-        defaults = Sampling()
-        for prefix in ("", "predictor_"):
-            if getattr(self, f"{prefix}do_sample"):
-                continue
-            for name in ("temperature", "top_k", "top_p"):
-                name = f"{prefix}{name}"
-                if getattr(self, name) != getattr(defaults, name):
-                    raise ValueError(f"sampling.{name}: not used, as {prefix}do_sample is false; leave it out")
 
 
 GREEDY = {"do_sample": False, "predictor_do_sample": False}
@@ -99,7 +141,7 @@ class Speech:
 
 
 @torch.no_grad()
-def generate_codes(model: Qwen3TTS, batch: Batch, sampling: Sampling) -> list[Speech]:
+def generate_codes(model: Qwen3TTS, batch: Batch, sampling: Sampling | SamplingValues) -> list[Speech]:
     """Write the frames of a batch of prompts.
 
     Under a sharding strategy all ranks must call it, inside a method that gathers like ``forward``. Every rank goes
@@ -111,6 +153,7 @@ def generate_codes(model: Qwen3TTS, batch: Batch, sampling: Sampling) -> list[Sp
         sampling: How codes are chosen.
     """
     config, talker = model.config, model.talker
+    sampling = sampling.complete() if isinstance(sampling, Sampling) else sampling
     device = batch["text_ids"].device
     generator = torch.Generator(device=device).manual_seed(sampling.seed)
     choose = Chooser(sampling, generator, suppressed=config.suppressed_ids, late=config.ids.eos)
@@ -172,7 +215,7 @@ class Chooser:
     """
 
     def __init__(
-        self, sampling: Sampling, generator: torch.Generator, *, suppressed: list[int], late: int | None = None
+        self, sampling: SamplingValues, generator: torch.Generator, *, suppressed: list[int], late: int | None = None
     ) -> None:
         from transformers import (
             MinNewTokensLengthLogitsProcessor,
@@ -251,9 +294,9 @@ def _cut(firsts: list[Tensor], frames: list[Tensor], eos: int, num_codebooks: in
     return speech
 
 
-def parse_official(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of a checkpoint's ``generation_config.json`` under our names, as far as it has any."""
-    known = {field.name for field in fields(Sampling)}
+def _parse_official(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the contents of ``generation_config.json`` under our names, as far as it has any."""
+    known = {field.name for field in fields(SamplingValues)}
     renamed = {"max_new_tokens": "max_frames", "subtalker_dosample": "predictor_do_sample"}
     found = {}
     for name, value in settings.items():

@@ -85,6 +85,19 @@ def is_hub_codec(folder: Path) -> bool:
     return path.is_file() and json.loads(path.read_text()).get("model_type") in (*MODEL_TYPES, WITH_CODEC)
 
 
+def measure_hub_codec(folder: Path) -> tuple[int, int]:
+    """Return the number of codebooks of the codec in a folder and their size, from its configuration alone.
+
+    Args:
+        folder: For which ``is_hub_codec`` holds.
+    """
+    raw = json.loads((folder / "config.json").read_text())
+    config: Any = AutoConfig.for_model(**raw)
+    if raw["model_type"] == WITH_CODEC:
+        return int(config.num_codebooks), int(config.codec_config.codebook_size)
+    return int(config.num_quantizers if isinstance(config, MimiConfig) else config.n_codebooks), config.codebook_size
+
+
 def load_hub_codec(folder: Path) -> HubCodec:
     """Return the codec in a folder, or the one that is part of a model there, on the CPU in float32.
 

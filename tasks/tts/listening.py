@@ -1,53 +1,131 @@
-"""What generated speech sounds like: decoded, its voice compared with the one asked for, its words with the text."""
+"""What generated speech sounds like: decoded, its voice compared with the one asked for, its words with the text.
+
+Note [Who listens]: the codec and the transcriber are on the first rank alone. What they heard, or the error they
+failed with, is told to all ranks, so that all log the same names and none waits for another.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_fsdp.tasks.tts.formants import SPOKEN, build_small_codec
+from lit_fsdp.tasks.tts.family import FamilyConfig
+from lit_fsdp.tasks.tts.formants import SPOKEN, build_codec_config, build_small_codec
+from lit_fsdp.tasks.tts.hub_codec import is_hub_codec, measure_hub_codec
 from lit_fsdp.tasks.tts.model import Qwen3TTS
-from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
+from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_codec, find_speech_model
 from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
-from lit_fsdp.tasks.tts.speaking import Spoken
+from lit_fsdp.tasks.tts.speaking import Clip, Spoken
+from lit_fsdp.tasks.tts.transcribing import fetch_transcriber, load_transcriber
 
 if TYPE_CHECKING:  # it takes an eighth of a second, and most runs have no use for it
     from lit_fsdp.tasks.tts.codec import AnyCodec
 
 _MIN_SAMPLES = 4800  # shorter audio has too few frames to tell a voice
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listening:
-    """How speech that is generated in validation is listened to.
+    """How speech that is generated in validation is listened to, on the first rank.
 
     Args:
-        codec: Model, by name or folder, whose codec decodes it; ``formants`` is that of the quickstart.
+        codec: Codec, or model with one, by name or folder, that decodes it; ``formants`` is that of the quickstart.
         transcriber: A Whisper model of Transformers that writes it down, for the word error rate; ``null`` has none.
+        device: Of both. ``cuda`` is faster, and takes their memory from training on the first rank.
     """
 
     codec: str
     transcriber: str | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """Audio [samples] of a text, and what an ASR understood of it."""
+    """What all ranks are told of a clip.
 
-    audio: Tensor
+    Args:
+        mels: Of its audio [1, frames, bands]; ``None`` where it is too short to tell a voice.
+        text: What the transcriber understood; ``None`` where none has listened.
+    """
+
+    mels: Tensor | None
     text: str | None
 
 
 def fetch_listening(settings: Listening) -> None:
     """Download what is needed, on one process per node."""
     if settings.codec != SPOKEN:
-        fetch_speech_model(settings.codec)
+        fetch_speech_model(settings.codec, "listening.codec")
+    if settings.transcriber is not None:
+        fetch_transcriber(settings.transcriber)
+
+
+def check_listening(settings: Listening, config: FamilyConfig) -> None:
+    """Refuse a codec that other codes belong to, before training and not at its first validation.
+
+    Raises:
+        ValueError: With the codec.
+    """
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("listening.device: got 'cuda': there is no GPU; set cpu")
+    (own, size), wanted = _measure_codec(settings.codec), config.num_codebooks
+    if own != wanted:
+        raise ValueError(
+            f"listening.codec: got {settings.codec!r}: it has {own} codebooks: expected {wanted}, the model's"
+        )
+    if size < config.codebook_size:
+        raise ValueError(
+            f"listening.codec: got {settings.codec!r}: its codes end at {size - 1}: expected those of the model, up to "
+            f"{config.codebook_size - 1}"
+        )
+
+
+def _measure_codec(name: str) -> tuple[int, int]:
+    """Return the number of codebooks of a codec and their size, from its configuration alone."""
+    folder = None if name == SPOKEN else find_codec(find_speech_model(name))
+    if folder is not None and is_hub_codec(folder):
+        return measure_hub_codec(folder)
+    about = build_codec_config() if folder is None else json.loads((folder / "config.json").read_text())
+    return about["encoder_valid_num_quantizers"], about["decoder_config"]["codebook_size"]
+
+
+class Listener:
+    """Decodes speech and writes it down; holds codec and transcriber from the first time on.
+
+    Args:
+        settings: Which ones, and where.
+    """
+
+    def __init__(self, settings: Listening) -> None:
+        self.settings = settings
+        self._codec: AnyCodec | None = None
+
+    def listen(self, rows: Sequence[Spoken]) -> list[Clip]:
+        """Return the audio of generated speech, with what was understood of it."""
+        if self._codec is None:
+            self._codec = open_codec(self.settings.codec).to(self.settings.device)
+        name = self.settings.transcriber
+        transcribe = load_transcriber(name, self.settings.device) if name is not None else None
+        clips = []
+        for row in rows:
+            (audio,) = self._codec.decode([row.speech.codes])
+            text = None
+            if transcribe is not None:
+                rate = self._codec.sample_rate
+                text = transcribe([audio.numpy()], rate, [row.language])[0] if len(audio) else ""
+            clips.append(Clip(audio=audio, sample_rate=self._codec.sample_rate, heard=text))
+        return clips
 
 
 def open_codec(name: str) -> AnyCodec:
@@ -57,37 +135,62 @@ def open_codec(name: str) -> AnyCodec:
     return build_small_codec() if name == SPOKEN else load_codec(find_speech_model(name))
 
 
-def listen(rows: Sequence[Spoken], codec: AnyCodec, transcribe: Callable[..., list[str]] | None = None) -> list[Heard]:
-    """Return the audio of generated speech, with what was understood of it."""
-    heard = []
-    for row in rows:
-        (audio,) = codec.decode([row.speech.codes])
-        text = None
-        if transcribe is not None:
-            text = transcribe([audio.numpy()], codec.sample_rate, ["auto"])[0] if len(audio) else ""
-        heard.append(Heard(audio=audio, text=text))
-    return heard
+def run_on_first(work: Callable[[], Found], trainer: Trainer) -> Found:
+    """Return on all ranks what ``work`` gives on the first; all must call it.
+
+    Raises:
+        RuntimeError: On all ranks, with the error of the first.
+    """
+    found: tuple[Any, str | None] = (None, None)
+    cause: Exception | None = None
+    if trainer.is_global_zero:
+        try:
+            found = (work(), None)
+        except Exception as error:  # noqa: BLE001 - of whatever kind: the other ranks wait to be told
+            cause = error
+            found = (None, f"{type(error).__name__}: {error}")
+    result: Found
+    result, problem = trainer.strategy.broadcast(found)
+    if problem is not None:
+        raise RuntimeError(f"listening to generated speech failed on the first rank: {problem}") from cause
+    return result
+
+
+def describe_clips(clips: Sequence[Clip], config: Any) -> list[Heard]:
+    """Return what all ranks need of clips.
+
+    Args:
+        clips: Audio.
+        config: Of the model; one that takes no embeddings of speakers has no encoder to compare voices with.
+    """
+    encoder = config.speaker_encoder if config.voice_size is not None else None
+    described = []
+    for clip in clips:
+        is_told = len(clip.audio) >= _MIN_SAMPLES
+        mels = compute_mels(clip.audio[None], encoder) if encoder is not None and is_told else None
+        described.append(Heard(mels=mels, text=clip.heard))
+    return described
 
 
 def compute_word_errors(rows: Sequence[Spoken], heard: Sequence[Heard]) -> dict[str, float]:
-    """Return word and character error rates over all rows, or nothing where no ASR has listened."""
-    pairs = [(_simplify(h.text), _simplify(row.text)) for row, h in zip(rows, heard, strict=True) if h.text is not None]
-    if not pairs:
+    """Return word and character error rates over all rows, or nothing where no transcriber has listened."""
+    if any(h.text is None for h in heard):
         return {}
     from torchmetrics.functional.text import char_error_rate, word_error_rate
 
-    own, wanted = [list(part) for part in zip(*pairs, strict=True)]
+    own, wanted = [_simplify(h.text) for h in heard], [_simplify(row.text) for row in rows]
     rates = {"wer_pct": word_error_rate(own, wanted), "cer_pct": char_error_rate(own, wanted)}
     return {name: 100 * float(rate) for name, rate in rates.items()}
 
 
 @torch.no_grad()
 def compute_similarity(
-    model: Qwen3TTS, heard: Sequence[Heard], voices: Iterable[Tensor | None], device: torch.device
+    model: Qwen3TTS, heard: Sequence[Heard], voices: Sequence[Tensor | None], device: torch.device
 ) -> dict[str, float]:
     """Return the mean cosine between the voice of each clip and the one it was asked for.
 
-    Under a sharding strategy all ranks must call it, inside a method that gathers, with the same clips.
+    It is not a number where all clips are too short, and left out where no voice was asked for. Under a sharding
+    strategy all ranks must call it, inside a method that gathers, with the same clips.
 
     Args:
         model: With its speaker encoder.
@@ -95,45 +198,40 @@ def compute_similarity(
         voices: The embeddings that they were generated with.
         device: Where the model is.
     """
-    config = model.config.speaker_encoder
-    if model.speaker_encoder is None or config is None:
+    if model.speaker_encoder is None or all(voice is None for voice in voices):
         return {}
+    dtype = next(model.speaker_encoder.parameters()).dtype
     found = []
     for clip, voice in zip(heard, voices, strict=True):
-        if voice is None or len(clip.audio) < _MIN_SAMPLES:
-            continue
-        mels = compute_mels(clip.audio[None].to(device), config)
-        own = model.speaker_encoder(mels.to(next(model.speaker_encoder.parameters()).dtype))[0].float().cpu()
-        found.append(float(F.cosine_similarity(own, voice.float(), dim=0)))
-    return {"speaker_similarity": sum(found) / len(found)} if found else {}
+        if voice is not None and clip.mels is not None:
+            own = model.speaker_encoder(clip.mels.to(device, dtype))[0].float().cpu()
+            found.append(float(F.cosine_similarity(own, voice.float().cpu(), dim=0)))
+    return {"speaker_similarity": sum(found) / len(found) if found else math.nan}
 
 
-def write_audio(
-    heard: Sequence[Heard], rows: Sequence[Spoken], sample_rate: int, loggers: Iterable[Any], step: int
-) -> None:
+def write_audio(clips: Sequence[Clip], rows: Sequence[Spoken], loggers: Iterable[Any], step: int) -> None:
     """Give clips to those loggers that take audio, and write them into the folders of the others."""
+    named = [(f"spoken/{i:02}_{row.speaker}", c) for i, (c, row) in enumerate(zip(clips, rows, strict=True))]
+    named = [(name, clip) for name, clip in named if len(clip.audio)]
     for logger in loggers:
-        add = getattr(getattr(logger, "experiment", None), "add_audio", None)
+        add = getattr(getattr(logger, "experiment", None), "add_audio", None)  # of TensorBoard
+        log = getattr(logger, "log_audio", None)  # of Weights & Biases
         folder = getattr(logger, "log_dir", None)
-        for i, clip in enumerate(heard):
-            if not len(clip.audio):
-                continue
-            name = f"spoken/{i:02}_{rows[i].speaker}"
+        for name, clip in named:
             if add is not None:
-                add(name, clip.audio[None], step, sample_rate=sample_rate)
+                add(name, clip.audio[None], step, sample_rate=clip.sample_rate)
+            elif log is not None:
+                log(name, [clip.audio.numpy()], sample_rate=[clip.sample_rate], caption=[clip.heard])
             elif folder is not None:
-                _write_file(Path(folder) / f"{name}_step{step}.wav", clip.audio, sample_rate)
+                write_wave(Path(folder) / f"{name}_step{step}.wav", clip)
+        if named and add is None and log is None and folder is None:
+            rank_zero_warn(f"{type(logger).__name__} takes no audio: generated speech is in the run's report only")
 
 
-def _write_file(path: Path, audio: Tensor, sample_rate: int) -> None:
-    import wave
-
+def write_wave(path: Path, clip: Clip) -> None:
+    """Write a clip as 16-bit WAV, for which no package is needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with wave.open(str(path), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(sample_rate)
-        file.writeframes((audio.clamp(-1, 1) * 32767).to(torch.int16).numpy().tobytes())
+    path.write_bytes(clip.to_wav())
 
 
 def _simplify(text: str | None) -> str:

@@ -44,14 +44,29 @@ def read_manifest(path: Path) -> list[ManifestRow]:
         ValueError: There is no such file, or nothing in it.
     """
     path = path.expanduser()
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise ValueError(f"manifest: {path}: cannot read it: {error.strerror}") from error
+    lines = read_lines(path, "manifest")
     rows = [_parse(line, number, path.parent) for number, line in enumerate(lines, start=1) if line.strip()]
     if not rows:
         raise ValueError(f'manifest: {path}: empty: expected lines such as {{"audio": "a.wav", "text": "Hello."}}')
     return rows
+
+
+def read_lines(path: Path, setting: str) -> list[str]:
+    """Return the lines of a text file, which only a line feed ends: a JSON string may hold other breaks as they are.
+
+    Args:
+        path: The file, in UTF-8.
+        setting: What the user calls it.
+
+    Raises:
+        ValueError: It cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{setting}: {path}: cannot read it: expected UTF-8: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{setting}: {path}: cannot read it: {error.strerror}") from error
 
 
 def _parse(line: str, number: int, folder: Path) -> ManifestRow:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,9 +68,16 @@ def parse_row(fields: dict[str, Any], where: str) -> PreparedRow:
     for name in ("text", "audio_codes"):
         if not fields.get(name):
             raise ValueError(f"{where}: {name}: missing or empty: expected rows that `lit_fsdp prepare tts` wrote")
-    codes = np.asarray(fields["audio_codes"], dtype=np.int64)
-    if codes.ndim != 2:
-        raise ValueError(f"{where}: audio_codes: got {codes.ndim} dimensions: expected a list of frames of codes")
+    for name in ("audio", "text", "speaker", "language"):
+        if fields.get(name) is not None and not isinstance(fields[name], str):
+            raise ValueError(f"{where}: {name}: got {fields[name]!r}: expected text")
+    codes = _parse_codes(fields["audio_codes"], where)
+    try:
+        embedding = np.asarray(fields.get("speaker_embedding") or [], dtype=np.float32)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: speaker_embedding: {error}: expected a list of numbers") from error
+    if embedding.ndim != 1 or not np.isfinite(embedding).all():
+        raise ValueError(f"{where}: speaker_embedding: expected a list of finite numbers")
     return PreparedRow(
         audio=fields.get("audio") or "",
         text=fields["text"],
@@ -77,8 +85,22 @@ def parse_row(fields: dict[str, Any], where: str) -> PreparedRow:
         seconds=float(fields.get("seconds") or len(codes) / 12.5),
         speaker=(fields.get("speaker") or "default").lower(),
         language=fields.get("language") or "auto",
-        speaker_embedding=np.asarray(fields.get("speaker_embedding") or [], dtype=np.float32),
+        speaker_embedding=embedding,
     )
+
+
+def _parse_codes(given: Any, where: str) -> Codes:
+    sizes = {len(frame) for frame in given if isinstance(frame, list)} if isinstance(given, list) else set()
+    if len(sizes) > 1:
+        raise ValueError(f"{where}: audio_codes: got frames of {sorted(sizes)} codes: expected as many in each")
+    try:
+        codes = np.asarray(given)
+    except ValueError as error:
+        raise ValueError(f"{where}: audio_codes: {error}: expected a list of frames of codes") from error
+    if codes.ndim != 2 or codes.dtype.kind not in "iu":
+        what = f"{codes.ndim} dimensions of {codes.dtype}"
+        raise ValueError(f"{where}: audio_codes: got {what}: expected a list of frames of whole numbers")
+    return codes.astype(np.int64)
 
 
 def write_shard(path: Path, rows: Iterable[PreparedRow]) -> None:
@@ -89,7 +111,7 @@ def write_shard(path: Path, rows: Iterable[PreparedRow]) -> None:
     plain = [row.to_plain() for row in rows]
     beside = path.with_name(f"{path.name}.part")
     if path.suffix == ".jsonl":
-        beside.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in plain))
+        write_text(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in plain))
     else:
         import pyarrow as pa  # type: ignore[import-untyped]
         import pyarrow.parquet as pq  # type: ignore[import-untyped]
@@ -98,8 +120,24 @@ def write_shard(path: Path, rows: Iterable[PreparedRow]) -> None:
         columns = {"audio": pa.string(), "text": pa.string(), "speaker": pa.string(), "language": pa.string()}
         columns |= {"seconds": pa.float64(), "num_frames": pa.int64(), "audio_codes": codes}
         schema = pa.schema({**columns, "speaker_embedding": pa.list_(pa.float32())})
-        pq.write_table(pa.Table.from_pylist(plain, schema=schema), beside)
+        with beside.open("wb") as file:
+            pq.write_table(pa.Table.from_pylist(plain, schema=schema), file)
+            _sync(file)
+        beside.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file; complete or not at all, also where the power goes."""
+    beside = path.with_name(f"{path.name}.part")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        _sync(file)
     beside.replace(path)
+
+
+def _sync(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def read_rows(source: str | Path) -> list[PreparedRow]:
@@ -124,10 +162,26 @@ def read_rows(source: str | Path) -> list[PreparedRow]:
 
 def _read_plain(shard: Path) -> list[dict[str, Any]]:
     if shard.suffix == ".jsonl":
-        return [json.loads(line) for line in shard.read_text().splitlines() if line.strip()]
+        lines = shard.read_text(encoding="utf-8").split("\n")  # not splitlines: texts may hold what it splits at
+        return [_parse_line(line, f"{shard} row {i}") for i, line in enumerate(line for line in lines if line.strip())]
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    return pq.read_table(shard).to_pylist()
+    try:
+        rows: list[dict[str, Any]] = pq.read_table(shard).to_pylist()
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{shard}: cannot be read: {error}: prepare it again") from error
+    return rows
+
+
+def _parse_line(line: str, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: no JSON: {error}: expected rows that `lit_fsdp prepare tts` wrote") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where}: got {type(fields).__name__}: expected a JSON object")  # noqa: TRY004
+    return fields
 
 
 def average_speakers(rows: Sequence[PreparedRow]) -> dict[str, NDArray[np.float32]]:

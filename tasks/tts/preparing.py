@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lit_fsdp.tasks.tts.audio import Audio, AudioError, Limits, check_audio, read_audio
+from lit_fsdp.tasks.tts.audio import Audio, AudioError, Limits, check_audio, import_libraries, read_audio
 from lit_fsdp.tasks.tts.config import MODEL_TYPE, read_config
 from lit_fsdp.tasks.tts.formants import SPOKEN, build_small_codec, describe_voice
 from lit_fsdp.tasks.tts.manifest import ManifestRow
-from lit_fsdp.tasks.tts.model import Qwen3TTS, load_model
 from lit_fsdp.tasks.tts.prepared import PreparedRow
-from lit_fsdp.tasks.tts.pretrained import find_speech_model
-from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
+from lit_fsdp.tasks.tts.pretrained import find_codec, find_speech_model
+from lit_fsdp.tasks.tts.speaker_encoder import SpeakerEncoder, compute_mels, load_speaker_encoder
+from lit_fsdp.tasks.tts.transcribing import find_transcriber, load_transcriber
+from lit_fsdp.tensor_files import compute_fingerprint
 
 if TYPE_CHECKING:  # it takes an eighth of a second, and most runs have no use for it
     from lit_fsdp.tasks.tts.codec import AnyCodec
 
-Transcribe = Callable[[Sequence[Audio], int, Sequence[str]], list[str]]
 _SMALL_VOICE = 128  # numbers in the embedding of a speaker by formulas
-_WHISPER_SECONDS = 30  # that it hears at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,27 +50,42 @@ class Preparer:
             for the small codec and voices described by their spectrum, which need no files.
         limits: Which clips are good enough.
         transcriber: A Whisper model of Transformers, name or folder, for clips without text; ``None`` rejects them.
+        device: ``cuda`` is the current one of the process.
     """
 
     model: str
     limits: Limits
     transcriber: str | None = None
+    device: Literal["cpu", "cuda"] = "cpu"
 
     def __call__(self, rows: Sequence[ManifestRow]) -> tuple[list[PreparedRow], list[Rejected]]:
         """Return the rows of those lines that are good, in order, and why the others are not."""
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # sums are rounded by the number of threads, and codes must not depend on it
         try:
-            return self._prepare(rows)
+            # On GPUs convolutions would else be rounded to 10 bits.
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+                return self._prepare(rows)
         finally:
             torch.set_num_threads(num_threads)
 
+    def describe_models(self) -> dict[str, str]:
+        """Return what tells the models from others of the same name or folder: digests of their contents."""
+        found = {}
+        if self.model != SPOKEN:
+            folder = find_speech_model(self.model)
+            found = {"model": _describe_folder(folder), "codec": _describe_folder(find_codec(folder))}
+        if self.transcriber is not None:
+            found["transcriber"] = _describe_folder(find_transcriber(self.transcriber))
+        return found
+
     def _prepare(self, rows: Sequence[ManifestRow]) -> tuple[list[PreparedRow], list[Rejected]]:
-        # What fails here is a setting; what fails below, one clip.
+        # What fails here is a setting or a missing package; what fails below, one clip.
+        import_libraries()
         languages, codec = self._list_languages(), self._load_codec()
         needs_text = self.transcriber is not None and any(row.text is None for row in rows)
-        transcribe = load_transcriber(str(self.transcriber)) if needs_text else None
-        self._load_encoder()
+        transcribe = load_transcriber(str(self.transcriber), self.device) if needs_text else None
+        encoder = self._load_encoder()
         prepared: list[PreparedRow] = []
         rejected: list[Rejected] = []
         for row in rows:
@@ -83,8 +99,8 @@ class Preparer:
                     raise AudioError("text: nothing was heard")
                 # One by one: kernels may round differently in a batch, and codes must not depend on it.
                 (codes,) = codec.encode([torch.from_numpy(audio)])
-                embedding = self._embed(reference)
-            except (AudioError, OSError, ValueError, RuntimeError) as error:
+                embedding = self._embed(reference, encoder)
+            except Exception as error:  # noqa: BLE001 - of whatever kind: one clip must not stop the others
                 rejected.append(Rejected(line=row.line, audio=row.audio, reason=_describe(error)))
                 continue
             prepared.append(
@@ -109,32 +125,28 @@ class Preparer:
             raise AudioError("text: missing, and no transcriber is set")
         if known and row.language.lower() not in ("auto", *known):
             raise AudioError(f"language: got {row.language!r}: expected auto or one of {', '.join(known)}")
-        audio = read_audio(row.find(row.audio), sample_rate)
+        audio = read_audio(row.find(row.audio), sample_rate, self.limits.max_seconds)
         check_audio(audio, sample_rate, self.limits)
         if row.ref_audio is None:
             return audio, audio
         try:
-            reference = read_audio(row.find(row.ref_audio), sample_rate)
+            reference = read_audio(row.find(row.ref_audio), sample_rate, self.limits.max_seconds)
             check_audio(reference, sample_rate, self.limits)
         except AudioError as error:
             raise AudioError(f"ref_audio: {error}") from error
         return audio, reference
 
-    def _load_encoder(self) -> Qwen3TTS | None:
-        return _load_speech_model(self.model) if self._is_qwen3() else None
+    def _load_encoder(self) -> SpeakerEncoder | None:
+        return _load_encoder(self.model, self.device) if self._is_qwen3() else None
 
-    def _embed(self, audio: Audio) -> NDArray[np.float32]:
+    def _embed(self, audio: Audio, encoder: SpeakerEncoder | None) -> NDArray[np.float32]:
         if self.model == SPOKEN:
             return describe_voice(audio, _SMALL_VOICE)
-        model = self._load_encoder()
-        if model is None:
-            return np.zeros(0, dtype=np.float32)
-        config = model.config.speaker_encoder
-        if model.speaker_encoder is None or config is None:
+        if encoder is None:
             return np.zeros(0, dtype=np.float32)
         with torch.inference_mode():
-            mels = compute_mels(torch.from_numpy(audio)[None], config)
-            return np.asarray(model.speaker_encoder(mels)[0].numpy(), dtype=np.float32)
+            mels = compute_mels(torch.from_numpy(audio)[None].to(self.device), encoder.config)
+            return np.asarray(encoder(mels)[0].cpu().numpy(), dtype=np.float32)
 
     def _list_languages(self) -> list[str]:
         return sorted(read_config(find_speech_model(self.model)).languages) if self._is_qwen3() else []
@@ -147,7 +159,7 @@ class Preparer:
         return json.loads(path.read_text()).get("model_type") == MODEL_TYPE
 
     def _load_codec(self) -> AnyCodec:
-        return build_small_codec() if self.model == SPOKEN else _load_real_codec(self.model)
+        return build_small_codec() if self.model == SPOKEN else _load_codec(self.model, self.device)
 
 
 def _describe(error: Exception) -> str:
@@ -157,57 +169,21 @@ def _describe(error: Exception) -> str:
 
 
 @lru_cache(maxsize=1)
-def _load_real_codec(name: str) -> AnyCodec:
+def _load_codec(name: str, device: str) -> AnyCodec:
     from lit_fsdp.tasks.tts.codec import load_codec
 
-    return load_codec(find_speech_model(name))
+    return load_codec(find_speech_model(name)).to(device)
 
 
 @lru_cache(maxsize=1)
-def _load_speech_model(name: str) -> Qwen3TTS:
-    """Return the model for its speaker encoder; the rest of it is let go of."""
-    model = load_model(find_speech_model(name))
-    model.talker = torch.nn.Identity()  # type: ignore[assignment]
-    return model
+def _load_encoder(name: str, device: str) -> SpeakerEncoder | None:
+    folder = find_speech_model(name)
+    config = read_config(folder).speaker_encoder
+    return None if config is None else load_speaker_encoder(folder, config).to(device)
 
 
-@lru_cache(maxsize=1)
-def load_transcriber(name: str) -> Transcribe:
-    """Return a function from clips, their sample rate and languages to texts, by a Whisper model of Transformers.
-
-    Args:
-        name: On the Hub, or a folder.
-
-    Raises:
-        ValueError: There is no such model.
-    """
-    import soxr
-    from transformers import WhisperForConditionalGeneration, WhisperProcessor
-    from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
-
-    try:
-        processor: Any = WhisperProcessor.from_pretrained(name)
-        model: Any = WhisperForConditionalGeneration.from_pretrained(name).eval()
-    except OSError as error:
-        raise ValueError(f"transcriber: got {name!r}: {str(error).strip().splitlines()[0]}") from error
-
-    known = {*LANGUAGES.values(), *LANGUAGES, *TO_LANGUAGE_CODE}
-
-    def transcribe(clips: Sequence[Audio], sample_rate: int, languages: Sequence[str]) -> list[str]:
-        texts = []
-        for clip, language in zip(clips, languages, strict=True):
-            rate = processor.feature_extractor.sampling_rate
-            audio = clip if rate == sample_rate else soxr.resample(clip, sample_rate, rate, quality="HQ")
-            # It finds out itself what it has no name for, such as dialects.
-            options = {"language": language.lower()} if language.lower() in known else {}
-            heard = []
-            for begin in range(0, len(audio), _WHISPER_SECONDS * rate):
-                part = audio[begin : begin + _WHISPER_SECONDS * rate]
-                inputs = processor(part, sampling_rate=rate, return_tensors="pt", return_attention_mask=True)
-                with torch.inference_mode():
-                    ids = model.generate(inputs.input_features, attention_mask=inputs.attention_mask, **options)
-                heard.append(processor.batch_decode(ids, skip_special_tokens=True)[0].strip())
-            texts.append(" ".join(heard))
-        return texts
-
-    return transcribe
+def _describe_folder(folder: Path) -> str:
+    """Return a digest of the configuration and samples of all tensors: quick, and other for any other training."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    digest.update(compute_fingerprint(folder).encode())
+    return digest.hexdigest()

@@ -10,13 +10,17 @@ CODEC_FOLDER = "speech_tokenizer"  # beside the model's own files
 _PATTERNS = ("model*.safetensors", "transformers*.safetensors", "*.json", "*.jinja", "merges.txt", f"{CODEC_FOLDER}/*")
 
 
-def fetch_speech_model(pretrained: str) -> None:
+def fetch_speech_model(pretrained: str, setting: str = "pretrained") -> None:
     """Download a model with its tokenizer and codec, unless it is a folder or in the cache.
+
+    Args:
+        pretrained: Name on the Hub, or a folder.
+        setting: What the user calls it.
 
     Raises:
         ValueError: There is no such model.
     """
-    fetch_pretrained(pretrained)  # says what is wrong with the name
+    fetch_pretrained(pretrained, setting)  # says what is wrong with the name
     if not Path(pretrained).expanduser().is_dir():
         from huggingface_hub import snapshot_download
 
@@ -26,6 +30,26 @@ def fetch_speech_model(pretrained: str) -> None:
 def find_speech_model(pretrained: str) -> Path:
     """Return the folder of a model that is there or has been fetched."""
     return find_pretrained(pretrained)
+
+
+def find_codec(folder: Path) -> Path:
+    """Return the folder of a codec: that of a model, or the folder itself.
+
+    Raises:
+        ValueError: There is none.
+    """
+    from lit_fsdp.tasks.tts.hub_codec import is_hub_codec
+
+    if is_hub_codec(folder):
+        return folder
+    found = folder / CODEC_FOLDER if (folder / CODEC_FOLDER).is_dir() else folder
+    for name in ("config.json", "model.safetensors"):
+        if not (found / name).is_file():
+            raise ValueError(
+                f"codec: {found / name} is missing: expected the folder {CODEC_FOLDER} of a Qwen3-TTS model, or a "
+                "codec of Transformers: Mimi, as CSM has it, or DAC, such as descript/dac_44khz for Dia"
+            )
+    return found
 
 
 def has_codec(folder: Path) -> bool:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lit_fsdp.tasks.tts.config import MODEL_TYPE, SpeechConfig, parse_config
 from lit_fsdp.tasks.tts.family import Family, Voice
-from lit_fsdp.tasks.tts.generation import Sampling, Speech, generate_codes
+from lit_fsdp.tasks.tts.generation import SamplingValues, Speech, generate_codes
 from lit_fsdp.tasks.tts.layout import (
     Batch,
     Utterance,
@@ -101,7 +101,7 @@ class Qwen3Family(Family):
         }
 
     @override
-    def generate(self, model: Qwen3TTS, batch: Batch, sampling: Sampling) -> list[Speech]:
+    def generate(self, model: Qwen3TTS, batch: Batch, sampling: SamplingValues) -> list[Speech]:
         return generate_codes(model, batch, sampling)
 
     @override

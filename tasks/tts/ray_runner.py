@@ -45,22 +45,39 @@ def run_on_ray(jobs: Sequence[Job], work: Callable[..., int], *, num_workers: in
     """
     try:
         import ray
+        import ray.data
     except ImportError as error:
-        raise ValueError("backend: got 'ray': it needs a package: pip install 'lit_fsdp[ray]'") from error
+        raise ValueError(f"backend: got 'ray': {error}: pip install 'lit_fsdp[ray]'") from error
     is_ours = not ray.is_initialized()
     if is_ours:
         ray.init(address=address, include_dashboard=False, log_to_driver=False)
     try:
         ray.data.DataContext.get_current().enable_progress_bars = False  # there is one of ours
         numbers = ray.data.from_items([{"number": i} for i in range(len(jobs))], override_num_blocks=len(jobs))
+        num_workers = min(num_workers, len(jobs))
         done = numbers.map_batches(
             ShardWorker,
             fn_constructor_args=(ray.put(list(jobs)), work),
             batch_size=1,
-            compute=ray.data.ActorPoolStrategy(size=min(num_workers, len(jobs))),
+            compute=ray.data.ActorPoolStrategy(size=num_workers),
+            num_gpus=_share_gpus(jobs[0][0], num_workers, ray.cluster_resources().get("GPU", 0)),
         )
         for row in done.iter_rows():
             yield int(row["count"])
     finally:
         if is_ours:
             ray.shutdown()
+
+
+def _share_gpus(preparer: Preparer, num_workers: int, num_gpus: float) -> float | None:
+    """Return how much of a GPU each worker takes: one, or less where there are more workers.
+
+    Raises:
+        ValueError: The cluster has none.
+    """
+    if preparer.device == "cpu":
+        return None
+    if not num_gpus:
+        raise ValueError("device: got 'cuda': the Ray cluster has no GPU; set cpu")
+    workers_per_gpu = -(-num_workers // int(num_gpus))
+    return 1 / workers_per_gpu

@@ -9,9 +9,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from lit_fsdp.manifest import describe_files
 from lit_fsdp.tasks.tts.manifest import ManifestRow, read_manifest
-from lit_fsdp.tasks.tts.prepared import SUMMARY, ShardFormat, write_shard
+from lit_fsdp.tasks.tts.prepared import SUMMARY, ShardFormat, write_shard, write_text
 from lit_fsdp.tasks.tts.preparing import Preparer, Rejected
 from lit_fsdp.tasks.tts.ray_runner import Job, run_on_ray
 
@@ -68,10 +72,12 @@ def prepare_shards(
     """
     rows = read_manifest(manifest)
     shards = [rows[i : i + rows_per_shard] for i in range(0, len(rows), rows_per_shard)]
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out: {out} is a file: expected a folder, or the name of a new one")
     out.mkdir(parents=True, exist_ok=True)
     _check_plan(out, rows, preparer, rows_per_shard=rows_per_shard, shard_format=shard_format)
     paths = [out / f"shard-{i:05}.{shard_format}" for i in range(len(shards))]
-    missing = [i for i, path in enumerate(paths) if not _name_summary(path).is_file()]
+    missing = [i for i, path in enumerate(paths) if not _is_whole(path)]
     jobs = [(preparer, shards[i], paths[i]) for i in missing]
     num_rows = len(rows) - sum(len(shards[i]) for i in missing)
     with _Bar(len(rows), num_rows, is_shown=show_progress) as bar:
@@ -83,13 +89,13 @@ def prepare_shards(
 def prepare_shard(preparer: Preparer, rows: Sequence[ManifestRow], path: Path) -> int:
     """Prepare the lines of one shard and write it, what was rejected beside it; return how many lines there were."""
     good, rejected = preparer(rows)
+    path.unlink(missing_ok=True)
     if good:
         write_shard(path, good)
     summary = {"num_rows": len(good), "seconds": sum(row.seconds for row in good)}
-    text = json.dumps({**summary, "rejected": [asdict(r) for r in rejected]}, ensure_ascii=False)
-    beside = path.with_suffix(".part")
-    beside.write_text(text)
-    beside.replace(_name_summary(path))  # last: the shard is complete when it is there
+    files = describe_files([path] if good else [])
+    text = {**summary, "rejected": [asdict(r) for r in rejected], "files": files}
+    write_text(_name_summary(path), json.dumps(text, ensure_ascii=False))  # last: it says what is complete
     return len(rows)
 
 
@@ -100,14 +106,34 @@ def _run(jobs: Sequence[Job], num_processes: int, ray_address: str | None) -> It
     if num_processes == 1 or len(jobs) < 2:
         yield from (prepare_shard(*job) for job in jobs)
         return
-    # Not forked: threads of torch do not survive it.
-    with ProcessPoolExecutor(min(num_processes, len(jobs)), get_context("spawn")) as pool:
+    context = get_context("spawn")  # not forked: threads of torch do not survive it
+    number = context.Value("i", 0)
+    with ProcessPoolExecutor(min(num_processes, len(jobs)), context, _choose_gpu, (number,)) as pool:
         for done in as_completed([pool.submit(prepare_shard, *job) for job in jobs]):
             yield done.result()
 
 
+def _choose_gpu(number: Any) -> None:
+    """Give each process a GPU of its own, as far as there are enough."""
+    with number.get_lock():
+        own = number.value
+        number.value += 1
+    if count := torch.cuda.device_count():
+        torch.cuda.set_device(own % count)
+
+
 def _name_summary(path: Path) -> Path:
     return path.with_name(f".{path.stem}.json")
+
+
+def _is_whole(path: Path) -> bool:
+    """Tell whether a shard is as it was written, byte for byte; one without good rows is where its summary is."""
+    try:
+        summary = json.loads(_name_summary(path).read_text(encoding="utf-8"))
+        paths = [path.with_name(name) for name in summary["files"]]
+        return bool(summary["files"] == describe_files(paths)) and path.is_file() == bool(paths)
+    except (OSError, ValueError, KeyError, TypeError):  # not there, cut, or of an earlier release
+        return False
 
 
 def _check_plan(
@@ -116,15 +142,22 @@ def _check_plan(
     """Refuse to mix shards that were made of other lines or with other settings."""
     lines = hashlib.sha256("\n".join(repr(asdict(row)) for row in rows).encode()).hexdigest()
     plan = {"manifest": lines, "rows_per_shard": rows_per_shard, "format": shard_format, **asdict(preparer)}
+    plan["contents"] = preparer.describe_models()
     path = out / f".{_PLAN}"
     if not path.is_file():
-        path.write_text(json.dumps(plan))
+        write_text(path, json.dumps(plan))
         return
-    stored = json.loads(path.read_text())
+    try:
+        stored = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"out: {path} is damaged: {error}: expected another folder, or an empty one") from error
     if changed := [name for name, value in plan.items() if stored.get(name) != value]:
+        name = changed[0]
+        was = f"{name} ({stored.get(name)!r})"
+        if name in ("manifest", "contents"):
+            was = "manifest: its lines have changed" if name == "manifest" else "model: its files have changed"
         raise ValueError(
-            f"out: {out} holds shards made with another {changed[0]} ({stored.get(changed[0])!r}): expected the same "
-            "settings to go on, or another folder"
+            f"out: {out} holds shards made with another {was}: expected the same to go on, or another folder"
         )
 
 
@@ -132,7 +165,7 @@ def _finish(out: Path, paths: Sequence[Path], *, num_resumed: int) -> Prepared:
     parts = [json.loads(_name_summary(path).read_text()) for path in paths]
     rejected = [Rejected(**r) for part in parts for r in part["rejected"]]
     lines = (json.dumps(asdict(r), ensure_ascii=False) for r in sorted(rejected, key=lambda r: r.line))
-    (out / REJECTS).write_text("".join(f"{line}\n" for line in lines))
+    write_text(out / REJECTS, "".join(f"{line}\n" for line in lines))
     found = Prepared(
         folder=out,
         num_rows=sum(part["num_rows"] for part in parts),
@@ -141,7 +174,7 @@ def _finish(out: Path, paths: Sequence[Path], *, num_resumed: int) -> Prepared:
         num_resumed=num_resumed,
     )
     summary = {"num_rows": found.num_rows, "num_rejected": found.num_rejected, "seconds": round(found.seconds, 3)}
-    (out / SUMMARY).write_text(json.dumps(summary) + "\n")
+    write_text(out / SUMMARY, json.dumps(summary) + "\n")
     return found
 
 

@@ -17,7 +17,7 @@ from lit_fsdp.tasks.tts.audio import Audio
 from lit_fsdp.tasks.tts.checkpoint_files import GENERATION
 from lit_fsdp.tasks.tts.families import is_speech_model, load_speech_model
 from lit_fsdp.tasks.tts.family import Family, Voice
-from lit_fsdp.tasks.tts.generation import Sampling, Speech
+from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
 from lit_fsdp.tasks.tts.layout import Utterance
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model, has_codec
 from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
@@ -44,7 +44,7 @@ class Speaker:
     config: Any
     model: Any
     tokenizer: Any
-    sampling: Sampling
+    sampling: SamplingValues
     voices: dict[str, Voice]
     codec_source: str | None
     is_streaming: bool
@@ -120,13 +120,13 @@ def open_speaker(source: str, sampling: Sampling | None = None) -> Speaker:
             config=checkpoint.config,
             model=build_model(checkpoint).to(device),
             tokenizer=_build_tokenizer(files),
-            sampling=checkpoint.family.choose_sampling(sampling, json.loads(files.get(GENERATION, "{}"))),
+            sampling=_choose_sampling(checkpoint.family, sampling, files.get(GENERATION)),
             voices={name: voice.numpy() if voice.ndim else int(voice) for name, voice in checkpoint.voices.items()},
             codec_source=checkpoint.pretrained,
             is_streaming=checkpoint.is_streaming,
         )
     else:
-        fetch_speech_model(source)
+        fetch_speech_model(source, "model")
         folder = find_speech_model(source)
         settings = folder / GENERATION
         family, config, model = load_speech_model(folder)
@@ -135,12 +135,11 @@ def open_speaker(source: str, sampling: Sampling | None = None) -> Speaker:
             config=config,
             model=model.to(device),
             tokenizer=load_tokenizer(str(folder)),
-            sampling=family.choose_sampling(sampling, json.loads(settings.read_text()) if settings.is_file() else None),
+            sampling=_choose_sampling(family, sampling, settings.read_text() if settings.is_file() else None),
             voices={},
             codec_source=source if has_codec(folder) else None,
             is_streaming=False,
         )
-    found.family.check_sampling(found.sampling)
     return found
 
 
@@ -150,3 +149,9 @@ def _build_tokenizer(files: dict[str, str]) -> Any:
             if name != "config.json":  # of no model that AutoTokenizer knows
                 (Path(folder) / name).write_text(text)
         return load_tokenizer(folder)
+
+
+def _choose_sampling(family: Family, given: Sampling | None, official: str | bytes | None) -> SamplingValues:
+    given = given or Sampling()
+    family.check_sampling(given)
+    return given.complete(json.loads(official) if official else None, family.default_sampling)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_fsdp.tasks.tts.config import SpeakerEncoderConfig
+from lit_fsdp.tensor_files import TensorFiles
 
 _EPS = 1e-12
 _FFT, _HOP = 1024, 256
+_PREFIX = "speaker_encoder."  # of its tensors in the files of a model
 
 
 class TimeDelayBlock(nn.Module):
@@ -108,6 +111,7 @@ class SpeakerEncoder(nn.Module):
 
     def __init__(self, config: SpeakerEncoderConfig) -> None:
         super().__init__()
+        self.config = config
         sizes, kernels, dilations = config.enc_channels, config.enc_kernel_sizes, config.enc_dilations
         self.blocks = nn.ModuleList([TimeDelayBlock(config.mel_dim, sizes[0], kernels[0], dilations[0])])
         for i in range(1, len(sizes) - 1):
@@ -146,6 +150,29 @@ def compute_mels(audio: Tensor, config: SpeakerEncoderConfig) -> Tensor:
     magnitude = (torch.view_as_real(spectrum).pow(2).sum(-1) + 1e-9).sqrt()  # [batch, bins, frames]
     filters = _build_filters(config.mel_dim, config.sample_rate).to(audio.device)
     return (filters @ magnitude).clamp(min=1e-5).log().transpose(1, 2)
+
+
+def load_speaker_encoder(folder: Path, config: SpeakerEncoderConfig) -> SpeakerEncoder:
+    """Return the speaker encoder of a model, on the CPU in float32, ready to use; reads nothing else of the model.
+
+    Args:
+        folder: Of the model.
+        config: Of the encoder.
+
+    Raises:
+        ValueError: The files do not fit, tensor by tensor.
+    """
+    with torch.device("meta"):
+        encoder = SpeakerEncoder(config)
+    with TensorFiles(folder) as files:
+        sizes = {n.removeprefix(_PREFIX): t.num_rows for n, t in files.tensors.items() if n.startswith(_PREFIX)}
+        weights = {name: files.read_rows(f"{_PREFIX}{name}", 0, size).float() for name, size in sizes.items()}
+    try:
+        encoder.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        found = " ".join(str(error).split())
+        raise ValueError(f"{folder}: its speaker encoder does not fit config.json: {found}") from error
+    return encoder.requires_grad_(False).eval()
 
 
 @lru_cache(maxsize=4)

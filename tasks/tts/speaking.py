@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import wave
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from lit_fsdp.tasks.tts.generation import Speech
 from lit_fsdp.tasks.tts.layout import Codes
@@ -19,12 +22,14 @@ class Spoken:
         speaker: By whom.
         target: Recorded codes [frames, codebooks].
         speech: The generated ones.
+        language: Of the text.
     """
 
     text: str
     speaker: str
     target: Codes
     speech: Speech
+    language: str = "auto"
 
     @property
     def duration_ratio(self) -> float:
@@ -40,12 +45,46 @@ class Spoken:
         return 100 * same / max(own.numel(), target.numel(), 1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Clip:
+    """Generated speech as audio.
+
+    Args:
+        audio: [samples], between -1 and 1, on the CPU.
+        sample_rate: Of it.
+        heard: What a transcriber understood; ``None`` where none has listened.
+    """
+
+    audio: Tensor
+    sample_rate: int
+    heard: str | None = None
+
+    def to_wav(self) -> bytes:
+        """Return the contents of a 16-bit WAV file."""
+        file = io.BytesIO()
+        with wave.open(file, "wb") as writer:
+            writer.setnchannels(1)
+            writer.setsampwidth(2)
+            writer.setframerate(self.sample_rate)
+            writer.writeframes((self.audio.clamp(-1, 1) * 32767).to(torch.int16).numpy().tobytes())
+        return file.getvalue()
+
+
 @dataclass(kw_only=True)
 class SpeechReport:
-    """The speech of the last validation."""
+    """The speech of the last validation.
+
+    Args:
+        rows: What was generated, with what was recorded.
+        listened: What listening has measured.
+        clips: The audio of ``rows``, on the first rank; empty where nobody listens.
+        step: When.
+    """
 
     rows: list[Spoken] = field(default_factory=list)
-    listened: dict[str, float] = field(default_factory=dict)  # what listening has measured
+    listened: dict[str, float] = field(default_factory=dict)
+    clips: list[Clip] = field(default_factory=list)
+    step: int = 0
 
     def summarize(self) -> dict[str, float]:
         """Return means over all rows."""

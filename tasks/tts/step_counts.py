@@ -20,8 +20,7 @@ class StepCounts:
     Args:
         loader: Whose batches they are.
         num_frames: Of each row.
-        accumulate: Micro-batches in a step.
-        trainer: Says at which batch an epoch ends.
+        trainer: Says how many micro-batches are a step, and at which batch an epoch ends.
         predicts_ends: Whether the second number has the ends, too.
     """
 
@@ -29,14 +28,13 @@ class StepCounts:
         self,
         loader: ResumableLoader,
         num_frames: NDArray[np.int64],
-        accumulate: int,
         trainer: Any,
         *,
         predicts_ends: bool = False,
     ) -> None:
         sampler: Any = loader.sampler
         self.predicts_ends = predicts_ends
-        self.sampler, self.num_frames, self.accumulate, self.trainer = sampler, num_frames, accumulate, trainer
+        self.sampler, self.num_frames, self.trainer = sampler, num_frames, trainer
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
     def __call__(self, batch: Batch, place: tuple[int, int]) -> Batch:
@@ -51,8 +49,10 @@ class StepCounts:
             num_batches = min(num_batches, limit)
         # As Lightning counts them, also where a resumed epoch goes on with another batch size.
         done = self.sampler.num_batches - (self.sampler.dataset_size - seen) // size
-        first = done // self.accumulate * self.accumulate
-        last = min(first + self.accumulate, num_batches)
+        # Asked each time: GradientAccumulationScheduler changes it between epochs.
+        accumulate = getattr(self.trainer, "accumulate_grad_batches", 1)
+        first = done // accumulate * accumulate
+        last = min(first + accumulate, num_batches)
         rows = order[max(seen - (done - first) * size, 0) : seen + (last - done) * size]
         frames = int(self.num_frames[rows].sum())
         num_ends = len(rows) if self.predicts_ends else 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,30 +20,29 @@ from lit_fsdp.base_model import fetch_config
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.tasks.base import Schedule, Task
 from lit_fsdp.tasks.masks import keep_branches
-from lit_fsdp.tasks.tts.checkpoint_files import check_run, describe_run
+from lit_fsdp.tasks.tts.checkpoint_files import check_run, describe_run, read_generation_config
 from lit_fsdp.tasks.tts.families import parse_family, read_family
 from lit_fsdp.tasks.tts.family import Family, FamilyConfig, SpeechOutput, check_parts, count_parts, freeze_parts
-from lit_fsdp.tasks.tts.generation import Sampling, Speech
+from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
 from lit_fsdp.tasks.tts.layout import Batch
 from lit_fsdp.tasks.tts.listening import (
+    Heard,
+    Listener,
     Listening,
+    check_listening,
     compute_similarity,
     compute_word_errors,
+    describe_clips,
     fetch_listening,
-    listen,
-    open_codec,
+    run_on_first,
     write_audio,
 )
 from lit_fsdp.tasks.tts.metrics import SpeechMetrics
 from lit_fsdp.tasks.tts.prepared import PreparedRow
-from lit_fsdp.tasks.tts.preparing import load_transcriber
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.speaking import SpeechReport, Spoken, describe_spoken
 from lit_fsdp.units import Unit, Units, plan_units
 from lit_fsdp.weights import init_weights
-
-if TYPE_CHECKING:
-    from lit_fsdp.tasks.tts.codec import AnyCodec
 
 Part = Literal["talker", "text_embedding", "audio_embedding", "code_predictor", "encoder", "decoder"]
 
@@ -73,7 +73,7 @@ class TextToSpeech(Task):
             the linear layers of the blocks here, of Qwen3-TTS and CSM those of the talker only.
         optimizer: Which one, and its settings.
         schedule: How the learning rate moves.
-        sampling: How speech is generated.
+        sampling: How speech is generated; what is not given is as ``pretrained`` has it, or else its family.
         speak_rows: So many rows of validation, or of training where nothing is held out, are spoken after each
             validation and when training ends, and compared with what was recorded. 0 speaks none.
         listening: Decode what is spoken, give it to the loggers, and measure voice and words; ``null`` compares codes
@@ -107,15 +107,14 @@ class TextToSpeech(Task):
         self.attention, self.frozen_parts, self.lora = attention, tuple(freeze), lora
         if lora is not None:
             lora.check(is_quantized=False)
-        if sampling is not None:
-            sampling.check()
-        self._sampling = sampling
+        self.sampling = sampling or Sampling()
+        self.sampling.check()
         self.speak_rows, self.listening = speak_rows, listening
         self.model: nn.Module | None = None
         self.val_metrics: SpeechMetrics | None = None
         self.report = SpeechReport()
         self._parts: Tensor | None = None  # [4] of this step: both losses, both counts
-        self._codecs: list[AnyCodec] = []  # one, in a list, as it is no part of the model
+        self._listener = Listener(listening) if listening is not None else None
         self._files: dict[str, Any] | None = None  # what a checkpoint says besides its tensors
         self._opened: tuple[Family, FamilyConfig] | None = None
         if config is not None:
@@ -153,11 +152,6 @@ class TextToSpeech(Task):
         """Return the model's configuration."""
         return self._open()[1]
 
-    @property
-    def sampling(self) -> Sampling:
-        """How speech is generated."""
-        return self.family.choose_sampling(self._sampling)
-
     def _check_family(self) -> None:
         check_parts(self.family, self.frozen_parts)
         self.family.check_sampling(self.sampling)
@@ -173,8 +167,11 @@ class TextToSpeech(Task):
 
     @override
     def setup(self, stage: str) -> None:
+        family, config = self._open()
+        self.complete_sampling()
+        if self.listening is not None:
+            check_listening(self.listening, config)
         if self.val_metrics is None:
-            family, config = self._open()
             self.val_metrics = SpeechMetrics(config.num_codebooks, family.weigh_losses(config))
 
     @override
@@ -195,12 +192,13 @@ class TextToSpeech(Task):
         self.finish_model()
 
     def configure_units(self, model: nn.Module) -> list[Unit]:
-        """Return the units: each block of the model, the text embedding, and the rest.
+        """Return the units: each block of the model, the text embedding, the speaker encoder, and the rest.
 
         Args:
             model: This module.
         """
-        return plan_units(model, Units(rule="classes", classes=self.family.blocks))
+        idle = [name for name, _ in model.named_modules() if name.endswith("model.speaker_encoder")]
+        return plan_units(model, Units(rule="classes", classes=self.family.blocks), idle=idle)
 
     @override
     def configure_weights(self) -> None:
@@ -303,27 +301,36 @@ class TextToSpeech(Task):
         """
         assert self.model is not None
         on_device = {name: value.to(self.device) for name, value in batch.items()}
-        spoken = self.family.generate(self.model, on_device, self.sampling)
+        spoken = self.family.generate(self.model, on_device, self.complete_sampling())
         if rows is not None:
             pairs = zip(rows, spoken, strict=True)
-            self.report.rows = [Spoken(text=r.text, speaker=r.speaker, target=r.codes, speech=s) for r, s in pairs]
-            self.report.listened = self._listen(batch) if self.listening is not None else {}
+            self.report.rows = [
+                Spoken(text=r.text, speaker=r.speaker, target=r.codes, speech=s, language=r.language) for r, s in pairs
+            ]
+            self.report.step, self.report.clips = self.trainer.global_step, []
+            self.report.listened = self._listen(batch) if self._listener is not None else {}
         return spoken
 
+    def complete_sampling(self) -> SamplingValues:
+        """Return how speech is generated, with what ``pretrained`` says where ``sampling`` does not."""
+        official = read_generation_config(self.pretrained)
+        return self.sampling.complete(json.loads(official) if official else None, self.family.default_sampling)
+
     def _listen(self, batch: Batch) -> dict[str, float]:
-        assert self.listening is not None
+        """Return what listening has measured, the same on all ranks; see Note [Who listens] in ``listening.py``."""
         model: Any = self.model
-        if not self._codecs:
-            self._codecs.append(open_codec(self.listening.codec))
-        (codec,) = self._codecs
-        name = self.listening.transcriber
-        heard = listen(self.report.rows, codec, load_transcriber(name) if name is not None else None)
-        voices = batch["speaker"].unbind() if "speaker" in batch else [None] * len(heard)
-        if self.trainer.is_global_zero:
-            step = self.trainer.global_step
-            write_audio(heard, self.report.rows, codec.sample_rate, self.trainer.loggers, step)
-        found = compute_word_errors(self.report.rows, heard)
-        if self.read_config().voice_size is not None:
+        report, listener, config = self.report, self._listener, self.read_config()
+        assert listener is not None
+
+        def work() -> list[Heard]:
+            report.clips = listener.listen(report.rows)
+            write_audio(report.clips, report.rows, self.trainer.loggers, report.step)
+            return describe_clips(report.clips, config)
+
+        heard = run_on_first(work, self.trainer)
+        found = compute_word_errors(report.rows, heard)
+        if config.voice_size is not None:
+            voices = [row if row.any() else None for row in batch.get("speaker", torch.zeros(len(heard), 1))]
             found |= compute_similarity(model, heard, voices, self.device)
         return found
 

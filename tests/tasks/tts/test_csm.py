@@ -14,7 +14,7 @@ from transformers import CsmConfig, CsmForConditionalGeneration
 
 from lit_fsdp.tasks.tts.families import parse_family
 from lit_fsdp.tasks.tts.family import freeze_parts
-from lit_fsdp.tasks.tts.generation import GREEDY, Sampling
+from lit_fsdp.tasks.tts.generation import GREEDY, SamplingValues
 from lit_fsdp.tasks.tts.prepared import write_shard
 from ranks import run_ranks
 
@@ -117,7 +117,7 @@ def test_what_was_learned_by_heart_is_spoken(learned: Any) -> None:
     model, utterances = learned
     family, config = parse_family(CSM)
     prompts = family.collate_prompts(utterances, config)
-    spoken = family.generate(model, prompts, Sampling(**GREEDY, repetition_penalty=1.0, max_frames=30))
+    spoken = family.generate(model, prompts, SamplingValues(**GREEDY, repetition_penalty=1.0, max_frames=30))
     for speech, utterance in zip(spoken, utterances, strict=True):
         assert speech.has_ended
         assert speech.codes.tolist() == utterance.codes.tolist()
@@ -137,7 +137,7 @@ def test_speech_that_does_not_end_is_cut(learned: Any) -> None:
     model, utterances = learned
     family, config = parse_family(CSM)
     prompts = family.collate_prompts(utterances, config)
-    spoken = family.generate(model, prompts, Sampling(**GREEDY, repetition_penalty=1.0, max_frames=3))
+    spoken = family.generate(model, prompts, SamplingValues(**GREEDY, repetition_penalty=1.0, max_frames=3))
     assert [len(speech.codes) for speech in spoken] == [min(3, len(u.codes)) for u in utterances]
     assert [speech.has_ended for speech in spoken] == [len(u.codes) <= 3 for u in utterances]
 
@@ -150,8 +150,8 @@ def test_codes_that_the_codec_has_not_are_never_spoken() -> None:
         model.depth_decoder.codebooks_head.weight[..., 64:] *= 50
     prompts = family.collate_prompts(utterances, config)
     for sampling in (
-        Sampling(**GREEDY, max_frames=6),
-        Sampling(temperature=5.0, predictor_temperature=5.0, max_frames=6),
+        SamplingValues(**GREEDY, max_frames=6),
+        SamplingValues(temperature=5.0, predictor_temperature=5.0, max_frames=6),
     ):
         assert max(int(speech.codes.max()) for speech in family.generate(model, prompts, sampling)) < 64
 

@@ -12,7 +12,7 @@ from transformers import DiaConfig, DiaForConditionalGeneration, DiaProcessor
 
 from lit_fsdp.tasks.tts.dia import Dia
 from lit_fsdp.tasks.tts.families import parse_family
-from lit_fsdp.tasks.tts.generation import GREEDY, Sampling
+from lit_fsdp.tasks.tts.generation import GREEDY, SamplingValues
 from lit_fsdp.tasks.tts.prepared import write_shard
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
 from ranks import run_ranks
@@ -134,7 +134,7 @@ def test_what_was_learned_by_heart_is_spoken(learned: Any) -> None:
     model, utterances = learned
     family, config = parse_family(DIA)
     prompts = family.collate_prompts(utterances, config)
-    spoken = family.generate(model, prompts, Sampling(**GREEDY, **PLAIN, max_frames=30))
+    spoken = family.generate(model, prompts, SamplingValues(**GREEDY, **PLAIN, max_frames=30))
     stock = build_stock(model.state_dict())
     for speech, utterance in zip(spoken, utterances, strict=True):
         assert speech.has_ended
@@ -153,7 +153,7 @@ def test_guidance_is_that_of_transformers() -> None:
     # Of the likeliest code with guidance, whose probability is the one without.
     settings = {**GREEDY, "top_k": 1, "max_frames": 20}
     guided, plain = (
-        family.generate(model, prompts, Sampling(**settings, guidance_scale=scale)) for scale in (3.0, 1.0)
+        family.generate(model, prompts, SamplingValues(**settings, guidance_scale=scale)) for scale in (3.0, 1.0)
     )
     assert guided[0].codes.tolist() != plain[0].codes.tolist()
     for speech, utterance in zip(guided, utterances, strict=True):
@@ -167,7 +167,7 @@ def test_speech_that_does_not_end_is_cut(learned: Any) -> None:
     model, utterances = learned
     family, config = parse_family(DIA)
     prompts = family.collate_prompts(utterances, config)
-    spoken = family.generate(model, prompts, Sampling(**GREEDY, **PLAIN, max_frames=5))
+    spoken = family.generate(model, prompts, SamplingValues(**GREEDY, **PLAIN, max_frames=5))
     assert [len(speech.codes) for speech in spoken] == [min(5, len(u.codes)) for u in utterances]
     assert [speech.has_ended for speech in spoken] == [len(u.codes) <= 5 for u in utterances]
     for speech, utterance in zip(spoken, utterances, strict=True):

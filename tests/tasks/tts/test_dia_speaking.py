@@ -85,7 +85,7 @@ def test_a_run_and_its_export_speak_the_same(codec: Path, run: Path, tmp_path: P
 
 
 def test_defaults_of_sampling_are_those_of_the_family() -> None:
-    chosen = TextToSpeech(config=DIA, sampling=Sampling(max_frames=9)).sampling
+    chosen = TextToSpeech(config=DIA, sampling=Sampling(max_frames=9)).complete_sampling()
     assert (chosen.temperature, chosen.top_k, chosen.guidance_scale, chosen.max_frames) == (1.2, 45, 3.0, 9)
     for name, value in (("predictor_top_k", 9), ("repetition_penalty", 1.2)):
         with pytest.raises(ValueError, match=f"sampling.{name}: not used by dia"):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.family import count_parts
-from lit_fsdp.tasks.tts.generation import GREEDY, Sampling, generate_codes, parse_official
+from lit_fsdp.tasks.tts.generation import GREEDY, Chooser, Sampling, generate_codes
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, collate_prompts, collate_training, count_positions
 from lit_fsdp.tasks.tts.model import Qwen3TTS, list_parts, load_model
 from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
@@ -155,9 +155,10 @@ def test_generated_codes_are_the_official_ones(model: Qwen3TTS, way: str, kind: 
     batch = collate_prompts(prompts, model.config, is_streaming=kind == "streaming")
     official: dict[str, Any] = {"top_p": 0.95, "predictor_top_k": 20, "max_frames": 29, "seed": 3}
     sampling = Sampling(**({**GREEDY, "max_frames": 15} if way == "greedy" else official))
+    most = sampling.complete().max_frames
     for i, speech in enumerate(generate_codes(model, batch, sampling)):
         assert torch.equal(speech.codes, GOLDEN[f"{way} {kind} {i}"])
-        assert speech.has_ended == (len(speech.codes) < sampling.max_frames)
+        assert speech.has_ended == (len(speech.codes) < most)
 
 
 def test_a_built_in_voice_speaks_as_officially() -> None:
@@ -198,19 +199,66 @@ def test_settings_of_sampling_that_cannot_work_are_refused(settings: dict[str, A
         Sampling(**settings).check()
 
 
-def test_official_settings_of_generation_are_read_under_our_names() -> None:
-    given = {"do_sample": True, "top_k": 40, "subtalker_dosample": False, "subtalker_top_k": 7, "max_new_tokens": 9}
-    found = parse_official({**given, "transformers_version": "4.57.3"})
-    assert found == {
-        "do_sample": True, "top_k": 40, "predictor_do_sample": False, "predictor_top_k": 7, "max_frames": 9
-    }  # fmt: skip
+def test_what_is_not_given_is_the_models_and_then_the_official() -> None:
+    own = {"do_sample": True, "top_k": 40, "subtalker_top_k": 7, "max_new_tokens": 9, "transformers_version": "4.57.3"}
+    values = Sampling(predictor_top_k=50).complete(own)
+    assert (values.top_k, values.max_frames, values.temperature) == (40, 9, 0.9)
+    assert values.predictor_top_k == 50  # which is the official value, but was asked for
 
 
-def test_what_is_learned_by_heart_is_spoken_code_by_code() -> None:
+def test_a_model_that_is_greedy_by_itself_can_be_asked_to_draw() -> None:
+    own = {"do_sample": False, "subtalker_dosample": False, "temperature": 0.3}
+    assert not Sampling().complete(own).do_sample
+    assert Sampling(do_sample=True).complete(own).do_sample
+    with pytest.raises(ValueError, match=r"sampling.top_p: not used, as do_sample is false in the model"):
+        Sampling(top_p=0.5).complete(own)
+
+
+def record_inputs(model: Qwen3TTS, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Return a list that fills with what the talker's transformer is fed: [batch, positions, size] of each call."""
+    fed: list[Tensor] = []
+    run = model.talker.run
+
+    def keep(inputs: Tensor, *args: Any, **options: Any) -> Any:
+        fed.append(inputs.detach())
+        return run(inputs, *args, **options)
+
+    monkeypatch.setattr(model.talker, "run", keep)
+    return fed
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+@pytest.mark.parametrize("num_text", [2, 9, 30])  # shorter than the speech of 13 frames, and longer
+def test_training_feeds_position_by_position_what_generation_feeds(
+    model: Qwen3TTS, monkeypatch: pytest.MonkeyPatch, is_streaming: bool, num_text: int
+) -> None:
+    utterance = make_utterances()[0]
+    text = [*utterance.text_ids[:3], *range(10, 10 + num_text)]
+    utterance = Utterance(**{**vars(utterance), "text_ids": text})
+    assert utterance.codes is not None
+    frames = torch.from_numpy(utterance.codes)
+    config, fed = model.config, record_inputs(model, monkeypatch)
+    model(collate_training([utterance], config, is_streaming=is_streaming))
+    (trained,) = (inputs[0] for inputs in fed)
+    fed.clear()
+    spoken = iter([*frames.flatten(), torch.tensor(config.ids.eos)])
+    for name in ("pick_first", "pick_other"):
+        monkeypatch.setattr(Chooser, name, lambda *_: next(spoken).view(1))
+    prompt = collate_prompts([Utterance(**{**vars(utterance), "codes": None})], config, is_streaming=is_streaming)
+    (speech,) = generate_codes(model, prompt, Sampling())
+    assert torch.equal(speech.codes, frames)
+    generated = torch.cat([inputs[0] for inputs in fed])
+    # In training the end is read too, and nothing comes after it.
+    assert len(trained) == len(generated) + 1
+    torch.testing.assert_close(trained[:-1], generated, **NEAR)
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+def test_what_is_learned_by_heart_is_spoken_code_by_code(is_streaming: bool) -> None:
     # The acceptance test: with any of the bugs above the loss falls too, but other codes are spoken.
     model = build()
     utterances = make_utterances()[1:]
-    batch = collate_training(utterances, model.config)
+    batch = collate_training(utterances, model.config, is_streaming=is_streaming)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=5e-3, weight_decay=0.0, betas=(0.9, 0.95))
     for step in range(100):
@@ -221,7 +269,7 @@ def test_what_is_learned_by_heart_is_spoken_code_by_code() -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-    prompts = collate_prompts(make_utterances(codes=None)[1:], model.config)
+    prompts = collate_prompts(make_utterances(codes=None)[1:], model.config, is_streaming=is_streaming)
     spoken = generate_codes(model, prompts, Sampling(**GREEDY, repetition_penalty=1.0, max_frames=30))
     for utterance, speech in zip(utterances, spoken, strict=True):
         assert speech.has_ended
@@ -290,5 +338,14 @@ def test_published_sizes_have_their_true_number_of_parameters(size: str) -> None
     assert sum(trains for _, trains in counts.values()) == talker
 
 
-def test_a_speaker_is_an_array_of_floats() -> None:
-    assert all(isinstance(u.speaker, np.ndarray) for u in make_utterances())
+def test_a_speaker_is_added_at_its_own_position_and_nowhere_else(model: Qwen3TTS) -> None:
+    utterances = make_utterances()
+    none = [Utterance(**{**vars(u), "speaker": np.zeros_like(u.speaker)}) for u in utterances]
+    batch, without = (collate_training(us, model.config) for us in (utterances, none))
+    assert batch["speaker"].dtype == torch.float32
+    added = model.embed_tracks(batch) - model.embed_tracks(without)
+    wanted = torch.zeros_like(added)
+    wanted[:, 6] = GOLDEN["speakers"]  # after the role and the three ids for no language
+    torch.testing.assert_close(added, wanted, **NEAR)
+    doubles = [Utterance(**{**vars(u), "speaker": u.speaker.astype(np.float64)}) for u in utterances]
+    assert torch.equal(collate_training(doubles, model.config)["speaker"], batch["speaker"])

@@ -1,6 +1,7 @@
 """From audio files to rows: the same in any grouping, never stopped by one bad file, resumed where it was."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from lit_fsdp.cli import main
 from lit_fsdp.tasks.tts import runners
 from lit_fsdp.tasks.tts.audio import Limits, read_audio
 from lit_fsdp.tasks.tts.formants import SENTENCES, VOICES, build_small_codec, synthesize
-from lit_fsdp.tasks.tts.prepared import read_rows
+from lit_fsdp.tasks.tts.prepared import read_rows, write_text
 from lit_fsdp.tasks.tts.preparing import Preparer
 from lit_fsdp.tasks.tts.runners import Prepared, prepare_shards
 
@@ -143,13 +144,14 @@ def test_a_clip_that_fails_in_a_way_nobody_foresaw_is_rejected_too(
 ) -> None:
     from lit_fsdp.tasks.tts import preparing
 
-    def load(name: str) -> Any:
+    def load(name: str, device: str) -> Any:
         def transcribe(audio: Any, rate: int, languages: Any) -> list[str]:
             raise ValueError(f"Unsupported language: {languages[0]}")
 
         return transcribe
 
     monkeypatch.setattr(preparing, "load_transcriber", load)
+    monkeypatch.setattr(Preparer, "describe_models", lambda _: {})
     manifest = [
         {"audio": f"{'a' * 300}.wav", "text": "a name that no file system has"},
         {"audio": str(clips / "0.wav"), "language": "sichuan_dialect"},
@@ -162,6 +164,31 @@ def test_a_clip_that_fails_in_a_way_nobody_foresaw_is_rejected_too(
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()]
     assert "File name too long" in reasons[0]
     assert reasons[1] == "ValueError: Unsupported language: sichuan_dialect"
+
+
+def test_a_manifest_may_hold_breaks_of_other_kinds(clips: Path, tmp_path: Path) -> None:
+    line = json.dumps({"audio": str(clips / "0.wav"), "text": "a\u2028b"}, ensure_ascii=False)
+    (tmp_path / "in.jsonl").write_text(f"\ufeff{line}\r\n", encoding="utf-8")
+    prepare(tmp_path / "in.jsonl", tmp_path / "out")
+    assert [row.text for row in read_rows(tmp_path / "out")] == ["a\u2028b"]
+
+
+def test_a_file_of_hours_is_rejected_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    soundfile.write(tmp_path / "long.wav", np.zeros(40 * 8000, dtype=np.int16), 8000)
+    monkeypatch.setattr(soundfile, "read", lambda *_, **__: pytest.fail("read all of it"))
+    (tmp_path / "in.jsonl").write_text('{"audio": "long.wav", "text": "a"}\n')
+    prepare(tmp_path / "in.jsonl", tmp_path / "out")
+    (found,) = (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()
+    assert json.loads(found)["reason"] == "too long: 40.00 s, at most 30 s"
+
+
+def test_a_missing_package_stops_the_run_and_rejects_nothing(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "soxr", None)
+    with pytest.raises(ValueError, match=r"reading audio needs a package: soxr; pip install"):
+        prepare(clips / "in.jsonl", tmp_path)
+    assert not list(tmp_path.glob(".shard-*"))
 
 
 def test_an_interrupted_run_goes_on_where_it_was(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,10 +216,50 @@ def test_an_interrupted_run_goes_on_where_it_was(clips: Path, tmp_path: Path, mo
     assert len(read_rows(tmp_path)) == 5
 
 
+@pytest.mark.parametrize("damage", ["lost", "cut", "changed", "summary cut"])
+def test_a_shard_that_is_not_whole_is_made_again(clips: Path, tmp_path: Path, damage: str) -> None:
+    prepare(clips / "in.jsonl", tmp_path, shard_format="jsonl")
+    shard = tmp_path / "shard-00001.jsonl"
+    whole = shard.read_bytes()
+    if damage == "lost":
+        shard.unlink()
+    elif damage == "summary cut":
+        (tmp_path / ".shard-00001.json").write_text('{"num_ro')
+    else:
+        shard.write_bytes(whole[:-9] if damage == "cut" else whole.replace(b"1", b"2"))
+    done = prepare(clips / "in.jsonl", tmp_path, shard_format="jsonl")
+    assert (done.num_rows, done.num_resumed) == (5, 2)
+    assert shard.read_bytes() == whole
+
+
+def test_a_shard_without_good_rows_is_not_made_again(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"audio": "none.wav", "text": "a"}\n')
+    assert prepare(tmp_path / "in.jsonl", tmp_path / "out").num_resumed == 0
+    assert prepare(tmp_path / "in.jsonl", tmp_path / "out").num_resumed == 1
+
+
+def test_a_file_that_is_written_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rejects.jsonl"
+    write_text(path, "before")
+
+    def fail(_: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="no space"):
+        write_text(path, "after, and far too long")
+    assert path.read_text() == "before"
+
+
 def test_shards_of_other_settings_are_not_mixed(clips: Path, tmp_path: Path) -> None:
     prepare(clips / "in.jsonl", tmp_path)
     with pytest.raises(ValueError, match="holds shards made with another rows_per_shard"):
         prepare(clips / "in.jsonl", tmp_path, rows_per_shard=3)
+    (tmp_path / ".prepare.json").write_text('{"man')
+    with pytest.raises(ValueError, match=r"out: .*prepare.json is damaged"):
+        prepare(clips / "in.jsonl", tmp_path)
+    with pytest.raises(ValueError, match=r"out: .* is a file"):
+        prepare(clips / "in.jsonl", tmp_path / "summary.json")
 
 
 def test_clips_without_text_are_transcribed(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +267,7 @@ def test_clips_without_text_are_transcribed(clips: Path, tmp_path: Path, monkeyp
 
     heard: list[tuple[int, int, str]] = []
 
-    def load(name: str) -> Any:
+    def load(name: str, device: str) -> Any:
         assert name == "some-whisper"
 
         def transcribe(audio: Any, rate: int, languages: Any) -> list[str]:
@@ -210,6 +277,7 @@ def test_clips_without_text_are_transcribed(clips: Path, tmp_path: Path, monkeyp
         return transcribe
 
     monkeypatch.setattr(preparing, "load_transcriber", load)
+    monkeypatch.setattr(Preparer, "describe_models", lambda _: {})
     manifest = clips / "untold.jsonl"
     manifest.write_text('{"audio": "0.wav", "language": "english"}\n{"audio": "1.flac", "text": "told"}\n')
     preparer = Preparer(model="formants", limits=Limits(), transcriber="some-whisper")
@@ -218,11 +286,42 @@ def test_clips_without_text_are_transcribed(clips: Path, tmp_path: Path, monkeyp
     assert heard == [(1, 24000, "english")]
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"text": "a", "audio_codes": [[1, 2], [3]]}', r"row 1: audio_codes: got frames of \[1, 2\] codes"),
+        ('{"text": "a", "audio_codes": [1, 2]}', "row 1: audio_codes: got 1 dimensions"),
+        ('{"text": "a", "audio_codes": [[1.5]]}', "row 1: audio_codes: got 2 dimensions of float64"),
+        ('{"text": "a", "audio_codes": [["x"]]}', "row 1: audio_codes: got 2 dimensions of <U1"),
+        ('{"text": "a", "audio_codes": [[1]], "speaker_embedding": [[1], [1, 2]]}', "row 1: speaker_embedding"),
+        ('{"text": "a", "audio_codes": [[1]], "speaker": 7}', "row 1: speaker: got 7: expected text"),
+        ('{"text": "a", "audio_co', "row 1: no JSON: Unterminated string"),
+        ("[1]", "row 1: got list: expected a JSON object"),
+    ],
+)
+def test_a_damaged_row_is_named(tmp_path: Path, text: str, message: str) -> None:
+    good = '{"text": "a\u2028b", "audio_codes": [[1, 2]]}'
+    (tmp_path / "mine.jsonl").write_text(f"{good}\n{text}\n")
+    with pytest.raises(ValueError, match=rf"mine.jsonl {message}"):
+        read_rows(tmp_path)
+
+
+def test_a_damaged_shard_of_parquet_is_named(clips: Path, tmp_path: Path) -> None:
+    prepare(clips / "in.jsonl", tmp_path)
+    shard = tmp_path / "shard-00001.parquet"
+    shard.write_bytes(shard.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"shard-00001.parquet: cannot be read"):
+        read_rows(tmp_path)
+
+
 def test_the_command_prepares_and_says_so(clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["prepare", "tts", f"--manifest={clips / 'in.jsonl'}", f"--out={tmp_path / 'out'}", "--model=formants"]
     assert main([*command, "--format=jsonl"]) == 0
     assert "rows      5, 0.00" in capsys.readouterr().out
     assert main(["prepare", "images"]) == 2
     assert "expected `prepare tts`" in capsys.readouterr().err
+    lost = [word.replace("in.jsonl", "lost.jsonl") for word in command if not word.startswith("--model")]
+    assert main([*lost, "--model=some/model-that-would-be-downloaded"]) != 0
+    assert "lost.jsonl: cannot read it" in capsys.readouterr().err
     assert main([*command, "--limits.min_seconds=50"]) != 0
     assert "limits: got min_seconds 50, max_seconds 30" in capsys.readouterr().err

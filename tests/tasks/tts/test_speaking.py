@@ -9,8 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from speech_training import build_data, build_task, build_trainer, make_config, make_rows
+from safetensors.torch import load_file
+from speech_training import build_data, build_task, build_trainer, make_rows, save_model
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -18,14 +18,12 @@ from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.cli import main
 from lit_fsdp.tasks import TextToSpeech
-from lit_fsdp.tasks.tts.config import parse_config
-from lit_fsdp.tasks.tts.formants import build_codec_config, build_small_codec
+from lit_fsdp.tasks.tts.formants import build_small_codec
 from lit_fsdp.tasks.tts.generation import GREEDY, Sampling
-from lit_fsdp.tasks.tts.model import Qwen3TTS, load_model
+from lit_fsdp.tasks.tts.model import load_model
 from lit_fsdp.tasks.tts.prepared import write_shard
 from lit_fsdp.tasks.tts.speaker import open_speaker
 from lit_fsdp.tasks.tts.voice_export import build_model, export_voice, read_checkpoint
-from lit_fsdp.weights import init_weights, materialize
 from ranks import run_ranks
 
 SHORT = Sampling(**GREEDY, max_frames=8)
@@ -58,22 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like those on the Hub, codec and all."""
-    folder = tmp_path_factory.mktemp("base")
-    with torch.device("meta"):
-        model = Qwen3TTS(parse_config(make_config()))
-    materialize(model, torch.device("cpu"))
-    init_weights(model, 5)
-    save_file(model.state_dict(), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(make_config()))
-    (folder / "generation_config.json").write_text('{"do_sample": true, "top_k": 7, "subtalker_top_k": 9}')
-    codec = folder / "speech_tokenizer"
-    codec.mkdir()
-    (codec / "config.json").write_text(json.dumps(build_codec_config()))
-    save_file(build_small_codec().state_dict(), codec / "model.safetensors")
-    (codec / "preprocessor_config.json").write_text(
-        '{"feature_extractor_type": "EncodecFeatureExtractor", "feature_size": 1, "sampling_rate": 24000}'
-    )
-    return folder
+    return save_model(tmp_path_factory.mktemp("base"))
 
 
 def speak(model: Path, name: str) -> Tensor:
@@ -124,9 +107,16 @@ def test_a_fine_tuned_model_takes_its_codec_and_settings_along(base: Path, tmp_p
     run = make_run(tmp_path, pretrained=str(base))
     folder = export_voice(run, tmp_path / "out", first_row=1070)
     assert (folder / "speech_tokenizer/model.safetensors").is_file()
+    weights, before = read_checkpoint(run).weights, load_file(base / "model.safetensors")
+    assert weights.keys() == before.keys()
+    # An issue of the official script: without its encoder the model cannot go on with data of other speakers.
+    encoder = [name for name in before if name.startswith("speaker_encoder.")]
+    assert encoder
+    assert all(torch.equal(weights[name], before[name]) for name in encoder)
     speaker = open_speaker(str(folder))
     assert (speaker.sampling.top_k, speaker.sampling.predictor_top_k) == (7, 9)
     assert open_speaker(str(folder), Sampling(top_k=3)).sampling.top_k == 3
+    assert open_speaker(str(folder), Sampling(top_k=50)).sampling.top_k == 50  # also where that is the official value
 
 
 @pytest.mark.parametrize(
@@ -159,6 +149,18 @@ def test_the_command_speaks_into_files(run: Path, tmp_path: Path, capsys: pytest
     assert "speaker: got 'max': expected one of: ann, bo, kim, lee" in capsys.readouterr().err
     assert main(["speak", f"--model={run}", "--out=x", "--text=a"]) != 0
     assert "codec: not given, and the model has none" in capsys.readouterr().err
+    clone = ["--ref_audio=x.wav", "--codec=formants", f"--texts={tmp_path / 'texts.jsonl'}"]
+    assert main(["speak", f"--model={run}", "--out=x", *clone]) != 0
+    assert "that name a speaker, such as 'kim': expected texts without speakers" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["speak", f"--model={run}", f"--out={tmp_path / 'file'}", "--text=a", "--codec=formants"]) != 0
+    assert "file is a file: expected a folder" in capsys.readouterr().err
+    clone = ["--ref_audio=lost.wav", "--codec=formants", "--text=a"]
+    assert main(["speak", f"--model={run}", "--out=x", *clone]) != 0
+    assert "ref_audio: lost.wav: no such file" in capsys.readouterr().err
+    (tmp_path / "none.txt").write_text("\n")
+    assert main(["speak", f"--model={run}", "--out=x", "--codec=formants", f"--texts={tmp_path / 'none.txt'}"]) != 0
+    assert "none.txt: empty: expected a text in each line" in capsys.readouterr().err
     assert main(["export", f"--checkpoint={run}", f"--out={tmp_path / 'y'}"]) != 0
     assert "export-voice" in capsys.readouterr().err
 

@@ -1,9 +1,7 @@
 """Training of speech: sharded as on one device, normalised by global counts, and what a run tells and keeps."""
 
-import json
-import wave
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,23 +9,33 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.loggers import CSVLogger
-from speech_training import GLOBAL_BATCH, NUM_STEPS, build_data, build_task, build_trainer, make_config, make_rows
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from speech_training import (
+    GLOBAL_BATCH,
+    NUM_STEPS,
+    build_data,
+    build_task,
+    build_trainer,
+    make_config,
+    make_rows,
+    save_model,
+)
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
 from training import OPTIMIZER, Recorder, Result
 
+from lit_fsdp import FSDP2Strategy, Sharding
 from lit_fsdp.adapters import LoRA
-from lit_fsdp.callbacks import WritePredictions
-from lit_fsdp.tasks import Listening, Sampling
+from lit_fsdp.tasks import Listening, Sampling, TextToSpeech
 from lit_fsdp.tasks.tts.config import parse_config
-from lit_fsdp.tasks.tts.data import PromptRow
 from lit_fsdp.tasks.tts.layout import Utterance, collate_training, encode_text
 from lit_fsdp.tasks.tts.model import Qwen3TTS
 from lit_fsdp.tasks.tts.prepared import PreparedRow, average_speakers, read_rows, write_shard
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
+from lit_fsdp.traffic import predict_bytes
+from lit_fsdp.traffic_meter import TrafficMeter
 from lit_fsdp.weights import init_weights, materialize
 from ranks import run_ranks
 
@@ -103,12 +111,27 @@ def test_training_is_the_same_on_any_number_of_ranks(
     assert max(float((result.weights[n] - w).abs().max()) for n, w in truth.weights.items()) < 1e-5
 
 
+def fit_as_scheduled(folder: Path, out: Path) -> None:
+    pl.seed_everything(0, verbose=False)
+    recorder = Recorder()
+    trainer = build_trainer(callbacks=[recorder, GradientAccumulationScheduler({0: 3})])
+    trainer.fit(build_task(), build_data(folder, batch_size=2))
+    torch.save(recorder.result.losses, out)
+
+
+def test_accumulation_that_a_callback_schedules_is_normalised_alike(
+    prepared: Path, tmp_path: Path, truth: Result
+) -> None:
+    run_ranks(fit_as_scheduled, prepared, tmp_path / "losses.pt", world_size=1)
+    assert torch.load(tmp_path / "losses.pt") == pytest.approx(truth.losses, rel=1e-6)
+
+
 def test_counts_of_a_step_are_those_of_all_its_micro_batches_and_ranks(prepared: Path) -> None:
     data = build_data(prepared, batch_size=3, shuffle=True)
     data.attach(parse_config(make_config()))
     data.setup("fit")
     loader = data.train_dataloader()
-    loader.annotate.accumulate = 4  # 6 batches: a step of 4, and one of 2
+    loader.annotate.trainer = SimpleNamespace(accumulate_grad_batches=4)  # 6 batches: a step of 4, and one of 2
     batches = list(loader)
     for group in (batches[:4], batches[4:]):
         tokens, frames = (sum(len(b[name]) for b in group) for name in ("labels", "frame_index"))
@@ -126,6 +149,44 @@ def test_accumulated_batches_that_say_nothing_of_their_step_are_refused() -> Non
     trainer = build_trainer(accumulate_grad_batches=2, max_steps=1)
     with pytest.raises(ValueError, match="accumulate_grad_batches: got 2: batches say nothing of the step"):
         trainer.fit(build_task(), Rows())
+
+
+class MeterSteps(pl.Callback):
+    """Measures what FSDP2 sends in each step."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self.meter = TrafficMeter(module, torch.device("cpu"))
+        self.meter.attach()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.meter.resume()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.meter.pause()
+        self.meter.end_step(trainer.global_step)
+
+
+def send(folder: Path, prefetch: int) -> None:
+    meter = MeterSteps()
+    strategy = FSDP2Strategy(print_plan=False, sharding=Sharding(forward_prefetch=prefetch))
+    trainer = build_trainer(strategy=strategy, callbacks=[meter], max_steps=2)
+    task = build_task()
+    trainer.fit(task, build_data(folder, batch_size=3))
+    predicted = predict_bytes(
+        task, strategy.plan, strategy.settings.sharding, strategy.precision_plugin.mixed_precision, num_shards=2
+    )
+    steps = meter.meter.take()
+    assert len(steps) == 2
+    for step in steps:
+        gathers = {unit.unit: unit.num_bytes for unit in step.units if unit.collective == "all_gather"}
+        assert gathers == {unit.unit: unit.gather_step for unit in predicted if unit.gather_step}
+        assert "model.speaker_encoder" not in gathers
+    assert "model.speaker_encoder" in {name for unit in strategy.plan for name in unit.names}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_speaker_encoder_is_sharded_and_costs_a_step_nothing(prepared: Path, prefetch: int) -> None:
+    run_ranks(send, prepared, prefetch, world_size=2)
 
 
 # What trains
@@ -167,6 +228,23 @@ def test_freezing_and_adapters_leave_what_they_say_to_train(
 def test_settings_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_task(**options)
+
+
+def test_a_batch_of_nothing_is_refused(prepared: Path) -> None:
+    for name in ("batch_size", "eval_batch_size"):
+        with pytest.raises(ValueError, match=f"{name}: got 0: expected 1 or more"):
+            build_data(prepared, **{name: 0})
+
+
+def test_a_run_samples_as_its_pretrained_model_says(tmp_path: Path) -> None:
+    base = str(save_model(tmp_path))
+    task = TextToSpeech(pretrained=base, sampling=Sampling(predictor_top_k=50))
+    values = task.complete_sampling()
+    assert (values.top_k, values.predictor_top_k, values.temperature) == (7, 50, 0.9)
+    task = TextToSpeech(pretrained=base, sampling=Sampling(temperature=0.5))
+    (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
+    with pytest.raises(ValueError, match=r"sampling.temperature: not used, as do_sample is false in the model"):
+        task.setup("fit")
 
 
 # Speakers
@@ -219,117 +297,6 @@ def test_rows_are_read_as_they_were_written(prepared: Path) -> None:
         np.testing.assert_allclose(own.speaker_embedding, row.speaker_embedding, rtol=1e-6)
 
 
-# Checkpoints and speech
-
-
-def test_the_speaker_encoder_stays_in_checkpoints_and_a_run_goes_on(prepared: Path, tmp_path: Path) -> None:
-    task = build_task(freeze=["text_embedding"])
-    trainer = build_trainer(max_steps=1)
-    trainer.fit(task, build_data(prepared, batch_size=2))
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    stored = torch.load(tmp_path / "a.ckpt", weights_only=False)
-    assert any(name.startswith("model.speaker_encoder.") for name in stored["state_dict"])
-    assert set(stored["speech"]["voices"]) == {"kim", "lee"}
-    assert "config.json" in stored["export"]
-    again = build_task(freeze=["text_embedding"])
-    build_trainer(max_steps=2).fit(again, build_data(prepared, batch_size=2), ckpt_path=tmp_path / "a.ckpt")
-    assert int(again.targets_seen) > int(task.targets_seen)
-
-
-def is_head(task: Any, module: Any) -> bool:
-    return task.model is not None and module is task.model.talker.codec_head
-
-
-def speak(folder: Path, out: Path) -> None:
-    pl.seed_everything(0, verbose=False)
-    texts = out / "texts.jsonl"
-    trainer = build_trainer(callbacks=[WritePredictions(path=str(out / "spoken.jsonl"))])
-    task = build_task(sampling=Sampling(max_frames=9, seed=1))
-    eos = parse_config(make_config()).ids.eos
-
-    def hurry(_: Any, inputs: Any, logits: Tensor) -> Tensor:  # one rank is to end long before the other
-        away = torch.zeros_like(logits)
-        away[..., eos] = -1e4 if dist.get_rank() else 1e4
-        return logits + away
-
-    torch.nn.modules.module.register_module_forward_hook(
-        lambda module, inputs, out: hurry(module, inputs, out) if is_head(task, module) else None
-    )
-    rows = trainer.predict(task, build_data(folder, predict=str(texts), batch_size=1))
-    lengths = [len(codes) for batch in rows for codes in batch["prediction"]]
-    torch.save((lengths, rows), out / f"{dist.get_rank()}.pt")
-
-
-def test_ranks_whose_speech_ends_at_different_frames_do_not_wait_for_each_other(prepared: Path, tmp_path: Path) -> None:
-    lines = [f'{{"text": "{"ab" * (i + 1)}", "speaker": "kim"}}' for i in range(3)]
-    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
-    run_ranks(speak, prepared, tmp_path, world_size=2, timeout_s=60.0)
-    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
-    assert max(found[0][0]) < 4 < 9 == max(found[1][0])
-    indices = [batch["index"] for _, rows in found for batch in rows]
-    assert sorted(i for part in indices for i in part if i >= 0) == [0, 1, 2]
-    written = [json.loads(line) for line in (tmp_path / "spoken.jsonl").read_text().splitlines()]
-    assert [row["index"] for row in written] == [0, 1, 2]
-    assert all(len(frame) == 16 for row in written for frame in row["prediction"])
-
-
-def test_without_speakers_in_training_there_are_none_when_it_speaks(prepared: Path) -> None:
-    data = build_data(prepared, batch_size=2, speaker_embedding="none")
-    data.attach(parse_config(make_config()))
-    data.setup("fit")
-    assert data.voices == {}
-    assert data.encode_prompt(PromptRow(text="a")).speaker is None
-    with pytest.raises(ValueError, match="speaker: got 'kim': expected one of"):
-        data.encode_prompt(PromptRow(text="a", speaker="kim"))
-
-
-def test_codes_that_the_model_has_not_are_named_before_training(tmp_path: Path) -> None:
-    row, *_ = make_rows(1)
-    write_shard(tmp_path / "shard-00000.parquet", [replace(row, codes=np.full_like(row.codes, 5000))])
-    data = build_data(tmp_path)
-    data.attach(parse_config(make_config()))
-    data.setup("fit")
-    with pytest.raises(ValueError, match=r"0.wav: got codes from 5000 to 5000: expected 0 to 63"):
-        data.train_dataloader()
-
-
-def test_the_language_of_a_row_is_on_its_codec_track(tmp_path: Path) -> None:
-    config = parse_config(make_config())
-    (language, number), *_ = config.languages.items()
-    rows = make_rows(2)
-    write_shard(tmp_path / "shard-00000.parquet", [replace(rows[0], language=language), rows[1]])
-    data = build_data(tmp_path, batch_size=2)
-    data.attach(config)
-    data.setup("fit")
-    told, untold = next(iter(data.train_dataloader()))["codec_ids"]
-    assert number in told
-    assert number not in untold
-
-
-def validate(folder: Path, out: Path) -> None:
-    pl.seed_everything(0, verbose=False)
-    task = build_task(sampling=GREEDY, speak_rows=2)
-    (found,) = build_trainer().validate(task, build_data(folder, validation=str(folder), batch_size=2), verbose=False)
-    if dist.get_rank() == 0:
-        torch.save(found, out / "metrics.pt")
-
-
-def test_validation_is_the_same_on_any_number_of_ranks(prepared: Path, tmp_path: Path) -> None:
-    found = []
-    for world_size in (1, 2):  # 18 rows are 9 batches: the last one of rank 1 only fills up
-        (folder := tmp_path / str(world_size)).mkdir()
-        run_ranks(validate, prepared, folder, world_size=world_size)
-        found.append(torch.load(folder / "metrics.pt"))
-    names = {f"val/accuracy_codebook_{i:02}_pct" for i in range(16)}
-    names |= {"val/loss", "val/talker_loss", "val/sub_talker_loss", "val/eos_recall_pct"}
-    names |= {"val/duration_ratio", "val/missed_eos_pct", "val/equal_codes_pct"}
-    assert found[0].keys() == names
-    assert found[1] == pytest.approx(found[0], rel=1e-6)
-    assert found[0]["val/loss"] == pytest.approx(
-        found[0]["val/talker_loss"] + 0.3 * found[0]["val/sub_talker_loss"], rel=1e-6
-    )
-
-
 def fit_in_bf16(folder: Path, out: Path) -> None:
     pl.seed_everything(0, verbose=False)
     trainer = build_trainer(max_steps=1, precision="bf16-true")
@@ -349,28 +316,3 @@ def test_in_bf16_counts_stay_exact_and_speech_is_generated(prepared: Path, tmp_p
     assert set(listened) == {"speaker_similarity"}
     names = FileSystemReader(tmp_path / "run.ckpt").read_metadata().state_dict_metadata
     assert all(n.startswith("state_dict.model.") for n in names if n.startswith("state_dict."))
-
-
-def listen(folder: Path, out: Path) -> None:
-    pl.seed_everything(0, verbose=False)
-    logger = CSVLogger(out, name="", version="")
-    task = build_task(sampling=GREEDY, speak_rows=2, listening=Listening(codec="formants", transcriber="none"))
-    data = build_data(folder, validation=str(folder), batch_size=2)
-    (found,) = build_trainer(logger=logger).validate(task, data, verbose=False)
-    if dist.get_rank() == 0:
-        torch.save(found, out / "metrics.pt")
-
-
-def test_generated_speech_is_listened_to(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = iter(["A!", "aa bb"] * 2)  # where "a" and "aa" were said
-    monkeypatch.setattr("lit_fsdp.tasks.tts.task.load_transcriber", lambda _: lambda *_: [next(texts)])
-    run_ranks(listen, prepared, tmp_path, world_size=2)
-    found = torch.load(tmp_path / "metrics.pt")
-    assert found["val/wer_pct"] == pytest.approx(50.0)
-    assert found["val/cer_pct"] == pytest.approx(100.0)
-    assert -1 <= found["val/speaker_similarity"] <= 1
-    clips = sorted(path.name for path in (tmp_path / "spoken").iterdir())
-    assert clips == ["00_lee_step0.wav", "01_kim_step0.wav"]
-    with wave.open(str(tmp_path / "spoken" / clips[0])) as file:
-        assert (file.getframerate(), file.getnframes() % 1920) == (24000, 0)
-        assert file.getnframes() > 0

@@ -1,0 +1,86 @@
+"""Speech to text, by a Whisper model of Transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_fsdp.base_model import fetch_pretrained, find_pretrained
+from lit_fsdp.tasks.tts.audio import Audio
+
+Transcribe = Callable[[Sequence[Audio], int, Sequence[str]], list[str]]
+_SECONDS = 30  # that it hears at once
+# Not the copies in other dtypes that some of these models have.
+_PATTERNS = ("model.safetensors", "model-*.safetensors", "*.json", "merges.txt")
+
+
+def fetch_transcriber(name: str) -> None:
+    """Download a Whisper model, unless it is a folder or in the cache.
+
+    Raises:
+        ValueError: There is no such model, or it is no Whisper.
+    """
+    fetch_pretrained(name, "transcriber", _PATTERNS)
+    path = find_transcriber(name) / "config.json"
+    kind = json.loads(path.read_text()).get("model_type") if path.is_file() else "nothing"
+    if kind != "whisper":
+        raise ValueError(
+            f"transcriber: got {name!r}: its config.json names {kind!r}: expected a Whisper model, such as "
+            "openai/whisper-large-v3-turbo"
+        )
+
+
+def find_transcriber(name: str) -> Path:
+    """Return the folder of a model that is there or has been fetched."""
+    return find_pretrained(name, _PATTERNS)
+
+
+@lru_cache(maxsize=1)
+def load_transcriber(name: str, device: str = "cpu") -> Transcribe:
+    """Return a function from clips, their sample rate and languages to texts.
+
+    Args:
+        name: Of a model that has been fetched, or its folder.
+        device: Where it listens.
+
+    Raises:
+        ValueError: There is no such model.
+    """
+    import soxr
+    from transformers import WhisperForConditionalGeneration, WhisperProcessor
+    from transformers.models.whisper.tokenization_whisper import LANGUAGES, TO_LANGUAGE_CODE
+
+    try:
+        folder = find_transcriber(name)
+        processor: Any = WhisperProcessor.from_pretrained(folder)
+        model: Any = WhisperForConditionalGeneration.from_pretrained(folder).eval().to(device)
+    except OSError as error:
+        raise ValueError(f"transcriber: got {name!r}: {str(error).strip().splitlines()[0]}") from error
+
+    is_multilingual = getattr(model.generation_config, "is_multilingual", True)  # others refuse a language
+    known = {*LANGUAGES.values(), *LANGUAGES, *TO_LANGUAGE_CODE} if is_multilingual else set()
+
+    def transcribe(clips: Sequence[Audio], sample_rate: int, languages: Sequence[str]) -> list[str]:
+        texts = []
+        for clip, language in zip(clips, languages, strict=True):
+            rate = processor.feature_extractor.sampling_rate
+            audio = clip if rate == sample_rate else soxr.resample(clip, sample_rate, rate, quality="HQ")
+            # It finds out itself what it has no name for, such as dialects.
+            options = {"language": language.lower()} if language.lower() in known else {}
+            heard = []
+            for begin in range(0, len(audio), _SECONDS * rate):
+                part = audio[begin : begin + _SECONDS * rate]
+                inputs = processor(part, sampling_rate=rate, return_tensors="pt", return_attention_mask=True)
+                inputs = inputs.to(model.device, model.dtype)
+                with torch.inference_mode():
+                    ids = model.generate(inputs.input_features, attention_mask=inputs.attention_mask, **options)
+                heard.append(processor.batch_decode(ids, skip_special_tokens=True)[0].strip())
+            texts.append(" ".join(heard))
+        return texts
+
+    return transcribe

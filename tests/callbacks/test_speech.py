@@ -1,0 +1,90 @@
+"""What a speech model said is in the report of its run, to listen to."""
+
+import base64
+import re
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from report_runs import Page, TinyTask, fit_tiny, read_numbers
+
+from lit_fsdp.callbacks import SpokenReport, speech
+from lit_fsdp.tasks.tts.generation import Speech
+from lit_fsdp.tasks.tts.speaking import Clip, SpeechReport, Spoken
+
+TEXTS = ("good morning", "<script>alert(1)</script> | read /mnt/anna/secret/a.wav")
+
+
+class Speaking(TinyTask):
+    """Has spoken already."""
+
+    def __init__(self, *, is_heard: bool = True, seconds: float = 0.5) -> None:
+        super().__init__()
+        target = np.ones((8, 16), dtype=np.int64)
+        spoken = [Speech(codes=torch.ones(n, 16, dtype=torch.int64), has_ended=n < 8) for n in (4, 8)]
+        rows = [
+            Spoken(text=text, speaker="kim", target=target, speech=own) for text, own in zip(TEXTS, spoken, strict=True)
+        ]
+        clips = [Clip(audio=torch.linspace(-1, 1, int(seconds * 24000)), sample_rate=24000, heard="hm") for _ in TEXTS]
+        listened = {"wer_pct": 75.0, "speaker_similarity": float("nan")} if is_heard else {}
+        self.report = SpeechReport(rows=rows, listened=listened, clips=clips if is_heard else [], step=7)
+
+
+def report(folder: Path, module: Any) -> Path:
+    fit_tiny(folder, module, callbacks=[SpokenReport()])
+    return folder / "tiny" / "version_0"
+
+
+def test_the_page_speaks(tmp_path: Path) -> None:
+    folder = report(tmp_path, Speaking())
+    page = (folder / "report.html").read_text()
+    sounds = re.findall(r'<audio controls[^>]* src="data:audio/wav;base64,([^"]+)"></audio>', page)
+    assert len(sounds) == 2
+    files = re.findall(r"\]\((report/speech_\d\.wav)\)", (folder / "report.md").read_text())
+    for text, name in zip(sounds, files, strict=True):
+        assert base64.b64decode(text) == (folder / name).read_bytes()
+        with wave.open(str(folder / name)) as file:
+            assert (file.getframerate(), file.getnframes(), file.getnchannels()) == (24000, 12000, 1)
+            samples = np.frombuffer(file.readframes(12000), dtype=np.int16)
+        assert (samples[0], samples[-1]) == (-32767, 32767)
+    # A page that forbids itself everything must allow this, and nothing that is fetched.
+    assert re.search(r"default-src 'none'; style-src 'unsafe-inline'; media-src data:\"", page)
+
+
+def test_the_page_says_what_was_said_and_how_well(tmp_path: Path) -> None:
+    folder = report(tmp_path, Speaking())
+    page = Page((folder / "report.html").read_text())
+    assert "script" not in page.tags
+    assert "<script>alert(1)</script> | read …/a.wav" in page.text
+    assert "anna" not in page.text
+    for words in ("spoken at step 7", "wer", "75 %", "too short to tell", "heard", "missed eos"):
+        assert words in page.text, words
+    numbers = read_numbers(folder)["sections"]["speech"]["numbers"]
+    assert (numbers["step"], numbers["wer_pct"], numbers["speaker_similarity"]) == (7, 75.0, None)
+    assert (numbers["duration_ratio"], numbers["missed_eos_pct"], numbers["equal_codes_pct"]) == (0.75, 50.0, 75.0)
+    assert [row["num_frames"] for row in numbers["rows"]] == [4, 8]
+
+
+def test_a_page_does_not_grow_without_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speech, "_MAX_BYTES", 40_000)
+    folder = report(tmp_path, Speaking())  # clips of 24 kB
+    page = (folder / "report.html").read_text()
+    assert page.count("<audio ") == 1
+    assert "1 of 2 clips are left out: together they are too long for a page." in page
+
+
+def test_without_audio_there_is_text_and_the_setting_that_would_help(tmp_path: Path) -> None:
+    page = (report(tmp_path, Speaking(is_heard=False)) / "report.html").read_text()
+    assert "<audio " not in page
+    assert "good morning" in page
+    assert "model.listening.codec" in page
+
+
+@pytest.mark.parametrize("found", [None, "a report of another kind", SpeechReport()])
+def test_nothing_is_said_where_nothing_was(tmp_path: Path, found: Any) -> None:
+    module = TinyTask()
+    module.report = found
+    assert "speech" not in read_numbers(report(tmp_path, module))["sections"]

@@ -1,0 +1,157 @@
+"""Listening to generated speech: on the first rank, for all ranks."""
+
+import math
+import wave
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
+from speech_training import build_data, build_task, build_trainer, make_config, make_rows
+from torch import Tensor
+
+from lit_fsdp.tasks import Listening, Sampling, TextToSpeech
+from lit_fsdp.tasks.tts import listening, transcribing
+from lit_fsdp.tasks.tts.config import parse_config
+from lit_fsdp.tasks.tts.prepared import write_shard
+from lit_fsdp.tasks.tts.speaking import Clip
+from ranks import run_ranks
+
+GREEDY = Sampling(do_sample=False, predictor_do_sample=False, max_frames=6)
+LISTENING = "lit_fsdp.tasks.tts.listening"
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    write_shard(folder / "shard-00000.jsonl", make_rows(4))
+    return folder
+
+
+def validate(folder: Path, out: Path, settings: Listening) -> None:
+    pl.seed_everything(0, verbose=False)
+    logger = CSVLogger(out, name="", version="")
+    task = build_task(sampling=GREEDY, speak_rows=2, listening=settings)
+    data = build_data(folder, validation=str(folder), batch_size=2)
+    try:
+        (found,) = build_trainer(logger=logger).validate(task, data, verbose=False)
+    except RuntimeError as error:
+        found = str(error)
+    torch.save((found, len(task.report.clips)), out / f"{dist.get_rank()}.pt")
+
+
+def run(folder: Path, out: Path, settings: Listening) -> list[Any]:
+    run_ranks(validate, folder, out, settings, world_size=2, timeout_s=40.0)
+    return [torch.load(out / f"{rank}.pt") for rank in range(2)]
+
+
+def test_generated_speech_is_listened_to(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = iter(["A!", "aa bb"])  # where "a" and "aa" were said
+    monkeypatch.setattr(f"{LISTENING}.fetch_transcriber", lambda _: None)
+    monkeypatch.setattr(f"{LISTENING}.load_transcriber", lambda *_: lambda *_: [next(texts)])
+    (found, num_clips), (others, _) = run(prepared, tmp_path, Listening(codec="formants", transcriber="some"))
+    assert found["val/wer_pct"] == pytest.approx(50.0)
+    assert found["val/cer_pct"] == pytest.approx(100.0)
+    assert -1 <= found["val/speaker_similarity"] <= 1
+    assert found == others
+    clips = sorted(path.name for path in (tmp_path / "spoken").iterdir())
+    assert clips == ["00_lee_step0.wav", "01_kim_step0.wav"]
+    assert num_clips == 2
+    with wave.open(str(tmp_path / "spoken" / clips[0])) as file:
+        assert (file.getframerate(), file.getnframes() % 1920) == (24000, 0)
+        assert file.getnframes() > 0
+
+
+def test_codec_and_transcriber_are_on_the_first_rank_alone(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = listening.open_codec
+
+    def open_codec(name: str) -> Any:
+        (tmp_path / f"codec on {dist.get_rank()}").touch()
+        return opened(name)
+
+    def load(*_: Any) -> Any:
+        (tmp_path / f"transcriber on {dist.get_rank()}").touch()
+        return lambda *_: [""]
+
+    monkeypatch.setattr(f"{LISTENING}.fetch_transcriber", lambda _: None)
+    monkeypatch.setattr(f"{LISTENING}.open_codec", open_codec)
+    monkeypatch.setattr(f"{LISTENING}.load_transcriber", load)
+    (_, num_clips), (_, num_others) = run(prepared, tmp_path, Listening(codec="formants", transcriber="some"))
+    assert sorted(path.name for path in tmp_path.glob("* on *")) == ["codec on 0", "transcriber on 0"]
+    assert (num_clips, num_others) == (2, 0)
+
+
+def test_ranks_that_would_hear_other_things_log_the_same(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Rank 0 writes clips too short to tell a voice, rank 1 longer ones, as devices of two kinds might.
+    eos = parse_config(make_config()).ids.eos
+
+    def end_early(module: Any, inputs: Any, logits: Tensor) -> Tensor | None:
+        if not isinstance(module, torch.nn.Linear) or logits.shape[-1] != 1088 or logits.dim() != 2:
+            return None
+        away = torch.zeros_like(logits)
+        away[..., eos] = -1e4 if dist.get_rank() else 1e4
+        return logits + away
+
+    handle = torch.nn.modules.module.register_module_forward_hook(end_early)
+    try:
+        (found, _), (others, _) = run(prepared, tmp_path, Listening(codec="formants"))
+    finally:
+        handle.remove()
+    assert found.keys() == others.keys()
+    assert math.isnan(found["val/speaker_similarity"])
+    assert math.isnan(others["val/speaker_similarity"])
+
+
+def test_an_error_while_listening_reaches_all_ranks(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(f"{LISTENING}.write_audio", fail)
+    monkeypatch.setattr("lit_fsdp.tasks.tts.task.write_audio", fail)
+    for said, _ in run(prepared, tmp_path, Listening(codec="formants")):
+        assert said == "listening to generated speech failed on the first rank: OSError: no space left on device"
+
+
+def test_loggers_get_audio_as_they_take_it() -> None:
+    heard: list[Any] = []
+    takes = SimpleNamespace(log_audio=lambda name, audio, **about: heard.append((name, len(audio[0]), about)))
+    clip = Clip(audio=torch.zeros(480), sample_rate=24000, heard="hm")
+    silent = Clip(audio=torch.zeros(0), sample_rate=24000)
+    rows: Any = [SimpleNamespace(speaker="kim"), SimpleNamespace(speaker="lee")]
+    with pytest.warns(UserWarning, match=r"SimpleNamespace takes no audio: .* in the run's report only"):
+        listening.write_audio([clip, silent], rows, [takes, SimpleNamespace()], 3)
+    assert heard == [("spoken/00_kim", 480, {"sample_rate": [24000], "caption": ["hm"]})]
+
+
+def test_what_listens_is_fetched_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[str] = []
+    monkeypatch.setattr(f"{LISTENING}.fetch_speech_model", lambda name, _: fetched.append(name))
+    monkeypatch.setattr(f"{LISTENING}.fetch_transcriber", fetched.append)
+    build_task(speak_rows=1, listening=Listening(codec="some/codec", transcriber="some/whisper")).prepare_data()
+    assert fetched == ["some/codec", "some/whisper"]
+
+
+def test_what_is_no_whisper_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "wav2vec2"}')
+    with pytest.raises(ValueError, match=r"transcriber: .* names 'wav2vec2': expected a Whisper model"):
+        transcribing.fetch_transcriber(str(tmp_path))
+
+
+def test_a_codec_of_other_codes_is_refused_before_training(prepared: Path) -> None:
+    raw = make_config()
+    talker = raw["talker_config"]
+    talker |= {n: 2048 + i for n, i in talker.items() if n.startswith("codec_") and isinstance(i, int)}
+    talker["vocab_size"], talker["code_predictor_config"]["vocab_size"] = 3072, 2048
+    task = TextToSpeech(config=raw, speak_rows=1, listening=Listening(codec="formants"))
+    with pytest.raises(ValueError, match=r"listening.codec: got 'formants': its codes end at 63: expected .* 2047"):
+        build_trainer(max_steps=1).fit(task, build_data(prepared))

@@ -1,0 +1,170 @@
+"""What a run of speech keeps and says: checkpoints, validation, predictions."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from speech_training import (
+    build_data,
+    build_task,
+    build_trainer,
+    make_config,
+    make_rows,
+)
+from torch import Tensor
+
+from lit_fsdp.callbacks import WritePredictions
+from lit_fsdp.tasks import Sampling
+from lit_fsdp.tasks.tts.config import parse_config
+from lit_fsdp.tasks.tts.data import PromptRow, read_prompts
+from lit_fsdp.tasks.tts.prepared import write_shard
+from ranks import run_ranks
+
+GREEDY = Sampling(do_sample=False, predictor_do_sample=False, max_frames=6)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    rows = make_rows()
+    write_shard(folder / "shard-00000.parquet", rows[:10])
+    write_shard(folder / "shard-00001.jsonl", rows[10:])
+    return folder
+
+
+def test_the_speaker_encoder_stays_in_checkpoints_and_a_run_goes_on(prepared: Path, tmp_path: Path) -> None:
+    task = build_task(freeze=["text_embedding"])
+    trainer = build_trainer(max_steps=1)
+    trainer.fit(task, build_data(prepared, batch_size=2))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    stored = torch.load(tmp_path / "a.ckpt", weights_only=False)
+    assert any(name.startswith("model.speaker_encoder.") for name in stored["state_dict"])
+    assert set(stored["speech"]["voices"]) == {"kim", "lee"}
+    assert "config.json" in stored["export"]
+    again = build_task(freeze=["text_embedding"])
+    build_trainer(max_steps=2).fit(again, build_data(prepared, batch_size=2), ckpt_path=tmp_path / "a.ckpt")
+    assert int(again.targets_seen) > int(task.targets_seen)
+
+
+def is_head(task: Any, module: Any) -> bool:
+    return task.model is not None and module is task.model.talker.codec_head
+
+
+def speak(folder: Path, out: Path) -> None:
+    pl.seed_everything(0, verbose=False)
+    texts = out / "texts.jsonl"
+    trainer = build_trainer(callbacks=[WritePredictions(path=str(out / "spoken.jsonl"))])
+    task = build_task(sampling=Sampling(max_frames=9, seed=1))
+    eos = parse_config(make_config()).ids.eos
+
+    def hurry(_: Any, inputs: Any, logits: Tensor) -> Tensor:  # one rank is to end long before the other
+        away = torch.zeros_like(logits)
+        away[..., eos] = -1e4 if dist.get_rank() else 1e4
+        return logits + away
+
+    torch.nn.modules.module.register_module_forward_hook(
+        lambda module, inputs, out: hurry(module, inputs, out) if is_head(task, module) else None
+    )
+    rows = trainer.predict(task, build_data(folder, predict=str(texts), batch_size=1))
+    lengths = [len(codes) for batch in rows for codes in batch["prediction"]]
+    torch.save((lengths, rows), out / f"{dist.get_rank()}.pt")
+
+
+def test_ranks_whose_speech_ends_at_different_frames_do_not_wait_for_each_other(prepared: Path, tmp_path: Path) -> None:
+    lines = [f'{{"text": "{"ab" * (i + 1)}", "speaker": "kim"}}' for i in range(3)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    run_ranks(speak, prepared, tmp_path, world_size=2, timeout_s=60.0)
+    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    assert max(found[0][0]) < 4 < 9 == max(found[1][0])
+    indices = [batch["index"] for _, rows in found for batch in rows]
+    assert sorted(i for part in indices for i in part if i >= 0) == [0, 1, 2]
+    written = [json.loads(line) for line in (tmp_path / "spoken.jsonl").read_text().splitlines()]
+    assert [row["index"] for row in written] == [0, 1, 2]
+    assert all(len(frame) == 16 for row in written for frame in row["prediction"])
+
+
+def test_without_speakers_in_training_there_are_none_when_it_speaks(prepared: Path) -> None:
+    data = build_data(prepared, batch_size=2, speaker_embedding="none")
+    data.attach(parse_config(make_config()))
+    data.setup("fit")
+    assert data.voices == {}
+    assert data.encode_prompt(PromptRow(text="a")).speaker is None
+    with pytest.raises(ValueError, match="speaker: got 'kim': expected one of"):
+        data.encode_prompt(PromptRow(text="a", speaker="kim"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('\n{"text": 7}', "line 2: text: got 7: expected text"),
+        ('{"speaker": "kim"}', "line 1: text: missing"),
+        ('{"text": "a", "speaker": ["kim"]}', r"line 1: speaker: got \['kim'\]: expected text"),
+        ('{"te', "line 1: no JSON object: Unterminated"),
+        ("[1]", "line 1: no JSON object"),
+        (b"\xff", "cannot read it: expected UTF-8"),
+    ],
+)
+def test_a_text_that_cannot_be_spoken_is_named(tmp_path: Path, text: str | bytes, message: str) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(ValueError, match=f"predict: .*texts.jsonl:? {message}"):
+        read_prompts(path)
+
+
+def test_texts_may_hold_breaks_of_other_kinds_and_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('\ufeff{"text": "a\u2028b"}\r\n{"text": "c"}\r\n', encoding="utf-8")
+    assert [row.text for row in read_prompts(path)] == ["a\u2028b", "c"]
+
+
+def test_codes_that_the_model_has_not_are_named_before_training(tmp_path: Path) -> None:
+    row, *_ = make_rows(1)
+    write_shard(tmp_path / "shard-00000.parquet", [replace(row, codes=np.full_like(row.codes, 5000))])
+    data = build_data(tmp_path)
+    data.attach(parse_config(make_config()))
+    data.setup("fit")
+    with pytest.raises(ValueError, match=r"0.wav: got codes from 5000 to 5000: expected 0 to 63"):
+        data.train_dataloader()
+
+
+def test_the_language_of_a_row_is_on_its_codec_track(tmp_path: Path) -> None:
+    config = parse_config(make_config())
+    (language, number), *_ = config.languages.items()
+    rows = make_rows(2)
+    write_shard(tmp_path / "shard-00000.parquet", [replace(rows[0], language=language), rows[1]])
+    data = build_data(tmp_path, batch_size=2)
+    data.attach(config)
+    data.setup("fit")
+    told, untold = next(iter(data.train_dataloader()))["codec_ids"]
+    assert number in told
+    assert number not in untold
+
+
+def validate(folder: Path, out: Path) -> None:
+    pl.seed_everything(0, verbose=False)
+    task = build_task(sampling=GREEDY, speak_rows=2)
+    (found,) = build_trainer().validate(task, build_data(folder, validation=str(folder), batch_size=2), verbose=False)
+    if dist.get_rank() == 0:
+        torch.save(found, out / "metrics.pt")
+
+
+def test_validation_is_the_same_on_any_number_of_ranks(prepared: Path, tmp_path: Path) -> None:
+    found = []
+    for world_size in (1, 2):  # 18 rows are 9 batches: the last one of rank 1 only fills up
+        (folder := tmp_path / str(world_size)).mkdir()
+        run_ranks(validate, prepared, folder, world_size=world_size)
+        found.append(torch.load(folder / "metrics.pt"))
+    names = {f"val/accuracy_codebook_{i:02}_pct" for i in range(16)}
+    names |= {"val/loss", "val/talker_loss", "val/sub_talker_loss", "val/eos_recall_pct"}
+    names |= {"val/duration_ratio", "val/missed_eos_pct", "val/equal_codes_pct"}
+    assert found[0].keys() == names
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert found[0]["val/loss"] == pytest.approx(
+        found[0]["val/talker_loss"] + 0.3 * found[0]["val/sub_talker_loss"], rel=1e-6
+    )
