@@ -95,7 +95,8 @@ def measure_hub_codec(folder: Path) -> tuple[int, int]:
     config: Any = AutoConfig.for_model(**raw)
     if raw["model_type"] == WITH_CODEC:
         return int(config.num_codebooks), int(config.codec_config.codebook_size)
-    return int(config.num_quantizers if isinstance(config, MimiConfig) else config.n_codebooks), config.codebook_size
+    num_codebooks = config.num_quantizers if isinstance(config, MimiConfig) else config.n_codebooks
+    return int(num_codebooks), int(config.codebook_size)
 
 
 def load_hub_codec(folder: Path) -> HubCodec:

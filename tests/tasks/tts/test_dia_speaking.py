@@ -13,10 +13,14 @@ from transformers import DacConfig, DacModel, DiaForConditionalGeneration
 
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.cli import main
-from lit_fsdp.tasks import Sampling, TextToSpeech
+from lit_fsdp.tasks import Listening, Sampling, TextToSpeech
+from lit_fsdp.tasks.tts.families import parse_family
 from lit_fsdp.tasks.tts.formants import VOICES, synthesize
+from lit_fsdp.tasks.tts.generation import Speech
+from lit_fsdp.tasks.tts.listening import Listener, check_listening, describe_clips
 from lit_fsdp.tasks.tts.prepared import read_rows
 from lit_fsdp.tasks.tts.speaker import open_speaker
+from lit_fsdp.tasks.tts.speaking import Spoken
 from lit_fsdp.tasks.tts.voice_export import build_model, export_voice, read_checkpoint
 from ranks import run_ranks
 
@@ -92,3 +96,43 @@ def test_defaults_of_sampling_are_those_of_the_family() -> None:
             TextToSpeech(config=DIA, sampling=Sampling(**{name: value}))
     with pytest.raises(ValueError, match=r"sampling.guidance_scale: got 0.5: expected 1 \(none\) or above"):
         TextToSpeech(config=DIA, sampling=Sampling(guidance_scale=0.5))
+
+
+def test_what_the_model_says_comes_before_its_family_and_after_what_is_given(tmp_path: Path) -> None:
+    base = make_checkpoint(DIA, tmp_path)
+    own = {"top_k": 7, "guidance_scale": 2.0, "repetition_penalty": 1.3}
+    (base / "generation_config.json").write_text(json.dumps(own))
+    sampling = Sampling(guidance_scale=4.0)
+    for values in (
+        TextToSpeech(pretrained=str(base), sampling=sampling).complete_sampling(),
+        open_speaker(str(base), sampling).sampling,
+    ):
+        assert (values.guidance_scale, values.top_k, values.temperature) == (4.0, 7, 1.2)
+
+
+def test_a_codec_of_other_codes_is_refused_before_training(codec: Path) -> None:
+    settings = Listening(codec=str(codec))
+    check_listening(settings, parse_family(DIA)[1])
+    fewer = {**DIA, "decoder_config": {**DIA["decoder_config"], "num_channels": 3}, "delay_pattern": [0, 2, 3]}
+    with pytest.raises(ValueError, match=r"it has 4 codebooks: expected 3, the model's"):
+        check_listening(settings, parse_family(fewer)[1])
+    ids = {"eos_token_id": 65, "pad_token_id": 66, "bos_token_id": 67}
+    larger = {**DIA, "decoder_config": {**DIA["decoder_config"], **ids}}
+    with pytest.raises(ValueError, match=r"its codes end at 63: expected those of the model, up to 64"):
+        check_listening(settings, parse_family(larger)[1])
+
+
+def test_it_is_listened_to_at_the_rate_of_its_codec(codec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[int] = []
+
+    def transcribe(clips: Any, rate: int, languages: Any) -> list[str]:
+        rates.append(rate)
+        return ["hm"]
+
+    monkeypatch.setattr("lit_fsdp.tasks.tts.listening.load_transcriber", lambda *_: transcribe)
+    codes = torch.zeros(20, 4, dtype=torch.int64)
+    row = Spoken(text="a", speaker="ada", target=codes.numpy(), speech=Speech(codes=codes, has_ended=True))
+    clips = Listener(Listening(codec=str(codec), transcriber="some")).listen([row])
+    assert (clips[0].sample_rate, len(clips[0].audio), rates) == (44100, 20 * 512, [44100])
+    (heard,) = describe_clips(clips, parse_family(DIA)[1])
+    assert (heard.mels, heard.text) == (None, "hm")  # there is no encoder to compare voices with
