@@ -18,9 +18,12 @@ from transformers import CsmForConditionalGeneration
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.cli import main
 from lit_fsdp.tasks import Listening, Sampling, SpeechData, TextToSpeech
+from lit_fsdp.tasks.tts.audio import Limits
 from lit_fsdp.tasks.tts.codec import load_codec
 from lit_fsdp.tasks.tts.formants import VOICES, synthesize
+from lit_fsdp.tasks.tts.listening import check_listening
 from lit_fsdp.tasks.tts.prepared import read_rows
+from lit_fsdp.tasks.tts.preparing import Preparer
 from lit_fsdp.tasks.tts.speaker import open_speaker
 from lit_fsdp.tasks.tts.voice_export import build_model, export_voice, read_checkpoint
 from ranks import run_ranks
@@ -137,6 +140,17 @@ def test_weights_are_read_from_files_that_the_configuration_names(base: Path, pr
     run_ranks(fit, CSM, prepared, tmp_path, 1, {"pretrained": str(tmp_path)}, world_size=1)
     export_voice(tmp_path / "run.ckpt", tmp_path / "out")
     CsmForConditionalGeneration.from_pretrained(tmp_path / "out")
+
+
+def test_the_codec_is_found_where_no_file_has_the_usual_name(base: Path, tmp_path: Path) -> None:
+    shutil.copy(base / "model.safetensors", tmp_path / "transformers.safetensors")
+    raw = json.loads((base / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "transformers_weights": "transformers.safetensors"}))
+    own, same = (load_codec(folder).state_dict() for folder in (base, tmp_path))
+    assert all(torch.equal(own[name], same[name]) for name in own)
+    check_listening(Listening(codec=str(tmp_path)), TextToSpeech(config=CSM).read_config())
+    digests = Preparer(model=str(tmp_path), limits=Limits()).describe_models()
+    assert digests["codec"] == digests["model"]
 
 
 @pytest.mark.parametrize(
