@@ -85,8 +85,8 @@ def prepare_step(trainer: Trainer, module: LightningModule, data: LightningDataM
     strategy.settings.check_accumulation(
         num_micro_batches=trainer.accumulate_grad_batches, is_automatic=module.automatic_optimization
     )
-    batch = _make_batch(data)
     notes = _prepare_module(trainer, module, data)
+    batch = _make_batch(data)
     if isinstance(strategy, AutoFSDP2Strategy):
         notes.append("fsdp2_auto chooses its settings when fit starts: here are those of fsdp2; add --search")
     cast_parameters(module, strategy.precision_plugin.mixed_precision, keep=find_adapter_parameters(module))

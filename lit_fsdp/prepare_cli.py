@@ -64,8 +64,8 @@ def prepare_tts(
         manifest: JSON lines with ``audio`` (WAV, FLAC, MP3 or OGG; relative to the manifest) and maybe ``text``,
             ``speaker``, ``language`` and ``ref_audio``.
         out: The folder to fill. What was left out, and why, is in ``rejects.jsonl`` there.
-        model: Whose codec and speaker encoder: name on the Hub or folder of a base model; ``formants`` takes the small
-            codec of the quickstart.
+        model: Whose codec and, if it has one, speaker encoder: name on the Hub or folder of the model to train, or of a
+            codec, such as descript/dac_44khz for Dia; ``formants`` takes the small codec of the quickstart.
         transcriber: A Whisper model for clips without text, such as openai/whisper-large-v3-turbo. Without one they
             are left out.
         limits: Which clips are good enough.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lit_fsdp.export_cli import ExportParser
 from lit_fsdp.tasks.tts.audio import AudioError, read_audio, write_wav
-from lit_fsdp.tasks.tts.codec import Codec, load_codec
+from lit_fsdp.tasks.tts.codec import AnyCodec, load_codec
 from lit_fsdp.tasks.tts.data import read_prompts
 from lit_fsdp.tasks.tts.formants import SPOKEN, build_small_codec
 from lit_fsdp.tasks.tts.generation import Sampling
@@ -49,7 +49,7 @@ def run_export_voice(args: Sequence[str]) -> int:
     """
     parser = ExportParser(
         prog="python -m lit_fsdp export-voice",
-        description="Write the model of a speech checkpoint as a folder that qwen-tts loads.",
+        description="Write the model of a speech checkpoint as a folder that qwen-tts or Transformers loads.",
         allow_abbrev=False,
     )
     parser.add_function_arguments(export_voice, fail_untyped=True)
@@ -57,7 +57,9 @@ def run_export_voice(args: Sequence[str]) -> int:
     folder = export_voice(**settings.as_dict())
     print(f"folder  {folder}")
     if not has_codec(folder):
-        print("codec   none: the run did not start from a model with one; copy its folder speech_tokenizer there")
+        print(
+            "codec   none: the run did not start from a model with one; speak takes --codec, qwen-tts its folder there"
+        )
     return 0
 
 
@@ -84,11 +86,11 @@ def speak_texts(
         texts: Instead, a ``.txt`` file of lines, or JSON lines with ``text`` and maybe ``speaker`` and ``language``.
         speaker: Whose voice: one that is built in, or one of the training data. The first of these if not given.
         language: Of the text; the model finds out if not given.
-        ref_audio: Clone the voice in this file, which needs a base model.
+        ref_audio: Clone the voice in this file, which needs a base model of Qwen3-TTS.
         streaming: Lay text beside frames; as the checkpoint was trained if not given, and not for folders.
         batch_size: Texts spoken at once.
-        codec: Folder or name of a model whose codec to use; ``formants`` is that of the quickstart. That of the model
-            if not given.
+        codec: Folder or name of a codec, such as descript/dac_44khz for Dia, or of a model whose codec to use;
+            ``formants`` is that of the quickstart. That of the model if not given.
         sampling: How codes are chosen; what is not given comes from the model's ``generation_config.json``.
     """
     if (text is None) == (texts is None):
@@ -153,17 +155,17 @@ def _clone(path: Path, speaker: Speaker, sample_rate: int) -> NDArray[np.float32
     return speaker.embed(audio)
 
 
-def _find_codec(name: str | None, speaker: Speaker) -> Codec:
+def _find_codec(name: str | None, speaker: Speaker) -> AnyCodec:
     if name == SPOKEN:
         return build_small_codec()
     source = name or speaker.codec_source
     if source is None:
         raise ValueError(
-            "codec: not given, and the model has none: expected the name or folder of a model with speech_tokenizer, "
-            "or formants for a model of the quickstart"
+            "codec: not given, and the model has none: expected the name or folder of a model with one, or of a codec "
+            "such as descript/dac_44khz, or formants for a model of the quickstart"
         )
     fetch_speech_model(source, "codec")
-    codec, wanted = load_codec(find_speech_model(source)), speaker.model.config.num_codebooks
+    codec, wanted = load_codec(find_speech_model(source)), speaker.config.num_codebooks
     if codec.num_codebooks != wanted:
         raise ValueError(f"codec: got {source!r}: it has {codec.num_codebooks} codebooks: expected {wanted}")
     return codec.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))

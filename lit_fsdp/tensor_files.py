@@ -138,21 +138,35 @@ def compute_fingerprint(folder: Path) -> str:
 
 def _find_files(folder: Path) -> dict[Path, list[str]]:
     """Map the files to the names that the index gives them; no names where there is no index."""
-    if (index := folder / INDEX).is_file():
+    index, single = _name_files(folder)
+    if index.is_file():
         try:
             parts: dict[str, str] = json.loads(index.read_text())["weight_map"]
         except (ValueError, KeyError) as error:
             raise ValueError(f"{index}: no index of safetensors files: {error!r}; download the file again") from error
         missing = sorted({part for part in parts.values() if not (folder / part).is_file()})
         if missing:
-            raise ValueError(f"{folder}: {INDEX} names files that are not there: {', '.join(missing)}")
+            raise ValueError(f"{folder}: {index.name} names files that are not there: {', '.join(missing)}")
         files: dict[Path, list[str]] = {}
         for name, part in parts.items():
             files.setdefault(folder / part, []).append(name)
         return files
-    if (single := folder / SINGLE).is_file():
+    if single.is_file():
         return {single: []}
-    raise ValueError(f"{folder}: expected {SINGLE} or {INDEX} in this folder")
+    raise ValueError(f"{folder}: expected {single.name} or {index.name} in this folder")
+
+
+def _name_files(folder: Path) -> tuple[Path, Path]:
+    """Return where the index and the single file are: of those with other weights too, ``config.json`` names them."""
+    try:
+        name = json.loads((folder / "config.json").read_text()).get("transformers_weights")
+    except (OSError, ValueError, AttributeError):
+        name = None
+    if not isinstance(name, str):
+        return folder / INDEX, folder / SINGLE
+    return (
+        (folder / name, folder / SINGLE) if name.endswith(".json") else (folder / f"{name}.index.json", folder / name)
+    )
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:

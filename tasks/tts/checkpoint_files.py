@@ -8,21 +8,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.base_model import BASE, LORA, describe_base
 from lit_fsdp.checkpoint_reader import EXPORT
-from lit_fsdp.tasks.tts.config import SpeechConfig
+from lit_fsdp.tasks.tts.family import FamilyConfig
 from lit_fsdp.tasks.tts.pretrained import find_speech_model
 
 SPEECH = "speech"
 GENERATION = "generation_config.json"
 
 
-def describe_run(config: SpeechConfig, data: Any, *, pretrained: str | None, lora: LoRA | None) -> dict[str, Any]:
+def describe_run(config: FamilyConfig, data: Any, *, pretrained: str | None, lora: LoRA | None) -> dict[str, Any]:
     """Return what goes into a checkpoint, in plain types.
 
-    ``export`` holds the small files of the model's folder by name; ``speech`` the ``voices`` (mean embedding of each
-    speaker of the training data), ``streaming`` and ``pretrained``.
+    ``export`` holds the small files of the model's folder by name; ``speech`` the ``voices`` (mean embedding or
+    number of each speaker of the training data), ``streaming`` and ``pretrained``.
 
     Args:
         config: Of the model.
@@ -35,7 +37,7 @@ def describe_run(config: SpeechConfig, data: Any, *, pretrained: str | None, lor
         files |= read_tokenizer_files(data.tokenizer)
     if (given := read_generation_config(pretrained)) is not None:
         files[GENERATION] = given
-    voices = {name: voice.tolist() for name, voice in getattr(data, "voices", {}).items()}
+    voices = {name: np.asarray(voice).tolist() for name, voice in getattr(data, "voices", {}).items()}
     speech = {"voices": voices, "streaming": bool(getattr(data, "streaming", False)), "pretrained": pretrained}
     found: dict[str, Any] = {EXPORT: files, SPEECH: speech}
     if lora is not None:

@@ -25,6 +25,7 @@ from transformers.models.mimi.modeling_mimi import (
 )
 
 from lit_fsdp.tasks.tts.codec_decoder import CodecDecoder, parse_decoder_config
+from lit_fsdp.tasks.tts.hub_codec import HubCodec, is_hub_codec, load_hub_codec
 from lit_fsdp.tasks.tts.pretrained import find_codec
 
 MODEL_TYPE = "qwen3_tts_tokenizer_12hz"
@@ -123,11 +124,14 @@ def _parse_encoder_config(settings: Mapping[str, Any]) -> MimiConfig:
     return config
 
 
-def load_codec(folder: Path) -> Codec:
+AnyCodec = Codec | HubCodec
+
+
+def load_codec(folder: Path) -> AnyCodec:
     """Return the codec in a folder, ready to use, on the CPU in float32.
 
     Args:
-        folder: Of the codec itself, or of a model with a folder ``speech_tokenizer``.
+        folder: Of the codec itself, or of a model that has one: a folder ``speech_tokenizer``, or Mimi inside of CSM.
 
     Raises:
         ValueError: The files are missing or do not fit, tensor by tensor.
@@ -135,6 +139,8 @@ def load_codec(folder: Path) -> Codec:
     from safetensors.torch import load_file
 
     folder = find_codec(folder)
+    if is_hub_codec(folder):
+        return load_hub_codec(folder)
     paths = folder / "config.json", folder / "model.safetensors"
     codec = Codec(json.loads(paths[0].read_text()))
     try:

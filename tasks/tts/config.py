@@ -11,6 +11,7 @@ from typing import Any
 from transformers import Qwen3Config
 
 MODEL_TYPE = "qwen3_tts"
+FRAMES_PER_S = 12.5
 # What Transformers' Qwen3 takes of the settings of a talker or code predictor.
 _TRANSFORMER = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -110,6 +111,21 @@ class SpeechConfig:
         if language not in self.languages:
             raise ValueError(f"language: got {name!r}: expected auto or one of {', '.join(sorted(self.languages))}")
         return self.languages[language]
+
+    @property
+    def codebook_size(self) -> int:
+        """Codes of speech are below it."""
+        return min(int(self.predictor.vocab_size), self.ids.pad)
+
+    @property
+    def frames_per_s(self) -> float:
+        """Of the codec."""
+        return FRAMES_PER_S
+
+    @property
+    def voice_size(self) -> int:
+        """Numbers in the embedding of a speaker."""
+        return int(self.talker.hidden_size)
 
     @property
     def suppressed_ids(self) -> list[int]:

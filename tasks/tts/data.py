@@ -14,21 +14,19 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from lit_fsdp.tasks.loading import PADDING, ResumableLoader, build_eval_loader, build_train_loader
-from lit_fsdp.tasks.tts.config import SpeechConfig
+from lit_fsdp.tasks.tts.families import find_family
+from lit_fsdp.tasks.tts.family import Family, FamilyConfig, Voice
 from lit_fsdp.tasks.tts.formants import SPOKEN, make_corpus
-from lit_fsdp.tasks.tts.layout import Batch, Utterance, collate_prompts, collate_training, encode_text
-from lit_fsdp.tasks.tts.layout import count_positions as count
+from lit_fsdp.tasks.tts.layout import Batch, Utterance
 from lit_fsdp.tasks.tts.manifest import read_lines
-from lit_fsdp.tasks.tts.prepared import PreparedRow, average_speakers, read_rows
+from lit_fsdp.tasks.tts.prepared import PreparedRow, read_rows
+from lit_fsdp.tasks.tts.step_counts import StepCounts
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
 
-FRAMES_PER_S = 12.5
 _HELD_OUT_SEED = 0
-_CODEBOOKS = 16  # of an example batch; a run takes the model's
 _CHARACTERS_PER_S = 20  # more than anybody speaks, for an example batch
 
 
@@ -54,7 +52,8 @@ class SpeechData(LightningDataModule):
         tokenizer: Of the text: model name on the Hub, folder, or ``bytes`` for one without a download.
         speaker_embedding: ``row`` gives each row the embedding of its own reference audio, which teaches to clone
             voices. ``mean`` gives it the mean over all training rows of its speaker, as for voices that will be built
-            in. ``none`` trains without.
+            in. ``none`` trains without. The default is ``mean`` for models that take embeddings of speakers, else
+            ``none``.
         streaming: Lay text beside frames, one id a frame, as the official inference does for text that arrives bit
             by bit. Otherwise all text comes before the speech.
         max_seconds: Leave longer rows out: the longest ones set the memory of a step.
@@ -75,7 +74,7 @@ class SpeechData(LightningDataModule):
         validation_fraction: float = 0.0,
         predict: str | None = None,
         tokenizer: str,
-        speaker_embedding: Literal["row", "mean", "none"] = "mean",
+        speaker_embedding: Literal["row", "mean", "none"] | None = None,
         streaming: bool = False,
         max_seconds: float = 30.0,
         batch_size: int = 1,
@@ -105,14 +104,28 @@ class SpeechData(LightningDataModule):
         self.tokenizer_name, self.speaker_embedding, self.streaming = tokenizer, speaker_embedding, streaming
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size  # not 0
         self.num_workers, self.repeat, self.shuffle, self.seed = num_workers, repeat, shuffle, seed
-        self.speech_config: SpeechConfig | None = None
-        self.voices: dict[str, NDArray[np.float32]] = {}
+        self.speech_config: FamilyConfig | None = None
+        self.voices: dict[str, Voice] = {}
         self._rows: dict[str, list[PreparedRow]] = {}
         self._tokenizer: Any = None
 
-    def attach(self, config: SpeechConfig) -> None:
-        """Tell the data which model it is for, where no Trainer does: ids on the tracks are the model's."""
-        self.speech_config = config
+    def attach(self, config: FamilyConfig) -> None:
+        """Tell the data which model it is for, where no Trainer does: ids in batches are the model's.
+
+        Raises:
+            ValueError: The model cannot be trained on data that is laid out so.
+        """
+        choice = self.speaker_embedding
+        if choice is None:
+            choice = "none" if config.voice_size is None else "mean"
+        family = find_family(config.raw["model_type"])
+        family.check_data(config, speaker_embedding=choice, is_streaming=self.streaming)
+        self.speaker_embedding, self.speech_config = choice, config
+
+    @property
+    def family(self) -> Family:
+        """That of the model."""
+        return find_family(self._get_config().raw["model_type"])
 
     @property
     def tokenizer(self) -> Any:
@@ -128,7 +141,7 @@ class SpeechData(LightningDataModule):
         if self.sources["train"] is not None and "train" not in self._rows:
             rows = self._read("train")
             kept, held = _split(rows, self.validation_fraction)
-            self.voices = {} if self.speaker_embedding == "none" else average_speakers(kept)
+            self.voices = self._find_voices(kept)
             self._rows["train"] = kept
             if held:
                 self._rows["validation"] = held
@@ -139,7 +152,7 @@ class SpeechData(LightningDataModule):
         source = self.sources[split]
         assert source is not None
         rows = make_corpus(self._get_config()) if source == SPOKEN else read_rows(source)
-        kept = [row for row in rows if len(row.codes) <= self.max_seconds * FRAMES_PER_S]
+        kept = [row for row in rows if len(row.codes) <= self.max_seconds * self._get_config().frames_per_s]
         if not kept:
             raise ValueError(f"max_seconds: got {self.max_seconds}: all {len(rows)} rows of {split} are longer")
         if len(kept) < len(rows):
@@ -159,14 +172,14 @@ class SpeechData(LightningDataModule):
         loader = build_train_loader(
             self._encode(rows) * self.repeat,
             batch_size=self.batch_size,
-            collate=partial(_collate_training, config=self._get_config(), is_streaming=self.streaming),
+            collate=partial(self.family.collate, config=self._get_config(), is_streaming=self.streaming),
             shuffle=self.shuffle,
             seed=self.seed,
             num_workers=self.num_workers,
             trainer=trainer,
             what=f"train ({len(rows)} clips)",
         )
-        loader.annotate = StepCounts(loader, lengths, trainer)
+        loader.annotate = StepCounts(loader, lengths, trainer, predicts_ends=self.family.predicts_ends)
         return loader
 
     def val_dataloader(self) -> Any:
@@ -177,7 +190,7 @@ class SpeechData(LightningDataModule):
         return build_eval_loader(
             self._encode(self._rows["validation"]),
             batch_size=self.eval_batch_size,
-            collate=partial(_collate_eval, config=self._get_config(), is_streaming=self.streaming),
+            collate=partial(_collate_eval, self.family, config=self._get_config(), is_streaming=self.streaming),
             num_workers=self.num_workers,
             trainer=self.trainer,
         )
@@ -191,35 +204,22 @@ class SpeechData(LightningDataModule):
         return build_eval_loader(
             utterances,
             batch_size=self.eval_batch_size,
-            collate=partial(_collate_prompts, config=self._get_config(), is_streaming=self.streaming),
+            collate=partial(_collate_prompts, self.family, config=self._get_config(), is_streaming=self.streaming),
             num_workers=0,
             trainer=self.trainer,
         )
 
     def make_example_batch(self) -> Batch:
         """Return a micro-batch of the largest size that training can have, without reading data."""
-        frames = int(self.max_seconds * FRAMES_PER_S)
-        length = count(
-            int(self.max_seconds * _CHARACTERS_PER_S), frames, has_language=True, is_streaming=self.streaming
+        config = self._get_config()
+        batch = self.family.make_example_batch(
+            config,
+            batch_size=self.batch_size,
+            num_text_ids=int(self.max_seconds * _CHARACTERS_PER_S),
+            num_frames=int(self.max_seconds * config.frames_per_s),
+            is_streaming=self.streaming,
         )
-        shape = self.batch_size, length
-        ids, ones = torch.zeros(shape, dtype=torch.int64), torch.ones(shape, dtype=torch.bool)
-        tokens = self.batch_size * (frames + 1)
-        return {
-            "text_ids": ids,
-            "codec_ids": ids.clone(),
-            "attention_mask": ones.long(),
-            "codec_mask": ones,
-            "speaker_mask": ones.clone(),
-            "codes": torch.zeros(*shape, _CODEBOOKS, dtype=torch.int64),
-            "frame_mask": ones.clone(),
-            "state_index": torch.zeros(tokens, dtype=torch.int64),
-            "labels": torch.zeros(tokens, dtype=torch.int64),
-            "label_weights": torch.ones(tokens, dtype=torch.int64),
-            "frame_index": torch.ones(self.batch_size * frames, dtype=torch.int64),
-            "frame_weights": torch.ones(self.batch_size * frames, dtype=torch.int64),
-            "step_counts": torch.ones(2, dtype=torch.int64),
-        }
+        return {**batch, "step_counts": torch.ones(2, dtype=torch.int64)}
 
     # Utterances
 
@@ -244,7 +244,7 @@ class SpeechData(LightningDataModule):
         elif self.voices:
             speaker = next(iter(self.voices.values()))
         return Utterance(
-            text_ids=encode_text(self.tokenizer, row.text),
+            text_ids=self.family.encode_text(self.tokenizer, row.text, config, speaker),
             language=config.find_language(row.language, name),
             speaker=speaker,
         )
@@ -253,91 +253,70 @@ class SpeechData(LightningDataModule):
         """Return the first rows of validation, or of training where nothing is held out; the same on all ranks."""
         return (self._rows.get("validation") or self._rows.get("train") or [])[:num_rows]
 
-    def _find_speaker(self, row: PreparedRow) -> NDArray[np.float32] | None:
+    def _find_voices(self, rows: Sequence[PreparedRow]) -> dict[str, Voice]:
+        takes_embeddings = self._get_config().voice_size is not None
+        return {} if takes_embeddings and self.speaker_embedding == "none" else self.family.find_voices(rows)
+
+    def _find_speaker(self, row: PreparedRow) -> Voice | None:
+        size = self._get_config().voice_size
+        if size is None:
+            return self._find_number(row)
         if self.speaker_embedding == "none":
             return None
         own = row.speaker_embedding if len(row.speaker_embedding) else None
-        found = own if self.speaker_embedding == "row" else self.voices.get(row.speaker, own)
+        found: Any = own if self.speaker_embedding == "row" else self.voices.get(row.speaker, own)
         if found is None:
             raise ValueError(
                 f"speaker_embedding: got {self.speaker_embedding!r}: {row.audio or 'a row'} has no embedding: expected "
                 "data prepared with a base model, or speaker_embedding: none"
             )
-        if len(found) != (size := self._get_config().talker.hidden_size):
+        if len(found) != size:
             raise ValueError(
                 f"train: {row.audio or 'a row'} has a speaker embedding of {len(found)} numbers: expected {size}: "
                 "prepare the data with the model that is trained"
             )
         return found
 
+    def _find_number(self, row: PreparedRow) -> Voice | None:
+        """Return the number of a speaker, where the model has numbers for them."""
+        known = {**self._get_config().speakers, **self.voices}
+        if known and row.speaker not in known:
+            names = ", ".join(sorted(self.voices)) or "none"
+            raise ValueError(f"{row.audio}: got speaker {row.speaker!r}: expected one of the training data: {names}")
+        return known.get(row.speaker)
+
     def _encode(self, rows: Sequence[PreparedRow]) -> list[Utterance]:
-        config = self._get_config()
+        family, config = self.family, self._get_config()
         for row in rows:
             if row.codes.shape[1] != config.num_codebooks:
                 raise ValueError(
                     f"{row.audio}: got {row.codes.shape[1]} codebooks: expected {config.num_codebooks}, the model's"
                 )
-            size = config.predictor.vocab_size
+            size = config.codebook_size
             if row.codes.size and not 0 <= row.codes.min() <= row.codes.max() < size:
                 raise ValueError(
                     f"{row.audio}: got codes from {row.codes.min()} to {row.codes.max()}: expected 0 to {size - 1}: "
                     "prepare the data with the model that is trained"
                 )
+        speakers = [self._find_speaker(row) for row in rows]
         return [
             Utterance(
-                text_ids=encode_text(self.tokenizer, row.text),
+                text_ids=family.encode_text(self.tokenizer, row.text, config, speaker),
                 codes=row.codes,
                 language=config.find_language(row.language, row.speaker),
-                speaker=self._find_speaker(row),
+                speaker=speaker,
             )
-            for row in rows
+            for row, speaker in zip(rows, speakers, strict=True)
         ]
 
-    def _get_config(self) -> SpeechConfig:
+    def _get_config(self) -> FamilyConfig:
         if self.speech_config is None:
             module: Any = getattr(self.trainer, "lightning_module", None)
             if not hasattr(module, "read_config"):
                 raise RuntimeError("the data does not know its model: call attach(config), or train TextToSpeech")
-            self.speech_config = module.read_config()
+            self.attach(module.read_config())
         assert self.speech_config is not None
         return self.speech_config
-
-
-class StepCounts:
-    """Gives each micro-batch the numbers of talker tokens and frames in its whole step, over all ranks.
-
-    The data is in one order that all ranks know, so nothing is exchanged for it; see Note [Loss of speech].
-
-    Args:
-        loader: Whose batches they are.
-        num_frames: Of each row.
-        trainer: Says how many micro-batches are a step, and at which batch an epoch ends.
-    """
-
-    def __init__(self, loader: ResumableLoader, num_frames: NDArray[np.int64], trainer: Any) -> None:
-        sampler: Any = loader.sampler
-        self.sampler, self.num_frames, self.trainer = sampler, num_frames, trainer
-        self._order: tuple[int, NDArray[np.int64]] | None = None
-
-    def __call__(self, batch: Batch, place: tuple[int, int]) -> Batch:
-        """Return the batch with ``step_counts`` [2]."""
-        epoch, seen = place
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, np.asarray(self.sampler.draw_order(epoch))
-        size, order = self.sampler.global_batch_size, self._order[1]
-        num_batches = self.sampler.num_batches
-        limit = getattr(self.trainer, "num_training_batches", None)
-        if isinstance(limit, int) and limit > 0:
-            num_batches = min(num_batches, limit)
-        # As Lightning counts them, also where a resumed epoch goes on with another batch size.
-        done = self.sampler.num_batches - (self.sampler.dataset_size - seen) // size
-        # Asked each time: GradientAccumulationScheduler changes it between epochs.
-        accumulate = getattr(self.trainer, "accumulate_grad_batches", 1)
-        first = done // accumulate * accumulate
-        last = min(first + accumulate, num_batches)
-        rows = order[max(seen - (done - first) * size, 0) : seen + (last - done) * size]
-        frames = int(self.num_frames[rows].sum())
-        return {**batch, "step_counts": torch.tensor([frames + len(rows), frames])}
 
 
 def read_prompts(path: Path, setting: str = "predict") -> list[PromptRow]:
@@ -379,15 +358,13 @@ def _split(rows: list[PreparedRow], fraction: float) -> tuple[list[PreparedRow],
     return [r for i, r in enumerate(rows) if i not in held], [r for i, r in enumerate(rows) if i in held]
 
 
-def _collate_training(rows: list[Utterance], config: SpeechConfig, is_streaming: bool) -> Batch:
-    return collate_training(rows, config, is_streaming=is_streaming)
-
-
-def _collate_eval(rows: list[tuple[int, Utterance]], config: SpeechConfig, is_streaming: bool) -> Batch:
+def _collate_eval(family: Family, rows: list[tuple[int, Utterance]], config: FamilyConfig, is_streaming: bool) -> Batch:
     counted = [Utterance(**{**vars(u), "is_counted": index != PADDING}) for index, u in rows]
-    return collate_training(counted, config, is_streaming=is_streaming)
+    return family.collate(counted, config, is_streaming=is_streaming)
 
 
-def _collate_prompts(rows: list[tuple[int, Utterance]], config: SpeechConfig, is_streaming: bool) -> Batch:
-    batch = collate_prompts([u for _, u in rows], config, is_streaming=is_streaming)
+def _collate_prompts(
+    family: Family, rows: list[tuple[int, Utterance]], config: FamilyConfig, is_streaming: bool
+) -> Batch:
+    batch = family.collate_prompts([u for _, u in rows], config, is_streaming=is_streaming)
     return {**batch, "index": torch.tensor([index for index, _ in rows])}

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lit_fsdp.tasks.tts.config import SpeakerEncoderConfig, SpeechConfig
+from lit_fsdp.tasks.tts.config import SpeakerEncoderConfig
+from lit_fsdp.tasks.tts.family import FamilyConfig
 from lit_fsdp.tasks.tts.prepared import PreparedRow
 from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
 
@@ -87,7 +88,7 @@ def _encode_corpus() -> list[tuple[str, str, NDArray[np.int64], NDArray[np.float
     return [(name, text, c.numpy(), audio) for (name, text, audio), c in zip(clips, codes, strict=True)]
 
 
-def make_corpus(config: SpeechConfig) -> list[PreparedRow]:
+def make_corpus(config: FamilyConfig) -> list[PreparedRow]:
     """Return the sentences by each voice, with codes of the small codec, as if they had been prepared.
 
     Args:
@@ -96,15 +97,17 @@ def make_corpus(config: SpeechConfig) -> list[PreparedRow]:
     Raises:
         ValueError: The model's codebooks are smaller than the codec's.
     """
-    size = build_codec_config()["decoder_config"]["codebook_size"]
-    if config.predictor.vocab_size < size or config.ids.pad < size:
+    codec = build_codec_config()
+    size, num_codebooks = codec["decoder_config"]["codebook_size"], codec["encoder_valid_num_quantizers"]
+    if config.codebook_size < size or config.num_codebooks > num_codebooks:
         raise ValueError(
-            f"train: got {SPOKEN!r}: its codes go up to {size - 1}: expected a model with codec_pad_id and "
-            f"code_predictor_config.vocab_size of {size} or more"
+            f"train: got {SPOKEN!r}: its codes go up to {size - 1}, in {num_codebooks} codebooks: expected a model of "
+            f"up to {num_codebooks} codebooks of {size} codes or more, not {config.num_codebooks} of "
+            f"{config.codebook_size}"
         )
     rows = []
     for name, text, codes, audio in _encode_corpus():
-        embedding = describe_voice(audio, config.talker.hidden_size)
+        embedding = describe_voice(audio, config.voice_size or 0)
         rows.append(
             PreparedRow(
                 audio=f"{SPOKEN}/{name}/{text}",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ _MIN_FRAMES = 2  # the official inference never ends before
 class Sampling:
     """How speech is generated. What is not given is as in the model's ``generation_config.json``, or else the official.
 
+    What is official here is so for Qwen3-TTS; CSM and Dia have some other values.
+
     Args:
         do_sample: Draw codebook 0 at random; otherwise take the likeliest. Officially true.
         temperature: Below 1 prefers likely codes. Officially 0.9.
@@ -31,8 +34,10 @@ class Sampling:
         predictor_temperature: As ``temperature``.
         predictor_top_k: As ``top_k``.
         predictor_top_p: As ``top_p``.
-        max_frames: Stop here, at 12.5 frames a second, though no end was written. Officially 2048.
+        max_frames: Stop here, though no end was written. Officially 2048. Models write 12.5 frames a second, Dia 86.
         seed: Of the random numbers; the same seed gives the same speech.
+        guidance_scale: Above 1, codes become likelier that are so because of the text; every step then computes
+            twice as much. Only of Dia, officially 3.
     """
 
     do_sample: bool | None = None
@@ -46,6 +51,7 @@ class Sampling:
     predictor_top_p: float | None = None
     max_frames: int | None = None
     seed: int = 0
+    guidance_scale: float | None = None
 
     def check(self) -> None:
         """Refuse what would be ignored or fail.
@@ -55,17 +61,18 @@ class Sampling:
         """
         self.complete()
 
-    def complete(self, own: Mapping[str, Any] | None = None) -> SamplingValues:
+    def complete(self, own: Mapping[str, Any] | None = None, base: SamplingValues | None = None) -> SamplingValues:
         """Return all values: those that are given, else those of a model, else the official ones.
 
         Args:
             own: Contents of the model's ``generation_config.json``.
+            base: The official ones of its family; those of Qwen3-TTS if not given.
 
         Raises:
             ValueError: A setting would be ignored or fail.
         """
         given = {name: value for name, value in asdict(self).items() if value is not None}
-        values = SamplingValues(**{**_parse_official(own or {}), **given})
+        values = replace(base or SamplingValues(), **{**_parse_official(own or {}), **given})
         values.check()
         for prefix in ("", "predictor_"):
             if getattr(values, f"{prefix}do_sample"):
@@ -81,7 +88,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingValues:
-    """What a ``Sampling`` comes to for one model; the defaults are the official ones."""
+    """What a ``Sampling`` comes to for one model; the defaults are the official ones of Qwen3-TTS."""
 
     do_sample: bool = True
     temperature: float = 0.9
@@ -94,6 +101,7 @@ class SamplingValues:
     predictor_top_p: float = 1.0
     max_frames: int = 2048
     seed: int = 0
+    guidance_scale: float = 1.0
 
     def check(self) -> None:
         """Refuse values that fail.
@@ -112,6 +120,8 @@ class SamplingValues:
                 raise ValueError(f"sampling.{name}: got {getattr(self, name)}: expected 0 (all) or more")
         if self.max_frames < 1:
             raise ValueError(f"sampling.max_frames: got {self.max_frames}: expected 1 or more")
+        if self.guidance_scale < 1:
+            raise ValueError(f"sampling.guidance_scale: got {self.guidance_scale}: expected 1 (none) or above")
 
 
 GREEDY = {"do_sample": False, "predictor_do_sample": False}
@@ -146,7 +156,7 @@ def generate_codes(model: Qwen3TTS, batch: Batch, sampling: Sampling | SamplingV
     sampling = sampling.complete() if isinstance(sampling, Sampling) else sampling
     device = batch["text_ids"].device
     generator = torch.Generator(device=device).manual_seed(sampling.seed)
-    choose = Chooser(sampling, generator, config.suppressed_ids, config.ids.eos)
+    choose = Chooser(sampling, generator, suppressed=config.suppressed_ids, late=config.ids.eos)
     mask, cache = batch["attention_mask"], DynamicCache(config=config.talker)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     output = talker.run(model.embed_tracks(batch), mask, position_ids=positions, past_key_values=cache, use_cache=True)
@@ -162,7 +172,7 @@ def generate_codes(model: Qwen3TTS, batch: Batch, sampling: Sampling | SamplingV
         firsts.append(first)
         is_open = is_open & (first != config.ids.eos)
         # One frame less than picks, so that the last pick may be the end.
-        if not _is_any(is_open) or len(frames) == sampling.max_frames:
+        if not is_any(is_open) or len(frames) == sampling.max_frames:
             break
         codes, embedded = _predict_others(model, first, state, choose)
         frames.append(codes)
@@ -199,12 +209,14 @@ class Chooser:
 
     Args:
         sampling: How.
-        generator: Of random numbers.
-        suppressed: Ids that are never written into codebook 0.
-        eos: Id of the end.
+        generator: For what is drawn, on the device of the logits.
+        suppressed: Codes that codebook 0 must not have.
+        late: Code that it must not begin with.
     """
 
-    def __init__(self, sampling: SamplingValues, generator: torch.Generator, suppressed: list[int], eos: int) -> None:
+    def __init__(
+        self, sampling: SamplingValues, generator: torch.Generator, *, suppressed: list[int], late: int | None = None
+    ) -> None:
         from transformers import (
             MinNewTokensLengthLogitsProcessor,
             RepetitionPenaltyLogitsProcessor,
@@ -216,10 +228,12 @@ class Chooser:
         self.processors: list[Callable[..., Tensor]] = []
         if sampling.repetition_penalty != 1:
             self.processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-        self.processors.append(MinNewTokensLengthLogitsProcessor(0, _MIN_FRAMES, eos, device=str(device)))
-        self.processors.append(SuppressTokensLogitsProcessor(suppressed, device=str(device)))
+        if late is not None:
+            self.processors.append(MinNewTokensLengthLogitsProcessor(0, _MIN_FRAMES, late, device=str(device)))
+        if suppressed:
+            self.processors.append(SuppressTokensLogitsProcessor(suppressed, device=str(device)))
         first, other = (
-            _build_warpers(*(getattr(sampling, f"{prefix}{name}") for name in ("temperature", "top_k", "top_p")))
+            build_warpers(*(getattr(sampling, f"{prefix}{name}") for name in ("temperature", "top_k", "top_p")))
             for prefix in ("", "predictor_")
         )
         if sampling.do_sample:
@@ -227,12 +241,12 @@ class Chooser:
         self.others = other if sampling.predictor_do_sample else []
 
     def pick_first(self, logits: Tensor, written: list[Tensor]) -> Tensor:
-        """Return ids of codebook 0 or the end [batch], with those that were written before in mind."""
+        """Return codes [batch] of codebook 0 from its logits, after those that were written."""
         before = torch.stack(written, dim=1) if written else logits.new_zeros(len(logits), 0, dtype=torch.int64)
         return self._pick(logits, before, self.processors, self.sampling.do_sample)
 
     def pick_other(self, logits: Tensor) -> Tensor:
-        """Return ids of another codebook [batch]."""
+        """Return codes [batch] of another codebook."""
         before = logits.new_zeros(len(logits), 0, dtype=torch.int64)
         return self._pick(logits, before, self.others, self.sampling.predictor_do_sample)
 
@@ -244,15 +258,23 @@ class Chooser:
         return torch.multinomial(scores.softmax(-1), 1, generator=self.generator).squeeze(1)
 
 
-def _build_warpers(temperature: float, top_k: int, top_p: float) -> list[Any]:
+def build_warpers(temperature: float, top_k: int, top_p: float, *, keep_all: bool = False) -> list[Any]:
+    """Return processors of Transformers for what is drawn.
+
+    Args:
+        temperature: As in ``Sampling``.
+        top_k: The same.
+        top_p: The same.
+        keep_all: Have the one of the temperature also where that is 1.
+    """
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-    warpers: list[Any] = [TemperatureLogitsWarper(temperature)] if temperature != 1 else []
+    warpers: list[Any] = [TemperatureLogitsWarper(temperature)] if temperature != 1 or keep_all else []
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     return warpers + ([TopPLogitsWarper(top_p)] if top_p < 1 else [])
 
 
-def _is_any(is_open: Tensor) -> bool:
+def is_any(is_open: Tensor) -> bool:
     """Tell whether any prompt of any rank is still open."""
     count = is_open.sum()
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -278,7 +300,7 @@ def _parse_official(settings: Mapping[str, Any]) -> dict[str, Any]:
     renamed = {"max_new_tokens": "max_frames", "subtalker_dosample": "predictor_do_sample"}
     found = {}
     for name, value in settings.items():
-        ours = renamed.get(name, name.replace("subtalker_", "predictor_"))
+        ours = renamed.get(name, re.sub("^(subtalker|depth_decoder)_", "predictor_", name))
         if ours in known and value is not None:
             found[ours] = value
     return found

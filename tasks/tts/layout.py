@@ -125,7 +125,7 @@ def collate_training(utterances: Sequence[Utterance], config: SpeechConfig, *, i
         is_streaming: See Note [Layout].
     """
     prompts = [lay_out_prompt(u, config, is_streaming=is_streaming) for u in utterances]
-    length = max(len(p.text) + len(_get_codes(u)) + 1 for p, u in zip(prompts, utterances, strict=True))
+    length = max(len(p.text) + len(get_codes(u)) + 1 for p, u in zip(prompts, utterances, strict=True))
     batch = _stack_prompts(prompts, length, config, on_left=False)
     shape = len(utterances), length
     codes = torch.zeros(*shape, config.num_codebooks, dtype=torch.int64)
@@ -133,7 +133,7 @@ def collate_training(utterances: Sequence[Utterance], config: SpeechConfig, *, i
     targets: dict[str, list[Tensor]] = {name: [] for name in ("state_index", "labels", "label_weights")}
     targets |= {name: [] for name in ("frame_index", "frame_weights")}
     for row, (utterance, prompt) in enumerate(zip(utterances, prompts, strict=True)):
-        frames = torch.from_numpy(_get_codes(utterance))
+        frames = torch.from_numpy(get_codes(utterance))
         num_frames, begin = len(frames), len(prompt.text)
         end = begin + num_frames  # where the end stands
         first = torch.cat([frames[:, 0], torch.tensor([config.ids.eos])])
@@ -202,6 +202,7 @@ def _stack_speakers(utterances: Sequence[Utterance]) -> Batch:
     return {"speaker": torch.from_numpy(np.stack(rows).astype(np.float32))}
 
 
-def _get_codes(utterance: Utterance) -> Codes:
+def get_codes(utterance: Utterance) -> Codes:
+    """Return the codes of an utterance that has some."""
     assert utterance.codes is not None
     return utterance.codes

@@ -19,8 +19,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_fsdp.tasks.tts.config import SpeechConfig
+from lit_fsdp.tasks.tts.family import FamilyConfig
 from lit_fsdp.tasks.tts.formants import SPOKEN, build_codec_config, build_small_codec
+from lit_fsdp.tasks.tts.hub_codec import is_hub_codec, measure_hub_codec
 from lit_fsdp.tasks.tts.model import Qwen3TTS
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_codec, find_speech_model
 from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
@@ -28,7 +29,7 @@ from lit_fsdp.tasks.tts.speaking import Clip, Spoken
 from lit_fsdp.tasks.tts.transcribing import fetch_transcriber, load_transcriber
 
 if TYPE_CHECKING:  # it takes an eighth of a second, and most runs have no use for it
-    from lit_fsdp.tasks.tts.codec import Codec
+    from lit_fsdp.tasks.tts.codec import AnyCodec
 
 _MIN_SAMPLES = 4800  # shorter audio has too few frames to tell a voice
 Found = TypeVar("Found")
@@ -39,7 +40,7 @@ class Listening:
     """How speech that is generated in validation is listened to, on the first rank.
 
     Args:
-        codec: Model, by name or folder, whose codec decodes it; ``formants`` is that of the quickstart.
+        codec: Codec, or model with one, by name or folder, that decodes it; ``formants`` is that of the quickstart.
         transcriber: A Whisper model of Transformers that writes it down, for the word error rate; ``null`` has none.
         device: Of both. ``cuda`` is faster, and takes their memory from training on the first rank.
     """
@@ -70,7 +71,7 @@ def fetch_listening(settings: Listening) -> None:
         fetch_transcriber(settings.transcriber)
 
 
-def check_listening(settings: Listening, config: SpeechConfig) -> None:
+def check_listening(settings: Listening, config: FamilyConfig) -> None:
     """Refuse a codec that other codes belong to, before training and not at its first validation.
 
     Raises:
@@ -78,20 +79,25 @@ def check_listening(settings: Listening, config: SpeechConfig) -> None:
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("listening.device: got 'cuda': there is no GPU; set cpu")
-    is_small = settings.codec == SPOKEN
-    path = None if is_small else find_codec(find_speech_model(settings.codec)) / "config.json"
-    about = build_codec_config() if path is None else json.loads(path.read_text())
-    own, wanted = about["encoder_valid_num_quantizers"], config.num_codebooks
+    (own, size), wanted = _measure_codec(settings.codec), config.num_codebooks
     if own != wanted:
         raise ValueError(
             f"listening.codec: got {settings.codec!r}: it has {own} codebooks: expected {wanted}, the model's"
         )
-    size = about["decoder_config"]["codebook_size"]
-    if size < config.predictor.vocab_size:
+    if size < config.codebook_size:
         raise ValueError(
             f"listening.codec: got {settings.codec!r}: its codes end at {size - 1}: expected those of the model, up to "
-            f"{config.predictor.vocab_size - 1}"
+            f"{config.codebook_size - 1}"
         )
+
+
+def _measure_codec(name: str) -> tuple[int, int]:
+    """Return the number of codebooks of a codec and their size, from its configuration alone."""
+    folder = None if name == SPOKEN else find_codec(find_speech_model(name))
+    if folder is not None and is_hub_codec(folder):
+        return measure_hub_codec(folder)
+    about = build_codec_config() if folder is None else json.loads((folder / "config.json").read_text())
+    return about["encoder_valid_num_quantizers"], about["decoder_config"]["codebook_size"]
 
 
 class Listener:
@@ -103,7 +109,7 @@ class Listener:
 
     def __init__(self, settings: Listening) -> None:
         self.settings = settings
-        self._codec: Codec | None = None
+        self._codec: AnyCodec | None = None
 
     def listen(self, rows: Sequence[Spoken]) -> list[Clip]:
         """Return the audio of generated speech, with what was understood of it."""
@@ -122,7 +128,7 @@ class Listener:
         return clips
 
 
-def open_codec(name: str) -> Codec:
+def open_codec(name: str) -> AnyCodec:
     """Return a codec by the name or folder of its model."""
     from lit_fsdp.tasks.tts.codec import load_codec
 
@@ -150,12 +156,18 @@ def run_on_first(work: Callable[[], Found], trainer: Trainer) -> Found:
     return result
 
 
-def describe_clips(clips: Sequence[Clip], config: SpeechConfig) -> list[Heard]:
-    """Return what all ranks need of clips."""
+def describe_clips(clips: Sequence[Clip], config: Any) -> list[Heard]:
+    """Return what all ranks need of clips.
+
+    Args:
+        clips: Audio.
+        config: Of the model; one that takes no embeddings of speakers has no encoder to compare voices with.
+    """
+    encoder = config.speaker_encoder if config.voice_size is not None else None
     described = []
     for clip in clips:
-        is_long = config.speaker_encoder is not None and len(clip.audio) >= _MIN_SAMPLES
-        mels = compute_mels(clip.audio[None], config.speaker_encoder) if is_long and config.speaker_encoder else None
+        is_told = len(clip.audio) >= _MIN_SAMPLES
+        mels = compute_mels(clip.audio[None], encoder) if encoder is not None and is_told else None
         described.append(Heard(mels=mels, text=clip.heard))
     return described
 

@@ -8,7 +8,6 @@ ratio between them must be known before backward: see ``step_counts`` in ``task.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,32 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_fsdp.tasks.tts.config import SpeechConfig
+from lit_fsdp.tasks.tts.family import SpeechOutput
 from lit_fsdp.tasks.tts.layout import Batch
 from lit_fsdp.tasks.tts.speaker_encoder import SpeakerEncoder
 from lit_fsdp.tasks.tts.talker import Talker, set_attention
 
 PREDICTOR_WEIGHT = 0.3
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpeechOutput:
-    """What a batch gives: sums of losses, counts, and what metrics need.
-
-    Args:
-        talker_loss: Sum over the talker's targets.
-        predictor_loss: Sum over frames of the mean over codebooks.
-        num_tokens: Targets of the talker: frames and ends.
-        num_frames: Frames.
-        logits: Of the talker at its targets: [tokens, vocabulary].
-        predictor_logits: [frames, codebooks - 1, vocabulary].
-    """
-
-    talker_loss: Tensor
-    predictor_loss: Tensor
-    num_tokens: Tensor
-    num_frames: Tensor
-    logits: Tensor
-    predictor_logits: Tensor
 
 
 class Qwen3TTS(nn.Module):
@@ -98,6 +77,9 @@ class Qwen3TTS(nn.Module):
             num_frames=batch["frame_weights"].sum(),
             logits=logits,
             predictor_logits=predicted,
+            labels=batch["labels"],
+            is_end=batch["labels"] == self.config.ids.eos,
+            predictor_labels=codes[:, 1:],
         )
 
     def compute_states(self, batch: Batch) -> Tensor:
@@ -119,10 +101,10 @@ class Qwen3TTS(nn.Module):
         return text + codec
 
 
-def count_parameters(model: Qwen3TTS) -> dict[str, tuple[int, int]]:
-    """Return elements and trainable elements of each part of a model, by name."""
+def list_parts(model: Qwen3TTS) -> dict[str, nn.Module | None]:
+    """Return the parts of a model by name."""
     talker = model.talker
-    parts: dict[str, nn.Module | None] = {
+    return {
         "talker layers": talker.model.layers,
         "text_embedding": talker.model.text_embedding,
         "codec_embedding": talker.model.codec_embedding,
@@ -132,11 +114,6 @@ def count_parameters(model: Qwen3TTS) -> dict[str, tuple[int, int]]:
         "code_predictor": talker.code_predictor,
         "speaker_encoder": model.speaker_encoder,
     }
-    counts = {}
-    for name, part in parts.items():
-        parameters = list(part.parameters()) if part is not None else []
-        counts[name] = (sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))
-    return counts
 
 
 def load_model(folder: Path, *, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> Qwen3TTS:

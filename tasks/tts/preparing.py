@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from lit_fsdp.tasks.tts.audio import Audio, AudioError, Limits, check_audio, import_libraries, read_audio
-from lit_fsdp.tasks.tts.config import read_config
-from lit_fsdp.tasks.tts.formants import SAMPLE_RATE, SPOKEN, build_small_codec, describe_voice
+from lit_fsdp.tasks.tts.config import MODEL_TYPE, read_config
+from lit_fsdp.tasks.tts.formants import SPOKEN, build_small_codec, describe_voice
 from lit_fsdp.tasks.tts.manifest import ManifestRow
 from lit_fsdp.tasks.tts.prepared import PreparedRow
 from lit_fsdp.tasks.tts.pretrained import find_codec, find_speech_model
@@ -24,7 +25,7 @@ from lit_fsdp.tasks.tts.transcribing import find_transcriber, load_transcriber
 from lit_fsdp.tensor_files import compute_fingerprint
 
 if TYPE_CHECKING:  # it takes an eighth of a second, and most runs have no use for it
-    from lit_fsdp.tasks.tts.codec import Codec
+    from lit_fsdp.tasks.tts.codec import AnyCodec
 
 _SMALL_VOICE = 128  # numbers in the embedding of a speaker by formulas
 
@@ -89,11 +90,11 @@ class Preparer:
         rejected: list[Rejected] = []
         for row in rows:
             try:
-                audio, reference = self._read(row, languages)
+                audio, reference = self._read(row, languages, codec.sample_rate)
                 text = row.text
                 if text is None:
                     assert transcribe is not None
-                    (text,) = transcribe([audio], SAMPLE_RATE, [row.language])
+                    (text,) = transcribe([audio], codec.sample_rate, [row.language])
                 if not text.strip():
                     raise AudioError("text: nothing was heard")
                 # One by one: kernels may round differently in a batch, and codes must not depend on it.
@@ -107,7 +108,7 @@ class Preparer:
                     audio=row.audio,
                     text=text.strip(),
                     codes=codes.numpy(),
-                    seconds=round(len(audio) / SAMPLE_RATE, 4),
+                    seconds=round(len(audio) / codec.sample_rate, 4),
                     speaker=row.speaker.lower(),
                     language=row.language.lower(),
                     speaker_embedding=embedding,
@@ -115,7 +116,7 @@ class Preparer:
             )
         return prepared, rejected
 
-    def _read(self, row: ManifestRow, known: Sequence[str]) -> tuple[Audio, Audio]:
+    def _read(self, row: ManifestRow, known: Sequence[str], sample_rate: int) -> tuple[Audio, Audio]:
         if row.problem is not None:
             raise AudioError(row.problem)
         if row.text is not None and not row.text.strip():
@@ -124,19 +125,19 @@ class Preparer:
             raise AudioError("text: missing, and no transcriber is set")
         if known and row.language.lower() not in ("auto", *known):
             raise AudioError(f"language: got {row.language!r}: expected auto or one of {', '.join(known)}")
-        audio = read_audio(row.find(row.audio), SAMPLE_RATE, self.limits.max_seconds)
-        check_audio(audio, SAMPLE_RATE, self.limits)
+        audio = read_audio(row.find(row.audio), sample_rate, self.limits.max_seconds)
+        check_audio(audio, sample_rate, self.limits)
         if row.ref_audio is None:
             return audio, audio
         try:
-            reference = read_audio(row.find(row.ref_audio), SAMPLE_RATE, self.limits.max_seconds)
-            check_audio(reference, SAMPLE_RATE, self.limits)
+            reference = read_audio(row.find(row.ref_audio), sample_rate, self.limits.max_seconds)
+            check_audio(reference, sample_rate, self.limits)
         except AudioError as error:
             raise AudioError(f"ref_audio: {error}") from error
         return audio, reference
 
     def _load_encoder(self) -> SpeakerEncoder | None:
-        return None if self.model == SPOKEN else _load_encoder(self.model, self.device)
+        return _load_encoder(self.model, self.device) if self._is_qwen3() else None
 
     def _embed(self, audio: Audio, encoder: SpeakerEncoder | None) -> NDArray[np.float32]:
         if self.model == SPOKEN:
@@ -148,9 +149,16 @@ class Preparer:
             return np.asarray(encoder(mels)[0].cpu().numpy(), dtype=np.float32)
 
     def _list_languages(self) -> list[str]:
-        return [] if self.model == SPOKEN else sorted(read_config(find_speech_model(self.model)).languages)
+        return sorted(read_config(find_speech_model(self.model)).languages) if self._is_qwen3() else []
 
-    def _load_codec(self) -> Codec:
+    def _is_qwen3(self) -> bool:
+        """Tell whether the model may have a speaker encoder and languages."""
+        if self.model == SPOKEN:
+            return False
+        path = find_speech_model(self.model) / "config.json"
+        return json.loads(path.read_text()).get("model_type") == MODEL_TYPE
+
+    def _load_codec(self) -> AnyCodec:
         return build_small_codec() if self.model == SPOKEN else _load_codec(self.model, self.device)
 
 
@@ -161,7 +169,7 @@ def _describe(error: Exception) -> str:
 
 
 @lru_cache(maxsize=1)
-def _load_codec(name: str, device: str) -> Codec:
+def _load_codec(name: str, device: str) -> AnyCodec:
     from lit_fsdp.tasks.tts.codec import load_codec
 
     return load_codec(find_speech_model(name)).to(device)

@@ -7,7 +7,7 @@ from pathlib import Path
 from lit_fsdp.base_model import fetch_pretrained, find_pretrained
 
 CODEC_FOLDER = "speech_tokenizer"  # beside the model's own files
-_PATTERNS = ("model*.safetensors", "*.json", "merges.txt", f"{CODEC_FOLDER}/*")
+_PATTERNS = ("model*.safetensors", "transformers*.safetensors", "*.json", "*.jinja", "merges.txt", f"{CODEC_FOLDER}/*")
 
 
 def fetch_speech_model(pretrained: str, setting: str = "pretrained") -> None:
@@ -38,15 +38,22 @@ def find_codec(folder: Path) -> Path:
     Raises:
         ValueError: There is none.
     """
+    from lit_fsdp.tasks.tts.hub_codec import is_hub_codec
+
+    if is_hub_codec(folder):
+        return folder
     found = folder / CODEC_FOLDER if (folder / CODEC_FOLDER).is_dir() else folder
     for name in ("config.json", "model.safetensors"):
         if not (found / name).is_file():
             raise ValueError(
-                f"codec: {found / name} is missing: expected the folder {CODEC_FOLDER} of a Qwen3-TTS model"
+                f"codec: {found / name} is missing: expected the folder {CODEC_FOLDER} of a Qwen3-TTS model, or a "
+                "codec of Transformers: Mimi, as CSM has it, or DAC, such as descript/dac_44khz for Dia"
             )
     return found
 
 
 def has_codec(folder: Path) -> bool:
     """Tell whether a folder holds a codec."""
-    return (folder / CODEC_FOLDER / "config.json").is_file()
+    from lit_fsdp.tasks.tts.hub_codec import is_hub_codec
+
+    return (folder / CODEC_FOLDER / "config.json").is_file() or is_hub_codec(folder)

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from lit_fsdp.tasks.tts.audio import Audio
 from lit_fsdp.tasks.tts.checkpoint_files import GENERATION
-from lit_fsdp.tasks.tts.config import MODEL_TYPE
-from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech, generate_codes
-from lit_fsdp.tasks.tts.layout import Utterance, collate_prompts, encode_text
-from lit_fsdp.tasks.tts.model import Qwen3TTS, load_model
+from lit_fsdp.tasks.tts.families import is_speech_model, load_speech_model
+from lit_fsdp.tasks.tts.family import Family, Voice
+from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
+from lit_fsdp.tasks.tts.layout import Utterance
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model, has_codec
 from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
@@ -30,18 +30,22 @@ class Speaker:
     """A model that speaks.
 
     Args:
+        family: What kind of model it is.
+        config: Of the model.
         model: In evaluation mode, on its device.
         tokenizer: Of the text.
         sampling: How codes are chosen.
-        voices: Embeddings by name, of the training data.
+        voices: Embeddings or numbers by name, of the training data.
         codec_source: Folder or name of a model with the codec that belongs to it.
         is_streaming: Which layout it was trained with.
     """
 
-    model: Qwen3TTS
+    family: Family
+    config: Any
+    model: Any
     tokenizer: Any
     sampling: SamplingValues
-    voices: dict[str, NDArray[np.float32]]
+    voices: dict[str, Voice]
     codec_source: str | None
     is_streaming: bool
 
@@ -59,7 +63,7 @@ class Speaker:
         Raises:
             ValueError: Nobody knows the speaker or the language.
         """
-        config = self.model.config
+        config = self.config
         found: Any = voice
         if voice is None and speaker is not None:
             name = speaker.lower()
@@ -69,7 +73,7 @@ class Speaker:
                 raise ValueError(f"speaker: got {speaker!r}: expected one of: {known}")
         elif voice is None:
             found = next(iter([*self.voices.values(), *config.speakers.values()]), None)
-        ids = encode_text(self.tokenizer, text)
+        ids = self.family.encode_text(self.tokenizer, text, config, found)
         return Utterance(text_ids=ids, language=config.find_language(language, speaker), speaker=found)
 
     def embed(self, audio: Audio) -> NDArray[np.float32]:
@@ -78,7 +82,9 @@ class Speaker:
         Raises:
             ValueError: The model has no speaker encoder.
         """
-        encoder, config = self.model.speaker_encoder, self.model.config.speaker_encoder
+        if self.config.voice_size is None:
+            raise ValueError(f"ref_audio: {self.family.model_type} has no speaker encoder: leave it out")
+        encoder, config = self.model.speaker_encoder, self.config.speaker_encoder
         if encoder is None or config is None:
             raise ValueError("ref_audio: the model has built-in voices and no speaker encoder: expected a base model")
         device = next(self.model.parameters()).device
@@ -88,9 +94,10 @@ class Speaker:
 
     def speak(self, utterances: Sequence[Utterance], *, is_streaming: bool) -> list[Speech]:
         """Return the speech of several texts, generated together."""
-        batch = collate_prompts(utterances, self.model.config, is_streaming=is_streaming)
+        self.family.check_data(self.config, speaker_embedding="none", is_streaming=is_streaming)
+        batch = self.family.collate_prompts(utterances, self.config, is_streaming=is_streaming)
         device = next(self.model.parameters()).device
-        return generate_codes(self.model, {name: value.to(device) for name, value in batch.items()}, self.sampling)
+        return self.family.generate(self.model, {n: value.to(device) for n, value in batch.items()}, self.sampling)
 
 
 def open_speaker(source: str, sampling: Sampling | None = None) -> Speaker:
@@ -105,14 +112,16 @@ def open_speaker(source: str, sampling: Sampling | None = None) -> Speaker:
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = Path(source).expanduser()
-    if path.is_dir() and not _is_model(path):
+    if path.is_dir() and not is_speech_model(path):
         checkpoint = read_checkpoint(path)
         files = {name: text for name, text in checkpoint.files.items() if isinstance(text, str)}
         found = Speaker(
+            family=checkpoint.family,
+            config=checkpoint.config,
             model=build_model(checkpoint).to(device),
             tokenizer=_build_tokenizer(files),
-            sampling=_choose_sampling(sampling, files.get(GENERATION)),
-            voices={name: voice.numpy() for name, voice in checkpoint.voices.items()},
+            sampling=_choose_sampling(checkpoint.family, sampling, files.get(GENERATION)),
+            voices={name: voice.numpy() if voice.ndim else int(voice) for name, voice in checkpoint.voices.items()},
             codec_source=checkpoint.pretrained,
             is_streaming=checkpoint.is_streaming,
         )
@@ -120,20 +129,18 @@ def open_speaker(source: str, sampling: Sampling | None = None) -> Speaker:
         fetch_speech_model(source, "model")
         folder = find_speech_model(source)
         settings = folder / GENERATION
+        family, config, model = load_speech_model(folder)
         found = Speaker(
-            model=load_model(folder).to(device),
+            family=family,
+            config=config,
+            model=model.to(device),
             tokenizer=load_tokenizer(str(folder)),
-            sampling=_choose_sampling(sampling, settings.read_text() if settings.is_file() else None),
+            sampling=_choose_sampling(family, sampling, settings.read_text() if settings.is_file() else None),
             voices={},
             codec_source=source if has_codec(folder) else None,
             is_streaming=False,
         )
     return found
-
-
-def _is_model(folder: Path) -> bool:
-    path = folder / "config.json"
-    return path.is_file() and json.loads(path.read_text()).get("model_type") == MODEL_TYPE
 
 
 def _build_tokenizer(files: dict[str, str]) -> Any:
@@ -144,5 +151,7 @@ def _build_tokenizer(files: dict[str, str]) -> Any:
         return load_tokenizer(folder)
 
 
-def _choose_sampling(given: Sampling | None, official: str | bytes | None) -> SamplingValues:
-    return (given or Sampling()).complete(json.loads(official) if official else None)
+def _choose_sampling(family: Family, given: Sampling | None, official: str | bytes | None) -> SamplingValues:
+    given = given or Sampling()
+    family.check_sampling(given)
+    return given.complete(json.loads(official) if official else None, family.default_sampling)

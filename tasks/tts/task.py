@@ -21,9 +21,10 @@ from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.tasks.base import Schedule, Task
 from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.tasks.tts.checkpoint_files import check_run, describe_run, read_generation_config
-from lit_fsdp.tasks.tts.config import SpeechConfig, parse_config, read_config
-from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech, generate_codes
-from lit_fsdp.tasks.tts.layout import Batch, collate_prompts
+from lit_fsdp.tasks.tts.families import parse_family, read_family
+from lit_fsdp.tasks.tts.family import Family, FamilyConfig, SpeechOutput, check_parts, count_parts, freeze_parts
+from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
+from lit_fsdp.tasks.tts.layout import Batch
 from lit_fsdp.tasks.tts.listening import (
     Heard,
     Listener,
@@ -37,49 +38,42 @@ from lit_fsdp.tasks.tts.listening import (
     write_audio,
 )
 from lit_fsdp.tasks.tts.metrics import SpeechMetrics
-from lit_fsdp.tasks.tts.model import PREDICTOR_WEIGHT, Qwen3TTS, SpeechOutput, count_parameters
 from lit_fsdp.tasks.tts.prepared import PreparedRow
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.speaking import SpeechReport, Spoken, describe_spoken
 from lit_fsdp.units import Unit, Units, plan_units
-from lit_fsdp.weights import init_weights, load_weights
+from lit_fsdp.weights import init_weights
 
-Part = Literal["talker", "text_embedding", "code_predictor"]
-# What of the model belongs to each part that can be frozen, by the beginnings of names.
-PARTS: dict[str, tuple[str, ...]] = {
-    "talker": (
-        *("talker.model.layers.", "talker.model.norm.", "talker.model.codec_embedding."),
-        *("talker.text_projection.", "talker.codec_head."),
-    ),
-    "text_embedding": ("talker.model.text_embedding.",),
-    "code_predictor": ("talker.code_predictor.",),
-}
-# Where lora.targets is not set: the linear layers of the talker, and not those of the code predictor.
-TALKER_LINEARS = r"talker\.model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj"
+Part = Literal["talker", "text_embedding", "audio_embedding", "code_predictor", "encoder", "decoder"]
 
 
 class TextToSpeech(Task):
-    """Trains Qwen3-TTS (12 Hz) on prepared speech, from published weights or from scratch.
+    """Trains Qwen3-TTS (12 Hz), CSM or Dia on prepared speech, from published weights or from scratch.
 
-    The loss is the talker's cross-entropy over frames and ends, plus 0.3 times the code predictor's over the other
-    codebooks, each a mean over the whole step. Metrics: ``train/loss``, ``train/talker_loss``,
-    ``train/sub_talker_loss``, ``train/grad_norm``, ``train/learning_rate``, ``train/tokens_seen`` (frames and ends);
-    of ``val/`` the losses, ``accuracy_codebook_00_pct`` and so on, ``eos_recall_pct``, and with ``speak_rows`` the
-    ``duration_ratio``, ``missed_eos_pct`` and ``equal_codes_pct`` of generated speech, and with ``listening`` its
-    ``speaker_similarity``, ``wer_pct`` and ``cer_pct``.
+    Which of them it is says ``model_type`` in the model's ``config.json``; what each can do is in docs/speech.md. The
+    loss has two parts, cross-entropies over codebook 0 with the end and over the other codebooks, each a mean over
+    the whole step.
+
+    Metrics: ``train/loss``, ``train/talker_loss``, ``train/sub_talker_loss``, ``train/grad_norm``,
+    ``train/learning_rate``, ``train/tokens_seen`` (frames and ends); of ``val/`` the losses,
+    ``accuracy_codebook_00_pct`` and so on, ``eos_recall_pct``, and with ``speak_rows`` the ``duration_ratio``,
+    ``missed_eos_pct`` and ``equal_codes_pct`` of generated speech, and with ``listening`` its ``wer_pct``, ``cer_pct``
+    and, of Qwen3-TTS, ``speaker_similarity``.
 
     Args:
-        pretrained: Model name on the Hugging Face Hub, such as Qwen/Qwen3-TTS-12Hz-1.7B-Base, or a folder.
+        pretrained: Model name on the Hugging Face Hub, such as Qwen/Qwen3-TTS-12Hz-1.7B-Base, sesame/csm-1b or
+            nari-labs/Dia-1.6B-0626, or a folder.
         config: Instead, the contents of such a model's ``config.json``, for a model with random weights.
         attention: Implementation of attention. ``sdpa`` is that of torch; ``flash_attention_2`` needs the package
             flash-attn and a GPU.
-        freeze: Parts that do not train. ``text_embedding`` is a sixth of the 1.7B model and a third of the 0.6B
-            one. The speaker encoder never trains.
+        freeze: Parts that do not train. Qwen3-TTS has ``talker``, ``text_embedding`` (a sixth of the 1.7B model and a
+            third of the 0.6B one) and ``code_predictor``, and its speaker encoder never trains; CSM also has
+            ``audio_embedding``; Dia has ``encoder`` and ``decoder``.
         lora: Train low-rank adapters and leave the model as it is; ``null`` trains it. ``targets: all-linear`` means
-            the linear layers of the talker's blocks here.
+            the linear layers of the blocks here, of Qwen3-TTS and CSM those of the talker only.
         optimizer: Which one, and its settings.
         schedule: How the learning rate moves.
-        sampling: How speech is generated; what is not given is as ``pretrained`` has it.
+        sampling: How speech is generated; what is not given is as ``pretrained`` has it, or else its family.
         speak_rows: So many rows of validation, or of training where nothing is held out, are spoken after each
             validation and when training ends, and compared with what was recorded. 0 speaks none.
         listening: Decode what is spoken, give it to the loggers, and measure voice and words; ``null`` compares codes
@@ -103,12 +97,8 @@ class TextToSpeech(Task):
         super().__init__(optimizer, schedule)
         if (pretrained is None) == (config is None):
             raise ValueError("pretrained or config: expected one of them: a model's name or folder, or its config.json")
-        if unknown := sorted(set(freeze) - PARTS.keys()):
-            raise ValueError(f"freeze: got {', '.join(unknown)}: expected some of {', '.join(PARTS)}")
         if lora is not None and freeze:
             raise ValueError("freeze: not used with lora, which freezes all of the model; leave one of them out")
-        if set(freeze) == PARTS.keys():
-            raise ValueError("freeze: got all parts: nothing is left to train; leave one out, or set lora")
         if speak_rows < 0:
             raise ValueError(f"speak_rows: got {speak_rows}: expected 0 or more")
         if listening is not None and not speak_rows:
@@ -117,19 +107,18 @@ class TextToSpeech(Task):
         self.attention, self.frozen_parts, self.lora = attention, tuple(freeze), lora
         if lora is not None:
             lora.check(is_quantized=False)
-            is_default = lora.targets == "all-linear"
-            self.lora = replace(lora, targets=TALKER_LINEARS) if is_default else lora
         self.sampling = sampling or Sampling()
         self.sampling.check()
         self.speak_rows, self.listening = speak_rows, listening
-        self.model: Qwen3TTS | None = None
+        self.model: nn.Module | None = None
         self.val_metrics: SpeechMetrics | None = None
         self.report = SpeechReport()
         self._parts: Tensor | None = None  # [4] of this step: both losses, both counts
         self._listener = Listener(listening) if listening is not None else None
         self._files: dict[str, Any] | None = None  # what a checkpoint says besides its tensors
+        self._opened: tuple[Family, FamilyConfig] | None = None
         if config is not None:
-            parse_config(config)
+            self._check_family()
 
     # Model
 
@@ -146,53 +135,70 @@ class TextToSpeech(Task):
         """Fetch the configuration of the model, and nothing else."""
         if self.pretrained is not None:
             fetch_config(self.pretrained)
+        if hasattr(data, "attach"):
+            data.attach(self.read_config())
         return super().prepare_plan(data)
 
     @override
     def enter_dry_run(self, batch: Mapping[str, Any]) -> AbstractContextManager[None]:
         return keep_branches(batch)
 
-    def read_config(self) -> SpeechConfig:
+    @property
+    def family(self) -> Family:
+        """What kind of model it is, by its configuration."""
+        return self._open()[0]
+
+    def read_config(self) -> FamilyConfig:
         """Return the model's configuration."""
-        if self.pretrained is not None:
-            return read_config(find_speech_model(self.pretrained))
-        assert self.config_settings is not None
-        return parse_config(deepcopy(self.config_settings))
+        return self._open()[1]
+
+    def _check_family(self) -> None:
+        check_parts(self.family, self.frozen_parts)
+        self.family.check_sampling(self.sampling)
+
+    def _open(self) -> tuple[Family, FamilyConfig]:
+        if self._opened is None:
+            if self.pretrained is not None:
+                self._opened = read_family(find_speech_model(self.pretrained))
+            else:
+                assert self.config_settings is not None
+                self._opened = parse_family(deepcopy(self.config_settings))
+        return self._opened
 
     @override
     def setup(self, stage: str) -> None:
-        config = self.read_config()
+        family, config = self._open()
         self.complete_sampling()
         if self.listening is not None:
             check_listening(self.listening, config)
         if self.val_metrics is None:
-            self.val_metrics = SpeechMetrics(config.num_codebooks, config.ids.eos)
+            self.val_metrics = SpeechMetrics(config.num_codebooks, family.weigh_losses(config))
 
     @override
     def configure_model(self) -> None:
         if self.model is not None:  # a second run of the same object
             return
+        family, config = self._open()
+        self._check_family()
         with torch.device("meta"):
-            model = Qwen3TTS(self.read_config(), self.attention)
+            model = family.build_model(config, self.attention)
         if self.lora is not None:
+            if self.lora.targets == "all-linear":
+                self.lora = replace(self.lora, targets=family.linears)
             self.adapt_model(model, lora=self.lora, quantization=None)
-        for name in self.frozen_parts:
-            for parameter_name, parameter in model.named_parameters():
-                if parameter_name.startswith(PARTS[name]):
-                    parameter.requires_grad_(False)
+        freeze_parts(model, family, self.frozen_parts)
         self.model = model
-        rank_zero_info(describe_parameters(model))
+        rank_zero_info(describe_parameters(family.list_parts(model)))
         self.finish_model()
 
     def configure_units(self, model: nn.Module) -> list[Unit]:
-        """Return the units: each block of talker and code predictor, the text embedding, the speaker encoder, the rest.
+        """Return the units: each block of the model, the text embedding, the speaker encoder, and the rest.
 
         Args:
             model: This module.
         """
-        # A pattern, as FSDP2 puts a class of its own in front of the block's, and plans are made of sharded models too.
         idle = [name for name, _ in model.named_modules() if name.endswith("model.speaker_encoder")]
-        return plan_units(model, Units(rule="classes", classes=("*Qwen3DecoderLayer",)), idle=idle)
+        return plan_units(model, Units(rule="classes", classes=self.family.blocks), idle=idle)
 
     @override
     def configure_weights(self) -> None:
@@ -201,7 +207,7 @@ class TextToSpeech(Task):
         if self.pretrained is None:
             init_weights(self.model, self.find_seed())
         else:
-            load_weights(self.model, find_speech_model(self.pretrained), seed=self.find_seed())
+            self.family.load_weights(self.model, find_speech_model(self.pretrained), seed=self.find_seed())
 
     @property
     @override
@@ -215,7 +221,7 @@ class TextToSpeech(Task):
         """Return losses and logits. Under a sharding strategy all ranks must call it.
 
         Args:
-            batch: From ``collate_training``.
+            batch: From ``Family.collate``.
         """
         assert self.model is not None
         return self.model(batch)
@@ -229,7 +235,8 @@ class TextToSpeech(Task):
         self._parts = parts if self._parts is None else self._parts + parts
         # What divides the sum later is the number of tokens; frames have a number of their own.
         ratio = (counts[0] / counts[1].clamp(min=1)).to(output.predictor_loss.dtype)
-        return self.weigh_loss(output.talker_loss + PREDICTOR_WEIGHT * ratio * output.predictor_loss, output.num_tokens)
+        own, other = self.family.weigh_losses(self.read_config())
+        return self.weigh_loss(own * output.talker_loss + other * ratio * output.predictor_loss, output.num_tokens)
 
     def _count_step(self, batch: Batch, output: SpeechOutput) -> Tensor:
         """Return the numbers of tokens and frames [2] of the whole step; see Note [Loss of speech]."""
@@ -289,12 +296,12 @@ class TextToSpeech(Task):
         """Return the speech for prompts. Under a sharding strategy all ranks must call it.
 
         Args:
-            batch: From ``collate_prompts``.
+            batch: From ``Family.collate_prompts``.
             rows: What was recorded of them: the speech is then compared with it in ``report``, and listened to.
         """
         assert self.model is not None
         on_device = {name: value.to(self.device) for name, value in batch.items()}
-        spoken = generate_codes(self.model, on_device, self.complete_sampling())
+        spoken = self.family.generate(self.model, on_device, self.complete_sampling())
         if rows is not None:
             pairs = zip(rows, spoken, strict=True)
             self.report.rows = [
@@ -307,23 +314,25 @@ class TextToSpeech(Task):
     def complete_sampling(self) -> SamplingValues:
         """Return how speech is generated, with what ``pretrained`` says where ``sampling`` does not."""
         official = read_generation_config(self.pretrained)
-        return self.sampling.complete(json.loads(official) if official is not None else None)
+        return self.sampling.complete(json.loads(official) if official else None, self.family.default_sampling)
 
     def _listen(self, batch: Batch) -> dict[str, float]:
         """Return what listening has measured, the same on all ranks; see Note [Who listens] in ``listening.py``."""
-        model, report, listener = self.model, self.report, self._listener
-        assert model is not None
+        model: Any = self.model
+        report, listener, config = self.report, self._listener, self.read_config()
         assert listener is not None
 
         def work() -> list[Heard]:
             report.clips = listener.listen(report.rows)
             write_audio(report.clips, report.rows, self.trainer.loggers, report.step)
-            return describe_clips(report.clips, model.config)
+            return describe_clips(report.clips, config)
 
         heard = run_on_first(work, self.trainer)
-        voices = [row if row.any() else None for row in batch.get("speaker", torch.zeros(len(heard), 1))]
-        similarity = compute_similarity(model, heard, voices, self.device)
-        return {**compute_word_errors(report.rows, heard), **similarity}
+        found = compute_word_errors(report.rows, heard)
+        if config.voice_size is not None:
+            voices = [row if row.any() else None for row in batch.get("speaker", torch.zeros(len(heard), 1))]
+            found |= compute_similarity(model, heard, voices, self.device)
+        return found
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
@@ -341,8 +350,7 @@ class TextToSpeech(Task):
             raise RuntimeError("speak_rows needs a data module with pick_validation, such as SpeechData")
         rows = data.pick_validation(self.speak_rows)
         prompts = [data.encode_prompt(row) for row in rows]
-        assert self.model is not None
-        batch = collate_prompts(prompts, self.model.config, is_streaming=data.streaming)
+        batch = self.family.collate_prompts(prompts, self.read_config(), is_streaming=data.streaming)
         was_training = self.training
         self.eval()
         self.generate(batch, rows)
@@ -357,7 +365,7 @@ class TextToSpeech(Task):
         if self.trainer.is_global_zero and self.model is not None:
             if self._files is None:
                 data = getattr(self.trainer, "datamodule", None)
-                self._files = describe_run(self.model.config, data, pretrained=self.pretrained, lora=self.lora)
+                self._files = describe_run(self.read_config(), data, pretrained=self.pretrained, lora=self.lora)
             checkpoint.update(self._files)
 
     @override
@@ -366,9 +374,9 @@ class TextToSpeech(Task):
         check_run(checkpoint, pretrained=self.pretrained, lora=self.lora)
 
 
-def describe_parameters(model: Qwen3TTS) -> str:
+def describe_parameters(parts: Mapping[str, nn.Module | None]) -> str:
     """Return the number of parameters of each part, and how many of them train, as a table."""
-    rows = [(name, total, trained) for name, (total, trained) in count_parameters(model).items() if total]
+    rows = [(name, total, trained) for name, (total, trained) in count_parts(parts).items() if total]
     rows.append(("all", sum(total for _, total, _ in rows), sum(trained for _, _, trained in rows)))
     lines = [f"{name:<16}{total:>16,}{trained:>16,}" for name, total, trained in rows]
     return "\n".join([f"{'parameters':<16}{'all':>16}{'trained':>16}", *lines])

@@ -15,20 +15,28 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_fsdp.adapters import LoRA, add_adapters, iterate_adapters
 from lit_fsdp.base_model import BASE, LORA
 from lit_fsdp.checkpoint_reader import StoredCheckpoint, find_checkpoint, open_checkpoint
 from lit_fsdp.tasks.tts.checkpoint_files import GENERATION, SPEECH
-from lit_fsdp.tasks.tts.config import SpeechConfig, parse_config
-from lit_fsdp.tasks.tts.model import Qwen3TTS
-from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, find_speech_model, has_codec
-from lit_fsdp.weights import load_weights, materialize
+from lit_fsdp.tasks.tts.families import parse_family
+from lit_fsdp.tasks.tts.family import Family
+from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, find_speech_model
+from lit_fsdp.weights import materialize
 
 FIRST_ROW = 3000  # of the codec embedding, where official fine-tuning puts its voice
 _CODEC_EMBEDDING = "talker.model.codec_embedding.weight"
 _SPEAKER_ENCODER = "speaker_encoder."
+# Files of a model's folder that no run writes.
+_BESIDE = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,16 +46,18 @@ class SpeechCheckpoint:
     Args:
         path: Where it is.
         weights: By official name, adapters merged.
+        family: What kind of model it is.
         config: Of the model.
         files: Small files of the model's folder by name.
-        voices: Mean embedding of each speaker of the training data.
+        voices: Mean embedding, or number, of each speaker of the training data.
         pretrained: The model that the run started from.
         is_streaming: Which layout it was trained with.
     """
 
     path: Path
     weights: dict[str, Tensor]
-    config: SpeechConfig
+    family: Family
+    config: Any
     files: dict[str, str | bytes]
     voices: dict[str, Tensor]
     pretrained: str | None
@@ -67,14 +77,15 @@ def read_checkpoint(path: Path) -> SpeechCheckpoint:
     if SPEECH not in stored.meta:
         raise ValueError(f"checkpoint: {stored.path} was not written by TextToSpeech: expected one that was")
     about: dict[str, Any] = stored.meta[SPEECH]
-    config = parse_config(json.loads(stored.files["config.json"]))
+    family, config = parse_family(json.loads(stored.files["config.json"]))
     weights = _read_tensors(stored)
     if LORA in stored.meta:
         base = about["pretrained"] if BASE in stored.meta else None
-        weights = _merge(weights, LoRA(**stored.meta[LORA]), config, base)
+        weights = _merge(weights, LoRA(**stored.meta[LORA]), (family, config), base)
     return SpeechCheckpoint(
         path=stored.path,
         weights=weights,
+        family=family,
         config=config,
         files=stored.files,
         voices={name: torch.tensor(voice) for name, voice in about["voices"].items()},
@@ -83,9 +94,9 @@ def read_checkpoint(path: Path) -> SpeechCheckpoint:
     )
 
 
-def build_model(checkpoint: SpeechCheckpoint) -> Qwen3TTS:
+def build_model(checkpoint: SpeechCheckpoint) -> nn.Module:
     """Return the model of a checkpoint, ready to speak."""
-    model = Qwen3TTS(checkpoint.config)
+    model = checkpoint.family.build_model(checkpoint.config)
     model.load_state_dict(checkpoint.weights)
     return model.float().eval()
 
@@ -94,13 +105,13 @@ def export_voice(
     checkpoint: Path,
     out: Path,
     *,
-    kind: Literal["custom_voice", "base"] = "custom_voice",
+    kind: Literal["custom_voice", "base"] | None = None,
     speakers: list[str] | None = None,
     first_row: int = FIRST_ROW,
     dtype: Literal["keep", "float32", "bfloat16"] = "keep",
     overwrite: bool = False,
 ) -> Path:
-    """Write the model of a speech checkpoint as a folder that ``qwen-tts`` loads.
+    """Write the model of a speech checkpoint as a folder that ``qwen-tts``, or for CSM Transformers, loads.
 
     The whole model is held in host memory. The codec is copied from the model that the run started from.
 
@@ -108,7 +119,7 @@ def export_voice(
         checkpoint: Folder of a checkpoint, or of a run, of which the newest complete one is taken.
         out: The folder to make.
         kind: ``custom_voice`` builds the speakers of the training data in, and leaves the speaker encoder out.
-            ``base`` keeps it, to clone voices or to train on.
+            ``base`` keeps it, to clone voices or to train on. ``custom_voice`` if not given. Only of Qwen3-TTS.
         speakers: Which voices to build in; all of the training data if not given.
         first_row: Of the codec embedding: the voices go there and after it.
         dtype: Of the weights; ``keep`` leaves them as they were stored.
@@ -121,7 +132,12 @@ def export_voice(
     out = Path(out).resolve()
     _check_out(out, overwrite=overwrite)
     raw, weights = deepcopy(source.config.raw), dict(source.weights)
-    if kind == "base":
+    raw.pop("transformers_weights", None)  # a name that the file of the base had
+    if not source.family.has_kinds:
+        if kind is not None or speakers is not None:
+            name = "kind" if kind is not None else "speakers"
+            raise ValueError(f"{name}: {source.family.model_type} has no built-in voices; leave it out")
+    elif kind == "base":
         if speakers is not None:
             raise ValueError("speakers: not used by kind 'base', which has no built-in voices; leave it out")
         raw["tts_model_type"] = "base"
@@ -174,18 +190,22 @@ def _build_in(
 def _write(folder: Path, raw: Mapping[str, Any], weights: Mapping[str, Tensor], source: SpeechCheckpoint) -> None:
     from safetensors.torch import save_file
 
+    base = find_speech_model(source.pretrained) if source.pretrained is not None else None
+    if base is not None:
+        weights = {**source.family.read_extra(base), **weights}
     save_file({n: t.contiguous() for n, t in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     for name, text in source.files.items():
         (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
     (folder / "config.json").write_text(json.dumps(raw, indent=2, ensure_ascii=False) + "\n")
     if GENERATION not in source.files:  # the official package does not load without one
         (folder / GENERATION).write_text("{}\n")
-    codec = find_speech_model(source.pretrained) if source.pretrained is not None else None
-    if codec is not None and has_codec(codec):
-        shutil.copytree(codec / CODEC_FOLDER, folder / CODEC_FOLDER)
-        for name in ("preprocessor_config.json", "merges.txt"):
-            if (codec / name).is_file() and not (folder / name).exists():
-                shutil.copy(codec / name, folder / name)
+    if base is None:
+        return
+    if (base / CODEC_FOLDER).is_dir():
+        shutil.copytree(base / CODEC_FOLDER, folder / CODEC_FOLDER)
+    for name in _BESIDE:
+        if (base / name).is_file() and not (folder / name).exists():
+            shutil.copy(base / name, folder / name)
 
 
 def _check_out(out: Path, *, overwrite: bool) -> None:
@@ -202,21 +222,22 @@ def _read_tensors(stored: StoredCheckpoint) -> dict[str, Tensor]:
     return stored.read({name: stored.describe(name) for name in stored.tensors})
 
 
-def _merge(trained: dict[str, Tensor], lora: LoRA, config: SpeechConfig, base: str | None) -> dict[str, Tensor]:
+def _merge(trained: dict[str, Tensor], lora: LoRA, opened: tuple[Family, Any], base: str | None) -> dict[str, Tensor]:
     """Add adapters to the weights that they were trained over, by peft's own layers.
 
     Args:
         trained: Adapters, and without ``base`` all other weights too.
         lora: Their settings.
-        config: Of the model.
+        opened: Family and configuration of the model.
         base: Name or folder of the model with the weights that ``trained`` leaves out.
     """
+    family, config = opened
     with torch.device("meta"):
-        model = Qwen3TTS(config)
+        model = family.build_model(config)
         add_adapters(model, lora)
     materialize(model, torch.device("cpu"))
     if base is not None:
-        load_weights(model, find_speech_model(base))
+        family.load_weights(model, find_speech_model(base))
     missing = set(trained) - set(model.state_dict())
     assert not missing, missing
     model.load_state_dict(trained, strict=False)

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from speech_training import build_data, build_task, build_trainer, make_config, make_rows
 from torch import Tensor
 
-from lit_fsdp.tasks import Listening, Sampling
+from lit_fsdp.tasks import Listening, Sampling, TextToSpeech
 from lit_fsdp.tasks.tts import listening, transcribing
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.prepared import write_shard
@@ -148,7 +148,10 @@ def test_what_is_no_whisper_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_codec_of_other_codes_is_refused_before_training(prepared: Path) -> None:
-    task = build_task(speak_rows=1, listening=Listening(codec="formants"))
-    task.config_settings["talker_config"]["code_predictor_config"]["vocab_size"] = 2048
+    raw = make_config()
+    talker = raw["talker_config"]
+    talker |= {n: 2048 + i for n, i in talker.items() if n.startswith("codec_") and isinstance(i, int)}
+    talker["vocab_size"], talker["code_predictor_config"]["vocab_size"] = 3072, 2048
+    task = TextToSpeech(config=raw, speak_rows=1, listening=Listening(codec="formants"))
     with pytest.raises(ValueError, match=r"listening.codec: got 'formants': its codes end at 63: expected .* 2047"):
         build_trainer(max_steps=1).fit(task, build_data(prepared))

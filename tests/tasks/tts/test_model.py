@@ -12,9 +12,10 @@ from speech_golden import CONFIG, FILE, fill, make_audio, make_samples
 from torch import Tensor
 
 from lit_fsdp.tasks.tts.config import parse_config
+from lit_fsdp.tasks.tts.family import count_parts
 from lit_fsdp.tasks.tts.generation import GREEDY, Chooser, Sampling, generate_codes
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, collate_prompts, collate_training, count_positions
-from lit_fsdp.tasks.tts.model import Qwen3TTS, count_parameters, load_model
+from lit_fsdp.tasks.tts.model import Qwen3TTS, list_parts, load_model
 from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
 
 GOLDEN = load_file(FILE)
@@ -330,7 +331,7 @@ def test_published_sizes_have_their_true_number_of_parameters(size: str) -> None
     raw["speaker_encoder_config"] = {"enc_dim": embedding}
     with torch.device("meta"):
         model = Qwen3TTS(parse_config(raw))
-    counts = count_parameters(model)
+    counts = count_parts(list_parts(model))
     assert counts["text_embedding"] == (311_164_928, 311_164_928)
     assert counts["speaker_encoder"] == (speaker_encoder, 0)
     assert sum(total for total, _ in counts.values()) == talker + speaker_encoder

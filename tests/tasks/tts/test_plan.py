@@ -5,9 +5,12 @@ import os
 import sys
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from launches import OURS, ROOT, fork_ranks
+from speech_families import CSM, DIA
 
 from lit_fsdp import cli
 
@@ -40,15 +43,29 @@ def test_a_plan_is_what_a_run_on_two_ranks_holds(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    check(ROOT / "configs" / "tts_quickstart.yaml", options, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("raw", [CSM, DIA], ids=["csm", "dia"])
+def test_so_is_that_of_other_families(raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = yaml.safe_load((ROOT / "configs" / "tts_quickstart.yaml").read_text())
+    config["model"]["init_args"] |= {"config": raw, "sampling": {"max_frames": 40}}
+    (tmp_path / "tts_quickstart.yaml").write_text(yaml.safe_dump(config))
+    check(tmp_path / "tts_quickstart.yaml", [], monkeypatch)
+
+
+def check(path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in OURS:
         monkeypatch.delenv(name, raising=False)
-    (tmp_path / "mine.py").write_text(MINE)
-    config = [f"--config={ROOT / 'configs' / 'tts_quickstart.yaml'}", "--data=mine.Largest", "--data.max_seconds=2"]
+    Path("mine.py").write_text(MINE)
+    config = [f"--config={path}", "--data=mine.Largest", "--data.max_seconds=2"]
     config += ["--data.train=formants", "--data.tokenizer=bytes", "--data.batch_size=4", "--trainer.accelerator=cpu"]
     quiet = ["--trainer.max_steps=3", "--trainer.enable_checkpointing=false", "--model.speak_rows=0"]
     ended = fork_ranks("fit", *config, *quiet, *options)
     assert [rank.code for rank in ended] == [0, 0], ended[0].err
-    report = next(tmp_path.glob("runs/tts_quickstart/**/report.json"))
+    report = next(Path.cwd().glob("runs/tts_quickstart/**/report.json"))
     real = json.loads(report.read_text())["sections"]["memory"]["numbers"]["step"]
     plan = ["plan", *config, *options, "--devices=2", "--out=planned"]
     process = get_context("fork").Process(target=main, args=(plan,))

@@ -1,0 +1,219 @@
+"""CSM (Sesame) as a family: speakers are numbers before the text, ``[0]Hello.``, and the end is a frame of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import CsmConfig
+from typing_extensions import override
+
+from lit_fsdp.tasks.tts.csm_model import Csm, generate_csm
+from lit_fsdp.tasks.tts.family import Family, Voice, check_english, parse_hub_config
+from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
+from lit_fsdp.tasks.tts.hub_codec import CODEC
+from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
+from lit_fsdp.tensor_files import TensorFiles
+from lit_fsdp.weights import load_weights
+
+if TYPE_CHECKING:
+    from lit_fsdp.tasks.tts.prepared import PreparedRow
+
+_END_OF_TEXT = "<|end_of_text|>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsmSettings:
+    """A CSM model.
+
+    Args:
+        raw: ``config.json`` as it is.
+        model: What Transformers makes of it.
+    """
+
+    raw: dict[str, Any]
+    model: CsmConfig
+
+    @property
+    def num_codebooks(self) -> int:
+        """Codes in a frame."""
+        return int(self.model.num_codebooks or 0)
+
+    @property
+    def codebook_size(self) -> int:
+        """Codes of speech are below it."""
+        codec: Any = self.model.codec_config
+        return int(codec.codebook_size)
+
+    @property
+    def frames_per_s(self) -> float:
+        """Of the codec."""
+        codec: Any = self.model.codec_config
+        return float(codec.frame_rate)
+
+    @property
+    def voice_size(self) -> None:
+        """It takes no embeddings of speakers."""
+
+    @property
+    def speakers(self) -> Mapping[str, int]:
+        """The numbers themselves are names."""
+        return {str(i): i for i in range(10)}
+
+    def find_language(self, name: str | None, speaker: str | None = None) -> None:  # noqa: ARG002
+        """Refuse all languages but English.
+
+        Raises:
+            ValueError: Another one is asked for.
+        """
+        check_english("csm", name)
+
+
+class CsmFamily(Family):
+    """CSM, as ``CsmForConditionalGeneration`` of Transformers has it."""
+
+    model_type = "csm"
+    parts: ClassVar = {
+        "talker": ("backbone_model.layers.", "backbone_model.norm.", "lm_head."),
+        "text_embedding": ("embed_text_tokens.",),
+        "audio_embedding": ("backbone_model.embed_tokens.", "depth_decoder.model.embed_tokens."),
+        "code_predictor": (
+            *("depth_decoder.model.layers.", "depth_decoder.model.norm.", "depth_decoder.codebooks_head."),
+            "depth_decoder.model.inputs_embeds_projector.",
+        ),
+    }
+    linears = r"backbone_model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj"  # not those of the depth decoder
+    blocks = ("*CsmDecoderLayer",)
+
+    @property
+    @override
+    def default_sampling(self) -> SamplingValues:
+        return SamplingValues(repetition_penalty=1.0)
+
+    @override
+    def parse_config(self, raw: Mapping[str, Any], *, where: str = "config") -> CsmSettings:
+        return CsmSettings(raw=dict(raw), model=parse_hub_config(CsmConfig, raw, where))
+
+    @override
+    def build_model(self, config: CsmSettings, attention: str = "sdpa") -> Csm:
+        settings = deepcopy(config.model)
+        # Private, seen in transformers 5.23: reaches the depth decoder's configuration too.
+        settings._attn_implementation = attention
+        return Csm(settings)
+
+    @override
+    def load_weights(self, model: nn.Module, folder: Path, *, seed: int = 0) -> None:
+        unknown = load_weights(model, folder, seed=seed, takes_part=True)
+        if unknown := [name for name in unknown if not name.startswith(CODEC)]:
+            raise ValueError(f"{folder} does not fit Csm: the model has no {unknown[0]}")
+
+    @override
+    def weigh_losses(self, config: CsmSettings) -> tuple[float, float]:
+        return 1.0, 1.0
+
+    @override
+    def encode_text(self, tokenizer: Any, text: str, config: CsmSettings, speaker: Voice | None) -> list[int]:
+        text = text.strip()
+        if not text:
+            raise ValueError("text: empty: expected a word or more")
+        ids: list[int] = tokenizer(f"[{0 if speaker is None else speaker}]{text}", add_special_tokens=False)[
+            "input_ids"
+        ]
+        end = tokenizer.get_vocab().get(_END_OF_TEXT, tokenizer.eos_token_id)
+        ids = [i for i in (tokenizer.bos_token_id, *ids, end) if i is not None]
+        if max(ids) >= config.model.text_vocab_size:
+            raise ValueError(
+                f"tokenizer: got id {max(ids)}: expected below text_vocab_size {config.model.text_vocab_size}: take "
+                "that of the model"
+            )
+        return ids
+
+    @override
+    def find_voices(self, rows: Sequence[PreparedRow]) -> dict[str, Voice]:
+        # Names that are numbers keep them; the others get those that are left, in order.
+        names = sorted({row.speaker for row in rows})
+        voices: dict[str, Voice] = {name: int(name) for name in names if name.isdecimal()}
+        free = (i for i in range(len(names)) if i not in voices.values())
+        return voices | {name: next(free) for name in names if name not in voices}
+
+    @override
+    def collate(self, utterances: Sequence[Utterance], config: CsmSettings, *, is_streaming: bool = False) -> Batch:
+        eos = int(config.model.codebook_eos_token_id)  # type: ignore[arg-type]
+        length = max(len(u.text_ids) + len(get_codes(u)) for u in utterances)
+        shape = len(utterances), length
+        batch = {
+            "text_ids": torch.zeros(shape, dtype=torch.int64),
+            "codes": torch.zeros(*shape, config.num_codebooks, dtype=torch.int64),
+            "frame_mask": torch.zeros(shape, dtype=torch.bool),
+        }
+        names = ("state_index", "targets", "is_end", "label_weights")
+        targets: dict[str, list[Tensor]] = {name: [] for name in names}
+        for row, utterance in enumerate(utterances):
+            codes = torch.from_numpy(get_codes(utterance))
+            begin, num_frames = len(utterance.text_ids), len(codes)
+            batch["text_ids"][row, :begin] = torch.tensor(utterance.text_ids)
+            batch["codes"][row, begin : begin + num_frames] = codes
+            batch["frame_mask"][row, begin : begin + num_frames] = True
+            targets["state_index"].append(row * length + torch.arange(begin - 1, begin + num_frames))
+            targets["targets"].append(torch.cat([codes, torch.full((1, config.num_codebooks), eos)]))
+            targets["is_end"].append(torch.arange(num_frames + 1) == num_frames)
+            targets["label_weights"].append(torch.full((num_frames + 1,), int(utterance.is_counted)))
+        batch |= {name: torch.cat(parts) for name, parts in targets.items()}
+        return {**batch, "frame_weights": batch["label_weights"]}
+
+    @override
+    def collate_prompts(
+        self, utterances: Sequence[Utterance], config: CsmSettings, *, is_streaming: bool = False
+    ) -> Batch:
+        length = max(len(u.text_ids) for u in utterances)
+        batch = {
+            name: torch.zeros(len(utterances), length, dtype=torch.int64) for name in ("text_ids", "attention_mask")
+        }
+        for row, utterance in enumerate(utterances):
+            begin = length - len(utterance.text_ids)
+            batch["text_ids"][row, begin:] = torch.tensor(utterance.text_ids)
+            batch["attention_mask"][row, begin:] = 1
+        return batch
+
+    @override
+    def make_example_batch(
+        self, config: CsmSettings, *, batch_size: int, num_text_ids: int, num_frames: int, is_streaming: bool = False
+    ) -> Batch:
+        shape, num_tokens = (batch_size, num_text_ids + num_frames), batch_size * (num_frames + 1)
+        return {
+            "text_ids": torch.zeros(shape, dtype=torch.int64),
+            "codes": torch.zeros(*shape, config.num_codebooks, dtype=torch.int64),
+            "frame_mask": torch.ones(shape, dtype=torch.bool),
+            "state_index": torch.zeros(num_tokens, dtype=torch.int64),
+            "targets": torch.zeros(num_tokens, config.num_codebooks, dtype=torch.int64),
+            "is_end": torch.zeros(num_tokens, dtype=torch.bool),
+            "label_weights": torch.ones(num_tokens, dtype=torch.int64),
+            "frame_weights": torch.ones(num_tokens, dtype=torch.int64),
+        }
+
+    @override
+    def generate(self, model: Csm, batch: Batch, sampling: SamplingValues) -> list[Speech]:
+        return generate_csm(model, batch, sampling)
+
+    @override
+    def list_parts(self, model: nn.Module) -> dict[str, nn.Module | None]:
+        assert isinstance(model, Csm)
+        return {
+            "talker layers": model.backbone_model.layers,
+            "text_embedding": model.embed_text_tokens,
+            "audio_embedding": model.backbone_model.embed_tokens,
+            "norm": model.backbone_model.norm,
+            "lm_head": model.lm_head,
+            "code_predictor": model.depth_decoder,
+        }
+
+    @override
+    def read_extra(self, folder: Path) -> dict[str, Tensor]:
+        with TensorFiles(folder) as files:
+            names = [name for name in files.tensors if name.startswith(CODEC)]
+            return {name: files.read_rows(name, 0, files.tensors[name].num_rows) for name in names}

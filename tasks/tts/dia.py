@@ -1,0 +1,202 @@
+"""Dia (Nari Labs) as a family: text says who speaks, ``[S1] Hello. [S2] Hi.``, and codebooks are delayed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import DiaConfig
+from typing_extensions import override
+
+from lit_fsdp.tasks.tts.dia_model import Dia, generate_dia
+from lit_fsdp.tasks.tts.family import Family, Voice, check_english, parse_hub_config
+from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
+from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
+
+if TYPE_CHECKING:
+    from lit_fsdp.tasks.tts.prepared import PreparedRow
+
+FRAMES_PER_S = 44100 / 512  # of DAC at 44.1 kHz
+_SPEAKERS = ("[S1]", "[S2]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiaSettings:
+    """A Dia model.
+
+    Args:
+        raw: ``config.json`` as it is.
+        model: What Transformers makes of it.
+    """
+
+    raw: dict[str, Any]
+    model: Any  # a DiaConfig, whose fields are typed as if its parts could be missing
+
+    @property
+    def num_codebooks(self) -> int:
+        """Codes in a frame."""
+        return int(self.model.decoder_config.num_channels)
+
+    @property
+    def codebook_size(self) -> int:
+        """Codes of speech are below it: ids of special tokens follow them."""
+        decoder = self.model.decoder_config
+        return min(decoder.eos_token_id, decoder.pad_token_id, decoder.bos_token_id)
+
+    @property
+    def frames_per_s(self) -> float:
+        """Of the codec."""
+        return FRAMES_PER_S
+
+    @property
+    def voice_size(self) -> None:
+        """It takes no embeddings of speakers."""
+
+    @property
+    def speakers(self) -> Mapping[str, int]:
+        """It knows none by name."""
+        return {}
+
+    def find_language(self, name: str | None, speaker: str | None = None) -> None:  # noqa: ARG002
+        """Refuse all languages but English.
+
+        Raises:
+            ValueError: Another one is asked for.
+        """
+        check_english("dia", name)
+
+
+class DiaFamily(Family):
+    """Dia, as ``DiaForConditionalGeneration`` of Transformers has it."""
+
+    model_type = "dia"
+    parts: ClassVar = {"encoder": ("model.encoder.",), "decoder": ("model.decoder.", "logits_dense.")}
+    linears = r"model\.(encoder|decoder)\.layers\.\d+\.(self_attention|cross_attention|mlp)\.\w+_proj"
+    blocks = ("*DiaEncoderLayer", "*DiaDecoderLayer")
+    unused_sampling = (
+        *("repetition_penalty", "predictor_do_sample", "predictor_temperature", "predictor_top_k"),
+        "predictor_top_p",
+    )
+
+    @property
+    @override
+    def default_sampling(self) -> SamplingValues:
+        return SamplingValues(
+            temperature=1.2, top_k=45, top_p=0.95, repetition_penalty=1.0, guidance_scale=3.0, max_frames=3056
+        )
+
+    @override
+    def parse_config(self, raw: Mapping[str, Any], *, where: str = "config") -> DiaSettings:
+        return DiaSettings(raw=dict(raw), model=parse_hub_config(DiaConfig, raw, where))
+
+    @override
+    def build_model(self, config: DiaSettings, attention: str = "sdpa") -> Dia:
+        settings = deepcopy(config.model)
+        # Private, seen in transformers 5.23: reaches the configurations of encoder and decoder too.
+        settings._attn_implementation = attention
+        return Dia(settings)
+
+    @override
+    def weigh_losses(self, config: DiaSettings) -> tuple[float, float]:
+        # Together the mean over all codebooks.
+        return 1 / config.num_codebooks, 1 - 1 / config.num_codebooks
+
+    @override
+    def encode_text(self, tokenizer: Any, text: str, config: DiaSettings, speaker: Voice | None) -> list[int]:
+        text = text.strip()
+        if not text:
+            raise ValueError("text: empty: expected a word or more")
+        if not text.startswith(_SPEAKERS):
+            text = f"{_SPEAKERS[0]} {text}"
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        encoder = config.model.encoder_config
+        if max(ids) >= encoder.vocab_size:
+            raise ValueError(
+                f"tokenizer: got id {max(ids)}: expected below vocab_size {encoder.vocab_size}: take that of the model"
+            )
+        if len(ids) > encoder.max_position_embeddings:
+            raise ValueError(
+                f"text: got {len(ids)} tokens: expected up to {encoder.max_position_embeddings}: {text[:40]!r}..."
+            )
+        return ids
+
+    @override
+    def find_voices(self, rows: Sequence[PreparedRow]) -> dict[str, Voice]:
+        return {}
+
+    @override
+    def collate(self, utterances: Sequence[Utterance], config: DiaSettings, *, is_streaming: bool = False) -> Batch:
+        decoder, delays = config.model.decoder_config, torch.tensor(config.model.delay_pattern)
+        longest = int(delays.max()) + 1 + max(len(get_codes(u)) for u in utterances)
+        decoder_ids = torch.full((len(utterances), longest, len(delays)), decoder.pad_token_id)
+        names = ("state_index", "targets", "is_end", "label_weights")
+        targets: dict[str, list[Tensor]] = {name: [] for name in names}
+        for row, utterance in enumerate(utterances):
+            codes = torch.from_numpy(get_codes(utterance))
+            num_frames = len(codes)
+            wanted = torch.cat([codes, torch.full((1, len(delays)), decoder.eos_token_id)])
+            for i, delay in enumerate(delays.tolist()):
+                decoder_ids[row, : delay + 1, i] = decoder.bos_token_id
+                decoder_ids[row, delay + 1 : delay + 1 + num_frames, i] = codes[:, i]
+                # The end itself is read by a position that predicts nothing of this codebook, but of others.
+                rest = decoder_ids[row, delay + 1 + num_frames :, i]
+                rest[:1] = decoder.eos_token_id
+            places = torch.arange(num_frames + 1).unsqueeze(1) + delays
+            targets["state_index"].append(row * longest + places)
+            targets["targets"].append(wanted)
+            targets["is_end"].append(torch.arange(num_frames + 1) == num_frames)
+            targets["label_weights"].append(torch.full((num_frames + 1,), int(utterance.is_counted)))
+        batch = {name: torch.cat(parts) for name, parts in targets.items()}
+        # Padding of the decoder is on the right, where causal attention does not look.
+        whole = torch.ones(len(utterances), longest, dtype=torch.int64)
+        batch |= {"decoder_ids": decoder_ids, "attention_mask": whole, "frame_weights": batch["label_weights"]}
+        return {**batch, **_stack_text(utterances)}
+
+    @override
+    def collate_prompts(
+        self, utterances: Sequence[Utterance], config: DiaSettings, *, is_streaming: bool = False
+    ) -> Batch:
+        return _stack_text(utterances)
+
+    @override
+    def make_example_batch(
+        self, config: DiaSettings, *, batch_size: int, num_text_ids: int, num_frames: int, is_streaming: bool = False
+    ) -> Batch:
+        num_text_ids = min(num_text_ids, config.model.encoder_config.max_position_embeddings)
+        length = num_frames + 1 + max(config.model.delay_pattern)
+        num_tokens, size = batch_size * (num_frames + 1), config.num_codebooks
+        text_mask = torch.ones(batch_size, num_text_ids, dtype=torch.int64)
+        text_mask[0, -1] = 0  # texts differ in length, so attention gets a mask
+        return {
+            "text_ids": torch.zeros(batch_size, num_text_ids, dtype=torch.int64),
+            "text_mask": text_mask,
+            "decoder_ids": torch.zeros(batch_size, length, size, dtype=torch.int64),
+            "attention_mask": torch.ones(batch_size, length, dtype=torch.int64),
+            "state_index": torch.zeros(num_tokens, size, dtype=torch.int64),
+            "targets": torch.zeros(num_tokens, size, dtype=torch.int64),
+            "is_end": torch.zeros(num_tokens, dtype=torch.bool),
+            "label_weights": torch.ones(num_tokens, dtype=torch.int64),
+            "frame_weights": torch.ones(num_tokens, dtype=torch.int64),
+        }
+
+    @override
+    def generate(self, model: Dia, batch: Batch, sampling: SamplingValues) -> list[Speech]:
+        return generate_dia(model, batch, sampling)
+
+    @override
+    def list_parts(self, model: nn.Module) -> dict[str, nn.Module | None]:
+        assert isinstance(model, Dia)
+        return {"encoder": model.model.encoder, "decoder": model.model.decoder, "logits_dense": model.logits_dense}
+
+
+def _stack_text(utterances: Sequence[Utterance]) -> Batch:
+    shape = len(utterances), max(len(u.text_ids) for u in utterances)
+    batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("text_ids", "text_mask")}
+    for row, utterance in enumerate(utterances):
+        batch["text_ids"][row, : len(utterance.text_ids)] = torch.tensor(utterance.text_ids)
+        batch["text_mask"][row, : len(utterance.text_ids)] = 1
+    return batch

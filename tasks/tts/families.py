@@ -1,0 +1,85 @@
+"""Which families of speech models there are, by the ``model_type`` in ``config.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lit_fsdp.tasks.tts.config import MODEL_TYPE
+from lit_fsdp.tasks.tts.family import Family, FamilyConfig
+from lit_fsdp.tasks.tts.qwen3 import Qwen3Family
+from lit_fsdp.weights import materialize
+
+MODEL_TYPES = (MODEL_TYPE, "csm", "dia")
+
+
+def find_family(model_type: Any, *, where: str = "config") -> Family:
+    """Return the family of a model type.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if model_type == MODEL_TYPE:
+        return Qwen3Family()
+    # Imported where they are needed: each takes a tenth of a second, and a run has use for one.
+    if model_type == "csm":
+        from lit_fsdp.tasks.tts.csm import CsmFamily
+
+        return CsmFamily()
+    if model_type == "dia":
+        from lit_fsdp.tasks.tts.dia import DiaFamily
+
+        return DiaFamily()
+    known = ", ".join(repr(name) for name in MODEL_TYPES)
+    raise ValueError(f"{where}: model_type: got {model_type!r}: expected one of {known}")
+
+
+def parse_family(raw: Mapping[str, Any], *, where: str = "config") -> tuple[Family, FamilyConfig]:
+    """Return the family of a ``config.json`` with the configuration that this gives.
+
+    Raises:
+        ValueError: No family knows it, or it cannot be.
+    """
+    family = find_family(raw.get("model_type"), where=where)
+    return family, family.parse_config(raw, where=where)
+
+
+def read_family(folder: Path) -> tuple[Family, FamilyConfig]:
+    """Return the same of the ``config.json`` in a folder.
+
+    Raises:
+        ValueError: There is none, or no family knows it.
+    """
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot read it: {error}") from error
+    return parse_family(raw, where=str(path))
+
+
+def is_speech_model(folder: Path) -> bool:
+    """Tell whether a folder holds a model of a family."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return False
+    return json.loads(path.read_text()).get("model_type") in MODEL_TYPES
+
+
+def load_speech_model(folder: Path) -> tuple[Family, FamilyConfig, nn.Module]:
+    """Return a model with the weights of a folder, on the CPU in float32, whole: for what is not trained.
+
+    Raises:
+        ValueError: The files do not fit, tensor by tensor.
+    """
+    family, config = read_family(folder)
+    with torch.device("meta"):
+        model = family.build_model(config).float()
+    materialize(model, torch.device("cpu"))
+    family.load_weights(model, folder)
+    return family, config, model.eval()

@@ -1,0 +1,276 @@
+"""What a family of speech models answers for the task, its data, a speaker and an export: the one interface to it.
+
+Note [Two losses]: all families write codes in two parts. A talker writes codebook 0 and the end; what writes the other
+codebooks is called predictor, whether it is a model of its own or not. Each part has a loss, a mean over the whole
+optimizer step by a count of its own, and the loss is their weighted sum.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import numpy as np
+from huggingface_hub.errors import StrictDataclassError
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from lit_fsdp.tasks.tts.layout import Batch, Utterance
+from lit_fsdp.weights import load_weights
+
+if TYPE_CHECKING:
+    from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
+    from lit_fsdp.tasks.tts.prepared import PreparedRow
+
+Voice = NDArray[np.float32] | int  # an embedding, or the number under which a model knows a speaker
+
+
+class FamilyConfig(Protocol):
+    """What is known of a model of any family from its ``config.json``."""
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """``config.json`` as it is."""
+
+    @property
+    def num_codebooks(self) -> int:
+        """Codes in a frame."""
+
+    @property
+    def codebook_size(self) -> int:
+        """Codes of speech are below it."""
+
+    @property
+    def frames_per_s(self) -> float:
+        """Of the codec."""
+
+    @property
+    def voice_size(self) -> int | None:
+        """Numbers in the embedding of a speaker; ``None`` where the model takes none."""
+
+    @property
+    def speakers(self) -> Mapping[str, int]:
+        """Numbers of speakers that the model knows, by lower-cased name."""
+
+    def find_language(self, name: str | None, speaker: str | None = None) -> int | None:
+        """Return the id of a language; ``None`` for ``auto``.
+
+        Raises:
+            ValueError: The model does not know it.
+        """
+
+
+class Family(ABC):
+    """One architecture of speech models. It has no state: all that differs between models is in their configuration."""
+
+    model_type: ClassVar[str]  # in config.json
+    parts: ClassVar[Mapping[str, tuple[str, ...]]]  # that can be frozen, with the beginnings of their parameters' names
+    linears: ClassVar[str]  # what lora.targets 'all-linear' means: a pattern of names
+    blocks: ClassVar[tuple[str, ...]]  # patterns of the classes that are FSDP units
+    has_streaming: ClassVar[bool] = False
+    has_kinds: ClassVar[bool] = False  # of exports: with voices built in, or a base model
+    predicts_ends: ClassVar[bool] = True  # whether the predictor's loss has ends too
+    unused_sampling: ClassVar[tuple[str, ...]] = ("guidance_scale",)
+
+    @abstractmethod
+    def parse_config(self, raw: Mapping[str, Any], *, where: str = "config") -> FamilyConfig:
+        """Return what the contents of ``config.json`` say.
+
+        Args:
+            raw: Left as it is.
+            where: Names it in errors.
+
+        Raises:
+            ValueError: It cannot be.
+        """
+
+    @abstractmethod
+    def build_model(self, config: Any, attention: str = "sdpa") -> nn.Module:
+        """Return the model, whose ``forward`` maps a batch of :meth:`collate` to ``SpeechOutput``."""
+
+    def load_weights(self, model: nn.Module, folder: Path, *, seed: int = 0) -> None:
+        """Read the shards of a model from a folder.
+
+        Raises:
+            ValueError: The files do not fit, tensor by tensor.
+        """
+        load_weights(model, folder, seed=seed)
+
+    @abstractmethod
+    def weigh_losses(self, config: Any) -> tuple[float, float]:
+        """Return the weights of the talker's and the predictor's loss; see Note [Two losses]."""
+
+    @abstractmethod
+    def encode_text(self, tokenizer: Any, text: str, config: Any, speaker: Voice | None) -> list[int]:
+        """Return a text as ids.
+
+        Raises:
+            ValueError: The text is empty, or the tokenizer is not one of these models.
+        """
+
+    @abstractmethod
+    def find_voices(self, rows: Sequence[PreparedRow]) -> dict[str, Voice]:
+        """Return what tells the model who speaks, by the name of each speaker of the training data."""
+
+    @abstractmethod
+    def collate(self, utterances: Sequence[Utterance], config: Any, *, is_streaming: bool = False) -> Batch:
+        """Return a batch for training.
+
+        Any model can name its tensors as it likes, but for ``label_weights`` [tokens] and ``frame_weights`` [frames]:
+        0 or 1, for what counts in the talker's and in the predictor's loss.
+        """
+
+    @abstractmethod
+    def collate_prompts(self, utterances: Sequence[Utterance], config: Any, *, is_streaming: bool = False) -> Batch:
+        """Return a batch for :meth:`generate`."""
+
+    @abstractmethod
+    def make_example_batch(
+        self, config: Any, *, batch_size: int, num_text_ids: int, num_frames: int, is_streaming: bool = False
+    ) -> Batch:
+        """Return a batch for training of the given size, without data."""
+
+    @abstractmethod
+    def generate(self, model: Any, batch: Batch, sampling: SamplingValues) -> list[Speech]:
+        """Return the speech for prompts.
+
+        Under a sharding strategy all ranks must call it, inside a method that gathers like ``forward``. Every rank goes
+        on until the last prompt of the last rank has ended, as each frame gathers the model.
+        """
+
+    @property
+    def default_sampling(self) -> SamplingValues:
+        """How speech is generated where neither the user nor the model says anything."""
+        from lit_fsdp.tasks.tts.generation import SamplingValues
+
+        return SamplingValues()
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Refuse settings that the model would ignore.
+
+        Args:
+            sampling: What the user wants.
+
+        Raises:
+            ValueError: With the setting.
+        """
+        for name in self.unused_sampling:
+            if getattr(sampling, name) not in (None, getattr(self.default_sampling, name)):
+                raise ValueError(f"sampling.{name}: not used by {self.model_type}; leave it out")
+
+    def read_extra(self, folder: Path) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return tensors of a folder that the model leaves out and an export needs, such as those of a codec."""
+        return {}
+
+    @abstractmethod
+    def list_parts(self, model: nn.Module) -> dict[str, nn.Module | None]:
+        """Return the modules that parameters are counted by, by name."""
+
+    def check_data(self, config: FamilyConfig, *, speaker_embedding: str, is_streaming: bool) -> None:
+        """Refuse ways to lay out data that the model has not.
+
+        Raises:
+            ValueError: With the setting.
+        """
+        if is_streaming and not self.has_streaming:
+            raise ValueError(f"streaming: got true: {self.model_type} does not read text beside frames; leave it out")
+        if speaker_embedding != "none" and config.voice_size is None:
+            raise ValueError(
+                f"speaker_embedding: got {speaker_embedding!r}: {self.model_type} takes no embeddings; leave it out"
+            )
+
+
+def count_parts(parts: Mapping[str, nn.Module | None]) -> dict[str, tuple[int, int]]:
+    """Return elements and trainable elements of each part, by name; what two parts share counts for the first."""
+    counts, seen = {}, set[int]()
+    for name, part in parts.items():
+        parameters = [p for p in part.parameters() if id(p) not in seen] if part is not None else []
+        seen |= {id(p) for p in parameters}
+        counts[name] = (sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))
+    return counts
+
+
+def freeze_parts(model: nn.Module, family: Family, names: Sequence[str]) -> None:
+    """Let named parts of a model not train.
+
+    Raises:
+        ValueError: The model has no such part, or nothing is left.
+    """
+    check_parts(family, names)
+    beginnings = tuple(b for name in names for b in family.parts[name])
+    for name, parameter in model.named_parameters():
+        if beginnings and name.startswith(beginnings):
+            parameter.requires_grad_(False)
+
+
+def check_parts(family: Family, names: Sequence[str]) -> None:
+    """Refuse to freeze what a model does not have, or all of it.
+
+    Raises:
+        ValueError: With the name.
+    """
+    if unknown := sorted(set(names) - family.parts.keys()):
+        raise ValueError(f"freeze: got {', '.join(unknown)}: expected some of {', '.join(family.parts)}")
+    if set(names) == family.parts.keys():
+        raise ValueError("freeze: got all parts: nothing is left to train; leave one out, or set lora")
+
+
+def parse_hub_config(kind: type[PreTrainedConfig], raw: Mapping[str, Any], where: str) -> Any:
+    """Return what Transformers makes of the contents of ``config.json``.
+
+    Args:
+        kind: Class of the configuration.
+        raw: Left as it is.
+        where: Names it in errors.
+
+    Raises:
+        ValueError: It cannot be.
+    """
+    try:
+        return kind.from_dict(deepcopy(dict(raw)))
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
+
+
+def check_english(model_type: str, name: str | None) -> None:
+    """Refuse a language, of a model that speaks English and is not told so.
+
+    Raises:
+        ValueError: It is another one.
+    """
+    if (name or "auto").lower() not in ("auto", "english", "en"):
+        raise ValueError(f"language: got {name!r}: {model_type} is not told a language: expected auto or english")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechOutput:
+    """What a batch gives: sums of losses, counts, and what metrics need.
+
+    Args:
+        talker_loss: Sum over the talker's targets.
+        predictor_loss: Sum over the predictor's frames of the mean over codebooks.
+        num_tokens: Targets of the talker: frames and ends.
+        num_frames: Frames of the predictor.
+        logits: Of the talker at its targets: [tokens, vocabulary].
+        predictor_logits: [frames, codebooks - 1, vocabulary].
+        labels: Of the talker: [tokens].
+        is_end: Which of them are ends: [tokens].
+        predictor_labels: [frames, codebooks - 1].
+        is_frame: Which frames of the predictor are speech, not ends; ``None`` if all are.
+    """
+
+    talker_loss: Tensor
+    predictor_loss: Tensor
+    num_tokens: Tensor
+    num_frames: Tensor
+    logits: Tensor
+    predictor_logits: Tensor
+    labels: Tensor
+    is_end: Tensor
+    predictor_labels: Tensor
+    is_frame: Tensor | None = None

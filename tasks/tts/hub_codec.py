@@ -1,0 +1,131 @@
+"""Codecs of Transformers, for the families that have no codec of their own: Mimi, and DAC."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    CsmConfig,
+    CsmForConditionalGeneration,
+    DacModel,
+    MimiConfig,
+    MimiModel,
+)
+
+from lit_fsdp.weights import load_weights, materialize
+
+MODEL_TYPES = ("mimi", "dac")
+WITH_CODEC = "csm"  # the type of model whose checkpoint has Mimi in it
+CODEC = "codec_model."  # the beginning of its names there
+
+
+class HubCodec(nn.Module):
+    """Mimi or DAC, with the same methods as ``Codec``.
+
+    Args:
+        model: Of Transformers.
+        num_codebooks: So many of its codebooks are used; all if not given.
+    """
+
+    def __init__(self, model: MimiModel | DacModel, num_codebooks: int | None = None) -> None:
+        super().__init__()
+        self.model: Any = model
+        settings: Any = model.config
+        is_mimi = isinstance(settings, MimiConfig)
+        self.num_codebooks = int(num_codebooks or (settings.num_quantizers if is_mimi else settings.n_codebooks))
+        self.samples_per_frame = int(settings.frame_size if is_mimi else settings.hop_length)
+        self.sample_rate = int(settings.sampling_rate)
+
+    @torch.inference_mode()
+    def encode(self, clips: Sequence[Tensor]) -> list[Tensor]:
+        """Return the codes [frames, codebooks] of each clip [samples], one by one, filled up to whole frames."""
+        return [self._encode_one(clip) for clip in clips]
+
+    def _encode_one(self, clip: Tensor) -> Tensor:
+        num_frames = -(-len(clip) // self.samples_per_frame)
+        audio = torch.zeros(1, 1, num_frames * self.samples_per_frame, device=self.device, dtype=self.dtype)
+        audio[0, 0, : len(clip)] = clip.to(audio)
+        codes = self.model.encode(audio, **{self._count_name: self.num_codebooks}).audio_codes
+        return codes[0, :, :num_frames].T.cpu()
+
+    @torch.inference_mode()
+    def decode(self, codes: Sequence[Tensor]) -> list[Tensor]:
+        """Return the audio [samples] of each list of frames [frames, codebooks], in float32 on the CPU."""
+        return [self._decode_one(part) if len(part) else torch.zeros(0) for part in codes]
+
+    def _decode_one(self, codes: Tensor) -> Tensor:
+        audio = self.model.decode(audio_codes=codes.T[None].to(self.device)).audio_values
+        return audio.flatten().float().cpu()
+
+    @property
+    def _count_name(self) -> str:
+        return "num_quantizers" if isinstance(self.model.config, MimiConfig) else "n_quantizers"
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codec computes."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which dtype it computes."""
+        return next(self.parameters()).dtype
+
+
+def is_hub_codec(folder: Path) -> bool:
+    """Tell whether a folder holds Mimi or DAC, or a model with Mimi in it."""
+    path = folder / "config.json"
+    return path.is_file() and json.loads(path.read_text()).get("model_type") in (*MODEL_TYPES, WITH_CODEC)
+
+
+def measure_hub_codec(folder: Path) -> tuple[int, int]:
+    """Return the number of codebooks of the codec in a folder and their size, from its configuration alone.
+
+    Args:
+        folder: For which ``is_hub_codec`` holds.
+    """
+    raw = json.loads((folder / "config.json").read_text())
+    config: Any = AutoConfig.for_model(**raw)
+    if raw["model_type"] == WITH_CODEC:
+        return int(config.num_codebooks), int(config.codec_config.codebook_size)
+    num_codebooks = config.num_quantizers if isinstance(config, MimiConfig) else config.n_codebooks
+    return int(num_codebooks), int(config.codebook_size)
+
+
+def load_hub_codec(folder: Path) -> HubCodec:
+    """Return the codec in a folder, or the one that is part of a model there, on the CPU in float32.
+
+    Args:
+        folder: For which ``is_hub_codec`` holds.
+
+    Raises:
+        ValueError: The files are missing or do not fit, tensor by tensor.
+    """
+    raw = json.loads((folder / "config.json").read_text())
+    config: Any = AutoConfig.for_model(**raw)
+    with torch.device("meta"):
+        holder: Any = _CodecOfCsm(config) if raw["model_type"] == WITH_CODEC else AutoModel.from_config(config)
+    materialize(holder, torch.device("cpu"))
+    unused = load_weights(holder, folder, takes_part=True)
+    if raw["model_type"] == WITH_CODEC:
+        unused = [name for name in unused if name.startswith(CODEC)]
+    if unused:
+        raise ValueError(f"codec: {folder} holds {unused[0]}, which its config.json has no place for")
+    codec = HubCodec(holder.codec_model, config.num_codebooks) if isinstance(holder, _CodecOfCsm) else HubCodec(holder)
+    return codec.float().eval()
+
+
+class _CodecOfCsm(CsmForConditionalGeneration):
+    """CSM with nothing but its codec, as names of its tensors are converted like those of the whole model."""
+
+    def __init__(self, config: CsmConfig) -> None:
+        super().__init__(config)
+        for name in ("lm_head", "embed_text_tokens", "backbone_model", "depth_decoder"):
+            delattr(self, name)

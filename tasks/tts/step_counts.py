@@ -1,0 +1,59 @@
+"""How many targets a whole optimizer step has, known from the order of the data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lit_fsdp.tasks.loading import ResumableLoader
+from lit_fsdp.tasks.tts.layout import Batch
+
+
+class StepCounts:
+    """Gives each micro-batch the numbers of talker tokens and frames in its whole step, over all ranks.
+
+    The data is in one order that all ranks know, so nothing is exchanged for it; see Note [Loss of speech].
+
+    Args:
+        loader: Whose batches they are.
+        num_frames: Of each row.
+        trainer: Says how many micro-batches are a step, and at which batch an epoch ends.
+        predicts_ends: Whether the second number has the ends, too.
+    """
+
+    def __init__(
+        self,
+        loader: ResumableLoader,
+        num_frames: NDArray[np.int64],
+        trainer: Any,
+        *,
+        predicts_ends: bool = False,
+    ) -> None:
+        sampler: Any = loader.sampler
+        self.predicts_ends = predicts_ends
+        self.sampler, self.num_frames, self.trainer = sampler, num_frames, trainer
+        self._order: tuple[int, NDArray[np.int64]] | None = None
+
+    def __call__(self, batch: Batch, place: tuple[int, int]) -> Batch:
+        """Return the batch with ``step_counts`` [2]."""
+        epoch, seen = place
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, np.asarray(self.sampler.draw_order(epoch))
+        size, order = self.sampler.global_batch_size, self._order[1]
+        num_batches = self.sampler.num_batches
+        limit = getattr(self.trainer, "num_training_batches", None)
+        if isinstance(limit, int) and limit > 0:
+            num_batches = min(num_batches, limit)
+        # As Lightning counts them, also where a resumed epoch goes on with another batch size.
+        done = self.sampler.num_batches - (self.sampler.dataset_size - seen) // size
+        # Asked each time: GradientAccumulationScheduler changes it between epochs.
+        accumulate = getattr(self.trainer, "accumulate_grad_batches", 1)
+        first = done // accumulate * accumulate
+        last = min(first + accumulate, num_batches)
+        rows = order[max(seen - (done - first) * size, 0) : seen + (last - done) * size]
+        frames = int(self.num_frames[rows].sum())
+        num_ends = len(rows) if self.predicts_ends else 0
+        return {**batch, "step_counts": torch.tensor([frames + len(rows), frames + num_ends])}

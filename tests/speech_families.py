@@ -1,0 +1,175 @@
+"""Tiny models of the families of Transformers, clips for them, and runs that are the same for each family."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from speech_golden import draw
+from speech_training import GLOBAL_BATCH, NUM_STEPS, build_trainer
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from training import OPTIMIZER, Recorder, Result
+
+from lit_fsdp.tasks import Schedule, SpeechData, TextToSpeech
+from lit_fsdp.tasks.tts.families import parse_family
+from lit_fsdp.tasks.tts.generation import Sampling
+from lit_fsdp.tasks.tts.layout import Utterance
+from lit_fsdp.tasks.tts.prepared import PreparedRow
+from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
+from lit_fsdp.weights import init_weights, materialize
+
+MIMI = {
+    "model_type": "mimi", "hidden_size": 32, "num_filters": 4, "codebook_size": 64, "codebook_dim": 16,
+    "vector_quantization_hidden_dimension": 16, "num_quantizers": 6, "num_semantic_quantizers": 1,
+    "upsample_groups": 32, "num_hidden_layers": 1, "intermediate_size": 64, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 16, "upsampling_ratios": [8, 6, 5, 4],
+}  # fmt: skip
+DEPTH = {
+    "num_codebooks": 6, "backbone_hidden_size": 32, "vocab_size": 67, "hidden_size": 24, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 7,
+}  # fmt: skip
+CSM: dict[str, Any] = {
+    "model_type": "csm", "num_codebooks": 6, "vocab_size": 67, "text_vocab_size": 270, "hidden_size": 32,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 256, "codebook_pad_token_id": 66, "codebook_eos_token_id": 0, "audio_token_id": 268,
+    "audio_eos_token_id": 269, "pad_token_id": 267, "bos_token_id": 266, "tie_codebooks_embeddings": True,
+    "depth_decoder_config": DEPTH, "codec_config": MIMI,
+}  # fmt: skip
+
+DIA: dict[str, Any] = {
+    "model_type": "dia", "delay_pattern": [0, 2, 3, 4],
+    "encoder_config": {
+        "model_type": "dia_encoder", "max_position_embeddings": 64, "num_hidden_layers": 2, "hidden_size": 24,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 48, "vocab_size": 256,
+    },
+    "decoder_config": {
+        "model_type": "dia_decoder", "max_position_embeddings": 128, "num_hidden_layers": 2, "hidden_size": 32,
+        "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "cross_num_attention_heads": 4, "cross_head_dim": 8, "cross_num_key_value_heads": 4, "cross_hidden_size": 24,
+        "vocab_size": 68, "num_channels": 4, "eos_token_id": 64, "pad_token_id": 65, "bos_token_id": 66,
+    },
+}  # fmt: skip
+DAC = {
+    "model_type": "dac", "encoder_hidden_size": 8, "downsampling_ratios": [2, 4, 8, 8],
+    "upsampling_ratios": [8, 8, 4, 2], "decoder_hidden_size": 64, "n_codebooks": 4, "codebook_size": 64,
+    "codebook_dim": 4, "sampling_rate": 44100,
+}  # fmt: skip
+
+
+def make_rows(num_codebooks: int, num_rows: int = NUM_STEPS * GLOBAL_BATCH) -> list[PreparedRow]:
+    """Clips of 2 to 14 frames, so that a mean of means over ranks would be wrong."""
+    rows = []
+    for i in range(num_rows):
+        codes = (draw(f"row {i}", 2 + (i * 7) % 13, num_codebooks).abs() * 63).long().numpy()
+        rows.append(
+            PreparedRow(
+                audio=f"{i}.wav",
+                text="ab" * (1 + i % 5),
+                codes=codes,
+                seconds=len(codes) / 12.5,
+                speaker="kim" if i % 2 else "lee",
+            )
+        )
+    return rows
+
+
+def make_utterances(raw: dict[str, Any], rows: list[PreparedRow], voices: dict[str, Any]) -> list[Utterance]:
+    family, config = parse_family(raw)
+    tokenizer = build_byte_tokenizer()
+    return [
+        Utterance(
+            text_ids=family.encode_text(tokenizer, row.text, config, voices.get(row.speaker)),
+            codes=row.codes,
+            speaker=voices.get(row.speaker),
+        )
+        for row in rows
+    ]
+
+
+def build_model(raw: dict[str, Any], seed: int = 0) -> Any:
+    family, config = parse_family(raw)
+    with torch.device("meta"):
+        model = family.build_model(config)
+    materialize(model, torch.device("cpu"))
+    init_weights(model, seed)
+    return model
+
+
+def train_plainly(raw: dict[str, Any], voices: dict[str, Any]) -> Result:
+    """Train on one device without Lightning, FSDP or our task, with one forward for the whole step."""
+    family, config = parse_family(raw)
+    model = build_model(raw)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps)
+    utterances, result = make_utterances(raw, make_rows(config.num_codebooks), voices), Result()
+    own, other = family.weigh_losses(config)
+    for step in range(NUM_STEPS):
+        part = utterances[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]
+        output = model(family.collate(part, config))
+        loss = own * output.talker_loss / output.num_tokens + other * output.predictor_loss / output.num_frames
+        optimizer.zero_grad()
+        loss.backward()
+        result.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
+        optimizer.step()
+        result.losses.append(float(loss.detach()))
+    result.weights = {name: p.detach() for name, p in model.named_parameters()}
+    return result
+
+
+def build_task(raw: dict[str, Any], **options: Any) -> TextToSpeech:
+    source = {} if "pretrained" in options else {"config": raw}
+    return TextToSpeech(**source, optimizer=OPTIMIZER, schedule=Schedule(shape="constant"), **options)
+
+
+def build_data(folder: Path, **options: Any) -> SpeechData:
+    return SpeechData(train=str(folder), tokenizer="bytes", **{"shuffle": False, "num_workers": 0, **options})
+
+
+def fit(raw: dict[str, Any], folder: Path, out: Path, accumulate: int, options: dict[str, Any]) -> None:
+    pl.seed_everything(0, verbose=False)
+    recorder = Recorder()
+    trainer = build_trainer(callbacks=[recorder], accumulate_grad_batches=accumulate)
+    task = build_task(raw, **options)
+    trainer.fit(task, build_data(folder, batch_size=GLOBAL_BATCH // dist.get_world_size() // accumulate))
+    trainer.save_checkpoint(out / "run.ckpt")
+    state = get_model_state_dict(task, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    recorder.result.weights = {name.removeprefix("model."): value for name, value in state.items()}
+    if trainer.is_global_zero:
+        torch.save(vars(recorder.result), out / "result.pt")
+
+
+def speak_unequally(raw: dict[str, Any], folder: Path, out: Path, find_heads: Any, end: int) -> None:
+    """Speak texts on ranks of which the first ends at once, and the others never."""
+    pl.seed_everything(0, verbose=False)
+    task = build_task(raw, sampling=Sampling(do_sample=False, max_frames=5))
+
+    def hurry(module: Any, _: Any, logits: torch.Tensor) -> torch.Tensor | None:
+        if task.model is None or not any(module is head for head in find_heads(task.model)):
+            return None
+        away = torch.zeros(logits.shape[-1])
+        away[end] = -1e4 if dist.get_rank() else 1e4
+        return logits + away
+
+    torch.nn.modules.module.register_module_forward_hook(hurry)
+    (out / "texts.txt").write_text("a\nab\nabc\n")
+    rows = build_trainer().predict(task, build_data(folder, predict=str(out / "texts.txt"), batch_size=1))
+    lengths = [len(codes) for batch in rows for codes in batch["prediction"]]
+    ended = [has_ended for batch in rows for has_ended in batch["has_ended"]]
+    torch.save((lengths, ended), out / f"{dist.get_rank()}.pt")
+
+
+def make_checkpoint(raw: dict[str, Any], folder: Path, seed: int = 5) -> Path:
+    """Write a folder like those on the Hub, with the codec where that is part of the model."""
+    from transformers import AutoConfig, CsmForConditionalGeneration, DiaForConditionalGeneration
+
+    torch.manual_seed(seed)
+    kind: Any = CsmForConditionalGeneration if raw["model_type"] == "csm" else DiaForConditionalGeneration
+    kind(AutoConfig.for_model(**raw)).save_pretrained(folder)
+    build_byte_tokenizer().save_pretrained(folder)
+    return folder

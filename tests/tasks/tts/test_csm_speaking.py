@@ -1,0 +1,179 @@
+"""CSM from audio to a voice: prepared by its codec, trained on two ranks, spoken, and exported for Transformers."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from safetensors.torch import load_file, save_file
+from speech_families import CSM, build_data, build_task, fit, make_checkpoint
+from speech_training import build_trainer
+from transformers import CsmForConditionalGeneration
+
+from lit_fsdp.adapters import LoRA
+from lit_fsdp.cli import main
+from lit_fsdp.tasks import Listening, Sampling, SpeechData, TextToSpeech
+from lit_fsdp.tasks.tts.audio import Limits
+from lit_fsdp.tasks.tts.codec import load_codec
+from lit_fsdp.tasks.tts.formants import VOICES, synthesize
+from lit_fsdp.tasks.tts.listening import check_listening
+from lit_fsdp.tasks.tts.prepared import read_rows
+from lit_fsdp.tasks.tts.preparing import Preparer
+from lit_fsdp.tasks.tts.speaker import open_speaker
+from lit_fsdp.tasks.tts.voice_export import build_model, export_voice, read_checkpoint
+from ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(CSM, tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def prepared(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    lines = []
+    for i, (name, voice) in enumerate([*VOICES.items()] * 3):
+        text = "open the door"[: 3 + i]
+        soundfile.write(folder / f"{i}.wav", synthesize(text, voice), 24000)
+        lines.append({"audio": f"{i}.wav", "text": text, "speaker": name})
+    (folder / "in.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    args = ["prepare", "tts", f"--manifest={folder / 'in.jsonl'}", f"--out={folder / 'out'}", f"--model={base}"]
+    assert main([*args, "--limits.min_seconds=0.1"]) == 0
+    return folder / "out"
+
+
+def test_rows_are_prepared_with_the_codec_of_the_model(base: Path, prepared: Path) -> None:
+    rows = read_rows(prepared)
+    stock = CsmForConditionalGeneration.from_pretrained(base).eval()
+    for row in rows:
+        audio, _ = soundfile.read(prepared.parent / row.audio, dtype="float32")
+        length = -(-len(audio) // 1920) * 1920
+        padded = torch.from_numpy(np.pad(audio, (0, length - len(audio))))
+        with torch.no_grad():
+            wanted = stock.codec_model.encode(padded[None, None], num_quantizers=6).audio_codes[0].T
+        assert row.codes.tolist() == wanted.tolist()
+        assert len(row.speaker_embedding) == 0
+    codes = torch.from_numpy(rows[0].codes)
+    (own,) = load_codec(base).decode([codes])
+    with torch.no_grad():
+        torch.testing.assert_close(own, stock.codec_model.decode(codes.T[None]).audio_values[0, 0])
+
+
+@pytest.fixture(scope="module", params=[{}, {"lora": LoRA(r=2)}], ids=["full", "lora"])
+def run(request: Any, base: Path, prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    run_ranks(fit, CSM, prepared, folder, 1, {"pretrained": str(base), **request.param}, world_size=2)
+    return folder / "run.ckpt"
+
+
+def test_transformers_loads_an_export_with_equal_logits(base: Path, run: Path, tmp_path: Path) -> None:
+    export_voice(run, tmp_path / "out")
+    stock, report = CsmForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
+    name = "backbone_model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(before[name], after[name])
+    assert all(torch.equal(before[n], after[n]) for n in before if n.startswith("codec_model."))
+    own: Any = build_model(read_checkpoint(run))
+    codes = torch.arange(4 * 6).reshape(1, 4, 6)
+    with torch.no_grad():
+        states = own.backbone_model(inputs_embeds=own.backbone_model.embed_tokens(codes)).last_hidden_state
+        wanted = stock.eval()(input_ids=codes, labels=codes)
+        torch.testing.assert_close(own.lm_head(states), wanted.logits, atol=0, rtol=0)
+
+
+def test_a_run_and_its_export_speak_the_same(run: Path, tmp_path: Path) -> None:
+    export_voice(run, tmp_path / "voice")
+    greedy = ["--sampling.do_sample=false", "--sampling.predictor_do_sample=false", "--sampling.max_frames=5"]
+    for name, model in (("run", run), ("voice", tmp_path / "voice")):
+        args = ["speak", f"--model={model}", "--text=a door", "--speaker=1", f"--out={tmp_path / name}.out"]
+        assert main([*args, *greedy]) == 0
+    own, exported = (soundfile.read(tmp_path / f"{name}.out" / "00000.wav")[0] for name in ("run", "voice"))
+    assert len(own) % 1920 == 0
+    np.testing.assert_array_equal(own, exported)
+
+
+def test_speakers_of_the_training_data_keep_their_numbers(run: Path) -> None:
+    speaker = open_speaker(str(run))
+    assert speaker.voices == {"ada": 0, "bruno": 1}
+    bytes_of = [speaker.encode("a", name, None).text_ids for name in ("ada", "bruno", "7")]
+    texts = [speaker.tokenizer.decode(ids, skip_special_tokens=True) for ids in bytes_of]
+    assert texts == ["[0]a", "[1]a", "[7]a"]
+    with pytest.raises(ValueError, match="speaker: got 'eve': expected one of: 0, 1"):
+        speaker.encode("a", "eve", None)
+    with pytest.raises(ValueError, match="language: got 'german': csm is not told a language"):
+        speaker.encode("a", "ada", "german")
+    with pytest.raises(ValueError, match="ref_audio: csm has no speaker encoder"):
+        speaker.embed(np.zeros(24000, dtype=np.float32))
+
+
+def test_what_it_speaks_is_decoded_by_its_own_codec(base: Path, prepared: Path, tmp_path: Path) -> None:
+    listening = Listening(codec=str(base))
+    sampling = Sampling(max_frames=4)
+    task = build_task(CSM, pretrained=str(base), speak_rows=2, sampling=sampling, listening=listening)
+    trainer = build_trainer(max_steps=1, logger=CSVLogger(tmp_path, name="", version=""))
+    trainer.fit(task, build_data(prepared, batch_size=2))
+    assert len(task.report.rows) == 2
+    assert task.report.listened == {}  # there is no encoder to compare voices with
+    for path in tmp_path.glob("spoken/*.wav"):
+        audio, rate = soundfile.read(path)
+        assert (rate, len(audio) % 1920) == (24000, 0)
+    spoken = [row for row in task.report.rows if len(row.speech.codes)]
+    assert len(list(tmp_path.glob("spoken/*.wav"))) == len(spoken)
+
+
+def test_weights_are_read_from_files_that_the_configuration_names(base: Path, prepared: Path, tmp_path: Path) -> None:
+    for path in base.iterdir():
+        shutil.copy(path, tmp_path / path.name)
+    (tmp_path / "model.safetensors").rename(tmp_path / "transformers.safetensors")
+    save_file({"of.another.release": torch.zeros(1)}, tmp_path / "model.safetensors")
+    raw = json.loads((base / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "transformers_weights": "transformers.safetensors"}))
+    own, same = (open_speaker(str(folder)).model.state_dict() for folder in (base, tmp_path))
+    assert all(torch.equal(own[name], same[name]) for name in own)
+    run_ranks(fit, CSM, prepared, tmp_path, 1, {"pretrained": str(tmp_path)}, world_size=1)
+    export_voice(tmp_path / "run.ckpt", tmp_path / "out")
+    CsmForConditionalGeneration.from_pretrained(tmp_path / "out")
+
+
+def test_the_codec_is_found_where_no_file_has_the_usual_name(base: Path, tmp_path: Path) -> None:
+    shutil.copy(base / "model.safetensors", tmp_path / "transformers.safetensors")
+    raw = json.loads((base / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "transformers_weights": "transformers.safetensors"}))
+    own, same = (load_codec(folder).state_dict() for folder in (base, tmp_path))
+    assert all(torch.equal(own[name], same[name]) for name in own)
+    check_listening(Listening(codec=str(tmp_path)), TextToSpeech(config=CSM).read_config())
+    digests = Preparer(model=str(tmp_path), limits=Limits()).describe_models()
+    assert digests["codec"] == digests["model"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TextToSpeech(config={"model_type": "x"}), "model_type: got 'x': expected one of 'qwen3_tts', 'csm'"),
+        (lambda: TextToSpeech(config={**CSM, "num_codebooks": "six"}), "config: .*num_codebooks"),
+        (lambda: TextToSpeech(config=CSM, sampling=Sampling(guidance_scale=2.0)), "guidance_scale: not used by csm"),
+        (lambda: TextToSpeech(config=CSM, freeze=["encoder"]), "freeze: got encoder: expected some of talker"),
+        (lambda: SpeechData(tokenizer="bytes", streaming=True), "streaming: got true: csm does not read text beside"),
+        (lambda: SpeechData(tokenizer="bytes", speaker_embedding="mean"), "speaker_embedding: got 'mean': csm takes"),
+    ],
+)
+def test_what_the_family_has_not_is_refused(make: Any, message: str) -> None:
+    def build() -> None:
+        made = make()
+        if isinstance(made, SpeechData):
+            made.attach(TextToSpeech(config=CSM).read_config())
+
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_built_in_voices_are_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="kind: csm has no built-in voices"):
+        export_voice(run, tmp_path / "out", kind="custom_voice")
