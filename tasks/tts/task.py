@@ -18,6 +18,7 @@ from typing_extensions import override
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.base_model import fetch_config
 from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.base import Schedule, Task
 from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.tasks.tts.checkpoint_files import check_run, describe_run, read_generation_config
@@ -138,6 +139,11 @@ class TextToSpeech(Task):
         if hasattr(data, "attach"):
             data.attach(self.read_config())
         return super().prepare_plan(data)
+
+    @override
+    def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch:
+        rows, length = batch.get("decoder_ids", batch["text_ids"]).shape[:2]
+        return MicroBatch(rows=rows, length=length, is_masked=True)
 
     @override
     def enter_dry_run(self, batch: Mapping[str, Any]) -> AbstractContextManager[None]:

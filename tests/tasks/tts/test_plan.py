@@ -67,12 +67,15 @@ def check(path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch) -> No
     assert [rank.code for rank in ended] == [0, 0], ended[0].err
     report = next(Path.cwd().glob("runs/tts_quickstart/**/report.json"))
     real = json.loads(report.read_text())["sections"]["memory"]["numbers"]["step"]
-    plan = ["plan", *config, *options, "--devices=2", "--out=planned"]
+    plan = ["plan", *config, *options, "--devices=2", "--out=planned", "--gpu=RTX 4090"]
     process = get_context("fork").Process(target=main, args=(plan,))
     process.start()
     process.join()
     assert process.exitcode == 0
-    planned = json.loads(Path("planned/plan.json").read_text())["memory"]
+    found = json.loads(Path("planned/plan.json").read_text())
+    planned, time = found["memory"], found["time"]
+    assert time["step_s"] > time["compute_s"] > 0
+    assert found["flops"]["hardware"] > 0
     assert planned["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.01)
     for kind in ("parameters", "optimizer_state", "gradients", "gathered"):
         assert planned["largest_bytes_by_kind"][kind] == real["largest_bytes_by_kind"][kind], kind
