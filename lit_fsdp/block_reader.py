@@ -71,6 +71,7 @@ def read_linear(reader: Reader, name: str, module: Any, x: int) -> int:
         temp = dense * tape.itemsize if is_4bit else dense * (2 * FLOAT32)
         weights = reader.list_trained(module.bias)
         options: dict[str, Any] = {"forward_temp": 0 if is_4bit else temp, "backward_temp": temp, "weights": weights}
+        options |= {"forward_moved": temp, "backward_moved": temp}  # the dense weight: written once in each
         return tape.add("quantized", (x,), size, flops=flops, backward_flops=flops * tape.needs_grad[x], **options)
     weights = reader.list_trained(module.weight, module.bias)
     is_trained = module.weight.requires_grad

@@ -301,10 +301,8 @@ def _count_moved(tape: Tape, recompute: Recompute, num_micro_batches: int) -> in
     total = 0
     for op in (step for step in tape.steps if isinstance(step, Op)):
         size = tape.sizes[op.output]
-        total += op.moved + _count_forward_moved(tape, op)
-        if op.flops:  # of 4 bits, the dense weight once more, in whichever of both passes the tape has it
-            total += _count_forward_moved(tape, op)
-        elif (op.gets_grad or op.weights) and not op.shares_grad:
+        total += op.backward_moved + _count_forward_moved(tape, op)
+        if not op.flops and (op.gets_grad or op.weights) and not op.shares_grad:
             gradients = sum(tape.sizes[value] for value in (*op.saves, *op.gets_grad))
             total += size + gradients + 2 * op.backward_temp
     total += sum(_count_forward_moved(tape, op) for op in _list_run_twice(tape, recompute))
@@ -312,8 +310,8 @@ def _count_moved(tape: Tape, recompute: Recompute, num_micro_batches: int) -> in
 
 
 def _count_forward_moved(tape: Tape, op: Op) -> int:
-    if op.flops:  # of 4 bits, the dense weight: written once
-        return max(op.forward_temp, op.backward_temp) if op.name == "quantized" else 0
+    if op.flops:
+        return op.forward_moved
     return sum(tape.sizes[value] for value in (*op.inputs, op.output)) + 2 * op.forward_temp
 
 

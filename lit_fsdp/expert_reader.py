@@ -14,7 +14,7 @@ _INDEX = 8  # bytes of the number of a token
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """Whether a module has experts whose weights are one tensor each, and something that routes tokens to them."""
+    """Whether a module has experts, and something that routes tokens to them."""
     return getattr(module, "experts", None) is not None and getattr(module, "gate", None) is not None
 
 
@@ -36,6 +36,8 @@ def read_mixture(reader: Reader, name: str, module: Any, x: int) -> int:
         raise UnreadableModuleError(f"{name}.experts", f"activation {kind}")
     scores, scores_itemsize = _read_router(reader, router, x)
     if isinstance(experts, QuantizedExperts):
+        if experts.quantization.type == "int8":
+            raise UnreadableModuleError(f"{name}.experts", "experts in int8")
         return _read_one_by_one(reader, experts, (x, scores, router.top_k))
     if implementation != "grouped_mm":
         raise UnreadableModuleError(name, f"experts implementation {implementation}")
@@ -60,7 +62,7 @@ def _read_router(reader: Reader, router: Any, x: int) -> tuple[int, int]:
     logits = tape.add_cast(logits, tape.itemsize, FLOAT32)
     probabilities = tape.add_pointwise("softmax", logits, saves_output=True)
     top = tape.add("topk", (probabilities,), tokens * router.top_k * FLOAT32, extra=tokens * router.top_k * _INDEX)
-    top = tape.add_pointwise("div", top, saves_input=True)
+    top = tape.add_pointwise("div", top, saves_input=True)  # some do not, which is next to nothing
     if not hasattr(router, "norm_topk_prob"):  # Mixtral multiplies in float32
         return top, FLOAT32
     return tape.add_cast(top, FLOAT32, tape.itemsize), tape.itemsize
@@ -74,21 +76,26 @@ def _read_one_by_one(reader: Reader, experts: Any, routed: tuple[int, int, int])
     if experts.is_transposed:
         both, width = width, both
     itemsize, rows = tape.itemsize, reader.num_tokens * top_k
-    share = rows // num_experts
+    share, half = rows // num_experts, both // 2
     dense, size = both * width * itemsize, reader.count_bytes(width)
-    flops = 2 * rows * width * (both + both // 2)
+    weights = num_experts * (both + half) * width * itemsize  # dequantized, one expert after another
+    flops = 2 * rows * width * (both + half)
     return tape.add(
         "experts",
         (x, scores),
         size,
         # Of every expert: both halves, the activated one, what comes out, before and after it is weighed, and the
         # numbers of tokens and places.
-        extra=rows * ((both + both // 2 + 2 * width) * itemsize + 2 * _INDEX),
+        extra=rows * ((both + half + 2 * width) * itemsize + 2 * _INDEX),
         forward_temp=dense + share * (both + width) * itemsize,
         # The gradient of each expert's tokens is spread over all tokens before it is added.
         backward_temp=size + dense + share * (both + 2 * width) * itemsize,
         flops=flops,
         backward_flops=flops,
+        # Choosing tokens, activation and product, weighing, and adding up; in backward of each, twice that, and all
+        # tokens for each expert.
+        forward_moved=weights + rows * (7 * width + 5 * half) * itemsize,
+        backward_moved=weights + 2 * rows * (7 * width + 5 * half) * itemsize + 4 * num_experts * size,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -17,7 +17,7 @@ from lit_fsdp.block_reader import (
     read_norm,
 )
 from lit_fsdp.reader import Reader, UnreadableModuleError
-from lit_fsdp.tape import FLOAT32, Op, Tape
+from lit_fsdp.tape import FLOAT32, Tape
 from lit_fsdp.units import Unit, iterate_blocks
 
 INDEX = 8  # bytes of a token's number
@@ -209,8 +209,8 @@ class ModelReader:
         flops = 2 * reader.num_tokens * head.in_features * head.out_features
         # As of the loss of all logits, but forward twice: its cast, the softmax and the choice of the targets.
         cast = 0 if tape.itemsize == FLOAT32 else tape.itemsize + FLOAT32
-        moved = reader.num_tokens * head.out_features * (2 * (3 * FLOAT32 + cast) + 5 * FLOAT32 + cast)
-        loss = tape.add(
+        logits = reader.num_tokens * head.out_features
+        return tape.add(
             "chunked_loss",
             (x,),
             FLOAT32,
@@ -221,11 +221,9 @@ class ModelReader:
             flops=flops,
             backward_flops=flops * (bool(weights) + tape.needs_grad[x]),
             again_flops=flops,
+            forward_moved=logits * (3 * FLOAT32 + cast),
+            backward_moved=logits * (3 * FLOAT32 + cast + 5 * FLOAT32 + cast),
         )
-        step = tape.steps[-1]
-        assert isinstance(step, Op)
-        tape.steps[-1] = replace(step, moved=moved)
-        return loss
 
     def _find_head(self) -> tuple[Any, Any]:
         for module in self.model.modules():

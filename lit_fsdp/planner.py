@@ -171,6 +171,10 @@ def find_model(step: PlannedStep) -> ModelToTrain:
         optimizer = find_optimizer(step.module)
     except NoForecastError as error:
         raise ConfigError(f"model: {error}, so its cost is unknown") from error
+    return _describe_model(step, optimizer)
+
+
+def _describe_model(step: PlannedStep, optimizer: Optimizer) -> ModelToTrain:
     return ModelToTrain(
         module=step.module,
         units=plan_module(step.module, step.strategy.settings.units),
@@ -185,7 +189,8 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     Args:
         step: Afterwards of no other use, if it was traced.
         exact: Trace it, and compare.
-        hardware: To predict the time on, which takes the closed form.
+        hardware: To predict the time on. Without the module's ``measure_batch``, or with an optimizer of its own,
+            there is none, and a note says so.
 
     Raises:
         ConfigError: It cannot be traced, and has to be.
@@ -195,17 +200,16 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     units, dtypes = plan_module(step.module, settings.units), step.strategy.precision_plugin.mixed_precision
     traffic = predict_bytes(step.module, units, settings.sharding, dtypes, num_shards=ranks.num_shards, **counts)
     quantized_bytes = _count_quantized(step.module, ranks.num_shards)
-    model = find_model(step) if hardware is not None else None
     prediction = _forecast(step, notes)
     traced = trace_exactly(step) if prediction is None or exact else None
     found = prediction or traced
     assert found is not None
     time = None
-    if hardware is not None and model is not None:
-        time = _estimate_time(step, model, hardware, flops=found.flops, moved_bytes=found.moved_bytes)
-        notes += time.notes
+    if hardware is not None:
+        moved_bytes = int(found.moved_bytes * (_COUNTED_SHARE if prediction is None else 1.0))
+        time = _estimate_time(step, hardware, flops=found.flops, moved_bytes=moved_bytes, notes=notes)
     if found.flops.uncounted:
-        notes.append(f"speed: no FLOPs are known of {', '.join(found.flops.uncounted)}")
+        notes.append(f"FLOPs: none are known of {', '.join(found.flops.uncounted)}")
     if settings.compile is not None:
         notes.append("compile is left out: compiled blocks keep fewer activations, which no plan can see")
     if settings.offload is not None:
@@ -227,14 +231,17 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
 
 
 def _estimate_time(
-    step: PlannedStep, model: ModelToTrain, hardware: Hardware, *, flops: Flops, moved_bytes: int
-) -> StepTime:
+    step: PlannedStep, hardware: Hardware, *, flops: Flops, moved_bytes: int, notes: list[str]
+) -> StepTime | None:
+    """Return what a step takes; where that cannot be said, note why."""
     try:
         shape = measure_batch(step.module, step.batch)
+        optimizer = find_optimizer(step.module)
     except NoForecastError as error:
-        raise ConfigError(f"gpu: {error}, so no time can be predicted; leave gpu out") from error
-    return estimate_time(
-        model,
+        notes.append(f"no time of a step: {error}")
+        return None
+    time = estimate_time(
+        _describe_model(step, optimizer),
         step.strategy.settings,
         hardware,
         ranks=step.ranks,
@@ -243,6 +250,8 @@ def _estimate_time(
         tokens=shape.rows * shape.length,
         num_micro_batches=step.num_micro_batches,
     )
+    notes += time.notes
+    return time
 
 
 def _forecast(step: PlannedStep, notes: list[str]) -> StepPrediction | None:
@@ -296,8 +305,7 @@ def trace_exactly(step: PlannedStep) -> TracedStep:
             "docs/planning.md"
         ) from error
     share = step.num_micro_batches / num_traced
-    moved_bytes = int(traced.moved_bytes * share * _COUNTED_SHARE)
-    return replace(traced, flops=traced.flops * share, moved_bytes=moved_bytes)
+    return replace(traced, flops=traced.flops * share, moved_bytes=int(traced.moved_bytes * share))
 
 
 def _take_loss(output: Any) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from lit_fsdp.closed_form import predict_step
@@ -180,8 +181,10 @@ def _list_settings(
     for mesh in meshes:
         _, shards = mesh.resolve(world_size=ranks.world_size, ranks_per_node=ranks.per_node)
         keeps: list[tuple[bool | int, bool]] = [(True, False), (False, False), *([(False, True)] if num > 1 else [])]
-        if shards > ranks.per_node > 1:  # the second gather does not leave the node
-            keeps.append((ranks.per_node, False))
+        # Second gathers among fewer ranks: as configured, and those of a node.
+        own = given.sharding.reshard_after_forward
+        sizes = dict.fromkeys([*([] if isinstance(own, bool) else [own]), ranks.per_node])
+        keeps += [(size, False) for size in sizes if 1 < size < shards and shards % size == 0]
         for reshards, holds in keeps if shards > 1 else [(True, False)]:
             sharding = replace(given.sharding, reshard_after_forward=reshards, hold_gradients=holds)
             for recompute in recomputes:
@@ -216,18 +219,15 @@ def _estimate(
         num_micro_batches=num,
         device_type=problem.device_type,
     )
-    time, compiled = (
-        estimate_time(
-            model,
-            chosen,
-            problem.hardware,
-            ranks=ranks,
-            flops=step.flops,
-            moved_bytes=step.moved_bytes,
-            tokens=micro_batch.rows * micro_batch.length,
-            num_micro_batches=num,
-        )
-        for chosen in (settings, replace(settings, compile=settings.compile or Compile()))
+    predict_time = partial(
+        estimate_time,
+        model,
+        hardware=problem.hardware,
+        ranks=ranks,
+        flops=step.flops,
+        moved_bytes=step.moved_bytes,
+        tokens=micro_batch.rows * micro_batch.length,
+        num_micro_batches=num,
     )
     has_blocks = next(iterate_blocks(model.units), None) is not None
     can_compile = (
@@ -250,8 +250,8 @@ def _estimate(
         peak_bytes=step.peak.num_bytes,
         needed_bytes=needed,
         host_bytes=host_bytes,
-        time=time,
-        compiled_s=compiled.step_s if can_compile else None,
+        time=predict_time(settings),
+        compiled_s=predict_time(replace(settings, compile=Compile())).step_s if can_compile else None,
         keeps_result=not _CHANGES_RESULT & own.keys(),
         fits=needed <= problem.device_bytes and has_host,
     )

@@ -32,7 +32,8 @@ class Op:
         flops: Of forward.
         backward_flops: Of backward.
         again_flops: Of what backward computes again by itself.
-        moved: Bytes that are read and written in between, where several operators are taken for one with FLOPs.
+        forward_moved: Bytes that forward reads and writes, if this has FLOPs, besides those of products.
+        backward_moved: The same of backward.
     """
 
     name: str
@@ -47,7 +48,8 @@ class Op:
     flops: int = 0
     backward_flops: int = 0
     again_flops: int = 0
-    moved: int = 0
+    forward_moved: int = 0
+    backward_moved: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,7 @@ class Tape:
         shares_grad: bool = False,
         forward_temp: int = 0,
         backward_temp: int = 0,
-        flops: int = 0,
-        backward_flops: int = 0,
-        again_flops: int = 0,
+        **counts: int,
     ) -> int:
         """Add an operator, and return the value it makes.
 
@@ -141,9 +141,7 @@ class Tape:
             shares_grad: Whether gradients pass through without a copy.
             forward_temp: Bytes that forward needs besides.
             backward_temp: Bytes that backward needs besides.
-            flops: Of forward.
-            backward_flops: Of backward.
-            again_flops: Of what backward computes again.
+            **counts: FLOPs and bytes moved, as of ``Op``.
         """
         wanted = tuple(dict.fromkeys(v for v in inputs if self.needs_grad[v]))
         is_trained = bool(wanted or weights)
@@ -165,9 +163,7 @@ class Tape:
                 shares_grad=shares_grad,
                 forward_temp=forward_temp,
                 backward_temp=backward_temp if is_trained else 0,
-                flops=flops,
-                backward_flops=backward_flops if is_trained else 0,
-                again_flops=again_flops if is_trained else 0,
+                **{key: count for key, count in counts.items() if is_trained or key in ("flops", "forward_moved")},
             )
         )
         return output

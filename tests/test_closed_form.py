@@ -38,8 +38,8 @@ class Model(nn.Module):
         with torch.device(device):
             config = AutoConfig.for_model(family, **{**SMALL, **sizes})
             self.model = AutoModelForCausalLM.from_config(config)
-        if mode == "nf4":
-            quantize_model(self.model, Quantization(type="nf4"))
+        if mode in ("nf4", "int8"):
+            quantize_model(self.model, Quantization(type=mode))  # type: ignore[arg-type]
         if mode != "full":
             add_adapters(self.model, LoRA(r=8))
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from lit_fsdp.dry_run import fake_ranks
 from lit_fsdp.optimizers import Optimizer, build_optimizer
 from lit_fsdp.precision import read_precision
+from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.recompute import Recompute
 from lit_fsdp.settings import Settings
 from ranks import run_ranks
@@ -43,6 +44,19 @@ def compare(model: dict[str, Any], rows: int, length: int, settings: dict[str, A
     sizes: Any = {"rows": rows, "length": length, "world_size": 2}
     predicted = predict(Model(mode="nf4", **model), precision="bf16-true", **sizes, **settings)
     assert abs(predicted.peak.num_bytes / real.peak.num_bytes - 1) < 0.03, (real.peak, predicted.peak)
+
+
+def test_quantized_experts_move_their_weights_besides_what_dense_ones_move() -> None:
+    dense, quantized = (predict(Model(mode=mode, **QWEN), length=512) for mode in ("lora", "nf4"))
+    num_layers, num_experts, passes, itemsize = 3, 8, 2, 4
+    weights = num_layers * num_experts * passes * 3 * 256 * 256 * itemsize
+    assert quantized.moved_bytes - dense.moved_bytes > weights
+    assert quantized.flops.model == dense.flops.model
+
+
+def test_experts_in_int8_have_no_rule() -> None:
+    with pytest.raises(UnreadableModuleError, match="experts in int8"):
+        predict(Model(mode="int8", **QWEN), length=64)
 
 
 @pytest.mark.parametrize(

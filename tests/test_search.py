@@ -14,6 +14,7 @@ from test_plan_cli import main, plan
 from lit_fsdp.estimate import Hardware, ModelToTrain
 from lit_fsdp.hardware import find_gpu
 from lit_fsdp.links import parse_links
+from lit_fsdp.mesh import Mesh
 from lit_fsdp.offload import Offload
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.plan import Ranks, find_needed_bytes
@@ -155,6 +156,18 @@ def test_over_several_nodes_the_second_gather_may_stay_inside_a_node() -> None:
     assert not any(type(c.changes.get(key)) is int for c in roomy())
 
 
+def test_second_gathers_are_tried_among_ranks_that_divide_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_fsdp.search._drop_beaten", list)
+    uneven = Settings(mesh=Mesh(replicate=2, shard=6), sharding=Sharding(reshard_after_forward=3))
+    found = roomy({"num_nodes": 3, "splits_batch": False, "settings": uneven})
+    tried = {(c.settings.sharding.reshard_after_forward, c.settings.recompute.mode) for c in found}
+    assert {(3, "none"), (3, "selective"), (3, "full")} < tried  # as configured, with all else
+    assert any(size == 4 for size, _ in tried)  # over all 12 ranks
+    assert not any(
+        c.settings.mesh.shard == 6 and c.settings.sharding.reshard_after_forward == 4 for c in found
+    )  # 6 are not divided by the 4 of a node
+
+
 def test_what_compiled_blocks_would_save_is_said_and_not_chosen() -> None:
     compiled = Settings(compile=Compile())
     for candidate in roomy():
@@ -290,6 +303,26 @@ def test_what_has_no_closed_form_is_timed_by_its_trace(folder: Path, model_type:
     if model_type == "olmo2":  # a Llama with norms at other places
         assert traced["flops"]["model"] == dense["flops"]["model"]
         assert traced["time"]["compute_s"] == pytest.approx(dense["time"]["compute_s"], rel=0.25)
+
+
+SILENT = """
+from lit_fsdp.tasks import CausalLM
+
+class Mine(CausalLM):
+    def measure_batch(self, batch):
+        return None
+"""
+
+
+def test_a_task_that_does_not_say_its_shape_is_planned_without_a_time(folder: Path) -> None:
+    (folder / "silent.py").write_text(SILENT)
+    config = yaml.safe_load((folder / "run.yaml").read_text())
+    config["model"]["class_path"] = "silent.Mine"
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    found = plan("--config=run.yaml", "--devices=2", "--gpu=RTX 4090")
+    assert found["time"] is None
+    assert found["device"]["fits"]
+    assert any("no time of a step: Mine does not say" in note for note in found["notes"])
 
 
 def test_a_named_gpu_gives_its_memory_and_the_time_of_a_step(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
