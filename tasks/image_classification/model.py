@@ -19,6 +19,28 @@ from lit_fsdp.tasks.pretrained import drop_quantization
 BACKBONE = "backbone"  # in freeze: all but the head
 
 
+def check_start(pretrained: str | None, settings: dict[str, Any] | None, head: str) -> None:
+    """Refuse a model that is not named, or named twice.
+
+    Args:
+        pretrained: Name or folder of a model.
+        settings: Or else its configuration.
+        head: What becomes of its head.
+
+    Raises:
+        ValueError: With what is expected.
+    """
+    if (pretrained is None) == (settings is None):
+        raise ValueError(
+            "pretrained or config: expected one of them: a model's name or folder, or an architecture such as "
+            "{model_type: vit, hidden_size: 192}"
+        )
+    if settings is not None and "model_type" not in settings:
+        raise ValueError(f"config.model_type: missing, got {sorted(settings)}: expected one such as vit")
+    if head != "auto" and pretrained is None:
+        raise ValueError(f"head: got {head!r}: a model from config has none to keep; leave it out")
+
+
 def find_classes(data: Any, num_classes: int | None) -> list[str]:
     """Return the names of the classes, in the order of the model's outputs.
 

@@ -28,11 +28,12 @@ from lit_fsdp.tasks.image_classification.checkpoint import (
     collect_export_files,
 )
 from lit_fsdp.tasks.image_classification.data import Batch
-from lit_fsdp.tasks.image_classification.metrics import IGNORED, Evaluation, Metrics
+from lit_fsdp.tasks.image_classification.metrics import IGNORED, Evaluation, Metrics, list_predictions
 from lit_fsdp.tasks.image_classification.mixing import Mixing, mix
 from lit_fsdp.tasks.image_classification.model import (
     build_classifier,
     check_size,
+    check_start,
     compute_depths,
     find_classes,
     find_head,
@@ -114,23 +115,13 @@ class ImageClassification(Task):
         self._skipped = SkippedImages()
         self._head: list[str] = []
         self._depths: dict[str, int] = {}
-        self._is_planned = self._interpolates = self._keeps_head = False
+        self._is_planned = self._interpolates = self._keeps_head = self._is_untrained = False
         self._image_size = (0, 0)
         self._class_names: list[str] | None = None
         self._base: dict[str, Any] | None = None
 
     def _check(self) -> None:
-        if (self.pretrained is None) == (self.config_settings is None):
-            raise ValueError(
-                "pretrained or config: expected one of them: a model's name or folder, or an architecture such as "
-                "{model_type: vit, hidden_size: 192}"
-            )
-        if self.config_settings is not None and "model_type" not in self.config_settings:
-            raise ValueError(
-                f"config.model_type: missing, got {sorted(self.config_settings)}: expected one such as vit"
-            )
-        if self.head != "auto" and self.pretrained is None:
-            raise ValueError(f"head: got {self.head!r}: a model from config has none to keep; leave it out")
+        check_start(self.pretrained, self.config_settings, self.head)
         if self.lora is not None and self.freeze_names:
             raise ValueError("freeze: lora freezes all but adapters and head; leave it out, or use lora.exclude")
         rules = {
@@ -192,6 +183,7 @@ class ImageClassification(Task):
         self._head = find_head(config, model)
         is_fit = self.trainer.state.fn == TrainerFn.FITTING
         self._keeps_head = keeps_head(self.pretrained, self.head, self.class_names, is_told=is_fit)
+        self._is_untrained = not (is_fit or self._keeps_head)
         if preprocessing := self._find_preprocessing():
             self._image_size = preprocessing.size
             self._interpolates = check_size(config, preprocessing.size)
@@ -297,6 +289,24 @@ class ImageClassification(Task):
         return self.weigh_loss(mixed.share * own + (1 - mixed.share) * other, is_valid.sum())
 
     @override
+    def on_validation_start(self) -> None:
+        self._start_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        self._start_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._start_evaluation()
+
+    def _start_evaluation(self) -> None:
+        # Not told before: which checkpoint is loaded is known after configure_model, seen in lightning 2.6.6.
+        if self._is_untrained and not self.trainer.ckpt_path and self.trainer.state.fn != TrainerFn.FITTING:
+            rank_zero_warn("head: its weights are random, and no checkpoint replaces them: set ckpt_path")
+        self._is_untrained = False
+
+    @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate("val", batch, self.val_metrics)
 
@@ -354,16 +364,9 @@ class ImageClassification(Task):
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, list[Any]]:
-        """Classify images; return ``index`` of each in its source, ``file``, ``prediction`` and ``probability``.
-
-        Of an image that could not be decoded the last two are ``None``.
-        """
+        """Classify images; see :func:`list_predictions`."""
         self._skipped.add("predict", batch)
-        probability, predicted = self.compute_logits(batch["pixel_values"]).float().softmax(1).max(1)
-        is_bad = batch["is_bad"].tolist()
-        names = [None if bad else self.class_names[c] for c, bad in zip(predicted.tolist(), is_bad, strict=True)]
-        chances = [None if bad else p for p, bad in zip(probability.tolist(), is_bad, strict=True)]
-        return {"index": batch["index"], "file": batch["files"], "prediction": names, "probability": chances}
+        return list_predictions(self.compute_logits(batch["pixel_values"]), batch, self.class_names)
 
     # Checkpoints
 

@@ -89,6 +89,20 @@ def test_a_head_whose_classes_stand_in_another_order_is_refused_and_one_drawn_an
     assert caught == []
 
 
+def test_a_head_that_nothing_has_trained_is_told_when_it_is_evaluated(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path / "model", VIT, 3)
+    data = make_data(tmp_path)
+    with pytest.warns(UserWarning, match=r"head: its weights are random, and no checkpoint replaces them"):
+        trainer = build_for_one(ImageClassification(pretrained=str(model)), data)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    for options in ({"pretrained": str(model)}, {"pretrained": str(model), "head": "keep"}):
+        with warnings.catch_warnings(record=True) as caught:
+            task = ImageClassification(**options)  # type: ignore[arg-type]
+            is_loaded = "head" not in options
+            build_for_one(task, data, ckpt_path=str(tmp_path / "last.ckpt") if is_loaded else None)
+        assert not [warning for warning in caught if str(warning.message).startswith("head:")]
+
+
 def test_what_is_frozen_computes_as_in_evaluation(tmp_path: Path) -> None:
     _, task = list_trained(VIT, tmp_path, freeze=["layers.0"])
     task.train()
@@ -109,13 +123,13 @@ def test_images_of_another_size_get_interpolated_positions(tmp_path: Path) -> No
         assert torch.allclose(trainer.lightning_module(batch["pixel_values"]), expected, atol=1e-6)
 
 
-def build_for_one(task: ImageClassification, data: ImageData) -> Any:
+def build_for_one(task: ImageClassification, data: ImageData, ckpt_path: str | None = None) -> Any:
     """Validate in this process, without FSDP."""
     import lightning.pytorch as pl
 
     options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **options)
-    trainer.validate(task, datamodule=data, verbose=False)
+    trainer.validate(task, datamodule=data, verbose=False, ckpt_path=ckpt_path)
     return trainer
 
 
