@@ -258,12 +258,20 @@ def _read_parquet(path: Path, fields: Fields) -> _Table:
 
     try:
         schema = pq.read_schema(path)
-        if fields.image in schema.names and not pa.types.is_string(schema.field(fields.image).type):
+        if fields.image in schema.names and _holds_images(schema.field(fields.image).type):
             return schema.names, None
         wanted = [name for name in (fields.image, fields.label) if name in schema.names]
         return schema.names, pq.read_table(path, columns=wanted).to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not readable as Parquet: {str(error).splitlines()[0]}") from error
+
+
+def _holds_images(kind: Any) -> bool:
+    """Whether a column has bytes, or structs with them; text has several types, such as that of pandas 3."""
+    from pyarrow import types
+
+    is_binary = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
+    return bool(is_binary or types.is_nested(kind))
 
 
 _MANIFEST_READERS: dict[str, Callable[[Path, Fields], _Table]] = {

@@ -340,7 +340,7 @@ class ImageClassification(Task):
             self.log(f"{stage}/{name}", value, sync_dist=True)  # equal on all ranks already
 
     def _log_skipped(self, stage: str) -> None:
-        if total := self._skipped.finish(stage, self.trainer.strategy):
+        if total := self._skipped.finish(stage, self.trainer):
             self.log(f"{stage}/skipped_images", float(total), sync_dist=True)  # likewise
 
     @override
@@ -349,7 +349,7 @@ class ImageClassification(Task):
 
     @override
     def on_predict_epoch_end(self) -> None:
-        self._skipped.finish("predict", self.trainer.strategy)
+        self._skipped.finish("predict", self.trainer)
 
     @property
     def skipped_images(self) -> dict[str, int]:

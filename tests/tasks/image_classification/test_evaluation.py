@@ -90,3 +90,20 @@ def test_images_that_are_skipped_are_named_once_and_counted_over_all_ranks(tmp_p
     named = sorted(name for _, _, names, _ in ranks for name in names)
     assert named == ["bad_cat.png", "bad_dog.png", "bad_eel.png"]
     assert [told for *_, told in ranks] == [1, 0]
+
+
+def train_on_nothing(folder: Path) -> None:
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=-1, max_epochs=1, limit_val_batches=0)
+    data = make_data(folder, bad_images="skip")
+    with pytest.raises(ValueError, match=r"train: none of 24 images could be decoded; see the warnings"):
+        trainer.fit(ImageClassification(config=VIT, schedule=Schedule(shape="constant")), datamodule=data)
+    with pytest.raises(ValueError, match=r"test: none of 9 images could be decoded"):
+        trainer.test(ImageClassification(config=VIT), datamodule=data, verbose=False)
+
+
+@pytest.mark.filterwarnings("ignore:skipped")
+def test_an_epoch_without_one_image_that_could_be_decoded_ends_the_run(tmp_path: Path) -> None:
+    make_data(tmp_path)
+    for path in tmp_path.rglob("*.png"):
+        path.write_text("no image")
+    run_ranks(train_on_nothing, tmp_path, world_size=2)

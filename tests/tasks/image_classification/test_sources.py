@@ -46,6 +46,22 @@ def write_parquet(folder: Path, out: Path) -> Path:
     return out / "train.parquet"
 
 
+@pytest.mark.parametrize("kind", ["large_string", "string_view", "dictionary"])
+def test_paths_in_parquet_are_relative_to_it_whatever_type_its_text_has(kind: str, folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    text = pa.dictionary(pa.int32(), pa.string()) if kind == "dictionary" else getattr(pa, kind)()
+    names, labels = zip(*list_files(folder), strict=True)
+    rows = {"image": pa.array(names, pa.string()).cast(text), "label": pa.array(labels, pa.string()).cast(text)}
+    table = folder / f"{kind}.parquet"  # beside the folders of the classes
+    pq.write_table(pa.table(rows), table)
+    found = find(table)
+    table.unlink()
+    assert list(found.labels or []) == list(labels)
+    assert np.array_equal(np.asarray(found.read(3)), np.asarray(Image.open(folder / names[3])))
+
+
 def write_parquet_with_images(folder: Path, out: Path) -> Path:
     import datasets
 
