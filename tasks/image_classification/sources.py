@@ -89,7 +89,7 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
     """
     if source == DIGITS:
         return _load_digits(split or ("train" if split_of == "train" else "test"))
-    if "://" in source:
+    if is_url(source):
         if split is not None:
             raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
         from lit_fsdp.tasks.image_classification.shards import read_shards
@@ -120,6 +120,11 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
 
 
 _DEFAULT_SPLITS: dict[Split, str] = {"train": "train", "validation": "validation", "test": "test", "predict": "test"}
+
+
+def is_url(source: str) -> bool:
+    """Whether a source is not a path of this machine."""
+    return "://" in source
 
 
 def decode(data: bytes) -> Image.Image:
@@ -232,15 +237,17 @@ _Table = tuple[Sequence[str], Sequence[dict[str, Any]] | None]
 
 
 def _read_csv(path: Path, fields: Fields) -> _Table:  # noqa: ARG001
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
+    reader = csv.DictReader(io.StringIO(_read_text(path), newline=""))
+    try:
         rows = list(reader)
+    except csv.Error as error:
+        raise ValueError(f"{path} after line {reader.line_num}: not readable as CSV: {error}") from error
     return list(reader.fieldnames or []), rows
 
 
 def _read_jsonl(path: Path, fields: Fields) -> _Table:  # noqa: ARG001
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):  # no other separator: JSON may hold them
         if line.strip():
             try:
                 row = json.loads(line)
@@ -250,6 +257,13 @@ def _read_jsonl(path: Path, fields: Fields) -> _Table:  # noqa: ARG001
                 raise ValueError(f'{path} line {number}: expected an object like {{"image": "a.jpg", "label": "cat"}}')
             rows.append(row)
     return list(dict.fromkeys(name for row in rows for name in row)), rows
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not in UTF-8 from byte {error.start} on: save it in that encoding") from error
 
 
 def _read_parquet(path: Path, fields: Fields) -> _Table:
