@@ -218,7 +218,9 @@ def keeps_head(pretrained: str | None, head: str, class_names: Sequence[str], *,
                 f"({', '.join(names[:5])} ...): set data.classes to that"
             )
         return True
-    if not (stored.architectures or [""])[0].endswith("ForImageClassification"):
+    # Configurations of timm on the Hub name no class of Transformers; others end in ...WithTeacher.
+    is_classifier = any("ForImageClassification" in name for name in stored.architectures or ())
+    if not is_classifier and (stored.architectures or stored.model_type != "timm_wrapper"):
         return False
     if names != list(class_names) and is_told:
         rank_zero_warn(

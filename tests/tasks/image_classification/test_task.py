@@ -1,5 +1,6 @@
 """The task: its head, what trains, its losses, and evaluation on any number of ranks."""
 
+import json
 import random
 import warnings
 from pathlib import Path
@@ -87,6 +88,28 @@ def test_a_head_whose_classes_stand_in_another_order_is_refused_and_one_drawn_an
     with warnings.catch_warnings(record=True) as caught:
         keeps_head(model, "auto", ["cat", "dog"], is_told=False)  # weights will come from a checkpoint
     assert caught == []
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"architecture": "vit_tiny_patch16_224", "num_classes": 2, "label_names": ["cat", "dog"]},
+        {
+            "model_type": "deit",
+            "architectures": ["DeiTForImageClassificationWithTeacher"],
+            "id2label": {"0": "cat", "1": "dog"},
+        },
+    ],
+    ids=["timm", "teacher"],
+)
+def test_a_head_is_known_whatever_the_class_of_the_model_is_called(stored: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**stored, "pretrained_cfg": {"tag": "a"}}))
+    assert keeps_head(str(tmp_path), "auto", ["cat", "dog"])
+    with pytest.warns(UserWarning, match=r"head: drawn anew: .* for 2 classes \(cat, dog ...\)"):
+        assert not keeps_head(str(tmp_path), "auto", ["cat", "eel"])
+    backbone = {"model_type": "deit", "architectures": ["DeiTModel"], "id2label": {"0": "cat", "1": "dog"}}
+    (tmp_path / "config.json").write_text(json.dumps(backbone))
+    assert not keeps_head(str(tmp_path), "auto", ["cat", "dog"])
 
 
 def test_a_head_that_nothing_has_trained_is_told_when_it_is_evaluated(tmp_path: Path) -> None:
