@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Literal, Self
 
 from lightning.pytorch.trainer.states import TrainerFn
@@ -20,6 +20,7 @@ from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_files import read_quantization
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.base import Schedule, Task
+from lit_fsdp.tasks.image_classification.batch_norm import average_statistics, warn_of_batch_norm
 from lit_fsdp.tasks.image_classification.checkpoint import (
     CLASSES,
     LAYER_DECAY,
@@ -35,6 +36,7 @@ from lit_fsdp.tasks.image_classification.model import (
     check_size,
     check_start,
     compute_depths,
+    find_blocks,
     find_classes,
     find_head,
     freeze_modules,
@@ -42,7 +44,7 @@ from lit_fsdp.tasks.image_classification.model import (
     measure_images,
     read_config,
     rest_frozen,
-    warn_of_batch_norm,
+    train_head,
 )
 from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing
 from lit_fsdp.tasks.image_classification.skipped import SkippedImages
@@ -133,10 +135,9 @@ class ImageClassification(Task):
         for name, (is_right, expected) in rules.items():
             if not is_right:
                 raise ValueError(f"{name}: got {getattr(self, name)}: expected {expected}")
-        if self.mixing is not None:
-            self.mixing.check()
-        if self.quantization is not None:
-            self.quantization.check()
+        for part in (self.mixing, self.quantization):
+            if part is not None:
+                part.check()
         if self.lora is not None:
             self.lora.check(is_quantized=self.quantization is not None)
 
@@ -190,12 +191,11 @@ class ImageClassification(Task):
         if self.pretrained is not None:
             choose = plan_quantization if self._is_planned else choose_quantization
             self.quantization = choose(find_pretrained(self.pretrained), model, self.quantization)
-        if self.lora is not None:
-            named = [name for name in self._head if name not in self.lora.modules_to_save]
-            self.lora = replace(self.lora, modules_to_save=(*self.lora.modules_to_save, *named))
+        self.lora = self.lora and train_head(self.lora, self._head)
+        blocks = find_blocks(model, self.layer_decay)
         self.adapt_model(model, lora=self.lora, quantization=self.quantization)
         freeze_modules(model, self.freeze_names, self._head)
-        depths, last = compute_depths(model)
+        depths, last = compute_depths(model, blocks)
         self._depths = {clean_name(name): last - depth for name, depth in depths.items()}
         self.val_metrics, self.test_metrics = (Metrics(len(self.class_names)) for _ in range(2))
         warn_of_batch_norm(model)
@@ -216,11 +216,10 @@ class ImageClassification(Task):
     def configure_weights(self) -> None:
         """Read this rank's shards of the pretrained weights, or draw random ones."""
         assert self.model is not None
-        seed = self.find_seed()
+        seed, new = self.find_seed(), [] if self._keeps_head else self._head
         if self.pretrained is None:
             init_weights(self.model, seed)
             return
-        new = [] if self._keeps_head else self._head
         unused = load_weights(self.model, find_pretrained(self.pretrained), seed=seed, new=new, takes_part=True)
         if unused:
             rank_zero_warn(f"pretrained: {len(unused)} tensors are not used, such as {', '.join(unused[:3])}")
@@ -305,6 +304,7 @@ class ImageClassification(Task):
         if self._is_untrained and not self.trainer.ckpt_path and self.trainer.state.fn != TrainerFn.FITTING:
             rank_zero_warn("head: its weights are random, and no checkpoint replaces them: set ckpt_path")
         self._is_untrained = False
+        average_statistics(self.model)
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -373,15 +373,13 @@ class ImageClassification(Task):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
+        average_statistics(self.model)  # in place, so in the state that is saved too
         if not self.trainer.is_global_zero or self.model is None:  # its metadata is that of rank 0
             return
         checkpoint[CLASSES], checkpoint[LAYER_DECAY] = self.class_names, self.layer_decay
+        process = self._find_preprocessing()
         checkpoint[EXPORT] = collect_export_files(
-            self.model,
-            self.class_names,
-            preprocessing=self._find_preprocessing(),
-            lora=self.lora,
-            pretrained=self.pretrained,
+            self.model, self.class_names, preprocessing=process, lora=self.lora, pretrained=self.pretrained
         )
         if self._interpolates:
             checkpoint[IMAGE_SIZE] = list(self._image_size)

@@ -21,8 +21,10 @@ from lit_fsdp.tasks.image_classification.mixing import mix
 from lit_fsdp.tasks.image_classification.model import (
     build_classifier,
     compute_depths,
+    find_blocks,
     find_head,
     keeps_head,
+    list_blocks,
     read_config,
 )
 from ranks import run_ranks
@@ -214,18 +216,42 @@ def test_lora_trains_adapters_and_the_head(tmp_path: Path) -> None:
 
 
 def test_learning_rates_fall_with_the_distance_from_the_head(tmp_path: Path) -> None:
-    config = AutoConfig.for_model(**VIT)
-    depths, last = compute_depths(build_classifier(config, None))
+    model = build_classifier(AutoConfig.for_model(**VIT), None)
+    depths, last = compute_depths(model, list_blocks(model))
     assert last == 4
     assert depths["vit.embeddings.cls_token"] == depths["vit.embeddings.patch_embeddings.projection.weight"] == 0
     assert [depths[f"vit.layers.{i}.mlp.fc1.weight"] for i in range(3)] == [1, 2, 3]
     assert depths["vit.layernorm.weight"] == depths["classifier.bias"] == 4
-    depths, last = compute_depths(build_classifier(AutoConfig.for_model(**CONVNEXT), None))
+    model = build_classifier(AutoConfig.for_model(**CONVNEXT), None)
+    depths, last = compute_depths(model, list_blocks(model))
     names = list(depths)
     assert last == 5
     assert [depths[name] for name in names] == sorted(depths.values())
     (down,) = {depths[name] for name in names if "stages.1.downsampling" in name}
     assert down == 3  # with the first block of its stage
+
+
+@pytest.mark.parametrize(
+    ("model_type", "count", "first"),
+    [
+        ("vit", 12, "vit.layers.0"),
+        ("swin", 12, "swin.encoder.layers.0.blocks.0"),  # not its four stages
+        ("resnet", 16, "resnet.encoder.stages.0.layers.0"),  # not its 48 convolutions
+        ("pvt", 8, "pvt.encoder.block.0.0"),  # not its embeddings
+        ("convnext", 18, "convnext.encoder.stages.0.layers.0"),
+    ],
+)
+def test_layers_are_counted_and_not_their_parts_nor_stages(model_type: str, count: int, first: str) -> None:
+    blocks = list_blocks(build_classifier(AutoConfig.for_model(model_type), None))
+    assert (len(blocks), blocks[0]) == (count, first)
+
+
+def test_layer_decay_says_how_many_blocks_there_are(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    caplog.set_level("INFO")
+    list_trained(VIT, tmp_path, layer_decay=0.5, lora=LoRA(r=2))
+    assert "layer_decay: 3 blocks, from vit.layers.0 to vit.layers.2" in caplog.text
+    with pytest.raises(ValueError, match=r"layer_decay: got 0\.5: no blocks found in Linear; leave it out"):
+        find_blocks(nn.Linear(2, 2), 0.5)
 
 
 def test_layer_decay_reaches_the_optimizer_of_a_sharded_model(tmp_path: Path) -> None:
