@@ -97,7 +97,7 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
         return read_shards(source)
     path = Path(source).expanduser()
     is_set = path.is_dir() and any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
-    if is_set or not (path.exists() or any(c in source for c in "*{")):
+    if is_set or _is_on_hub(source):
         rows = _find_rows(source, split, default=_DEFAULT_SPLITS[split_of], is_saved=is_set)
         name = f"{source} {split or _DEFAULT_SPLITS[split_of]}"
         return _open_data_set(name, rows, fields=fields, needs_labels=split_of != "predict")
@@ -117,6 +117,26 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
         f"{source}: expected a folder with one folder for each class, a {', '.join(_MANIFESTS)} or .tar file, a data "
         "set, or digits"
     )
+
+
+def fetch_images(source: str, *, split: str | None, split_of: Split) -> None:
+    """Download a data set of the Hub unless it is in the cache; do nothing for other sources.
+
+    Args:
+        source: As the settings of the data have it.
+        split: Which split of a data set, if the user has said so.
+        split_of: What the images are for.
+
+    Raises:
+        ValueError: There is no such data set.
+    """
+    if _is_on_hub(source):
+        _find_rows(source, split, default=_DEFAULT_SPLITS[split_of], is_saved=False)
+
+
+def _is_on_hub(source: str) -> bool:
+    is_elsewhere = source == DIGITS or is_url(source) or any(c in source for c in "*{")
+    return not is_elsewhere and not Path(source).expanduser().exists()
 
 
 _DEFAULT_SPLITS: dict[Split, str] = {"train": "train", "validation": "validation", "test": "test", "predict": "test"}
