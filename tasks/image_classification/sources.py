@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import io
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +11,10 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
+from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, read_table
+
 DIGITS = "digits"
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-_MANIFESTS = (".csv", ".jsonl", ".parquet")
 _DIGITS_SEED = 0  # of the held-out fifth; results on it are compared
 
 Split = Literal["train", "validation", "test", "predict"]
@@ -107,14 +106,14 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
         return _list_folder(path)
     if path.suffix.lower() in SUFFIXES and path.is_file():
         return _open_files([path], None)
-    if path.suffix in _MANIFESTS:
+    if path.suffix in MANIFESTS:
         return _read_manifest(path, fields, needs_labels=split_of != "predict")
     if path.is_dir() or path.suffix == ".tar" or source.endswith("}") or "*" in source:
         from lit_fsdp.tasks.image_classification.shards import read_shards
 
         return read_shards(source)
     raise ValueError(
-        f"{source}: expected a folder with one folder for each class, a {', '.join(_MANIFESTS)} or .tar file, a data "
+        f"{source}: expected a folder with one folder for each class, a {', '.join(MANIFESTS)} or .tar file, a data "
         "set, or digits"
     )
 
@@ -231,7 +230,7 @@ def _open_files(paths: list[Path], labels: list[str] | None, class_names: list[s
 
 def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
     """Return the images of a table; paths in it are relative to its folder."""
-    columns, rows = _MANIFEST_READERS[path.suffix](path, fields)
+    columns, rows = read_table(path, image=fields.image, label=fields.label)
     if rows is None:  # images are in it
         found = _find_rows(str(path), None, default="train", is_saved=False)
         return _open_data_set(str(path), found, fields=fields, needs_labels=needs_labels)
@@ -251,68 +250,6 @@ def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
     if not paths:
         raise ValueError(f"{path}: has no rows")
     return _open_files(paths, labels if has_labels and needs_labels else None)
-
-
-_Table = tuple[Sequence[str], Sequence[dict[str, Any]] | None]
-
-
-def _read_csv(path: Path, fields: Fields) -> _Table:  # noqa: ARG001
-    reader = csv.DictReader(io.StringIO(_read_text(path), newline=""))
-    try:
-        rows = list(reader)
-    except csv.Error as error:
-        raise ValueError(f"{path} after line {reader.line_num}: not readable as CSV: {error}") from error
-    return list(reader.fieldnames or []), rows
-
-
-def _read_jsonl(path: Path, fields: Fields) -> _Table:  # noqa: ARG001
-    rows = []
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):  # no other separator: JSON may hold them
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path} line {number}: not valid JSON: {error.msg}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f'{path} line {number}: expected an object like {{"image": "a.jpg", "label": "cat"}}')
-            rows.append(row)
-    return list(dict.fromkeys(name for row in rows for name in row)), rows
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not in UTF-8 from byte {error.start} on: save it in that encoding") from error
-
-
-def _read_parquet(path: Path, fields: Fields) -> _Table:
-    import pyarrow as pa  # type: ignore[import-untyped]
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
-
-    try:
-        schema = pq.read_schema(path)
-        if fields.image in schema.names and _holds_images(schema.field(fields.image).type):
-            return schema.names, None
-        wanted = [name for name in (fields.image, fields.label) if name in schema.names]
-        return schema.names, pq.read_table(path, columns=wanted).to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not readable as Parquet: {str(error).splitlines()[0]}") from error
-
-
-def _holds_images(kind: Any) -> bool:
-    """Whether a column has bytes, or structs with them; text has several types, such as that of pandas 3."""
-    from pyarrow import types
-
-    is_binary = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
-    return bool(is_binary or types.is_nested(kind))
-
-
-_MANIFEST_READERS: dict[str, Callable[[Path, Fields], _Table]] = {
-    ".csv": _read_csv,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}
 
 
 # Data sets
