@@ -95,7 +95,6 @@ class ClassReport(Callback):
         rows = [[name, f"{100 * accuracy:.1f}"] for accuracy, name in worst[:_MAX_ROWS]]
         tables = [Table(title="Classes, worst first", columns=["class", "accuracy in %"], rows=rows)]
         numbers = {"stage": stage, "num_images": evaluation.num_images, **evaluation.values}
-        numbers["class_accuracy_pct"] = evaluation.values["class_accuracy_pct"]
         plots = []
         if evaluation.confusion is not None:
             tables.append(_list_mistakes(evaluation.confusion, names))
@@ -116,7 +115,7 @@ def write_classes(path: Path, evaluation: Any, names: list[str]) -> None:
         evaluation: With ``class_accuracy`` and ``confusion``.
         names: Of the classes.
     """
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         has_matrix = evaluation.confusion is not None
         writer.writerow(["class", "accuracy_pct", *([f"taken for {name}" for name in names] if has_matrix else [])])

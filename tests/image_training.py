@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForImageClassification
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.tasks import ImageClassification, ImageData, Pixels, Schedule
+from lit_fsdp.tasks.image_classification.metrics import list_predictions
 from lit_fsdp.tasks.loading import build_train_loader
 from ranks import run_ranks
 
@@ -76,6 +77,15 @@ def save_classifier(folder: Path, config: dict[str, Any], num_classes: int = NUM
                 parameter.fill_(0.5)
     model.save_pretrained(folder)
     return folder
+
+
+class WithLogits(ImageClassification):
+    """Predicts the logits of all classes too."""
+
+    def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, list[Any]]:
+        """Return what is written, and ``logits``."""
+        logits = self.compute_logits(batch["pixel_values"])
+        return {**list_predictions(logits, batch, self.class_names), "logits": logits.tolist()}
 
 
 def train_plainly(folder: Path) -> Result:

@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lit_fsdp.base_model import fetch_processor
 from lit_fsdp.tasks.image_classification.augmentation import Augmentation
 from lit_fsdp.tasks.image_classification.metrics import IGNORED
 from lit_fsdp.tasks.image_classification.preprocessing import Pixels, Preprocessing, load_processor
@@ -24,6 +25,7 @@ from lit_fsdp.tasks.image_classification.sources import (
     Fields,
     Images,
     Split,
+    fetch_images,
     find_images,
     sort_labels,
 )
@@ -176,6 +178,19 @@ class ImageData(LightningDataModule):
         return {"pixel_values": pixels, "labels": torch.zeros(self.batch_size, dtype=torch.int64)}
 
     # Life cycle
+
+    def prepare_data(self) -> None:
+        """Download data sets and the processor of the Hub, on one process per node."""
+        stage = self.trainer.state.fn if self.trainer is not None else None
+        for split in dict.fromkeys(("train", *_SPLITS_OF_STAGE[stage])):  # training has the classes
+            source, name = self.sources[split]
+            if source is not None:
+                try:
+                    fetch_images(source, split=name, split_of=split)
+                except ValueError as error:
+                    raise ValueError(f"{split}: {error}") from error
+        if isinstance(self.processor_setting, str):
+            fetch_processor(self.processor_setting)
 
     def setup(self, stage: str | None = None) -> None:
         """Find the images that a stage needs, and the classes; none is decoded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,3 +158,20 @@ class Metrics(nn.Module):
         for metric in (self.top1, self.top5, self.by_class, self.calibration, self.counts, self.confusion):
             if metric is not None:
                 metric.reset()
+
+
+def list_predictions(logits: Tensor, batch: Mapping[str, Any], class_names: Sequence[str]) -> dict[str, list[Any]]:
+    """Return ``index`` of each image in its source, ``file``, ``prediction`` and ``probability``.
+
+    Of an image that could not be decoded the last two are ``None``.
+
+    Args:
+        logits: [batch, classes].
+        batch: With ``index``, ``files`` and ``is_bad``.
+        class_names: In the order of the outputs.
+    """
+    probability, predicted = logits.float().softmax(1).max(1)
+    is_bad = batch["is_bad"].tolist()
+    names = [None if bad else class_names[c] for c, bad in zip(predicted.tolist(), is_bad, strict=True)]
+    chances = [None if bad else p for p, bad in zip(probability.tolist(), is_bad, strict=True)]
+    return {"index": batch["index"], "file": batch["files"], "prediction": names, "probability": chances}

@@ -73,7 +73,7 @@ def mix(pixels: Tensor, is_valid: Tensor, settings: Mixing) -> Mixed:
     is_cutmix = settings.cutmix > 0 and (not settings.mixup or random.random() < settings.cutmix_share)
     alpha = settings.cutmix if is_cutmix else settings.mixup
     share = random.betavariate(alpha, alpha)
-    partners = torch.tensor(random.sample(range(num_images), num_images), device=pixels.device)
+    partners = _move(torch.tensor(random.sample(range(num_images), num_images)), pixels.device)
     partners = torch.where(is_valid & is_valid[partners], partners, own)
     others = pixels[partners]
     if not is_cutmix:
@@ -85,3 +85,8 @@ def mix(pixels: Tensor, is_valid: Tensor, settings: Mixing) -> Mixed:
     mixed[:, :, rows, columns] = others[:, :, rows, columns]
     area = max(rows.stop - rows.start, 0) * max(columns.stop - columns.start, 0)
     return Mixed(pixels=mixed, partners=partners, share=1 - area / (height * width))  # of what lies inside the image
+
+
+def _move(values: Tensor, device: torch.device) -> Tensor:
+    """Return values of the CPU on a device, without waiting for what a GPU still has to do."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)

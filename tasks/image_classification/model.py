@@ -4,19 +4,43 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
 
+from lit_fsdp.adapters import LoRA
 from lit_fsdp.base_model import find_pretrained
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.pretrained import drop_quantization
 
 BACKBONE = "backbone"  # in freeze: all but the head
+
+
+def check_start(pretrained: str | None, settings: dict[str, Any] | None, head: str) -> None:
+    """Refuse a model that is not named, or named twice.
+
+    Args:
+        pretrained: Name or folder of a model.
+        settings: Or else its configuration.
+        head: What becomes of its head.
+
+    Raises:
+        ValueError: With what is expected.
+    """
+    if (pretrained is None) == (settings is None):
+        raise ValueError(
+            "pretrained or config: expected one of them: a model's name or folder, or an architecture such as "
+            "{model_type: vit, hidden_size: 192}"
+        )
+    if settings is not None and "model_type" not in settings:
+        raise ValueError(f"config.model_type: missing, got {sorted(settings)}: expected one such as vit")
+    if head != "auto" and pretrained is None:
+        raise ValueError(f"head: got {head!r}: a model from config has none to keep; leave it out")
 
 
 def find_classes(data: Any, num_classes: int | None) -> list[str]:
@@ -196,7 +220,9 @@ def keeps_head(pretrained: str | None, head: str, class_names: Sequence[str], *,
                 f"({', '.join(names[:5])} ...): set data.classes to that"
             )
         return True
-    if not (stored.architectures or [""])[0].endswith("ForImageClassification"):
+    # Configurations of timm on the Hub name no class of Transformers; others end in ...WithTeacher.
+    is_classifier = any("ForImageClassification" in name for name in stored.architectures or ())
+    if not is_classifier and (stored.architectures or stored.model_type != "timm_wrapper"):
         return False
     if names != list(class_names) and is_told:
         rank_zero_warn(
@@ -206,20 +232,18 @@ def keeps_head(pretrained: str | None, head: str, class_names: Sequence[str], *,
     return names == list(class_names)
 
 
-def warn_of_batch_norm(model: nn.Module) -> None:
-    """Say that statistics over a batch are those of one rank, where a model has some."""
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        rank_zero_warn(
-            f"{type(model).__name__} has BatchNorm: each rank normalizes by, and keeps, statistics of its own"
-        )
-
-
 def rest_frozen(model: nn.Module) -> None:
     """Let modules of which nothing trains compute as in evaluation: batch statistics stay, nothing is dropped."""
     for module in model.modules():
         parameters = list(module.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):
             module.eval()
+
+
+def train_head(lora: LoRA, head: Sequence[str]) -> LoRA:
+    """Return the settings of adapters with the modules of the head among those that train in full."""
+    named = [name for name in head if name not in lora.modules_to_save]
+    return replace(lora, modules_to_save=(*lora.modules_to_save, *named))
 
 
 def freeze_modules(model: nn.Module, names: Sequence[str], head: Sequence[str]) -> None:
@@ -258,17 +282,58 @@ def _fits(name: str, wanted: str) -> bool:
     )
 
 
-def compute_depths(model: nn.Module) -> tuple[dict[str, int], int]:
+def find_blocks(model: nn.Module, layer_decay: float) -> list[str]:
+    """Return the names of the blocks in order, and say how many there are where that sets learning rates.
+
+    Args:
+        model: Without adapters, not sharded yet.
+        layer_decay: Factor from one to the next.
+
+    Raises:
+        ValueError: There are none, and learning rates shall differ.
+    """
+    blocks = list_blocks(model)
+    if layer_decay != 1 and not blocks:
+        raise ValueError(f"layer_decay: got {layer_decay}: no blocks found in {type(model).__name__}; leave it out")
+    if layer_decay != 1:
+        rank_zero_info(f"layer_decay: {len(blocks)} blocks, from {blocks[0]} to {blocks[-1]}")
+    return blocks
+
+
+def list_blocks(model: nn.Module) -> list[str]:
+    """Return the names of the blocks, from the first to the last.
+
+    They are elements of lists of modules, with two or more weights each: a convolution and its norm are part of a
+    block. Of lists inside of lists the innermost are taken whose elements, all of one class, hold half of what those
+    of any class do: layers, and not stages or stems.
+
+    Args:
+        model: Without adapters, not sharded yet.
+    """
+    groups: dict[str, dict[str, int]] = {}  # class of the elements -> name and size of each
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            for i, child in enumerate(module):
+                if sum(p.ndim >= 2 for p in child.parameters()) >= 2:
+                    size = sum(p.numel() for p in child.parameters())
+                    groups.setdefault(type(child).__name__, {})[f"{name}.{i}".removeprefix(".")] = size
+    groups = {kind: sizes for kind, sizes in groups.items() if len(sizes) >= 2}
+    most = max((sum(sizes.values()) for sizes in groups.values()), default=0)
+    found = {name for sizes in groups.values() if 2 * sum(sizes.values()) >= most for name in sizes}
+    innermost = {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
+    return [name for name, _ in model.named_modules() if name in innermost]
+
+
+def compute_depths(model: nn.Module, blocks: Sequence[str]) -> tuple[dict[str, int], int]:
     """Return the depth of each parameter by its name, and that of the head.
 
     Depth 0 is what comes before the first block, then each block is one more; what lies between blocks belongs to
-    the next one, and what comes after the last to the head. Blocks are the smallest elements of lists that the model
-    marks as such, or else the elements of its lists of equal modules.
+    the next one, and what comes after the last to the head.
 
     Args:
         model: Not sharded yet.
+        blocks: Names of its blocks in order.
     """
-    blocks = _list_blocks(model)
     depths: dict[str, int] = {}
     waiting: list[str] = []
     for name, _ in model.named_parameters():
@@ -280,22 +345,6 @@ def compute_depths(model: nn.Module) -> tuple[dict[str, int], int]:
         waiting = []
         depths[name] = block + 1
     return depths | dict.fromkeys(waiting, len(blocks) + 1), len(blocks) + 1
-
-
-def _list_blocks(model: nn.Module) -> list[str]:
-    marked = {kind for module in model.modules() for kind in getattr(module, "_no_split_modules", None) or ()}
-    elements = {
-        f"{name}.{i}".removeprefix("."): child
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential)
-        for i, child in enumerate(module)
-        if next(child.parameters(), None) is not None
-    }
-    found = [n for n, child in elements.items() if type(child).__name__ in marked]
-    innermost = [n for n in found if not any(other.startswith(f"{n}.") for other in found)]
-    if innermost:
-        return innermost
-    return [n for n in elements if not any(n.startswith(f"{other}.") for other in elements)]
 
 
 def measure_images(model: nn.Module, pixels: Tensor) -> MicroBatch | None:

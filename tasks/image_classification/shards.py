@@ -7,20 +7,23 @@ import json
 import re
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from PIL import Image
 
 from lit_fsdp.checkpoint import agree
-from lit_fsdp.tasks.image_classification.sources import SUFFIXES, Images, decode
+from lit_fsdp.tasks.image_classification.sources import SUFFIXES, Images, decode, is_url
 
 _LABELS = ("cls", "label", "json")  # endings of members that say the class
 _MAX_LABEL_BYTES = 1 << 20
-_TRIES, _WAIT_S = 4, 0.5  # of a part over a network; each wait is twice that before
+_TRIES, _WAIT_S = 4, 0.5  # over a network; each wait is twice that before
+_LASTING = (ValueError, FileNotFoundError, PermissionError)  # not tried again
 
+T = TypeVar("T")
 _Place = tuple[int, int, int, str]  # shard, offset and size of the image, name of the member
 
 
@@ -39,10 +42,10 @@ def read_shards(source: str) -> Images:
     Raises:
         ValueError: There are none, or samples that lack what others have.
     """
-    shards = _list_shards(source)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    shards = agree(lambda: _list_shards(source) if rank == 0 else [])[0]  # a listing may change meanwhile
     own = range(rank, len(shards), world_size)
-    parts = agree(lambda: {number: list(_read_index(shards[number])) for number in own})
+    parts = agree(lambda: {number: _read_index(shards[number]) for number in own})
     indices = {number: index for part in parts for number, index in part.items()}
     places: list[_Place] = []
     labels: list[str] = []
@@ -61,16 +64,15 @@ def read_shards(source: str) -> Images:
         return decode(_read_part(shards[number], offset, size))
 
     return Images(
-        locate=lambda i: f"{shards[places[i][0]]} member {places[i][3]}",
+        locate=lambda i: f"{_drop_query(shards[places[i][0]])} member {places[i][3]}",
         open=open_image,
         labels=labels or None,
         num_images=len(places),
     )
 
 
-def is_url(source: str) -> bool:
-    """Whether a source is not a path of this machine."""
-    return "://" in source
+class _ShardError(ValueError):
+    """What is wrong with a shard; the message names it."""
 
 
 def _list_shards(source: str) -> list[str]:
@@ -90,15 +92,48 @@ def _list_shards(source: str) -> list[str]:
 def _list_urls(source: str) -> list[str]:
     found: list[str] = []
     for url in _expand_braces(source):
-        pattern = url if url.endswith(".tar") else f"{url.rstrip('/')}/*.tar"
-        if "*" not in pattern:
+        path = _drop_query(url)
+        pattern = url if path.endswith(".tar") else f"{url.rstrip('/')}/*.tar"
+        if "*" not in (path if path.endswith(".tar") else pattern):
             found.append(pattern)
             continue
-        files, path = _find_files(pattern)
-        found += [str(files.unstrip_protocol(hit)) for hit in sorted(files.glob(path))]
+        try:
+            found += _retry(partial(_glob, pattern))
+        except _ShardError:
+            raise
+        except Exception as error:
+            raise ValueError(f"{path}: not to be listed: {_say(error)}; see whether it is there") from error
     if not found:
-        raise ValueError(f"{source}: no .tar files there")
+        raise ValueError(f"{_drop_query(source)}: no .tar files there")
     return found
+
+
+def _glob(pattern: str) -> list[str]:
+    files, path = _find_files(pattern)
+    return [str(files.unstrip_protocol(hit)) for hit in sorted(files.glob(path))]
+
+
+def _drop_query(url: str) -> str:
+    """Return a URL without what may be a signature, which belongs in no message and no file."""
+    path = url.partition("?")[0]
+    return path if is_url(url) and path.endswith(".tar") else url
+
+
+def _retry(work: Callable[[], T]) -> T:
+    """Return what a file system gives, asked again after errors that may pass."""
+    for attempt in range(_TRIES - 1):
+        try:
+            return work()
+        except _LASTING:
+            raise
+        except Exception:  # noqa: BLE001  of any library that a file system is made with
+            time.sleep(_WAIT_S * 2**attempt)
+    return work()
+
+
+def _say(error: Exception) -> str:
+    """Return the first line of an error, without signatures."""
+    return re.sub(r"\.tar\?[^\s'\")]*", ".tar", (str(error) or type(error).__name__).splitlines()[0])
 
 
 def _find_files(url: str) -> tuple[Any, str]:
@@ -108,7 +143,7 @@ def _find_files(url: str) -> tuple[Any, str]:
     try:
         return url_to_fs(url)
     except (ValueError, ImportError) as error:
-        raise ValueError(f"{url}: not to be read: {str(error).splitlines()[0]}") from error
+        raise _ShardError(f"{_drop_query(url)}: not to be read: {_say(error)}") from error
 
 
 def _read_part(shard: str, offset: int, size: int) -> bytes:
@@ -117,18 +152,21 @@ def _read_part(shard: str, offset: int, size: int) -> bytes:
         with Path(shard).open("rb") as file:  # not kept open: workers are forked, and would share its position
             file.seek(offset)
             return file.read(size)
-    for attempt in range(_TRIES):
-        try:
-            files, path = _find_files(shard)
-            data = bytes(files.cat_file(path, start=offset, end=offset + size))
-            if len(data) == size:
-                return data
-            reason = f"{len(data)} bytes came"
-        except Exception as error:  # noqa: BLE001  of any library that a file system is made with
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-        if attempt < _TRIES - 1:
-            time.sleep(_WAIT_S * 2**attempt)
-    raise RuntimeError(f"{shard}: {size} bytes at {offset} could not be read, tried {_TRIES} times: {reason}")
+    try:
+        return _retry(partial(_fetch_part, shard, offset, size))
+    except Exception as error:
+        tries = "" if isinstance(error, _LASTING) else f", tried {_TRIES} times"
+        raise RuntimeError(
+            f"{_drop_query(shard)}: {size} bytes at {offset} could not be read{tries}: {_say(error)}"
+        ) from error
+
+
+def _fetch_part(shard: str, offset: int, size: int) -> bytes:
+    files, path = _find_files(shard)
+    data = bytes(files.cat_file(path, start=offset, end=offset + size))
+    if len(data) != size:
+        raise OSError(f"{len(data)} bytes came")
+    return data
 
 
 def _expand_braces(pattern: str) -> Iterator[str]:
@@ -142,21 +180,27 @@ def _expand_braces(pattern: str) -> Iterator[str]:
         yield from _expand_braces(f"{pattern[: found.start()]}{number:0{len(first)}d}{pattern[found.end() :]}")
 
 
-def _read_index(shard: str) -> Iterator[tuple[str, int, int, str | None]]:
-    """Yield name, offset, size and label of each image of a shard."""
+def _read_index(shard: str) -> list[tuple[str, int, int, str | None]]:
+    """Return name, offset, size and label of each image of a shard."""
+    name = _drop_query(shard)
     if not is_url(shard):
         with Path(shard).open("rb") as file:
-            yield from _read_members(shard, file)
-        return
-    files, path = _find_files(shard)
+            return list(_read_members(shard, file))
     try:
-        with files.open(path, "rb") as file:
-            yield from _read_members(shard, file)
+        return _retry(partial(_fetch_index, shard, name))
+    except _ShardError:
+        raise
     except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0].removeprefix(f"{shard}: ")
+        reason = _say(error).removeprefix(f"{name}: ")
         raise ValueError(
-            f"{shard}: not to be read in parts: {reason}; see whether it is there, or download it"
+            f"{name}: not to be read in parts: {reason}; see whether it is there, or download it"
         ) from error
+
+
+def _fetch_index(shard: str, name: str) -> list[tuple[str, int, int, str | None]]:
+    files, path = _find_files(shard)
+    with files.open(path, "rb") as file:
+        return list(_read_members(name, file))
 
 
 def _read_members(path: str, file: Any) -> Iterator[tuple[str, int, int, str | None]]:
@@ -178,7 +222,7 @@ def _read_members(path: str, file: Any) -> Iterator[tuple[str, int, int, str | N
                 ending = ending.lower()
                 if f".{ending}" in SUFFIXES:
                     if image is not None:
-                        raise ValueError(f"{path} member {member.name}: another image of that name came before")
+                        raise _ShardError(f"{path} member {member.name}: another image of that name came before")
                     image = (member.name, member.offset_data, member.size)
                 elif ending in _LABELS and member.size <= _MAX_LABEL_BYTES:
                     content = tar.extractfile(member)
@@ -187,7 +231,7 @@ def _read_members(path: str, file: Any) -> Iterator[tuple[str, int, int, str | N
             if image is not None:
                 yield *image, label
     except tarfile.TarError as error:
-        raise ValueError(f"{path}: not readable as a tar file without compression: {error}") from error
+        raise _ShardError(f"{path}: not readable as a tar file without compression: {error}") from error
 
 
 def _read_label(content: bytes, ending: str, *, where: str) -> str | None:
@@ -197,6 +241,6 @@ def _read_label(content: bytes, ending: str, *, where: str) -> str | None:
     try:
         fields = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not valid JSON: {error.msg}") from error
+        raise _ShardError(f"{where}: not valid JSON: {error.msg}") from error
     value = fields.get("label", fields.get("cls")) if isinstance(fields, dict) else None
     return None if value is None else str(value)

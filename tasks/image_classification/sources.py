@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import io
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +11,10 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
+from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, read_table
+
 DIGITS = "digits"
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
-_MANIFESTS = (".csv", ".jsonl", ".parquet")
 _DIGITS_SEED = 0  # of the held-out fifth; results on it are compared
 
 Split = Literal["train", "validation", "test", "predict"]
@@ -89,7 +88,7 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
     """
     if source == DIGITS:
         return _load_digits(split or ("train" if split_of == "train" else "test"))
-    if "://" in source:
+    if is_url(source):
         if split is not None:
             raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
         from lit_fsdp.tasks.image_classification.shards import read_shards
@@ -97,7 +96,7 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
         return read_shards(source)
     path = Path(source).expanduser()
     is_set = path.is_dir() and any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
-    if is_set or not (path.exists() or any(c in source for c in "*{")):
+    if is_set or _is_on_hub(source):
         rows = _find_rows(source, split, default=_DEFAULT_SPLITS[split_of], is_saved=is_set)
         name = f"{source} {split or _DEFAULT_SPLITS[split_of]}"
         return _open_data_set(name, rows, fields=fields, needs_labels=split_of != "predict")
@@ -107,19 +106,44 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
         return _list_folder(path)
     if path.suffix.lower() in SUFFIXES and path.is_file():
         return _open_files([path], None)
-    if path.suffix in _MANIFESTS:
+    if path.suffix in MANIFESTS:
         return _read_manifest(path, fields, needs_labels=split_of != "predict")
     if path.is_dir() or path.suffix == ".tar" or source.endswith("}") or "*" in source:
         from lit_fsdp.tasks.image_classification.shards import read_shards
 
         return read_shards(source)
     raise ValueError(
-        f"{source}: expected a folder with one folder for each class, a {', '.join(_MANIFESTS)} or .tar file, a data "
+        f"{source}: expected a folder with one folder for each class, a {', '.join(MANIFESTS)} or .tar file, a data "
         "set, or digits"
     )
 
 
+def fetch_images(source: str, *, split: str | None, split_of: Split) -> None:
+    """Download a data set of the Hub unless it is in the cache; do nothing for other sources.
+
+    Args:
+        source: As the settings of the data have it.
+        split: Which split of a data set, if the user has said so.
+        split_of: What the images are for.
+
+    Raises:
+        ValueError: There is no such data set.
+    """
+    if _is_on_hub(source):
+        _find_rows(source, split, default=_DEFAULT_SPLITS[split_of], is_saved=False)
+
+
+def _is_on_hub(source: str) -> bool:
+    is_elsewhere = source == DIGITS or is_url(source) or any(c in source for c in "*{")
+    return not is_elsewhere and not Path(source).expanduser().exists()
+
+
 _DEFAULT_SPLITS: dict[Split, str] = {"train": "train", "validation": "validation", "test": "test", "predict": "test"}
+
+
+def is_url(source: str) -> bool:
+    """Whether a source is not a path of this machine."""
+    return "://" in source
 
 
 def decode(data: bytes) -> Image.Image:
@@ -206,7 +230,7 @@ def _open_files(paths: list[Path], labels: list[str] | None, class_names: list[s
 
 def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
     """Return the images of a table; paths in it are relative to its folder."""
-    columns, rows = _MANIFEST_READERS[path.suffix](path, fields)
+    columns, rows = read_table(path, image=fields.image, label=fields.label)
     if rows is None:  # images are in it
         found = _find_rows(str(path), None, default="train", is_saved=False)
         return _open_data_set(str(path), found, fields=fields, needs_labels=needs_labels)
@@ -226,51 +250,6 @@ def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
     if not paths:
         raise ValueError(f"{path}: has no rows")
     return _open_files(paths, labels if has_labels and needs_labels else None)
-
-
-_Table = tuple[Sequence[str], Sequence[dict[str, Any]] | None]
-
-
-def _read_csv(path: Path, fields: Fields) -> _Table:  # noqa: ARG001
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file)
-        rows = list(reader)
-    return list(reader.fieldnames or []), rows
-
-
-def _read_jsonl(path: Path, fields: Fields) -> _Table:  # noqa: ARG001
-    rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path} line {number}: not valid JSON: {error.msg}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f'{path} line {number}: expected an object like {{"image": "a.jpg", "label": "cat"}}')
-            rows.append(row)
-    return list(dict.fromkeys(name for row in rows for name in row)), rows
-
-
-def _read_parquet(path: Path, fields: Fields) -> _Table:
-    import pyarrow as pa  # type: ignore[import-untyped]
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
-
-    try:
-        schema = pq.read_schema(path)
-        if fields.image in schema.names and not pa.types.is_string(schema.field(fields.image).type):
-            return schema.names, None
-        wanted = [name for name in (fields.image, fields.label) if name in schema.names]
-        return schema.names, pq.read_table(path, columns=wanted).to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not readable as Parquet: {str(error).splitlines()[0]}") from error
-
-
-_MANIFEST_READERS: dict[str, Callable[[Path, Fields], _Table]] = {
-    ".csv": _read_csv,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}
 
 
 # Data sets

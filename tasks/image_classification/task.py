@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Literal, Self
 
 from lightning.pytorch.trainer.states import TrainerFn
@@ -20,6 +20,7 @@ from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_files import read_quantization
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.base import Schedule, Task
+from lit_fsdp.tasks.image_classification.batch_norm import average_statistics, warn_of_batch_norm
 from lit_fsdp.tasks.image_classification.checkpoint import (
     CLASSES,
     LAYER_DECAY,
@@ -28,12 +29,14 @@ from lit_fsdp.tasks.image_classification.checkpoint import (
     collect_export_files,
 )
 from lit_fsdp.tasks.image_classification.data import Batch
-from lit_fsdp.tasks.image_classification.metrics import IGNORED, Evaluation, Metrics
+from lit_fsdp.tasks.image_classification.metrics import IGNORED, Evaluation, Metrics, list_predictions
 from lit_fsdp.tasks.image_classification.mixing import Mixing, mix
 from lit_fsdp.tasks.image_classification.model import (
     build_classifier,
     check_size,
+    check_start,
     compute_depths,
+    find_blocks,
     find_classes,
     find_head,
     freeze_modules,
@@ -41,7 +44,7 @@ from lit_fsdp.tasks.image_classification.model import (
     measure_images,
     read_config,
     rest_frozen,
-    warn_of_batch_norm,
+    train_head,
 )
 from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing
 from lit_fsdp.tasks.image_classification.skipped import SkippedImages
@@ -114,23 +117,13 @@ class ImageClassification(Task):
         self._skipped = SkippedImages()
         self._head: list[str] = []
         self._depths: dict[str, int] = {}
-        self._is_planned = self._interpolates = self._keeps_head = False
+        self._is_planned = self._interpolates = self._keeps_head = self._is_untrained = False
         self._image_size = (0, 0)
         self._class_names: list[str] | None = None
         self._base: dict[str, Any] | None = None
 
     def _check(self) -> None:
-        if (self.pretrained is None) == (self.config_settings is None):
-            raise ValueError(
-                "pretrained or config: expected one of them: a model's name or folder, or an architecture such as "
-                "{model_type: vit, hidden_size: 192}"
-            )
-        if self.config_settings is not None and "model_type" not in self.config_settings:
-            raise ValueError(
-                f"config.model_type: missing, got {sorted(self.config_settings)}: expected one such as vit"
-            )
-        if self.head != "auto" and self.pretrained is None:
-            raise ValueError(f"head: got {self.head!r}: a model from config has none to keep; leave it out")
+        check_start(self.pretrained, self.config_settings, self.head)
         if self.lora is not None and self.freeze_names:
             raise ValueError("freeze: lora freezes all but adapters and head; leave it out, or use lora.exclude")
         rules = {
@@ -142,10 +135,9 @@ class ImageClassification(Task):
         for name, (is_right, expected) in rules.items():
             if not is_right:
                 raise ValueError(f"{name}: got {getattr(self, name)}: expected {expected}")
-        if self.mixing is not None:
-            self.mixing.check()
-        if self.quantization is not None:
-            self.quantization.check()
+        for part in (self.mixing, self.quantization):
+            if part is not None:
+                part.check()
         if self.lora is not None:
             self.lora.check(is_quantized=self.quantization is not None)
 
@@ -192,18 +184,18 @@ class ImageClassification(Task):
         self._head = find_head(config, model)
         is_fit = self.trainer.state.fn == TrainerFn.FITTING
         self._keeps_head = keeps_head(self.pretrained, self.head, self.class_names, is_told=is_fit)
+        self._is_untrained = not (is_fit or self._keeps_head)
         if preprocessing := self._find_preprocessing():
             self._image_size = preprocessing.size
             self._interpolates = check_size(config, preprocessing.size)
         if self.pretrained is not None:
             choose = plan_quantization if self._is_planned else choose_quantization
             self.quantization = choose(find_pretrained(self.pretrained), model, self.quantization)
-        if self.lora is not None:
-            named = [name for name in self._head if name not in self.lora.modules_to_save]
-            self.lora = replace(self.lora, modules_to_save=(*self.lora.modules_to_save, *named))
+        self.lora = self.lora and train_head(self.lora, self._head)
+        blocks = find_blocks(model, self.layer_decay)
         self.adapt_model(model, lora=self.lora, quantization=self.quantization)
         freeze_modules(model, self.freeze_names, self._head)
-        depths, last = compute_depths(model)
+        depths, last = compute_depths(model, blocks)
         self._depths = {clean_name(name): last - depth for name, depth in depths.items()}
         self.val_metrics, self.test_metrics = (Metrics(len(self.class_names)) for _ in range(2))
         warn_of_batch_norm(model)
@@ -224,11 +216,10 @@ class ImageClassification(Task):
     def configure_weights(self) -> None:
         """Read this rank's shards of the pretrained weights, or draw random ones."""
         assert self.model is not None
-        seed = self.find_seed()
+        seed, new = self.find_seed(), [] if self._keeps_head else self._head
         if self.pretrained is None:
             init_weights(self.model, seed)
             return
-        new = [] if self._keeps_head else self._head
         unused = load_weights(self.model, find_pretrained(self.pretrained), seed=seed, new=new, takes_part=True)
         if unused:
             rank_zero_warn(f"pretrained: {len(unused)} tensors are not used, such as {', '.join(unused[:3])}")
@@ -297,6 +288,25 @@ class ImageClassification(Task):
         return self.weigh_loss(mixed.share * own + (1 - mixed.share) * other, is_valid.sum())
 
     @override
+    def on_validation_start(self) -> None:
+        self._start_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        self._start_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._start_evaluation()
+
+    def _start_evaluation(self) -> None:
+        # Not told before: which checkpoint is loaded is known after configure_model, seen in lightning 2.6.6.
+        if self._is_untrained and not self.trainer.ckpt_path and self.trainer.state.fn != TrainerFn.FITTING:
+            rank_zero_warn("head: its weights are random, and no checkpoint replaces them: set ckpt_path")
+        self._is_untrained = False
+        average_statistics(self.model)
+
+    @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate("val", batch, self.val_metrics)
 
@@ -330,7 +340,7 @@ class ImageClassification(Task):
             self.log(f"{stage}/{name}", value, sync_dist=True)  # equal on all ranks already
 
     def _log_skipped(self, stage: str) -> None:
-        if total := self._skipped.finish(stage, self.trainer.strategy):
+        if total := self._skipped.finish(stage, self.trainer):
             self.log(f"{stage}/skipped_images", float(total), sync_dist=True)  # likewise
 
     @override
@@ -339,7 +349,7 @@ class ImageClassification(Task):
 
     @override
     def on_predict_epoch_end(self) -> None:
-        self._skipped.finish("predict", self.trainer.strategy)
+        self._skipped.finish("predict", self.trainer)
 
     @property
     def skipped_images(self) -> dict[str, int]:
@@ -354,31 +364,22 @@ class ImageClassification(Task):
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, list[Any]]:
-        """Classify images; return ``index`` of each in its source, ``file``, ``prediction`` and ``probability``.
-
-        Of an image that could not be decoded the last two are ``None``.
-        """
+        """Classify images; see :func:`list_predictions`."""
         self._skipped.add("predict", batch)
-        probability, predicted = self.compute_logits(batch["pixel_values"]).float().softmax(1).max(1)
-        is_bad = batch["is_bad"].tolist()
-        names = [None if bad else self.class_names[c] for c, bad in zip(predicted.tolist(), is_bad, strict=True)]
-        chances = [None if bad else p for p, bad in zip(probability.tolist(), is_bad, strict=True)]
-        return {"index": batch["index"], "file": batch["files"], "prediction": names, "probability": chances}
+        return list_predictions(self.compute_logits(batch["pixel_values"]), batch, self.class_names)
 
     # Checkpoints
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
+        average_statistics(self.model)  # in place, so in the state that is saved too
         if not self.trainer.is_global_zero or self.model is None:  # its metadata is that of rank 0
             return
         checkpoint[CLASSES], checkpoint[LAYER_DECAY] = self.class_names, self.layer_decay
+        process = self._find_preprocessing()
         checkpoint[EXPORT] = collect_export_files(
-            self.model,
-            self.class_names,
-            preprocessing=self._find_preprocessing(),
-            lora=self.lora,
-            pretrained=self.pretrained,
+            self.model, self.class_names, preprocessing=process, lora=self.lora, pretrained=self.pretrained
         )
         if self._interpolates:
             checkpoint[IMAGE_SIZE] = list(self._image_size)

@@ -40,6 +40,7 @@ def read_epochs(data: ImageData, count: int = 2) -> list[torch.Tensor]:
         Augmentation(),
         Augmentation(policy="randaugment", color_jitter=0.4, erasing=0.5),
         Augmentation(policy="trivialaugment"),
+        Augmentation(policy="autoaugment"),
     ],
 )
 def test_augmentation_depends_on_seed_epoch_and_image_and_not_on_workers(
@@ -116,6 +117,17 @@ def test_the_processor_of_a_model_is_read_from_its_folder(tmp_path: Path, folder
     assert data.preprocessing.processor.image_mean == (0.1, 0.2, 0.3)
     with pytest.raises(ValueError, match=r"processor: got '.*nowhere': there is no such folder"):
         _ = ImageData(train=str(folder), processor=f"{tmp_path}/nowhere").preprocessing
+
+
+def test_what_is_on_the_hub_is_fetched_before_the_ranks_set_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[Any] = []
+    monkeypatch.setattr("datasets.load_dataset", lambda *where, **options: fetched.append((*where, options["split"])))
+    monkeypatch.setattr("lit_fsdp.tasks.image_classification.data.fetch_processor", fetched.append)
+    ImageData(train=str(folder), test="digits", processor=PIXELS).prepare_data()
+    assert fetched == []
+    sources = {"train": "org/name", "validation": str(folder), "test": "org/name:small", "test_split": "test[:5]"}
+    ImageData(**sources, processor="org/model").prepare_data()
+    assert fetched == [("org/name", None, "train"), ("org/name", "small", "test[:5]"), "org/model"]
 
 
 def test_held_out_images_are_not_trained_on(folder: Path) -> None:

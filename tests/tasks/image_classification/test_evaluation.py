@@ -1,8 +1,12 @@
 """Evaluation and prediction on any number of ranks: every image counts once, what cannot be decoded nowhere."""
 
+import csv
 import warnings
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +16,7 @@ from training import build_trainer
 from transformers import AutoModelForImageClassification
 
 from lit_fsdp import FSDP2Strategy
+from lit_fsdp.callbacks.predictions import WritePredictions
 from lit_fsdp.tasks import ImageClassification, Schedule
 from ranks import run_ranks
 
@@ -90,3 +95,38 @@ def test_images_that_are_skipped_are_named_once_and_counted_over_all_ranks(tmp_p
     named = sorted(name for _, _, names, _ in ranks for name in names)
     assert named == ["bad_cat.png", "bad_dog.png", "bad_eel.png"]
     assert [told for *_, told in ranks] == [1, 0]
+
+
+def test_predictions_are_written_as_tables(tmp_path: Path) -> None:
+    data = make_data(tmp_path, bad_images="skip")
+    (tmp_path / "test" / "cat" / "001.png").write_text("no image")
+    writers = [WritePredictions(str(tmp_path / f"out{suffix}")) for suffix in (".csv", ".parquet")]
+    options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, callbacks=[*writers], enable_checkpointing=False, **options)
+    with pytest.warns(UserWarning, match=r"skipped: .*cat/001\.png"):
+        parts = trainer.predict(ImageClassification(config=VIT), datamodule=data)
+    assert parts is not None
+    expected = [dict(zip(part, row, strict=True)) for part in parts for row in zip(*part.values(), strict=True)]
+    expected = [row for row in expected if row["index"] >= 0]
+    assert pq.read_table(tmp_path / "out.parquet").to_pylist() == expected
+    assert [row["prediction"] is None for row in expected] == [False, True, *[False] * 7]
+    with (tmp_path / "out.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert rows == [{name: "" if v is None else str(v) for name, v in row.items()} for row in expected]
+
+
+def train_on_nothing(folder: Path) -> None:
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=-1, max_epochs=1, limit_val_batches=0)
+    data = make_data(folder, bad_images="skip")
+    with pytest.raises(ValueError, match=r"train: none of 24 images could be decoded; see the warnings"):
+        trainer.fit(ImageClassification(config=VIT, schedule=Schedule(shape="constant")), datamodule=data)
+    with pytest.raises(ValueError, match=r"test: none of 9 images could be decoded"):
+        trainer.test(ImageClassification(config=VIT), datamodule=data, verbose=False)
+
+
+@pytest.mark.filterwarnings("ignore:skipped")
+def test_an_epoch_without_one_image_that_could_be_decoded_ends_the_run(tmp_path: Path) -> None:
+    make_data(tmp_path)
+    for path in tmp_path.rglob("*.png"):
+        path.write_text("no image")
+    run_ranks(train_on_nothing, tmp_path, world_size=2)

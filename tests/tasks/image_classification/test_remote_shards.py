@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from image_training import write_folder, write_shards
 
 from lit_fsdp.tasks import ImageData, Pixels
@@ -106,6 +107,63 @@ def test_the_headers_of_a_shard_are_read_by_one_rank_alone(server: str) -> None:
     Parts.gives.clear()
     run_ranks(count_images, f"{server}/part-{{000..001}}.tar")
     assert sorted(name for name, _ in Parts.gives) == ["part-000.tar", "part-001.tar"]
+
+
+def fail(_: str) -> None:
+    raise ValueError("nothing there")
+
+
+def list_apart(url: str, fails: int) -> None:
+    """Let one rank find nothing where the other finds shards."""
+    if dist.get_rank() == fails:
+        pytest.MonkeyPatch().setattr(shards, "_list_urls", fail)  # this process ends with the test
+    if fails == 0:
+        with pytest.raises(ValueError, match="nothing there"):
+            find(url)
+    else:
+        count_images(url)
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_all_ranks_take_the_listing_of_the_first_and_fail_as_it_does(fails: int, server: str) -> None:
+    run_ranks(list_apart, f"{server}/part-{{000..001}}.tar", fails, timeout_s=20)
+
+
+def test_a_signed_url_is_read_and_its_signature_is_not_told(server: str) -> None:
+    images = find(f"{server}/part-{{000..001}}.tar?token=secret")
+    assert len(images) == len(list_pixels(images)) == 6
+    assert images.locate(1) == f"{server}/part-000.tar member a/01.png"
+    with pytest.raises(ValueError, match=r"part-009\.tar: not to be read in parts") as caught:
+        find(f"{server}/part-009.tar?token=secret")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_server_that_answers_later_is_asked_again_for_headers(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, answer = [503, 503], Parts.do_GET
+    monkeypatch.setattr(shards, "_WAIT_S", 0)
+    monkeypatch.setattr(Parts, "do_GET", lambda self: self.send_error(answers.pop()) if answers else answer(self))
+    assert len(find(f"{server}/part-000.tar")) == 4
+    assert answers == []
+
+
+def test_a_listing_that_fails_is_tried_again_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [PermissionError("no access"), OSError("slow down"), OSError("slow down")]
+
+    def glob(*_: Any, **__: Any) -> None:
+        raise errors.pop()
+
+    monkeypatch.setattr(shards, "_WAIT_S", 0)
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.glob", glob)
+    with pytest.raises(ValueError, match=r"file://.*: not to be listed: no access; see whether it is there"):
+        find(f"file://{tmp_path}/*.tar")
+    assert errors == []
+
+
+def test_what_is_no_tar_file_is_said_as_of_one_on_a_disk(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_text("x" * 600)
+    with pytest.raises(ValueError, match=r"^train: file://.*a\.tar: not readable as a tar file without") as caught:
+        ImageData(train=f"file://{tmp_path}/a.tar").setup("fit")
+    assert "in parts" not in str(caught.value)
 
 
 @pytest.mark.parametrize("server", [Whole], indirect=True)

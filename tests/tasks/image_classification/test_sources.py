@@ -46,6 +46,22 @@ def write_parquet(folder: Path, out: Path) -> Path:
     return out / "train.parquet"
 
 
+@pytest.mark.parametrize("kind", ["large_string", "string_view", "dictionary"])
+def test_paths_in_parquet_are_relative_to_it_whatever_type_its_text_has(kind: str, folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    text = pa.dictionary(pa.int32(), pa.string()) if kind == "dictionary" else getattr(pa, kind)()
+    names, labels = zip(*list_files(folder), strict=True)
+    rows = {"image": pa.array(names, pa.string()).cast(text), "label": pa.array(labels, pa.string()).cast(text)}
+    table = folder / f"{kind}.parquet"  # beside the folders of the classes
+    pq.write_table(pa.table(rows), table)
+    found = find(table)
+    table.unlink()
+    assert list(found.labels or []) == list(labels)
+    assert np.array_equal(np.asarray(found.read(3)), np.asarray(Image.open(folder / names[3])))
+
+
 def write_parquet_with_images(folder: Path, out: Path) -> Path:
     import datasets
 
@@ -145,6 +161,13 @@ def test_every_kind_of_pixel_becomes_rgb(mode: str, tmp_path: Path) -> None:
         ({"t.csv": "image,label\nx.png,\n"}, "t.csv", r"t\.csv row 1: label is missing"),
         ({"t.jsonl": '{"image": 3}\n'}, "t.jsonl", r"row 1: image is 3: expected the path"),
         ({"t.jsonl": "{\n"}, "t.jsonl", r"line 1: not valid JSON"),
+        ({"t.csv": "image,label\na.png,\udce4\n"}, "t.csv", r"t\.csv: not in UTF-8 from byte 18 on: save it"),
+        ({"t.jsonl": "\udce4\n"}, "t.jsonl", r"t\.jsonl: not in UTF-8 from byte 0 on"),
+        (
+            {"t.csv": "image,label\na.png," + "x" * 200_000},
+            "t.csv",
+            r"t\.csv after line 1: not readable as CSV: field larger",
+        ),
         ({"t.tar": "x" * 600}, "t.tar", r"not readable as a tar file"),
         ({}, "p-{0..1}.tar", r"p-0\.tar: no such file, of 2 shards"),
         ({"t.xlsx": ""}, "t.xlsx", r"expected a folder with one folder for each class"),
@@ -155,9 +178,18 @@ def test_what_is_no_source_is_refused_with_the_place(
 ) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=message):
         find(tmp_path / source)
+
+
+def test_a_line_separator_inside_of_json_ends_no_row(tmp_path: Path) -> None:
+    rows = [{"image": "a\u2028b.png", "label": "caf\u00e9"}, {"image": "c.png", "label": "cat\x85"}]
+    text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "t.jsonl").write_bytes(text.encode())
+    found = find(tmp_path / "t.jsonl")
+    assert list(found.labels or []) == ["caf\u00e9", "cat\x85"]
+    assert found.locate(0) == str(tmp_path / "a\u2028b.png")
 
 
 def save_rows(out: Path, labels: list[Any]) -> str:

@@ -1,5 +1,6 @@
 """The task: its head, what trains, its losses, and evaluation on any number of ranks."""
 
+import json
 import random
 import warnings
 from pathlib import Path
@@ -20,8 +21,10 @@ from lit_fsdp.tasks.image_classification.mixing import mix
 from lit_fsdp.tasks.image_classification.model import (
     build_classifier,
     compute_depths,
+    find_blocks,
     find_head,
     keeps_head,
+    list_blocks,
     read_config,
 )
 from ranks import run_ranks
@@ -89,6 +92,42 @@ def test_a_head_whose_classes_stand_in_another_order_is_refused_and_one_drawn_an
     assert caught == []
 
 
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"architecture": "vit_tiny_patch16_224", "num_classes": 2, "label_names": ["cat", "dog"]},
+        {
+            "model_type": "deit",
+            "architectures": ["DeiTForImageClassificationWithTeacher"],
+            "id2label": {"0": "cat", "1": "dog"},
+        },
+    ],
+    ids=["timm", "teacher"],
+)
+def test_a_head_is_known_whatever_the_class_of_the_model_is_called(stored: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**stored, "pretrained_cfg": {"tag": "a"}}))
+    assert keeps_head(str(tmp_path), "auto", ["cat", "dog"])
+    with pytest.warns(UserWarning, match=r"head: drawn anew: .* for 2 classes \(cat, dog ...\)"):
+        assert not keeps_head(str(tmp_path), "auto", ["cat", "eel"])
+    backbone = {"model_type": "deit", "architectures": ["DeiTModel"], "id2label": {"0": "cat", "1": "dog"}}
+    (tmp_path / "config.json").write_text(json.dumps(backbone))
+    assert not keeps_head(str(tmp_path), "auto", ["cat", "dog"])
+
+
+def test_a_head_that_nothing_has_trained_is_told_when_it_is_evaluated(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path / "model", VIT, 3)
+    data = make_data(tmp_path)
+    with pytest.warns(UserWarning, match=r"head: its weights are random, and no checkpoint replaces them"):
+        trainer = build_for_one(ImageClassification(pretrained=str(model)), data)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    for options in ({"pretrained": str(model)}, {"pretrained": str(model), "head": "keep"}):
+        with warnings.catch_warnings(record=True) as caught:
+            task = ImageClassification(**options)  # type: ignore[arg-type]
+            is_loaded = "head" not in options
+            build_for_one(task, data, ckpt_path=str(tmp_path / "last.ckpt") if is_loaded else None)
+        assert not [warning for warning in caught if str(warning.message).startswith("head:")]
+
+
 def test_what_is_frozen_computes_as_in_evaluation(tmp_path: Path) -> None:
     _, task = list_trained(VIT, tmp_path, freeze=["layers.0"])
     task.train()
@@ -109,13 +148,13 @@ def test_images_of_another_size_get_interpolated_positions(tmp_path: Path) -> No
         assert torch.allclose(trainer.lightning_module(batch["pixel_values"]), expected, atol=1e-6)
 
 
-def build_for_one(task: ImageClassification, data: ImageData) -> Any:
+def build_for_one(task: ImageClassification, data: ImageData, ckpt_path: str | None = None) -> Any:
     """Validate in this process, without FSDP."""
     import lightning.pytorch as pl
 
     options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     trainer = pl.Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **options)
-    trainer.validate(task, datamodule=data, verbose=False)
+    trainer.validate(task, datamodule=data, verbose=False, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -177,18 +216,42 @@ def test_lora_trains_adapters_and_the_head(tmp_path: Path) -> None:
 
 
 def test_learning_rates_fall_with_the_distance_from_the_head(tmp_path: Path) -> None:
-    config = AutoConfig.for_model(**VIT)
-    depths, last = compute_depths(build_classifier(config, None))
+    model = build_classifier(AutoConfig.for_model(**VIT), None)
+    depths, last = compute_depths(model, list_blocks(model))
     assert last == 4
     assert depths["vit.embeddings.cls_token"] == depths["vit.embeddings.patch_embeddings.projection.weight"] == 0
     assert [depths[f"vit.layers.{i}.mlp.fc1.weight"] for i in range(3)] == [1, 2, 3]
     assert depths["vit.layernorm.weight"] == depths["classifier.bias"] == 4
-    depths, last = compute_depths(build_classifier(AutoConfig.for_model(**CONVNEXT), None))
+    model = build_classifier(AutoConfig.for_model(**CONVNEXT), None)
+    depths, last = compute_depths(model, list_blocks(model))
     names = list(depths)
     assert last == 5
     assert [depths[name] for name in names] == sorted(depths.values())
     (down,) = {depths[name] for name in names if "stages.1.downsampling" in name}
     assert down == 3  # with the first block of its stage
+
+
+@pytest.mark.parametrize(
+    ("model_type", "count", "first"),
+    [
+        ("vit", 12, "vit.layers.0"),
+        ("swin", 12, "swin.encoder.layers.0.blocks.0"),  # not its four stages
+        ("resnet", 16, "resnet.encoder.stages.0.layers.0"),  # not its 48 convolutions
+        ("pvt", 8, "pvt.encoder.block.0.0"),  # not its embeddings
+        ("convnext", 18, "convnext.encoder.stages.0.layers.0"),
+    ],
+)
+def test_layers_are_counted_and_not_their_parts_nor_stages(model_type: str, count: int, first: str) -> None:
+    blocks = list_blocks(build_classifier(AutoConfig.for_model(model_type), None))
+    assert (len(blocks), blocks[0]) == (count, first)
+
+
+def test_layer_decay_says_how_many_blocks_there_are(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    caplog.set_level("INFO")
+    list_trained(VIT, tmp_path, layer_decay=0.5, lora=LoRA(r=2))
+    assert "layer_decay: 3 blocks, from vit.layers.0 to vit.layers.2" in caplog.text
+    with pytest.raises(ValueError, match=r"layer_decay: got 0\.5: no blocks found in Linear; leave it out"):
+        find_blocks(nn.Linear(2, 2), 0.5)
 
 
 def test_layer_decay_reaches_the_optimizer_of_a_sharded_model(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""Tables of images and their classes: CSV, JSON lines, Parquet."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+MANIFESTS = (".csv", ".jsonl", ".parquet")
+
+Table = tuple[Sequence[str], Sequence[dict[str, Any]] | None]  # names of columns, rows
+
+
+def read_table(path: Path, *, image: str, label: str) -> Table:
+    """Return the columns and rows of a table; no rows where it holds images, and not their paths.
+
+    Args:
+        path: A file with one of ``MANIFESTS`` as its ending.
+        image: Column of the images.
+        label: Column of their classes. Parquet is read for these two alone.
+
+    Raises:
+        ValueError: It cannot be read; the message names it.
+    """
+    if path.suffix == ".parquet":
+        return _read_parquet(path, image, label)
+    return _read_csv(path) if path.suffix == ".csv" else _read_jsonl(path)
+
+
+def _read_csv(path: Path) -> Table:
+    reader = csv.DictReader(io.StringIO(_read_text(path), newline=""))
+    try:
+        rows = list(reader)
+    except csv.Error as error:
+        raise ValueError(f"{path} after line {reader.line_num}: not readable as CSV: {error}") from error
+    return list(reader.fieldnames or []), rows
+
+
+def _read_jsonl(path: Path) -> Table:
+    rows = []
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):  # no other separator: JSON may hold them
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path} line {number}: not valid JSON: {error.msg}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f'{path} line {number}: expected an object like {{"image": "a.jpg", "label": "cat"}}')
+            rows.append(row)
+    return list(dict.fromkeys(name for row in rows for name in row)), rows
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not in UTF-8 from byte {error.start} on: save it in that encoding") from error
+
+
+def _read_parquet(path: Path, image: str, label: str) -> Table:
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    try:
+        schema = pq.read_schema(path)
+        if image in schema.names and _holds_images(schema.field(image).type):
+            return schema.names, None
+        wanted = [name for name in (image, label) if name in schema.names]
+        return schema.names, pq.read_table(path, columns=wanted).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not readable as Parquet: {str(error).splitlines()[0]}") from error
+
+
+def _holds_images(kind: Any) -> bool:
+    """Whether a column has bytes, or structs with them; text has several types, such as that of pandas 3."""
+    from pyarrow import types
+
+    is_binary = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
+    return bool(is_binary or types.is_nested(kind))

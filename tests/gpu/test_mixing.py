@@ -1,0 +1,25 @@
+"""Mixing of images waits for no GPU."""
+
+import random
+
+import pytest
+import torch
+
+from lit_fsdp.tasks import Mixing
+from lit_fsdp.tasks.image_classification.mixing import mix
+from ranks import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+
+def mix_without_waiting() -> None:
+    pixels, is_valid = torch.zeros(4, 3, 8, 8, device="cuda"), torch.ones(4, dtype=torch.bool, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    random.seed(0)
+    for settings in (Mixing(mixup=0.8), Mixing(cutmix=1.0)):
+        mixed = mix(pixels, is_valid, settings)
+        assert mixed.partners.is_cuda
+
+
+def test_nothing_waits_for_the_gpu() -> None:
+    run_ranks(mix_without_waiting, world_size=1)  # a process of its own, as others fork from this one
