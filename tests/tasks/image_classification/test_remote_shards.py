@@ -40,8 +40,8 @@ class Parts(SimpleHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
         self.send_header("Content-Length", str(last + 1 - first))
         self.end_headers()
+        self.gives.append((path.name, last + 1 - first))  # before whoever asked can go on
         self.wfile.write(data[first : last + 1])
-        self.gives.append((path.name, last + 1 - first))
 
     def do_HEAD(self) -> None:
         path = Path(self.translate_path(self.path))

@@ -1,8 +1,9 @@
 """Every kind of source gives the same images and labels, and names what is wrong."""
 
+import csv
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,15 @@ def test_every_kind_of_pixel_becomes_rgb(mode: str, tmp_path: Path) -> None:
     assert np.abs(pixels.mean(2) - ramp).max() <= 4
 
 
+@pytest.fixture
+def usual_field_limit() -> Iterator[None]:
+    """Of the ``csv`` module, for all of the process: reading text raises it."""
+    before = csv.field_size_limit(128 * 1024)
+    yield
+    csv.field_size_limit(before)
+
+
+@pytest.mark.usefixtures("usual_field_limit")
 @pytest.mark.parametrize(
     ("files", "source", "message"),
     [
