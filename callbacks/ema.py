@@ -21,8 +21,9 @@ class EMA(Callback):
     """Keep a moving average of the weights that train: it is validated, saved, tested and exported in their place.
 
     Each rank averages its own shards, so nothing is sent. The average takes 4 bytes for each parameter of the shard, in
-    ``float32`` also where weights are not. Checkpoints hold the average as the weights, and beside it the weights that
-    training goes on with, at any number of ranks; of weights in low precision also the average in ``float32``.
+    ``float32`` also where weights are not; while it is evaluated, a copy of the trained weights lies beside it.
+    Checkpoints hold the average as the weights, and beside it the weights that training goes on with, at any number of
+    ranks; of weights in low precision also the average in ``float32``.
 
     Args:
         decay: How much of the average stays in a step: 0.999 averages over about 1,000 steps.
