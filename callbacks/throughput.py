@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -18,11 +17,13 @@ from typing_extensions import override
 from lit_fsdp.callbacks.exchange import RankExchange, Spread
 from lit_fsdp.callbacks.readings import is_logging_step, read_metric
 from lit_fsdp.callbacks.sections import Curve, Plot, Section, Table, print_table
+from lit_fsdp.callbacks.step_forecast import StepForecast, compare_times, find_compute_dtype, read_gpu
 from lit_fsdp.clock import Clock
 from lit_fsdp.flops import FlopCounter, Flops, is_compiled
-from lit_fsdp.hardware import Gpu, find_gpu
+from lit_fsdp.forecast import NoForecastError
 from lit_fsdp.lightning_internals import watch_fetches
-from lit_fsdp.precision_plugin import FSDP2Precision
+from lit_fsdp.links import parse_links
+from lit_fsdp.step_time import StepTime
 from lit_fsdp.timeline import Step, Timeline
 
 PARTS = ("data", "forward", "backward", "optimizer", "other")
@@ -55,9 +56,17 @@ class ThroughputLogger(Callback):
         num_warmup_steps: Steps at the start that count neither for medians nor for warnings.
         starved_pct: Warn once if a rank waits for data for more than this share of its time.
         count_flops: Count operations in the first step, which takes longer for it.
+        link: Between GPUs, as ``plan --link`` takes it (``pcie4``, ``nvlink,ib400``), to predict the time of a step
+            with; by default that of ``fsdp2_auto``, or else what is usual for the GPU.
     """
 
-    def __init__(self, num_warmup_steps: int = 5, starved_pct: float = 10.0, count_flops: bool = True) -> None:
+    def __init__(
+        self,
+        num_warmup_steps: int = 5,
+        starved_pct: float = 10.0,
+        count_flops: bool = True,
+        link: str | None = None,
+    ) -> None:
         if num_warmup_steps < 0:
             raise ValueError(f"num_warmup_steps: got {num_warmup_steps}: expected 0 or more")
         if not 0 < starved_pct <= 100:
@@ -65,6 +74,7 @@ class ThroughputLogger(Callback):
         self.num_warmup_steps = num_warmup_steps
         self.starved_pct = starved_pct
         self.count_flops = count_flops
+        self.links = None if link is None else parse_links(link)
         self._section: Section | None = None
         self._undo: list[Callable[[], None]] = []
         self._counter: FlopCounter | None = None
@@ -88,6 +98,7 @@ class ThroughputLogger(Callback):
         self._is_starved = False
         self._flops: Flops | None = None
         self._flop_elements = 0.0
+        self._forecast: StepForecast | None = None
         self._peak_tflops = self._find_peak(trainer, pl_module)
         self._counter = self._build_counter(pl_module)
         self._undo.append(watch_fetches(trainer, lambda: self._timeline.cut("data")))
@@ -101,6 +112,9 @@ class ThroughputLogger(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._timeline.cut("forward")
         self._num_elements += _count_elements(batch)
+        is_sample = trainer.global_step == self._first_step or is_logging_step(trainer)
+        if self._forecast is not None and is_sample:
+            self._forecast.add(pl_module, batch)
         if self._counter is not None and trainer.global_step == self._first_step:
             self._counter.__enter__()  # type: ignore[no-untyped-call]
             self._is_counting = True
@@ -252,16 +266,16 @@ class ThroughputLogger(Callback):
     def _find_peak(self, trainer: Trainer, module: LightningModule) -> float | None:
         device, dtype = trainer.strategy.root_device, find_compute_dtype(trainer, module)
         if device.type != "cuda":
-            self._notes.append(f"no MFU: the peak of a {device.type} is not known")
+            self._notes.append(f"no MFU, and no time predicted: the peak of a {device.type} is not known")
             return None
-        properties = torch.cuda.get_device_properties(device)
-        gpu: Gpu | None = find_gpu(properties.name, properties.total_memory / 2**30)
+        gpu, name = read_gpu(device)
         peak = None if gpu is None else gpu.get_peak_tflops(dtype)
-        if peak is None:
+        if gpu is None or peak is None:
             what = "is not in the table of lit_fsdp/hardware.py" if gpu is None else f"has no peak for {dtype}"
-            self._notes.append(f"no MFU: {properties.name} {what}")
+            self._notes.append(f"no MFU, and no time predicted: {name} {what}")
         else:
-            self._notes.append(f"MFU is of {peak:g} TFLOP/s, the peak of {properties.name} in {dtype}")
+            self._notes.append(f"MFU is of {peak:g} TFLOP/s, the peak of {name} in {dtype}")
+            self._forecast = StepForecast(gpu=gpu, dtype=dtype, links=self.links)
         return peak
 
     # The end
@@ -281,7 +295,17 @@ class ThroughputLogger(Callback):
         self._summary.start(self._measure(begin, statistics.median))
         found = self._summary.finish()
         if found is not None and num_steps:
+            self._predicted = self._predict(trainer, pl_module)
             self._section = self._build_section(found[0], trainer.world_size, num_steps - begin, is_warm=begin > 0)
+
+    def _predict(self, trainer: Trainer, module: LightningModule) -> StepTime | None:
+        if self._forecast is None or not trainer.is_global_zero:
+            return None
+        try:
+            return self._forecast.predict(trainer, module)
+        except NoForecastError as error:
+            self._notes.append(f"no time predicted: {error}")
+            return None
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -322,6 +346,10 @@ class ThroughputLogger(Callback):
             share = "" if name == "step_s" or not step_s else f"{100 * spread.mean / step_s:.1f} %"
             slowest = f"{spread.high:.4f} (rank {spread.high_rank})" if world_size > 1 else ""
             rows.append((name.removesuffix("_s") + " s", f"{spread.mean:.4f}", share, slowest))
+        if self._predicted is not None and step_s:
+            numbers["predicted"], sentences = compare_times(self._predicted, step_s)
+            notes += sentences
+            rows.insert(len(rows) - len(PARTS), ("predicted step s", f"{self._predicted.step_s:.4f}", "", ""))
         for name, label in zip(_COMPUTE, ("model TFLOP/s per rank", "MFU %", "HFU %"), strict=True):
             if not math.isnan(spreads[name].mean):
                 numbers[name] = spreads[name].mean
@@ -349,21 +377,6 @@ class ThroughputLogger(Callback):
             curve = Curve(label=f"{self._unit}/s", x=x, y=y)
             plots.append(Plot(title="Throughput", x_label="step", y_label=f"{self._unit}/s", curves=[curve]))
         return plots
-
-
-def find_compute_dtype(trainer: Trainer, module: LightningModule) -> str:
-    """Return the dtype that matrices are multiplied in: ``bfloat16``, ``float16``, ``float32``, ``tf32`` or another."""
-    plugin: Any = trainer.precision_plugin
-    dtype: str | None = None
-    if isinstance(plugin, FSDP2Precision):
-        dtype = plugin.mixed_precision.param_dtype or plugin.mixed_precision.storage_dtype
-    elif str(plugin.precision).startswith(("bf16", "16")):
-        dtype = "bfloat16" if str(plugin.precision).startswith("bf16") else "float16"
-    if dtype is None:
-        parameters = (p for p in module.parameters() if p.is_floating_point() and p.dim() > 1)
-        dtype = str(getattr(next(parameters, None), "dtype", torch.float32)).removeprefix("torch.")
-    is_tf32 = dtype == "float32" and torch.get_float32_matmul_precision() != "highest"
-    return "tf32" if is_tf32 else dtype
 
 
 def _count_elements(batch: Any) -> float:

@@ -15,8 +15,8 @@ from typing_extensions import override
 
 from lit_fsdp.adapters import find_adapter_parameters
 from lit_fsdp.checkpoint_writer import CheckpointFormat
-from lit_fsdp.estimate import Hardware, ModelToTrain
-from lit_fsdp.forecast import NoForecastError, find_optimizer, measure_batch
+from lit_fsdp.estimate import Hardware
+from lit_fsdp.forecast import NoForecastError, describe_model, measure_batch
 from lit_fsdp.hardware import find_gpu, find_usual_gpu
 from lit_fsdp.lightning_internals import count_micro_batches
 from lit_fsdp.links import choose_links, parse_links
@@ -27,7 +27,7 @@ from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.search import Candidate, Problem, Variant, choose, format_changes, search
 from lit_fsdp.sharding import Compile, find_roots
 from lit_fsdp.strategy import FSDP2Strategy, find_used_settings
-from lit_fsdp.units import Units, plan_module
+from lit_fsdp.units import Units
 
 NAME = "fsdp2_auto"
 _GIB = 2**30
@@ -129,12 +129,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             raise NoForecastError("the data has no method make_example_batch, see docs/planning.md")
         dtypes = self.precision_plugin.mixed_precision
         cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
-        model = ModelToTrain(
-            module=module,
-            units=plan_module(module, self.settings.units),
-            dtypes=dtypes,
-            optimizer=find_optimizer(module),
-        )
+        model = describe_model(module, self)
         hardware, device_bytes = self._find_hardware()
         ranks = Ranks(num_nodes=self.num_nodes, per_node=self.num_processes, num_replicas=1, num_shards=self.world_size)
         return Problem(

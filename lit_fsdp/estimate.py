@@ -59,6 +59,7 @@ def estimate_time(
     moved_bytes: int,
     tokens: int,
     num_micro_batches: int,
+    dtype: str | None = None,
 ) -> StepTime:
     """Predict the time of an optimizer step.
 
@@ -71,6 +72,7 @@ def estimate_time(
         moved_bytes: Of all micro-batches: what operators other than products and attention read and write.
         tokens: Of a micro-batch of a rank.
         num_micro_batches: Accumulated in a step.
+        dtype: That products are computed in, as of ``Gpu.get_peak_tflops``; by default that of the parameters.
 
     Raises:
         ValueError: The GPU does not compute in this dtype, or there is no link between nodes.
@@ -104,6 +106,6 @@ def estimate_time(
         num_shards=shards,
         num_replicas=replicas,
         ranks_per_node=ranks.per_node,
-        dtype=str(compute).removeprefix("torch."),
+        dtype=dtype or str(compute).removeprefix("torch."),
     )
     return predict_time(work, machine)

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from lit_fsdp.closed_form import StepPrediction, predict_step
+from lit_fsdp.estimate import ModelToTrain
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.step_parts import MicroBatch
@@ -42,6 +43,20 @@ def find_optimizer(module: LightningModule) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise NoForecastError(f"{_name(module)} builds an optimizer of its own")
     return optimizer
+
+
+def describe_model(module: LightningModule, strategy: FSDP2Strategy) -> ModelToTrain:
+    """Return a module as estimates of its time take it.
+
+    Raises:
+        NoForecastError: It builds an optimizer of its own.
+    """
+    return ModelToTrain(
+        module=module,
+        units=plan_module(module, strategy.settings.units),
+        dtypes=strategy.precision_plugin.mixed_precision,
+        optimizer=find_optimizer(module),
+    )
 
 
 def forecast_step(

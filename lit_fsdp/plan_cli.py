@@ -31,6 +31,7 @@ from lit_fsdp.search import Candidate, Problem, Variant, choose, format_changes
 from lit_fsdp.search import search as search_all
 from lit_fsdp.search_report import apply_changes, describe_search, print_search
 from lit_fsdp.step_parts import MicroBatch
+from lit_fsdp.traced_search import make_tracer
 from lit_fsdp.trainer_cli import TrainerCLI
 
 _OWN_OPTIONS = {"--device-memory": "--device_memory"}
@@ -139,7 +140,11 @@ class PlanTrainer(Trainer):
         problem = describe_problem(steps, hardware, device_bytes)
         if _splits_batch(self, model, data):
             problem = replace(problem, splits_batch=True, measure=partial(_measure_rows, step, data))
-        return step, _search(problem)
+        try:
+            return step, search_all(problem)
+        except UnreadableModuleError as error:
+            print(f"note: {error.name}: {error.reason}: no closed form, so each setting is traced, some seconds each")
+        return step, search_all(replace(problem, trace=make_tracer([step for step, _ in steps], data)))
 
     def _write_config(self, path: Path, chosen: Candidate | None) -> None:
         if chosen is None:
@@ -272,16 +277,6 @@ def describe_problem(
         device_bytes=device_bytes,
         device_type=configured.device_type,
     )
-
-
-def _search(problem: Problem) -> list[Candidate]:
-    try:
-        return search_all(problem)
-    except UnreadableModuleError as error:
-        raise ConfigError(
-            f"search: {error.name}: {error.reason}: the closed form has no rule for it, so nothing can be tried; leave "
-            "search out, and the step is traced"
-        ) from error
 
 
 def _measure_rows(step: PlannedStep, data: Any, rows: int) -> MicroBatch:

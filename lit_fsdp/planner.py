@@ -22,7 +22,7 @@ from lit_fsdp.closed_form import StepPrediction
 from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step
 from lit_fsdp.estimate import Hardware, ModelToTrain, estimate_time
 from lit_fsdp.flops import Flops
-from lit_fsdp.forecast import NoForecastError, find_optimizer, forecast_step, measure_batch
+from lit_fsdp.forecast import NoForecastError, describe_model, forecast_step, measure_batch
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.plan import Plan, Ranks
 from lit_fsdp.precision import cast_parameters
@@ -38,7 +38,7 @@ _MAX_TRACED = 2  # micro-batches: all after the second hold what it holds
 # Of the bytes that a trace sees moved, what the closed form counts, with which step_time.MEMORY_SHARE was fitted: 0.70
 # to 0.77 for Llama, Mistral and Qwen3 in full and with NF4, of 300 tokens or more, when it was set; the test in
 # tests/test_closed_form.py holds 0.55 to 0.85, with fewer tokens and experts.
-_COUNTED_SHARE = 0.75
+COUNTED_SHARE = 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,19 +169,9 @@ def find_model(step: PlannedStep) -> ModelToTrain:
         ConfigError: Its optimizer is none of ours, so nothing is known of it.
     """
     try:
-        optimizer = find_optimizer(step.module)
+        return describe_model(step.module, step.strategy)
     except NoForecastError as error:
         raise ConfigError(f"model: {error}, so its cost is unknown") from error
-    return _describe_model(step, optimizer)
-
-
-def _describe_model(step: PlannedStep, optimizer: Optimizer) -> ModelToTrain:
-    return ModelToTrain(
-        module=step.module,
-        units=plan_module(step.module, step.strategy.settings.units),
-        dtypes=step.strategy.precision_plugin.mixed_precision,
-        optimizer=optimizer,
-    )
 
 
 def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = None) -> Plan:
@@ -207,7 +197,7 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     assert found is not None
     time = None
     if hardware is not None:
-        moved_bytes = int(found.moved_bytes * (_COUNTED_SHARE if prediction is None else 1.0))
+        moved_bytes = int(found.moved_bytes * (COUNTED_SHARE if prediction is None else 1.0))
         time = _estimate_time(step, hardware, flops=found.flops, moved_bytes=moved_bytes, notes=notes)
     if found.flops.uncounted:
         notes.append(f"FLOPs: none are known of {', '.join(found.flops.uncounted)}")
@@ -237,12 +227,12 @@ def _estimate_time(
     """Return what a step takes; where that cannot be said, note why."""
     try:
         shape = measure_batch(step.module, step.batch)
-        optimizer = find_optimizer(step.module)
+        model = describe_model(step.module, step.strategy)
     except NoForecastError as error:
         notes.append(f"no time of a step: {error}")
         return None
     time = estimate_time(
-        _describe_model(step, optimizer),
+        model,
         step.strategy.settings,
         hardware,
         ranks=step.ranks,

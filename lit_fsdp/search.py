@@ -1,14 +1,16 @@
-"""Which settings let a step fit, and how fast each would be: every combination worth a look, by the closed form."""
+"""Which settings let a step fit, and how fast each would be: every combination worth a look."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from lit_fsdp.closed_form import predict_step
 from lit_fsdp.estimate import Hardware, ModelToTrain, estimate_time
+from lit_fsdp.flops import Flops
+from lit_fsdp.memory_trace import StepMemory
 from lit_fsdp.mesh import Mesh
 from lit_fsdp.offload import Offload
 from lit_fsdp.optimizers import Optimizer
@@ -23,6 +25,17 @@ from lit_fsdp.units import iterate_blocks
 
 _STRATEGY = "trainer.strategy"
 _CHANGES_RESULT = {"model.lora", "model.quantization", "model.optimizer.name"}
+
+
+class StepCost(Protocol):
+    """What an engine says of a step: ``StepPrediction`` or ``TracedStep``."""
+
+    @property
+    def memory(self) -> StepMemory: ...  # noqa: D102
+    @property
+    def flops(self) -> Flops: ...  # noqa: D102
+    @property
+    def moved_bytes(self) -> int: ...  # noqa: D102
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +68,8 @@ class Problem:
         device_type: ``cuda``, or ``cpu`` for a run that is tried out there.
         host_bytes: Memory of each node for what is offloaded, where it is known.
         measure: Returns the shape of a micro-batch of so many rows; by default the configured one with other rows.
+        trace: Where the closed form has no rules: follows a step of a model with these settings, rows and number of
+            micro-batches. That takes seconds, so smaller batches and other trainings are only tried where nothing fits.
     """
 
     variants: Sequence[Variant]
@@ -69,6 +84,7 @@ class Problem:
     device_type: str = "cuda"
     host_bytes: int | None = None
     measure: Callable[[int], MicroBatch] | None = None
+    trace: Callable[[ModelToTrain, Settings, int, int], StepCost] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +121,14 @@ def search(problem: Problem) -> list[Candidate]:
     Offload is only tried where nothing fits without.
     """
     configured = _estimate(problem, problem.variants[0], problem.settings, (problem.micro_batch.rows, {}))
-    found = []
-    for variant in problem.variants:
-        for offload in (None, problem.settings.offload or Offload()):
+    found: list[Candidate] = []
+    # Offload on one rank cannot be traced.
+    has_offload = problem.trace is None or problem.ranks.world_size > 1
+    offloads = (None, problem.settings.offload or Offload())[: 1 + has_offload]
+    for variant in problem.variants if problem.trace is None else _spread_optimizers(problem):
+        if problem.trace is not None and any(candidate.fits for candidate in found):
+            break
+        for offload in offloads:
             tried = list(_try_all(problem, variant, offload))
             found += tried
             # Of a variant that trains otherwise, anything that fits will do.
@@ -147,14 +168,20 @@ def _try_all(problem: Problem, variant: Variant, offload: Offload | None) -> Ite
     if offload is not None and own.name == "adamw_8bit_paged":  # its pages are in host memory already
         return
     for split in _list_splits(problem):
+        has_fit = False
         for settings in _list_settings(problem, variant, offload, split[1].get("trainer.accumulate_grad_batches")):
-            for optimizer in _list_optimizers(variant, offload) if problem.tries_optimizers else [own]:
+            is_spread = problem.trace is not None or not problem.tries_optimizers
+            for optimizer in [own] if is_spread else _list_optimizers(variant, offload):
                 model = replace(variant.model, optimizer=optimizer)
-                yield _estimate(problem, replace(variant, model=model), settings, split)
+                candidate = _estimate(problem, replace(variant, model=model), settings, split)
+                has_fit |= candidate.fits
+                yield candidate
+        if problem.trace is not None and has_fit:
+            return
 
 
 def _list_splits(problem: Problem) -> list[tuple[int, dict[str, Any]]]:
-    """Return rows of a micro-batch, with the settings that make them so."""
+    """Return rows of a micro-batch, with the settings that make them so; to trace, from the configured ones down."""
     rows, num = problem.micro_batch.rows, problem.num_micro_batches
     if not problem.splits_batch:
         return [(rows, {})]
@@ -163,7 +190,7 @@ def _list_splits(problem: Problem) -> list[tuple[int, dict[str, Any]]]:
     for size in sizes:
         changes = {"data.batch_size": size, "trainer.accumulate_grad_batches": rows * num // size}
         found.append((size, {} if size == rows else changes))
-    return found
+    return found if problem.trace is None else [split for split in reversed(found) if split[0] <= rows]
 
 
 def _list_settings(
@@ -191,6 +218,15 @@ def _list_settings(
                 yield replace(given, mesh=mesh, sharding=sharding, recompute=recompute, offload=offload)
 
 
+def _spread_optimizers(problem: Problem) -> list[Variant]:
+    """Return the variants, with other optimizers after what is configured."""
+    return [
+        replace(variant, model=replace(variant.model, optimizer=optimizer))
+        for variant in problem.variants
+        for optimizer in (_list_optimizers(variant, None) if problem.tries_optimizers else [variant.model.optimizer])
+    ]
+
+
 def _list_optimizers(variant: Variant, offload: Offload | None) -> list[Optimizer]:
     given = variant.model.optimizer
     trained, total = (sum(getattr(u, name) for u in variant.model.units) for name in ("num_trainable", "num_params"))
@@ -207,18 +243,7 @@ def _estimate(
     measure = problem.measure or (lambda rows: replace(problem.micro_batch, rows=rows))
     micro_batch = measure(rows)
     num = changes.get("trainer.accumulate_grad_batches", problem.num_micro_batches)
-    step = predict_step(
-        model.module,
-        model.units,
-        settings,
-        dtypes=model.dtypes,
-        optimizer=model.optimizer,
-        micro_batch=micro_batch,
-        world_size=ranks.world_size,
-        ranks_per_node=ranks.per_node,
-        num_micro_batches=num,
-        device_type=problem.device_type,
-    )
+    step = _predict(problem, model, settings, micro_batch, num)
     predict_time = partial(
         estimate_time,
         model,
@@ -236,8 +261,9 @@ def _estimate(
         and has_blocks
         and not any(iterate_quantized(model.module))
     )
-    needed = find_needed_bytes(step.peak.num_bytes)
-    host_bytes = sum(step.host_by_kind.values())
+    memory = step.memory
+    needed = find_needed_bytes(memory.peak.num_bytes)
+    host_bytes = sum(memory.host_by_kind.values())
     has_host = problem.host_bytes is None or host_bytes * ranks.per_node <= problem.host_bytes
     own = {**variant.changes, **changes, **_list_changes(problem.settings, settings)}
     if model.optimizer.name != problem.variants[0].model.optimizer.name:
@@ -247,13 +273,32 @@ def _estimate(
     return Candidate(
         changes=own,
         settings=settings,
-        peak_bytes=step.peak.num_bytes,
+        peak_bytes=memory.peak.num_bytes,
         needed_bytes=needed,
         host_bytes=host_bytes,
         time=predict_time(settings),
         compiled_s=predict_time(replace(settings, compile=Compile())).step_s if can_compile else None,
         keeps_result=not _CHANGES_RESULT & own.keys(),
         fits=needed <= problem.device_bytes and has_host,
+    )
+
+
+def _predict(
+    problem: Problem, model: ModelToTrain, settings: Settings, micro_batch: MicroBatch, num_micro_batches: int
+) -> StepCost:
+    if problem.trace is not None:
+        return problem.trace(model, settings, micro_batch.rows, num_micro_batches)
+    return predict_step(
+        model.module,
+        model.units,
+        settings,
+        dtypes=model.dtypes,
+        optimizer=model.optimizer,
+        micro_batch=micro_batch,
+        world_size=problem.ranks.world_size,
+        ranks_per_node=problem.ranks.per_node,
+        num_micro_batches=num_micro_batches,
+        device_type=problem.device_type,
     )
 
 

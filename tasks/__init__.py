@@ -1,9 +1,10 @@
 """Tasks: what is trained, on what data, by which loss."""
 
 from lit_fsdp.optimizers import Optimizer
-from lit_fsdp.tasks.base import Schedule, Task
+from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.causal_lm import CausalLM, TextData, TrainTokenizer
 from lit_fsdp.tasks.image_classification import Augmentation, ImageClassification, ImageData, Mixing, Pixels
+from lit_fsdp.tasks.schedule import Schedule
 from lit_fsdp.tasks.tts import Listening, Sampling, SpeechData, TextToSpeech
 
 __all__ = [

@@ -10,11 +10,9 @@ two, so dividing by it and undoing that is exact; it keeps sums in the range of 
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -36,57 +34,10 @@ from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_layers import quantize_model
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.strategy import FSDP2Strategy
+from lit_fsdp.tasks.schedule import ConfiguredLR, Schedule
 from lit_fsdp.weights import init_weights, materialize
 
 LOSS_UNIT = 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """How the learning rate moves over the steps of the run.
-
-    Args:
-        shape: After the warm-up: ``linear`` or ``cosine`` down to the end of the run, or ``constant``.
-        warmup_steps: Steps from 0 up to the peak.
-        warmup_fraction: The same as a share of all steps.
-        min_factor: For ``cosine``: where it ends, as a share of the peak.
-    """
-
-    shape: Literal["linear", "cosine", "constant"] = "linear"
-    warmup_steps: int = 0
-    warmup_fraction: float = 0.0
-    min_factor: float = 0.0
-
-    def check(self) -> None:
-        """Refuse what contradicts itself or would be ignored.
-
-        Raises:
-            ValueError: With the setting and the nearest fix.
-        """
-        if self.warmup_steps < 0 or not 0 <= self.warmup_fraction < 1:
-            raise ValueError(
-                f"schedule: got warmup_steps {self.warmup_steps}, warmup_fraction {self.warmup_fraction}: expected "
-                "0 steps or more, a fraction from 0 to below 1"
-            )
-        if self.warmup_steps and self.warmup_fraction:
-            raise ValueError("schedule: warmup_steps and warmup_fraction are both set; leave one out")
-        if self.min_factor and self.shape != "cosine":
-            raise ValueError(f"schedule.min_factor: not used by shape {self.shape!r}; set shape to 'cosine'")
-        if not 0 <= self.min_factor <= 1:
-            raise ValueError(f"schedule.min_factor: got {self.min_factor}: expected 0 to 1")
-
-    def compute_factor(self, step: int, *, num_warmup_steps: int, num_steps: int) -> float:
-        """Return the learning rate of a step as a share of the peak."""
-        # As Transformers' get_scheduler, whose import brings peft and bitsandbytes along: more than a second.
-        if step < num_warmup_steps:
-            return step / num_warmup_steps
-        if self.shape == "constant":
-            return 1.0
-        num_left, num_falling = max(num_steps - step, 0), max(num_steps - num_warmup_steps, 1)
-        if self.shape == "linear":
-            return num_left / num_falling
-        progress = min((step - num_warmup_steps) / num_falling, 1.0)
-        return 0.5 * (1.0 + math.cos(math.pi * progress)) * (1 - self.min_factor) + self.min_factor
 
 
 class Task(LightningModule):
@@ -338,7 +289,7 @@ class Task(LightningModule):
         """Return what the learning rate of a parameter is multiplied with, where that is not 1."""
         return {}
 
-    def _build_schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    def _build_schedule(self, optimizer: torch.optim.Optimizer) -> ConfiguredLR:
         settings = self.schedule
         num_steps = self.trainer.estimated_stepping_batches
         if num_steps == float("inf"):
@@ -352,7 +303,7 @@ class Task(LightningModule):
         if num_steps and warmup > num_steps:
             rank_zero_warn(f"schedule: {warmup} warm-up steps in a run of {int(num_steps)}: it ends before the peak")
         factor = partial(settings.compute_factor, num_warmup_steps=warmup, num_steps=int(num_steps))
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return ConfiguredLR(optimizer, factor)
 
     # Checkpoints
 

@@ -53,13 +53,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"), **WIDE)
 
 
-def train_with_stock(folder: Path, name: str) -> Result:
-    """Train in a plain loop with the optimizer of its own library: the truth."""
+def train_with_stock(folder: Path, name: str, change: Optimizer | None = None) -> Result:
+    """Train in a plain loop with the optimizer of its own library, from step 4 on as changed: the truth."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     matrices, others = ([p for p in model.parameters() if (p.ndim >= 2) is is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer, rows, result = STOCK[name](groups), make_rows(WIDE["vocab_size"]), Result()
     for step in range(NUM_STEPS):
+        if step == 4 and change is not None:
+            for group, decay in zip(optimizer.param_groups, (change.weight_decay, 0.0), strict=True):
+                group.update(lr=change.learning_rate, betas=change.betas, weight_decay=decay)
         loss = model(**collate(rows[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH])).loss
         optimizer.zero_grad()
         loss.backward()
@@ -192,6 +195,21 @@ def test_a_resumed_run_is_the_same_to_the_bit_on_as_many_ranks(
     differences = compare(Result(**torch.load(tmp_path / "resumed")), whole[name])
     limits = list_limits(name, truth) if world_size != 2 else dict.fromkeys(differences, 0.0)
     assert all(differences[k] <= limit for k, limit in limits.items()), (differences, limits)
+
+
+@pytest.mark.parametrize("checkpoint_format", ["sharded", "single_file"])
+def test_settings_that_a_resume_changes_are_those_it_trains_with(
+    checkpoint_format: str, folder: Path, truth: dict[str, Result], tmp_path: Path
+) -> None:
+    strategy = {"checkpoint_format": checkpoint_format}
+    changed = Optimizer(learning_rate=3e-4, weight_decay=0.3, betas=(0.8, 0.99), eps=1e-4)
+    run_ranks(fit, folder, tmp_path / "half", SETTINGS["adamw"], strategy, {"max_steps": 4})
+    run_ranks(fit, folder, tmp_path / "resumed", changed, strategy, {"ckpt_path": tmp_path / "half.ckpt"})
+    run, expected = Result(**torch.load(tmp_path / "resumed")), train_with_stock(folder, "adamw", changed)
+    assert list_differences(run, truth["adamw"])["weight"] > 100 * TOLERANCE
+    expected.losses[:4] = expected.grad_norms[:4] = [0.0] * 4
+    differences = compare(run, expected)
+    assert all(difference <= TOLERANCE for difference in differences.values()), differences
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,6 +12,9 @@ import torch.distributed as dist
 from launches import OURS, ROOT, fork_ranks, write_run
 
 from lit_fsdp import cli
+from lit_fsdp.callbacks import ThroughputLogger
+from lit_fsdp.callbacks.step_forecast import StepForecast
+from lit_fsdp.hardware import find_gpu
 from lit_fsdp.plan import HEADROOM, OUTSIDE_BYTES, parse_memory
 from lit_fsdp.tensor_files import TensorFiles
 
@@ -65,6 +68,14 @@ def plan(*args: str, code: int = 0) -> dict[str, Any]:
     return found
 
 
+def find_fast_peak(logger: Any, trainer: Any, module: Any) -> float:
+    """Do as if the CPU that a run is on were a GPU."""
+    gpu = find_gpu("RTX 4090")
+    assert gpu is not None
+    logger._forecast = StepForecast(gpu=gpu, dtype="float32", links=logger.links)
+    return gpu.fp32_tflops
+
+
 def write_config(folder: Path, **settings: Any) -> Path:
     """Write a model folder in which any look at the weights would fail."""
     folder.mkdir()
@@ -81,17 +92,23 @@ def write_config(folder: Path, **settings: Any) -> Path:
         pytest.param({"lora": LORA, "quantization": {"type": "nf4"}}, id="nf4", marks=pytest.mark.slow),
     ],
 )
-def test_a_plan_is_what_a_run_on_two_ranks_holds(folder: Path, model: dict[str, Any]) -> None:
+def test_a_plan_is_what_a_run_on_two_ranks_holds(
+    folder: Path, model: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     architecture = {"model_type": "llama", "vocab_size": 320, "hidden_size": 128, "intermediate_size": 256}
     architecture |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     sections = {"trainer": {"enable_checkpointing": False}, "data": {"seq_length": 128}}
     write_run(folder, model={"config": architecture, **model}, **sections)
+    monkeypatch.setattr(ThroughputLogger, "_find_peak", find_fast_peak)
     ended = fork_ranks("fit", "--config=run.yaml", "--monitoring=true")
     assert [rank.code for rank in ended] == [0, 0], ended[0].err
-    report = next(folder.glob("runs/run/**/report.json"))
-    real = json.loads(report.read_text())["sections"]["memory"]["numbers"]["step"]
+    report = json.loads(next(folder.glob("runs/run/**/report.json")).read_text())["sections"]
+    real, speed = report["memory"]["numbers"]["step"], report["speed"]
+    assert any(note.startswith("step predicted 0.") and "measured" in note for note in speed["notes"])
     for options in ((), ("--exact=true",)):
-        planned = plan("--config=run.yaml", "--devices=2", *options)["memory"]
+        found = plan("--config=run.yaml", "--devices=2", *options, "--gpu=RTX 4090")
+        assert found["time"]["step_s"] == pytest.approx(speed["numbers"]["predicted"]["step_s"], rel=1e-9)
+        planned = found["memory"]
         assert planned["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.01)
         assert planned["peak_phase"] == real["peak_phase"]
         for kind in ("parameters", "optimizer_state", "gradients", "gathered"):

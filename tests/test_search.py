@@ -19,6 +19,7 @@ from lit_fsdp.offload import Offload
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.plan import Ranks, find_needed_bytes
 from lit_fsdp.precision import cast_parameters, read_precision
+from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.search import Candidate, Problem, Variant, choose, search
 from lit_fsdp.search_report import apply_changes
 from lit_fsdp.settings import Settings
@@ -255,10 +256,6 @@ def test_the_written_configuration_takes_what_the_search_said(folder: Path, capf
         (["--gpu=RTX 9999"], "gpu: got 'RTX 9999': not in lit_fsdp/hardware.py; nearest: RTX"),
         (["--gpu=RTX 4090", "--link=pcie9"], "link: got 'pcie9': unknown"),
         (["--link=pcie4"], "not used without gpu"),
-        (
-            ["--search=true", "--device-memory=1GiB", "--model.config={model_type: olmo2, num_hidden_layers: 1}"],
-            "the closed form has no rule for it, so nothing can be tried",
-        ),
         (["--gpu=T4", "--trainer.precision=bf16-true"], "T4 has no tensor cores for bfloat16"),
     ],
 )
@@ -270,6 +267,41 @@ def test_what_cannot_be_searched_is_said_in_one_line(
     assert len(lines) == 1
     assert said in lines[0]
     assert not Path("mine.yaml").exists()
+
+
+def test_what_has_no_closed_form_is_searched_by_traces(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = json.dumps({**BIGGER, "model_type": "olmo2", "num_hidden_layers": 1})
+    options = ["--config=run.yaml", "--devices=2", "--data.batch_size=1", f"--model.config={config}"]
+    device_bytes = find_needed_bytes(plan(*options)["memory"]["peak_bytes"]) - MIB
+    options += ["--search=true", f"--device-memory={device_bytes}B", "--write=mine.yaml"]
+    found = plan(*options)["search"]
+    printed = capfd.readouterr()
+    assert "no closed form, so each setting is traced" in printed.out
+    assert "search: traced 1: " in printed.err
+    candidates, chosen = found["candidates"], found["candidates"][found["chosen"]]
+    assert not candidates[0]["fits"]
+    assert chosen["fits"]
+    # Something that trains alike fits, so nothing else was tried.
+    assert all(candidate["keeps_result"] for candidate in candidates)
+    again = plan("--config=mine.yaml", "--exact=true")
+    assert again["memory"]["peak_bytes"] == chosen["peak_bytes"]
+
+
+@pytest.mark.slow
+def test_a_search_by_traces_ends_where_one_by_the_closed_form_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_form = plan(*(options := ["--config=run.yaml", "--devices=2", "--device-memory=2GiB", "--search=true"]))
+    monkeypatch.setattr("lit_fsdp.search.predict_step", refuse)
+    by_trace = plan(*options)
+    first, second = (found["search"]["candidates"][found["search"]["chosen"]] for found in (by_form, by_trace))
+    assert second["changes"] == first["changes"]
+    assert second["peak_bytes"] == pytest.approx(first["peak_bytes"], rel=0.01)
+    assert second["time"]["step_s"] == pytest.approx(first["time"]["step_s"], rel=0.1)
+
+
+def refuse(*_: Any, **__: Any) -> None:
+    raise UnreadableModuleError("model", "a test says so")
 
 
 SUBCLASS = """

@@ -23,7 +23,7 @@ from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_files import read_quantization
 from lit_fsdp.step_parts import MicroBatch
-from lit_fsdp.tasks.base import Schedule, Task
+from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.causal_lm.chunked_loss import check_chunked_loss, install_chunked_loss, sum_chunked_losses
 from lit_fsdp.tasks.causal_lm.collate import Batch
 from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_length, check_packing
@@ -38,6 +38,7 @@ from lit_fsdp.tasks.pretrained import (
     drop_quantization,
     plan_quantization,
 )
+from lit_fsdp.tasks.schedule import Schedule
 from lit_fsdp.weights import init_weights, load_weights
 
 

@@ -19,7 +19,7 @@ from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_files import read_quantization
 from lit_fsdp.step_parts import MicroBatch
-from lit_fsdp.tasks.base import Schedule, Task
+from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.image_classification.batch_norm import average_statistics, warn_of_batch_norm
 from lit_fsdp.tasks.image_classification.checkpoint import (
     CLASSES,
@@ -49,6 +49,7 @@ from lit_fsdp.tasks.image_classification.model import (
 from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing
 from lit_fsdp.tasks.image_classification.skipped import SkippedImages
 from lit_fsdp.tasks.pretrained import check_base, check_lora, choose_quantization, plan_quantization
+from lit_fsdp.tasks.schedule import Schedule
 from lit_fsdp.weights import init_weights, load_weights
 
 _PLANNED_CLASSES = 1000  # where a plan cannot know
@@ -60,8 +61,7 @@ class ImageClassification(Task):
     The head is made anew for the classes of the data, unless the model was trained for just these. Metrics:
     ``train/loss`` over all images of a step, ``train/grad_norm``, ``train/learning_rate``, ``train/samples_seen``; and
     of ``val/`` and ``test/`` ``loss``, ``top1_pct``, ``top5_pct``, ``class_accuracy_pct`` (mean over classes) and
-    ``calibration_error_pct`` (expected, 15 bins), in which every image counts once. ``skipped_images`` counts those of
-    an epoch that could not be decoded, if there were any.
+    ``calibration_error_pct`` (expected, 15 bins); every image counts once. ``skipped_images``: those not decoded.
 
     Args:
         pretrained: Model name on the Hugging Face Hub, or a folder with ``config.json`` and safetensors.

@@ -19,8 +19,9 @@ from lit_fsdp.adapters import LoRA
 from lit_fsdp.base_model import fetch_config
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.step_parts import MicroBatch
-from lit_fsdp.tasks.base import Schedule, Task
+from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.masks import keep_branches
+from lit_fsdp.tasks.schedule import Schedule
 from lit_fsdp.tasks.tts.checkpoint_files import check_run, describe_run, read_generation_config
 from lit_fsdp.tasks.tts.families import parse_family, read_family
 from lit_fsdp.tasks.tts.family import Family, FamilyConfig, SpeechOutput, check_parts, count_parts, freeze_parts

@@ -16,7 +16,7 @@ from training import EVEN, GLOBAL_BATCH, Rows, build_task, build_trainer, save_m
 from lit_fsdp import FSDP2Strategy, Recompute
 from lit_fsdp.callbacks import ThroughputLogger
 from lit_fsdp.callbacks.sections import HasSection, Section
-from lit_fsdp.callbacks.throughput import find_compute_dtype
+from lit_fsdp.callbacks.step_forecast import find_compute_dtype
 from ranks import run_ranks
 
 # What each part takes, told apart by length; other than "other", which is what is left.

@@ -31,6 +31,7 @@ def fit(folder: Path, root: Path, policy: Any) -> None:
     assert parts == pytest.approx(numbers["step_s"], rel=0.3)  # medians of each
     assert numbers["first_step_flops_of_rank_0"]["model"] > 0
     assert ("mfu_pct" in numbers) == any(note.startswith("MFU is of") for note in section.notes)
+    assert ("predicted" in numbers) == ("mfu_pct" in numbers)
     assert monitor.state_dict()["counts"] == {}
     assert len(monitor.state_dict()["loss"]) == trainer.global_step
     assert (root / "profile" / "rank0.json.gz").exists()

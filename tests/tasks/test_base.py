@@ -1,3 +1,4 @@
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ class Linear(Task):
         return self.weigh_loss(self.layer(batch).square().sum(), torch.tensor(batch.numel()))
 
 
-def fit_linear(task: Task, **options: Any) -> list[float]:
+def fit_linear(task: Task, load: Path | None = None, save: Path | None = None, **options: Any) -> list[float]:
     """Return the learning rate of every step."""
     rates: list[float] = []
 
@@ -175,8 +176,30 @@ def fit_linear(task: Task, **options: Any) -> list[float]:
 
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(accelerator="cpu", callbacks=[Read()], **quiet, enable_model_summary=False, **options)
-    trainer.fit(task, torch.utils.data.DataLoader(torch.ones(10, 4), batch_size=1))
+    trainer.fit(task, torch.utils.data.DataLoader(torch.ones(10, 4), batch_size=1), ckpt_path=load)
+    if save is not None:
+        trainer.save_checkpoint(save)
     return rates
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "changes"),
+    [
+        (Optimizer(learning_rate=1.0), None),
+        (Optimizer(learning_rate=0.5, weight_decay=0.2), "learning_rate 1 -> 0.5, weight_decay 0.0 -> 0.2"),
+        (Optimizer(learning_rate=1.0, betas=(0.9, 0.95)), r"betas .*0.999. -> \(0.9, 0.95\)"),
+    ],
+)
+def test_a_resumed_run_takes_its_rates_from_its_configuration_and_says_what_differs(
+    optimizer: Optimizer, changes: str | None, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    path = tmp_path / "half.ckpt"
+    first = fit_linear(Linear(Optimizer(learning_rate=1.0), Schedule()), max_steps=5, save=path)
+    assert first == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    rates = fit_linear(Linear(optimizer, Schedule()), max_steps=10, load=path)
+    assert rates == pytest.approx([optimizer.learning_rate * factor for factor in (0.5, 0.4, 0.3, 0.2, 0.1)])
+    found = [str(w.message) for w in recwarn if "optimizer settings differ" in str(w.message)]
+    assert (not found) if changes is None else re.search(changes, found[0])
 
 
 @pytest.mark.parametrize(

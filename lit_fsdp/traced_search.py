@@ -1,0 +1,77 @@
+"""Traces what a search tries, where the closed form has no rules: each step in a process of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+from lit_fsdp.cli_errors import ConfigError
+from lit_fsdp.dry_run import TracedStep
+from lit_fsdp.estimate import ModelToTrain
+from lit_fsdp.planner import COUNTED_SHARE, PlannedStep, trace_exactly
+from lit_fsdp.settings import Settings
+
+
+def make_tracer(steps: Sequence[PlannedStep], data: Any) -> Callable[[ModelToTrain, Settings, int, int], TracedStep]:
+    """Return what traces a step of one of these models, for ``Problem.trace``.
+
+    Args:
+        steps: One for each model of the search, whose modules stay as they are.
+        data: The data module; its ``batch_size`` is set where rows differ.
+    """
+    by_module = {id(step.module): step for step in steps}
+    num_traced = 0
+
+    def trace(model: ModelToTrain, settings: Settings, rows: int, num_micro_batches: int) -> TracedStep:
+        nonlocal num_traced
+        step = replace(by_module[id(model.module)], num_micro_batches=num_micro_batches)
+        found = _run_apart(lambda: _trace(step, model, settings, rows, data))
+        num_traced += 1
+        print(f"search: traced {num_traced}: {found.memory.peak.num_bytes / 2**30:.2f} GiB", file=sys.stderr)
+        return found
+
+    return trace
+
+
+def _trace(step: PlannedStep, model: ModelToTrain, settings: Settings, rows: int, data: Any) -> TracedStep:
+    module: Any = step.module
+    step.strategy.settings = settings
+    module.optimizer_settings = model.optimizer
+    if getattr(data, "batch_size", rows) != rows:
+        data.batch_size = rows
+        step = replace(step, batch=data.make_example_batch())
+    traced = trace_exactly(step)
+    return replace(traced, moved_bytes=int(traced.moved_bytes * COUNTED_SHARE))
+
+
+def _run_apart(work: Callable[[], TracedStep]) -> TracedStep:
+    """Return what ``work`` does, in a forked process: a trace shards its module, and torch keeps layouts of its ranks.
+
+    Raises:
+        ConfigError: ``work`` did, or the process was ended.
+    """
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(sender, work))
+    process.start()
+    sender.close()
+    try:
+        found: TracedStep | ConfigError = receiver.recv()
+    except EOFError:
+        process.join()
+        raise ConfigError(f"search: a trace ended with exit code {process.exitcode}; its error is above") from None
+    process.join()
+    if isinstance(found, ConfigError):
+        raise found
+    return found
+
+
+def _send(sender: Connection, work: Callable[[], TracedStep]) -> None:
+    try:
+        sender.send(work())
+    except ConfigError as error:
+        sender.send(error)

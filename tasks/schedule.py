@@ -1,0 +1,112 @@
+"""How the learning rate moves, and what of an optimizer's settings a resumed run takes from its configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
+
+_HYPERPARAMETERS = ("weight_decay", "betas", "eps", "fused")  # of any of our optimizers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How the learning rate moves over the steps of the run.
+
+    Args:
+        shape: After the warm-up: ``linear`` or ``cosine`` down to the end of the run, or ``constant``.
+        warmup_steps: Steps from 0 up to the peak.
+        warmup_fraction: The same as a share of all steps.
+        min_factor: For ``cosine``: where it ends, as a share of the peak.
+    """
+
+    shape: Literal["linear", "cosine", "constant"] = "linear"
+    warmup_steps: int = 0
+    warmup_fraction: float = 0.0
+    min_factor: float = 0.0
+
+    def check(self) -> None:
+        """Refuse what contradicts itself or would be ignored.
+
+        Raises:
+            ValueError: With the setting and the nearest fix.
+        """
+        if self.warmup_steps < 0 or not 0 <= self.warmup_fraction < 1:
+            raise ValueError(
+                f"schedule: got warmup_steps {self.warmup_steps}, warmup_fraction {self.warmup_fraction}: expected "
+                "0 steps or more, a fraction from 0 to below 1"
+            )
+        if self.warmup_steps and self.warmup_fraction:
+            raise ValueError("schedule: warmup_steps and warmup_fraction are both set; leave one out")
+        if self.min_factor and self.shape != "cosine":
+            raise ValueError(f"schedule.min_factor: not used by shape {self.shape!r}; set shape to 'cosine'")
+        if not 0 <= self.min_factor <= 1:
+            raise ValueError(f"schedule.min_factor: got {self.min_factor}: expected 0 to 1")
+
+    def compute_factor(self, step: int, *, num_warmup_steps: int, num_steps: int) -> float:
+        """Return the learning rate of a step as a share of the peak."""
+        # As Transformers' get_scheduler, whose import brings peft and bitsandbytes along: more than a second.
+        if step < num_warmup_steps:
+            return step / num_warmup_steps
+        if self.shape == "constant":
+            return 1.0
+        num_left, num_falling = max(num_steps - step, 0), max(num_steps - num_warmup_steps, 1)
+        if self.shape == "linear":
+            return num_left / num_falling
+        progress = min((step - num_warmup_steps) / num_falling, 1.0)
+        return 0.5 * (1.0 + math.cos(math.pi * progress)) * (1 - self.min_factor) + self.min_factor
+
+
+class ConfiguredLR(LambdaLR):
+    """A schedule that takes only its place from a checkpoint: rates and other settings stay those of the configuration.
+
+    Torch takes them from the checkpoint, so that a resumed run would not see what was changed for it. What differs is
+    warned of; where nothing does, a resumed run goes on to the bit.
+
+    Args:
+        optimizer: Whose groups have the configured settings.
+        factor: What the learning rates are multiplied with, by step.
+    """
+
+    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
+        self._configured = [{n: group[n] for n in _HYPERPARAMETERS if n in group} for group in optimizer.param_groups]
+        super().__init__(optimizer, factor)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().state_dict()
+        return {name: value for name, value in state.items() if name != "_configured"}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the step of a checkpoint. The optimizer has to be loaded before."""
+        configured = self.base_lrs
+        changes: dict[str, str] = {}
+        super().load_state_dict(state_dict)
+        for saved, rate in zip(self.base_lrs, configured, strict=True):
+            if saved != rate:
+                changes.setdefault("learning_rate", f"{saved:g} -> {rate:g}")
+        self.base_lrs = configured
+        self._last_lr = [
+            base * factor(self.last_epoch) for base, factor in zip(configured, self.lr_lambdas, strict=True)
+        ]
+        for group, settings, base, rate in zip(
+            self.optimizer.param_groups, self._configured, configured, self._last_lr, strict=True
+        ):
+            for name, value in settings.items():
+                if _as_list(group[name]) != _as_list(value):
+                    changes.setdefault(name, f"{group[name]} -> {value}")
+            group.update(settings, initial_lr=base, lr=rate)
+        if changes:
+            found = ", ".join(f"{name} {change}" for name, change in changes.items())
+            rank_zero_warn(f"resume: optimizer settings differ from those of the checkpoint, and are used: {found}")
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple | list) else value
