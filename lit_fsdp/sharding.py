@@ -151,7 +151,10 @@ def hold_gradients(*roots: FSDPModule) -> Iterator[None]:
     size, as many times the sharded ones as there are shards.
     """
     for root in roots:
-        root.set_requires_gradient_sync(False)
+        for module in root.modules():
+            # Of a unit that was never gathered FSDP2 reads gradients that are not there (seen in torch 2.13).
+            if isinstance(module, FSDPModule) and any(p.requires_grad for p in module.parameters()):
+                module.set_requires_gradient_sync(False, recurse=False)
     try:
         yield
     finally:

@@ -40,6 +40,7 @@ def shard(
     plan: list[Unit] | None = None,
     offload: OffloadPolicy | None = None,
     replicate: int = 1,
+    mp_policy: MixedPrecisionPolicy | None = None,
 ) -> list[Unit]:
     plan = plan or plan_units(model, Units())
     world_size = dist.get_world_size()
@@ -52,7 +53,7 @@ def shard(
         plan,
         mesh=mesh,
         sharding=sharding or Sharding(),
-        mp_policy=MixedPrecisionPolicy(),
+        mp_policy=mp_policy or MixedPrecisionPolicy(),
         offload_policy=offload or OffloadPolicy(),
     )
     return plan
@@ -170,6 +171,19 @@ def test_held_gradients_are_reduced_once_and_equal_the_sum() -> None:
             loss.backward()
         assert sum(n for op, n in mode.get_comm_counts().items() if "reduce_scatter" in str(op)) == 5
         check_equal(model, truth, loss)
+
+    run_ranks(body)
+
+
+def test_gradients_are_held_beside_a_unit_that_no_step_gathers() -> None:
+    def body() -> None:
+        model = build()
+        model.listener = nn.Linear(8, 8).requires_grad_(False)
+        plan = plan_units(model, Units(), idle=["listener"])
+        shard(model, plan=plan, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        assert count_collectives(model, holds=True)[1] == 0
+        assert count_collectives(model)[1] == 5
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
     run_ranks(body)
 
