@@ -137,7 +137,7 @@ def search(problem: Problem) -> list[Candidate]:
     kept: list[Candidate] = []
     for keeps_result in (True, False):
         some = [candidate for candidate in found if candidate.keeps_result is keeps_result]
-        kept += _drop_beaten(some)
+        kept += [candidate for candidate in _drop_beaten(some) if candidate.changes]
     return [configured, *sorted(kept, key=lambda candidate: (not candidate.keeps_result, candidate.time.step_s))]
 
 

@@ -151,7 +151,8 @@ def hold_gradients(*roots: FSDPModule) -> Iterator[None]:
     size, as many times the sharded ones as there are shards.
     """
     for root in roots:
-        for module in root.modules():
+        modules: Iterator[nn.Module] = root.modules()  # type: ignore[attr-defined]  # it is a module as well
+        for module in modules:
             # Of a unit that was never gathered FSDP2 reads gradients that are not there (seen in torch 2.13).
             if isinstance(module, FSDPModule) and any(p.requires_grad for p in module.parameters()):
                 module.set_requires_gradient_sync(False, recurse=False)

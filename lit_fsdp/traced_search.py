@@ -24,15 +24,16 @@ def make_tracer(steps: Sequence[PlannedStep], data: Any) -> Callable[[ModelToTra
         data: The data module; its ``batch_size`` is set where rows differ.
     """
     by_module = {id(step.module): step for step in steps}
-    num_traced = 0
+    traced: dict[str, TracedStep] = {}
 
     def trace(model: ModelToTrain, settings: Settings, rows: int, num_micro_batches: int) -> TracedStep:
-        nonlocal num_traced
-        step = replace(by_module[id(model.module)], num_micro_batches=num_micro_batches)
-        found = _run_apart(lambda: _trace(step, model, settings, rows, data))
-        num_traced += 1
-        print(f"search: traced {num_traced}: {found.memory.peak.num_bytes / 2**30:.2f} GiB", file=sys.stderr)
-        return found
+        key = f"{id(model.module)} {model.optimizer} {settings} {rows} {num_micro_batches}"
+        if key not in traced:
+            step = replace(by_module[id(model.module)], num_micro_batches=num_micro_batches)
+            traced[key] = _run_apart(lambda: _trace(step, model, settings, rows, data))
+            peak_gib = traced[key].memory.peak.num_bytes / 2**30
+            print(f"search: traced {len(traced)}: {peak_gib:.2f} GiB", file=sys.stderr)
+        return traced[key]
 
     return trace
 
