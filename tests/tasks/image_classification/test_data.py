@@ -202,6 +202,25 @@ def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], message
         ImageData(train="digits", **options)
 
 
+def test_where_nothing_is_named_it_is_the_digits_and_that_is_told() -> None:
+    pytest.importorskip("sklearn")
+    with pytest.warns(UserWarning, match="no source is named, so it is scikit-learn's 1,797 handwritten digits"):
+        data = ImageData(processor=PIXELS, num_workers=0)
+    data.setup()
+    assert data.count_classes() == len(data.classes) == 10
+    loaders = (data.val_dataloader(), data.test_dataloader(), data.predict_dataloader())
+    assert [len(loader.dataset) for loader in (data.train_dataloader(), *loaders)] == [1437, 360, 360, 360]
+    with pytest.warns(UserWarning, match="no source is named"):
+        data = ImageData(processor=PIXELS, num_workers=0, validation_fraction=0.2)
+    data.setup("fit")
+    assert [len(loader.dataset) for loader in (data.train_dataloader(), data.val_dataloader())] == [1150, 287]
+
+
+def test_where_something_is_named_nothing_is_added(folder: Path) -> None:
+    with pytest.raises(ValueError, match="train: not set; name a folder"):
+        ImageData(validation=str(folder)).setup("fit")
+
+
 class Flipped:
     """Swaps red and blue, as that of MobileViT does."""
 
