@@ -35,12 +35,12 @@ from lit_fsdp.tasks.image_classification.model import (
     build_classifier,
     check_size,
     check_start,
-    compute_depths,
     find_blocks,
     find_classes,
     find_head,
     freeze_modules,
     keeps_head,
+    measure_distances,
     measure_images,
     read_config,
     rest_frozen,
@@ -116,7 +116,7 @@ class ImageClassification(Task):
         self.evaluation: dict[str, Evaluation] = {}  # the last one of val and test, read by the report
         self._skipped = SkippedImages()
         self._head: list[str] = []
-        self._depths: dict[str, int] = {}
+        self._distances: dict[str, int] = {}
         self._is_planned = self._interpolates = self._keeps_head = self._is_untrained = False
         self._image_size = (0, 0)
         self._class_names: list[str] | None = None
@@ -195,8 +195,7 @@ class ImageClassification(Task):
         blocks = find_blocks(model, self.layer_decay)
         self.adapt_model(model, lora=self.lora, quantization=self.quantization)
         freeze_modules(model, self.freeze_names, self._head)
-        depths, last = compute_depths(model, blocks)
-        self._depths = {clean_name(name): last - depth for name, depth in depths.items()}
+        self._distances = measure_distances(model, blocks, self.layer_decay)
         self.val_metrics, self.test_metrics = (Metrics(len(self.class_names)) for _ in range(2))
         warn_of_batch_norm(model)
         self.model = model  # not before all is well: other strategies could not move it away
@@ -233,7 +232,7 @@ class ImageClassification(Task):
     def find_rate_factors(self) -> dict[nn.Parameter, float]:
         if self.layer_decay == 1 or self.model is None:
             return {}
-        return {p: self.layer_decay ** self._depths[clean_name(name)] for name, p in self.model.named_parameters()}
+        return {p: self.layer_decay ** self._distances[clean_name(name)] for name, p in self.model.named_parameters()}
 
     # Steps
 

@@ -12,6 +12,7 @@ from transformers import AutoImageProcessor
 
 from lit_fsdp.tasks import Augmentation, ImageData, Pixels
 from lit_fsdp.tasks.image_classification.augmentation import change_colors, crop_and_flip, erase
+from lit_fsdp.tasks.image_classification.model import find_classes
 from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing, load_processor
 
 PIXELS = Pixels(size=8)
@@ -219,6 +220,12 @@ def test_where_nothing_is_named_it_is_the_digits_and_that_is_told() -> None:
 def test_where_something_is_named_nothing_is_added(folder: Path) -> None:
     with pytest.raises(ValueError, match="train: not set; name a folder"):
         ImageData(validation=str(folder)).setup("fit")
+
+
+def test_without_data_the_number_of_classes_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="num_classes: not set, and there is no data module that says it"):
+        find_classes(None, None)
+    assert find_classes(None, 3) == ["0", "1", "2"]
 
 
 class Flipped:
