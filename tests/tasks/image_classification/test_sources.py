@@ -168,6 +168,8 @@ def usual_field_limit() -> Iterator[None]:
         ({"a/0.png": "", "b/c.txt": ""}, ".", r"no images in b; remove empty folders"),
         ({"a/0.png": "", "1.png": ""}, ".", r"holds images beside folders of classes, such as 1\.png"),
         ({"t.csv": "file,label\nx.png,a\n"}, "t.csv", r"has no column 'image', but file, label; set image_field"),
+        ({"t.csv": "image;label\nx.png;a\n"}, "t.csv", r"t\.csv: its columns are separated by semicolons"),
+        ({"t.csv": "image\tlabel\nx.png\ta\n"}, "t.csv", r"t\.csv: its columns are separated by tabs: save it"),
         ({"t.csv": "image,label\nx.png,\n"}, "t.csv", r"t\.csv row 1: label is missing"),
         ({"t.jsonl": '{"image": 3}\n'}, "t.jsonl", r"row 1: image is 3: expected the path"),
         ({"t.jsonl": "{\n"}, "t.jsonl", r"line 1: not valid JSON"),
