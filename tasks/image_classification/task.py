@@ -24,8 +24,8 @@ from lit_fsdp.tasks.image_classification.batch_norm import average_statistics, w
 from lit_fsdp.tasks.image_classification.checkpoint import (
     CLASSES,
     LAYER_DECAY,
-    check_classes,
-    check_layer_decay,
+    check_pretrained,
+    check_run,
     collect_export_files,
 )
 from lit_fsdp.tasks.image_classification.data import Batch
@@ -46,9 +46,9 @@ from lit_fsdp.tasks.image_classification.model import (
     rest_frozen,
     train_head,
 )
-from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing
+from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing, compare_colors
 from lit_fsdp.tasks.image_classification.skipped import SkippedImages
-from lit_fsdp.tasks.pretrained import check_base, check_lora, choose_quantization, plan_quantization
+from lit_fsdp.tasks.pretrained import choose_quantization, plan_quantization
 from lit_fsdp.weights import init_weights, load_weights
 
 _PLANNED_CLASSES = 1000  # where a plan cannot know
@@ -189,6 +189,8 @@ class ImageClassification(Task):
             self._image_size = preprocessing.size
             self._interpolates = check_size(config, preprocessing.size)
         if self.pretrained is not None:
+            if preprocessing and is_fit:
+                compare_colors(preprocessing, self.pretrained, find_pretrained(self.pretrained))
             choose = plan_quantization if self._is_planned else choose_quantization
             self.quantization = choose(find_pretrained(self.pretrained), model, self.quantization)
         self.lora = self.lora and train_head(self.lora, self._head)
@@ -390,10 +392,6 @@ class ImageClassification(Task):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        check_classes(checkpoint, self.class_names)
-        if self.trainer.state.fn == TrainerFn.FITTING:
-            check_layer_decay(checkpoint, self.layer_decay)
-        if BASE in checkpoint and self.pretrained is not None:
-            check_base(checkpoint[BASE], self.pretrained, self.quantization)
-        if LORA in checkpoint and self.lora is not None:
-            check_lora(checkpoint[LORA], self.lora)
+        is_fit = self.trainer.state.fn == TrainerFn.FITTING
+        check_run(checkpoint, self.class_names, layer_decay=self.layer_decay if is_fit else None)
+        check_pretrained(checkpoint, pretrained=self.pretrained, quantization=self.quantization, lora=self.lora)

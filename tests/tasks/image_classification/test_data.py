@@ -13,7 +13,7 @@ from transformers import AutoImageProcessor
 from lit_fsdp.tasks import Augmentation, ImageData, Pixels
 from lit_fsdp.tasks.image_classification.augmentation import change_colors, crop_and_flip, erase
 from lit_fsdp.tasks.image_classification.model import find_classes
-from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing, load_processor
+from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing, compare_colors, load_processor
 
 PIXELS = Pixels(size=8)
 
@@ -220,6 +220,18 @@ def test_where_nothing_is_named_it_is_the_digits_and_that_is_told() -> None:
 def test_where_something_is_named_nothing_is_added(folder: Path) -> None:
     with pytest.raises(ValueError, match="train: not set; name a folder"):
         ImageData(validation=str(folder)).setup("fit")
+
+
+def test_other_colors_than_a_pretrained_model_has_seen_are_told(
+    folder: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    load_processor(Pixels(size=12, mean=(0.1, 0.2, 0.3))).save_pretrained(tmp_path)
+    for processor in (str(tmp_path), Pixels(size=8, mean=(0.1, 0.2, 0.3))):
+        compare_colors(build(folder, processor=processor).preprocessing, "org/model", tmp_path)
+    compare_colors(build(folder).preprocessing, "org/model", folder)  # which has none
+    assert not [warning for warning in recwarn if "processor" in str(warning.message)]
+    with pytest.warns(UserWarning, match=r"image_mean is \[0\.5, .*org/model was trained with \[0\.1, 0\.2"):
+        compare_colors(build(folder).preprocessing, "org/model", tmp_path)
 
 
 def test_without_data_the_number_of_classes_is_asked_for() -> None:
