@@ -3,7 +3,8 @@
     python benchmarks/vit.py --ranks 2 --repeats 9 --image-size 96 --out benchmarks/results/vit_DATE.md
 
 Each variant runs in fresh processes, in turn, ``repeats`` times, each turn in another order, with the same random
-weights, images, units and optimizer, without clipping or logging. Timed are optimizer steps after a warm-up, by wall
+weights, images, units and optimizer, without clipping or logging. All see the same images in every step, which their
+losses show: one whose last loss is another ends the benchmark. Timed are optimizer steps after a warm-up, by wall
 clock and by the CPU time of the process, which other work on the machine disturbs less. Memory is the peak on the GPU,
 or what the process on a CPU grows by at most after its imports.
 """
@@ -34,6 +35,7 @@ CONFIG = {
     "num_attention_heads": 3,
 }
 CLASSES, BATCH, WARMUP, LEARNING_RATE = 100, 8, 3, 1e-4
+MAX_DIFFERENCE = 1e-4  # of the losses of two runs: sums are rounded in other orders
 
 
 class Clock:
@@ -176,15 +178,24 @@ def run_plain(folder: Path, ranks: int, steps: int, clock: Clock) -> float:
     return float(loss) / ranks
 
 
-def run_transformers(folder: Path, ranks: int, steps: int, clock: Clock) -> float:  # noqa: ARG001
+def run_transformers(folder: Path, ranks: int, steps: int, clock: Clock) -> float:
     """Train with the Trainer of Transformers, with FSDP2 of accelerate."""
     import torch
+    import torch.distributed as dist
     from torch.distributed.tensor import DTensor
     from transformers import Trainer, TrainerCallback, TrainingArguments, ViTForImageClassification
 
     class Tick(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             clock.tick()
+
+    class Keep(Trainer):
+        last_loss: torch.Tensor
+
+        def compute_loss(self, *given: Any, **named: Any) -> Any:
+            loss: Any = super().compute_loss(*given, **named)
+            self.last_loss = loss.detach()
+            return loss
 
     if not torch.cuda.is_available():
         _force_fsdp_on_cpus()
@@ -194,6 +205,7 @@ def run_transformers(folder: Path, ranks: int, steps: int, clock: Clock) -> floa
             output_dir=out,
             max_steps=steps,
             per_device_train_batch_size=BATCH,
+            train_sampling_strategy="sequential",  # batches by turns to ranks: together the images of the others
             use_cpu=not torch.cuda.is_available(),
             report_to=[],
             save_strategy="no",
@@ -210,12 +222,13 @@ def run_transformers(folder: Path, ranks: int, steps: int, clock: Clock) -> floa
         )
         clock.start_memory()
         model = ViTForImageClassification.from_pretrained(folder)
-        trainer = Trainer(model=model, args=arguments, train_dataset=make_images(), callbacks=[Tick()])
+        trainer = Keep(model=model, args=arguments, train_dataset=make_images(), callbacks=[Tick()])
         trainer.train()
     parameters = list(trainer.model_wrapped.parameters())
     if not all(isinstance(parameter, DTensor) for parameter in parameters):
         raise RuntimeError("the Trainer has not sharded the model: accelerate took another way than FSDP2")
-    return float("nan")  # its data is in another order
+    dist.all_reduce(trainer.last_loss)
+    return float(trainer.last_loss) / ranks
 
 
 def _force_fsdp_on_cpus() -> None:
@@ -253,6 +266,13 @@ def measure(variant: str, folder: Path, ranks: int, steps: int) -> dict[str, flo
     return numbers
 
 
+def check_losses(runs: dict[str, list[dict[str, float]]]) -> None:
+    """Refuse to compare runs that have not done the same work."""
+    losses = {f"{variant} {turn}": run["loss"] for variant, found in runs.items() for turn, run in enumerate(found)}
+    if not max(losses.values()) - min(losses.values()) <= MAX_DIFFERENCE:  # also where one is NaN
+        raise RuntimeError(f"last losses differ by more than {MAX_DIFFERENCE}: {losses}")
+
+
 def write_report(runs: dict[str, list[dict[str, float]]], ranks: int, steps: int) -> str:
     """Return the table as Markdown."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "transformers", "accelerate"))
@@ -283,8 +303,8 @@ def write_report(runs: dict[str, list[dict[str, float]]], ranks: int, steps: int
             f"{statistics.median(run['peak_gib'] for run in found):.3f}",
         ]
         lines.append(f"| {variant} | {' | '.join(cells)} |")
-    losses = [runs[name][0]["loss"] for name in ("ours", "plain")]
-    lines += ["", f"Loss of the last step: {losses[0]:.6f} ours, {losses[1]:.6f} plain."]
+    losses = ", ".join(f"{found[0]['loss']:.6f} {variant}" for variant, found in runs.items())
+    lines += ["", f"Loss of the last step: {losses}."]
     return "\n".join(lines) + "\n"
 
 
@@ -317,6 +337,7 @@ def main() -> None:
             for variant in order if turn // len(VARIANTS) % 2 == 0 else reversed(order):
                 runs[variant].append(measure(variant, Path(name), args.ranks, args.steps))
                 print(variant, runs[variant][-1], flush=True)
+                check_losses(runs)
     report = write_report(runs, args.ranks, args.steps)
     print(report)
     if args.out is not None:

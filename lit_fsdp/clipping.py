@@ -23,22 +23,18 @@ def compute_grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> T
         parameters: Those without a gradient are left out.
         norm_type: Power of the norm; ``inf`` is the largest absolute value, where NaN counts as infinite.
     """
-    by_place: dict[Any, list[Tensor]] = {}  # mesh, sharded dimensions, device of the shard
-    device = torch.device("cpu")
+    groups = _group_by_place(parameters)
     is_max = math.isinf(norm_type)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            mesh, local = _find_shard_mesh(parameter.grad), _to_local(parameter.grad)
-            by_place.setdefault((mesh, local.device), []).append(local)
-            device = torch.device(mesh[0].device_type) if mesh else local.device
+    devices = [place if mesh is None else torch.device(mesh.device_type) for mesh, _, place in groups]
+    device = devices[-1] if devices else torch.device("cpu")
     total = torch.zeros((), device=device)
-    for (mesh, _), gradients in by_place.items():
+    for (mesh, dims, _), gradients in groups.items():
         norms = torch.stack(_compute_norms(gradients, norm_type))
         # The largest of several ranks' numbers leaves out NaN (seen with gloo in torch 2.13), but never inf.
         part = norms.max().nan_to_num(nan=math.inf, posinf=math.inf) if is_max else (norms**norm_type).sum()
         part = part.to(device)  # one number, not one for each gradient in host memory
-        for group in [] if mesh is None else [mesh[0].get_group(dim) for dim in mesh[1]]:
-            dist.all_reduce(part, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+        for dim in dims:
+            dist.all_reduce(part, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=mesh.get_group(dim))
         total = torch.maximum(total, part) if is_max else total + part
     return total if is_max else total ** (1.0 / norm_type)
 
@@ -96,18 +92,27 @@ def _refuse_not_positive(limit: float) -> None:
 def _group_by_device(parameters: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
     groups: dict[torch.device, list[Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
-            local = _to_local(parameter.grad)
+        if (gradient := parameter.grad) is not None:
+            local = _to_local(gradient)
             groups.setdefault(local.device, []).append(local)
     return groups
 
 
-def _find_shard_mesh(gradient: Tensor) -> tuple[Any, tuple[int, ...]] | None:
-    """Return the mesh of a gradient and the dimensions it is sharded over; ``None`` if it is whole."""
-    if not isinstance(gradient, DTensor):
-        return None
-    sharded = tuple(i for i, placement in enumerate(gradient.placements) if placement.is_shard())
-    return gradient.device_mesh, sharded
+def _group_by_place(parameters: Iterable[Tensor]) -> dict[tuple[Any, tuple[int, ...], torch.device], list[Tensor]]:
+    """Return local gradients by mesh, dimensions of it that they are sharded over, and device."""
+    groups: dict[tuple[Any, tuple[int, ...], torch.device], list[Tensor]] = {}
+    sharded: dict[Any, tuple[int, ...]] = {}  # by placements, which are alike for most
+    for parameter in parameters:
+        if (gradient := parameter.grad) is None:
+            continue
+        if not isinstance(gradient, DTensor):
+            groups.setdefault((None, (), gradient.device), []).append(gradient)
+            continue
+        local, placements = gradient.to_local(), gradient.placements
+        if placements not in sharded:
+            sharded[placements] = tuple(i for i, placement in enumerate(placements) if placement.is_shard())
+        groups.setdefault((gradient.device_mesh, sharded[placements], local.device), []).append(local)
+    return groups
 
 
 def _compute_norms(gradients: list[Tensor], norm_type: float) -> list[Tensor]:

@@ -49,6 +49,7 @@ _KNOWN_WARNINGS = (
     ".*isinstance\\(treespec, LeafSpec\\).*",  # likewise
     "The dirpath has changed from .*",  # meant: each run has its own folder
 )
+_ONLY_FOR_TRAINING = "Be aware that when using `ckpt_path`.*"  # which callbacks a checkpoint has state of
 # Where the settings lie that an error may name, the inner ones first.
 _SETTINGS = ("trainer.strategy.init_args", "model.init_args", "data.init_args", "trainer")
 _LOST_CONNECTION = re.compile("Connection (closed|reset) by peer|Socket Timeout|Broken pipe")
@@ -61,7 +62,7 @@ def run_trainer(args: Sequence[str]) -> int:
         args: The command line, the command first.
     """
     config_files = check_config_files(args)
-    for known in _KNOWN_WARNINGS:
+    for known in _KNOWN_WARNINGS if args[0] == "fit" else (*_KNOWN_WARNINGS, _ONLY_FOR_TRAINING):
         warnings.filterwarnings("ignore", message=known)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
     TrainerCLI(list(args), default_run_name=config_files[0].stem if config_files else None)

@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from lit_fsdp.adapters import LoRA, add_adapters
 from lit_fsdp.clipping import clip_grad_norm, clip_grad_value, compute_grad_norm, scale_gradients
+from lit_fsdp.lightning_internals import log_again
 from lit_fsdp.optimizers import Optimizer, build_optimizer
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_layers import quantize_model
@@ -67,7 +68,6 @@ class Task(LightningModule):
         self._step_loss: Tensor | None = None
         self._rank_loss: Tensor | None = None
         self._grad_norm: Tensor | None = None
-        self._parameters_of_step: list[nn.Parameter] | None = None  # listing them takes longer than scaling them
 
     # Model
 
@@ -188,13 +188,13 @@ class Task(LightningModule):
         return self._grad_norm
 
     def _list_parameters(self) -> list[nn.Parameter]:
-        if self._parameters_of_step is None:
-            self._parameters_of_step = list(self.parameters())
-        return self._parameters_of_step
+        # Not those of the module: walking through it takes longer than scaling their gradients.
+        groups = (group for optimizer in self.trainer.optimizers for group in optimizer.param_groups)
+        return [parameter for group in groups for parameter in group["params"]]
 
     @override
     def on_after_backward(self) -> None:
-        self._grad_norm = self._parameters_of_step = None  # of other gradients
+        self._grad_norm = None  # of other gradients
         # Private, seen in lightning 2.6.6: whether another micro-batch of this step follows.
         if self._step_sums is None or self.trainer.fit_loop._should_accumulate():
             return
@@ -211,16 +211,27 @@ class Task(LightningModule):
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log what is known of the step; the norm is that before clipping."""
+        rate = max(group["lr"] for group in optimizer.param_groups)
         values = {
-            "train/learning_rate": max(group["lr"] for group in optimizer.param_groups),
+            # On the CPU: to put a number on a GPU waits for what that still has to do.
+            "train/learning_rate": torch.tensor(rate, dtype=torch.float32, device="cpu"),
             "train/grad_norm": self.find_grad_norm(),
         }
         if self._step_loss is not None:
             values["train/loss"] = self._step_loss.float()
-            values[f"train/{self.target_name}_seen"] = self.targets_seen
+            values[f"train/{self.target_name}_seen"] = torch.as_tensor(self.targets_seen)
             if self.target_name == "tokens":
                 values["train/perplexity"] = self._step_loss.float().exp()
-        self.log_dict(values)
+        self.log_step(values)
+
+    def log_step(self, values: Mapping[str, Tensor]) -> None:
+        """Log values of a step, as ``log_dict`` does, in a tenth of its time. For hooks that run once a step.
+
+        Args:
+            values: By name, scalars without a gradient, the same on all ranks.
+        """
+        if not log_again(self, values):
+            self.log_dict(values)
 
     @override
     def configure_gradient_clipping(

@@ -3,6 +3,7 @@
 import io
 import json
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from training import GLOBAL_BATCH, NUM_STEPS, OPTIMIZER, Recorder, Result, build_trainer, gather_weights
 from transformers import AutoConfig, AutoModelForImageClassification
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.tasks import ImageClassification, ImageData, Pixels, Schedule
+from lit_fsdp.tasks.image_classification.batch_norm import average_statistics
 from lit_fsdp.tasks.image_classification.metrics import list_predictions
 from lit_fsdp.tasks.loading import build_train_loader
 from ranks import run_ranks
@@ -34,7 +36,20 @@ VIT = {
     "num_attention_heads": 3,
 }
 CONVNEXT = {"model_type": "convnext", "patch_size": 2, "num_stages": 2, "hidden_sizes": [9, 15], "depths": [2, 2]}
-MODELS = {"vit": VIT, "convnext": CONVNEXT}
+DINOV2 = {**VIT, "model_type": "dinov2", "num_hidden_layers": 2, "mlp_ratio": 1}
+SIGLIP = {"model_type": "siglip", "vision_config": {k: v for k, v in VIT.items() if k != "model_type"}}
+SWIN = {
+    "model_type": "swin",
+    "image_size": SIZE,
+    "patch_size": 2,
+    "embed_dim": 9,
+    "depths": [2, 2],
+    "num_heads": [3, 3],
+    "window_size": 4,
+    "drop_path_rate": 0.0,
+}
+RESNET = {"model_type": "resnet", "embedding_size": 7, "hidden_sizes": [9, 15], "depths": [1, 2], "layer_type": "basic"}
+MODELS = {"vit": VIT, "convnext": CONVNEXT, "dinov2": DINOV2, "siglip": SIGLIP, "swin": SWIN, "resnet": RESNET}
 
 
 def make_images(num_images: int = NUM_STEPS * GLOBAL_BATCH) -> list[dict[str, Any]]:
@@ -88,23 +103,50 @@ class WithLogits(ImageClassification):
         return {**list_predictions(logits, batch, self.class_names), "logits": logits.tolist()}
 
 
-def train_plainly(folder: Path) -> Result:
-    """Train on one device without Lightning, FSDP or our task."""
-    model = AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float32)
+def train_plainly(folder: Path, *, num_parts: int = 1, watch: Callable[[nn.Module], None] | None = None) -> Result:
+    """Train on one device without Lightning, FSDP or our task.
+
+    Args:
+        folder: With the model.
+        num_parts: How many parts of a batch are computed one by one: BatchNorm normalizes each by itself, as ranks do.
+        watch: Called with the model before the first step and after each.
+    """
+    model = AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float32).train()
     parts = [[p for p in model.parameters() if (p.ndim >= 2) is is_decayed] for is_decayed in (True, False)]
     groups = [{"params": part, "weight_decay": OPTIMIZER.weight_decay * (1 - i)} for i, part in enumerate(parts)]
     optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps)
     rows, result = make_images(), Result()
+    seen = watch or (lambda _: None)
+    seen(model)
     for step in range(NUM_STEPS):
         batch = collate(rows[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH])
-        loss = torch.nn.functional.cross_entropy(model(batch["pixel_values"]).logits, batch["labels"])
         optimizer.zero_grad()
-        loss.backward()
-        result.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        loss = _add_gradients(model, batch, num_parts)
+        result.grad_norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
-        result.losses.append(float(loss.detach()))
-    result.weights = {name: p.detach() for name, p in model.named_parameters()}
+        result.losses.append(loss)
+        seen(model)
+    state = model.state_dict()
+    result.weights = {name: value.detach() for name, value in state.items() if value.is_floating_point()}
     return result
+
+
+def _add_gradients(model: nn.Module, batch: dict[str, Tensor], num_parts: int) -> float:
+    """Return the mean loss; every part begins with the running statistics of before, and their mean stays."""
+    statistics = [buffer for name, buffer in model.named_buffers() if "running" in name]
+    before, found, loss_sum = [buffer.clone() for buffer in statistics], [], 0.0
+    num_targets = (batch["labels"] != -100).sum()
+    for pixels, labels in zip(*(batch[name].chunk(num_parts) for name in ("pixel_values", "labels")), strict=True):
+        for buffer, value in zip(statistics, before, strict=True):
+            buffer.copy_(value)
+        logits = model(pixel_values=pixels).logits
+        loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / num_targets
+        loss.backward()
+        loss_sum += float(loss.detach())
+        found.append([buffer.clone() for buffer in statistics])
+    for buffer, *values in zip(statistics, *found, strict=True):
+        buffer.copy_(torch.stack(values).mean(0))
+    return loss_sum
 
 
 def fit(
@@ -117,6 +159,7 @@ def fit(
     settings = {"num_classes": NUM_CLASSES, "head": "keep", "schedule": Schedule(shape="constant"), **task_options}
     task = ImageClassification(pretrained=str(folder), optimizer=OPTIMIZER, **settings)
     trainer.fit(task, ImageRows(GLOBAL_BATCH // dist.get_world_size() // accumulate))
+    average_statistics(task.model)  # as before an evaluation or a checkpoint
     recorder.result.weights = gather_weights(task)  # type: ignore[arg-type]
     if trainer.is_global_zero:
         torch.save(vars(recorder.result), out)

@@ -9,9 +9,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lit_fsdp.adapters import LoRA
+from lit_fsdp.base_model import BASE, LORA
 from lit_fsdp.export_adapter import describe_adapters
 from lit_fsdp.model_folder import ADAPTER_CONFIG
+from lit_fsdp.quantization import Quantization
 from lit_fsdp.tasks.image_classification.preprocessing import PROCESSOR_FILE, Preprocessing
+from lit_fsdp.tasks.pretrained import check_base, check_lora
 
 CLASSES = "classes"  # in the metadata of a checkpoint: their names, in the order of the model's outputs
 LAYER_DECAY = "layer_decay"  # there too
@@ -46,11 +49,16 @@ def collect_export_files(
     return files
 
 
-def check_classes(checkpoint: Mapping[str, Any], class_names: Sequence[str]) -> None:
-    """Refuse a checkpoint of other classes.
+def check_run(checkpoint: Mapping[str, Any], class_names: Sequence[str], *, layer_decay: float | None) -> None:
+    """Refuse a checkpoint of other classes, or to go on with another decay.
+
+    Args:
+        checkpoint: Its metadata.
+        class_names: Of this run.
+        layer_decay: Of this run, if it trains: the learning rates of a checkpoint go on, and it would be ignored.
 
     Raises:
-        ValueError: They are others, or in another order.
+        ValueError: The classes are others, or in another order, or the decay is another one.
     """
     stored = checkpoint.get(CLASSES)
     if stored is not None and list(stored) != list(class_names):
@@ -58,17 +66,29 @@ def check_classes(checkpoint: Mapping[str, Any], class_names: Sequence[str]) -> 
             f"classes: the checkpoint was trained for {len(stored)} classes ({', '.join(stored[:5])} ...), and the "
             f"data has {len(class_names)} ({', '.join(class_names[:5])} ...); set data.classes to those"
         )
-
-
-def check_layer_decay(checkpoint: Mapping[str, Any], layer_decay: float) -> None:
-    """Refuse to go on with another decay: the learning rates of a checkpoint go on, and it would be ignored.
-
-    Raises:
-        ValueError: It was saved with another one.
-    """
-    stored = checkpoint.get(LAYER_DECAY, layer_decay)
-    if stored != layer_decay:
+    decay = checkpoint.get(LAYER_DECAY, layer_decay)
+    if layer_decay is not None and decay != layer_decay:
         raise ValueError(
-            f"layer_decay: got {layer_decay}: the checkpoint was trained with {stored}, and its learning rates go on; "
+            f"layer_decay: got {layer_decay}: the checkpoint was trained with {decay}, and its learning rates go on; "
             "set it to that, or start a new run from its weights, which python -m lit_fsdp export writes"
         )
+
+
+def check_pretrained(
+    checkpoint: Mapping[str, Any], *, pretrained: str | None, quantization: Quantization | None, lora: LoRA | None
+) -> None:
+    """Refuse a checkpoint of adapters over another model, or of other adapters.
+
+    Args:
+        checkpoint: Its metadata.
+        pretrained: The model of this run.
+        quantization: Of that.
+        lora: The adapters of this run.
+
+    Raises:
+        ValueError: With what differs.
+    """
+    if BASE in checkpoint and pretrained is not None:
+        check_base(checkpoint[BASE], pretrained, quantization)
+    if LORA in checkpoint and lora is not None:
+        check_lora(checkpoint[LORA], lora)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -50,7 +51,8 @@ class ImageData(LightningDataModule):
     paths (Parquet also with the images themselves), tar shards in the layout of WebDataset (a file, a folder of them,
     or a pattern such as ``data-{000..012}.tar``, also behind a URL that fsspec reads), a folder written by
     ``datasets.save_to_disk``, a data set on the Hub as ``org/name`` or ``org/name:config``, or ``digits``: the 1,797
-    handwritten digits of scikit-learn, without a download.
+    handwritten digits of scikit-learn, without a download. Where no source is named at all, all are the digits, with a
+    warning.
 
     Evaluation counts every image once at any number of ranks. What the model sees there is made by an image processor
     of Transformers, which is exported with the model.
@@ -112,6 +114,7 @@ class ImageData(LightningDataModule):
             "predict": (predict, predict_split),
         }
         self.validation_fraction = validation_fraction
+        self._take_default()
         self.fields = Fields(image=image_field, label=label_field)
         self.given_classes = classes
         self.processor_setting = processor
@@ -124,6 +127,17 @@ class ImageData(LightningDataModule):
         self._images: dict[Split, Images] = {}
         self._classes: list[str] | None = None
         self._preprocessing: Preprocessing | None = None
+
+    def _take_default(self) -> None:
+        """Take the digits for everything where nothing is named; else what is missing is asked for."""
+        if any(given is not None for pair in self.sources.values() for given in pair):
+            return
+        for split in self.sources:
+            if split != "validation" or not self.validation_fraction:
+                self.sources[split] = (DIGITS, None)
+        rank_zero_warn(
+            "data: no source is named, so it is scikit-learn's 1,797 handwritten digits; set train to your own images"
+        )
 
     def _check(self, eval_batch_size: int | None) -> None:
         sizes = {"batch_size": self.batch_size, "eval_batch_size": eval_batch_size, "num_workers": self.num_workers}

@@ -36,7 +36,11 @@ def _read_csv(path: Path) -> Table:
         rows = list(reader)
     except csv.Error as error:
         raise ValueError(f"{path} after line {reader.line_num}: not readable as CSV: {error}") from error
-    return list(reader.fieldnames or []), rows
+    names = list(reader.fieldnames or [])
+    for separator, called in ((";", "semicolons"), ("\t", "tabs")):
+        if len(names) == 1 and separator in names[0]:
+            raise ValueError(f"{path}: its columns are separated by {called}: save it with commas")
+    return names, rows
 
 
 def _read_jsonl(path: Path) -> Table:

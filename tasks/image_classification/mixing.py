@@ -17,7 +17,7 @@ class Mixing:
     Args:
         mixup: Parameter of the beta distribution for mixup, which adds images; 0 leaves it out. 0.8 is usual.
         cutmix: The same for cutmix, which pastes a rectangle of one into the other. 1 is usual.
-        cutmix_share: Of both are set: how often it is cutmix.
+        cutmix_share: Where both are set: how often it is cutmix.
         probability: Of a micro-batch to be mixed at all.
     """
 

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
 
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters import LoRA, clean_name
 from lit_fsdp.base_model import find_pretrained
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.pretrained import drop_quantization
@@ -54,6 +54,8 @@ def find_classes(data: Any, num_classes: int | None) -> list[str]:
         ValueError: Neither says it, or they contradict each other.
     """
     names = list(data.classes) if hasattr(data, "classes") else None
+    if data is None and num_classes is None:
+        raise ValueError("num_classes: not set, and there is no data module that says it; set data to ImageData, or it")
     if names is None and num_classes is None:
         raise ValueError("num_classes: not set, and the data has no classes; set it")
     if names is not None and num_classes not in (None, len(names)):
@@ -127,6 +129,11 @@ def build_classifier(config: PreTrainedConfig, attention: str | None) -> PreTrai
             return AutoModelForImageClassification.from_config(config, dtype=torch.float32, **options)
     except (ImportError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
+        if config.model_type == "timm_wrapper" and isinstance(error, ImportError):
+            raise ValueError(
+                'config: models of timm need timm and torchvision: pip install -e ".[timm]", with a torchvision that '
+                f"fits the installed torch; {reason[:200]}"
+            ) from error
         if "attention" in str(error).lower() and attention is not None:
             raise ValueError(f"attention: got {attention!r}: {reason}; leave it out") from error
         raise ValueError(f"{type(config).__name__}: no image classifier: {reason[:200]}") from error
@@ -345,6 +352,23 @@ def compute_depths(model: nn.Module, blocks: Sequence[str]) -> tuple[dict[str, i
         waiting = []
         depths[name] = block + 1
     return depths | dict.fromkeys(waiting, len(blocks) + 1), len(blocks) + 1
+
+
+def measure_distances(model: nn.Module, blocks: Sequence[str], layer_decay: float) -> dict[str, int]:
+    """Return how many blocks, its own counted, lie between each parameter and the head, by its name.
+
+    Args:
+        model: As it will train, not sharded yet.
+        blocks: Names of its blocks in order.
+        layer_decay: Factor on the learning rate from one to the next.
+
+    Raises:
+        ValueError: Nothing that trains is away from the head, so that the factor would be ignored.
+    """
+    depths, last = compute_depths(model, blocks)
+    if layer_decay != 1 and all(depths[name] == last for name, p in model.named_parameters() if p.requires_grad):
+        raise ValueError(f"layer_decay: got {layer_decay}: no block trains, only what comes after them; leave it out")
+    return {clean_name(name): last - depth for name, depth in depths.items()}
 
 
 def measure_images(model: nn.Module, pixels: Tensor) -> MicroBatch | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from PIL import Image
 from torch import Tensor
 
@@ -143,6 +144,27 @@ class Preprocessing:
     def describe(self) -> str:
         """Return the text of ``preprocessor_config.json``."""
         return str(self.processor.to_json_string())
+
+
+def compare_colors(preprocessing: Preprocessing, pretrained: str, folder: Path) -> None:
+    """Warn where a pretrained model has seen colors normalized otherwise than it will.
+
+    Args:
+        preprocessing: Of this run.
+        pretrained: Name of the model.
+        folder: Where it lies, maybe with the configuration of its processor.
+    """
+    path = folder / PROCESSOR_FILE
+    if not path.is_file():
+        return
+    stored, own = json.loads(path.read_text()), preprocessing.processor
+    for name in ("image_mean", "image_std"):
+        was, now = stored.get(name), getattr(own, name, None)
+        if stored.get("do_normalize", True) and was and now and not np.allclose(was, now, atol=1e-3):
+            rank_zero_warn(
+                f"data.processor: {name} is {list(now)}, and {pretrained} was trained with {was}; set data.processor "
+                "to the name of the model, or to these"
+            )
 
 
 def load_processor(setting: str | Pixels) -> Any:

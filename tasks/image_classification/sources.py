@@ -102,6 +102,8 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
         return _open_data_set(name, rows, fields=fields, needs_labels=split_of != "predict")
     if split is not None:
         raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
+    if not path.exists() and not any(c in source for c in "*{"):
+        raise ValueError(f"{source}: no such file")
     if path.is_dir() and not any(path.glob("*.tar")):
         return _list_folder(path)
     if path.suffix.lower() in SUFFIXES and path.is_file():
@@ -135,7 +137,9 @@ def fetch_images(source: str, *, split: str | None, split_of: Split) -> None:
 
 def _is_on_hub(source: str) -> bool:
     is_elsewhere = source == DIGITS or is_url(source) or any(c in source for c in "*{")
-    return not is_elsewhere and not Path(source).expanduser().exists()
+    # What ends like a file is one: else a mistyped name would be looked for on the Hub, and waited for.
+    is_file = Path(source).suffix.lower() in (*MANIFESTS, *SUFFIXES, ".tar")
+    return not is_elsewhere and not is_file and not Path(source).expanduser().exists()
 
 
 _DEFAULT_SPLITS: dict[Split, str] = {"train": "train", "validation": "validation", "test": "test", "predict": "test"}

@@ -24,8 +24,8 @@ from lit_fsdp.tasks.image_classification.batch_norm import average_statistics, w
 from lit_fsdp.tasks.image_classification.checkpoint import (
     CLASSES,
     LAYER_DECAY,
-    check_classes,
-    check_layer_decay,
+    check_pretrained,
+    check_run,
     collect_export_files,
 )
 from lit_fsdp.tasks.image_classification.data import Batch
@@ -35,20 +35,20 @@ from lit_fsdp.tasks.image_classification.model import (
     build_classifier,
     check_size,
     check_start,
-    compute_depths,
     find_blocks,
     find_classes,
     find_head,
     freeze_modules,
     keeps_head,
+    measure_distances,
     measure_images,
     read_config,
     rest_frozen,
     train_head,
 )
-from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing
+from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing, compare_colors
 from lit_fsdp.tasks.image_classification.skipped import SkippedImages
-from lit_fsdp.tasks.pretrained import check_base, check_lora, choose_quantization, plan_quantization
+from lit_fsdp.tasks.pretrained import choose_quantization, plan_quantization
 from lit_fsdp.tasks.schedule import Schedule
 from lit_fsdp.weights import init_weights, load_weights
 
@@ -116,7 +116,7 @@ class ImageClassification(Task):
         self.evaluation: dict[str, Evaluation] = {}  # the last one of val and test, read by the report
         self._skipped = SkippedImages()
         self._head: list[str] = []
-        self._depths: dict[str, int] = {}
+        self._distances: dict[str, int] = {}
         self._is_planned = self._interpolates = self._keeps_head = self._is_untrained = False
         self._image_size = (0, 0)
         self._class_names: list[str] | None = None
@@ -189,14 +189,15 @@ class ImageClassification(Task):
             self._image_size = preprocessing.size
             self._interpolates = check_size(config, preprocessing.size)
         if self.pretrained is not None:
+            if preprocessing and is_fit:
+                compare_colors(preprocessing, self.pretrained, find_pretrained(self.pretrained))
             choose = plan_quantization if self._is_planned else choose_quantization
             self.quantization = choose(find_pretrained(self.pretrained), model, self.quantization)
         self.lora = self.lora and train_head(self.lora, self._head)
         blocks = find_blocks(model, self.layer_decay)
         self.adapt_model(model, lora=self.lora, quantization=self.quantization)
         freeze_modules(model, self.freeze_names, self._head)
-        depths, last = compute_depths(model, blocks)
-        self._depths = {clean_name(name): last - depth for name, depth in depths.items()}
+        self._distances = measure_distances(model, blocks, self.layer_decay)
         self.val_metrics, self.test_metrics = (Metrics(len(self.class_names)) for _ in range(2))
         warn_of_batch_norm(model)
         self.model = model  # not before all is well: other strategies could not move it away
@@ -233,7 +234,7 @@ class ImageClassification(Task):
     def find_rate_factors(self) -> dict[nn.Parameter, float]:
         if self.layer_decay == 1 or self.model is None:
             return {}
-        return {p: self.layer_decay ** self._depths[clean_name(name)] for name, p in self.model.named_parameters()}
+        return {p: self.layer_decay ** self._distances[clean_name(name)] for name, p in self.model.named_parameters()}
 
     # Steps
 
@@ -391,10 +392,6 @@ class ImageClassification(Task):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        check_classes(checkpoint, self.class_names)
-        if self.trainer.state.fn == TrainerFn.FITTING:
-            check_layer_decay(checkpoint, self.layer_decay)
-        if BASE in checkpoint and self.pretrained is not None:
-            check_base(checkpoint[BASE], self.pretrained, self.quantization)
-        if LORA in checkpoint and self.lora is not None:
-            check_lora(checkpoint[LORA], self.lora)
+        is_fit = self.trainer.state.fn == TrainerFn.FITTING
+        check_run(checkpoint, self.class_names, layer_decay=self.layer_decay if is_fit else None)
+        check_pretrained(checkpoint, pretrained=self.pretrained, quantization=self.quantization, lora=self.lora)

@@ -269,7 +269,7 @@ class TextToSpeech(Task):
         if dist.is_initialized():
             dist.all_reduce(parts)
         talker, predictor = parts[0] / parts[2].clamp(min=1), parts[1] / parts[3].clamp(min=1)
-        self.log_dict({"train/talker_loss": talker.float(), "train/sub_talker_loss": predictor.float()})
+        self.log_step({"train/talker_loss": talker.float(), "train/sub_talker_loss": predictor.float()})
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

@@ -182,6 +182,52 @@ def fit_linear(task: Task, load: Path | None = None, save: Path | None = None, *
     return rates
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_values_are_current_after_every_step_and_logged_in_full_once_an_epoch(accumulate: int) -> None:
+    found, calls = [], []
+
+    class Read(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+            if trainer.global_step == len(found):  # a micro-batch without a step
+                return
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            assert metrics == {
+                "train/learning_rate": pytest.approx(rates[-1]),
+                "train/grad_norm": float(module._grad_norm),
+                "train/loss": pytest.approx(float(module.step_loss), rel=1e-6),
+                "train/samples_seen": trainer.global_step * 4.0 * accumulate,
+            }
+            found.append(metrics)
+
+        def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    class Counted(Linear):
+        target_name = "samples"
+
+        def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            calls.append((self.trainer.current_epoch, name))
+            super().log(name, value, *args, **kwargs)
+
+    rates: list[float] = []
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        callbacks=[Read()],
+        accumulate_grad_batches=accumulate,
+        max_epochs=2,
+        enable_model_summary=False,
+        **quiet,  # type: ignore[arg-type]
+    )
+    rows = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
+    trainer.fit(Counted(Optimizer(learning_rate=0.1)), torch.utils.data.DataLoader(rows, batch_size=1))
+    names = {name for _, name in calls}
+    assert len(names) == 4
+    assert len(calls) == len(set(calls))
+    assert {(0, name) for name in names} <= set(calls)
+    assert len({row["train/loss"] for row in found}) == 20 / accumulate
+
+
 @pytest.mark.parametrize(
     ("optimizer", "changes"),
     [

@@ -12,7 +12,8 @@ from transformers import AutoImageProcessor
 
 from lit_fsdp.tasks import Augmentation, ImageData, Pixels
 from lit_fsdp.tasks.image_classification.augmentation import change_colors, crop_and_flip, erase
-from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing, load_processor
+from lit_fsdp.tasks.image_classification.model import find_classes
+from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing, compare_colors, load_processor
 
 PIXELS = Pixels(size=8)
 
@@ -200,6 +201,43 @@ def test_a_skipped_image_counts_nowhere_and_is_named(folder: Path, tmp_path: Pat
 def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ImageData(train="digits", **options)
+
+
+def test_where_nothing_is_named_it_is_the_digits_and_that_is_told() -> None:
+    pytest.importorskip("sklearn")
+    with pytest.warns(UserWarning, match="no source is named, so it is scikit-learn's 1,797 handwritten digits"):
+        data = ImageData(processor=PIXELS, num_workers=0)
+    data.setup()
+    assert data.count_classes() == len(data.classes) == 10
+    loaders = (data.val_dataloader(), data.test_dataloader(), data.predict_dataloader())
+    assert [len(loader.dataset) for loader in (data.train_dataloader(), *loaders)] == [1437, 360, 360, 360]
+    with pytest.warns(UserWarning, match="no source is named"):
+        data = ImageData(processor=PIXELS, num_workers=0, validation_fraction=0.2)
+    data.setup("fit")
+    assert [len(loader.dataset) for loader in (data.train_dataloader(), data.val_dataloader())] == [1150, 287]
+
+
+def test_where_something_is_named_nothing_is_added(folder: Path) -> None:
+    with pytest.raises(ValueError, match="train: not set; name a folder"):
+        ImageData(validation=str(folder)).setup("fit")
+
+
+def test_other_colors_than_a_pretrained_model_has_seen_are_told(
+    folder: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    load_processor(Pixels(size=12, mean=(0.1, 0.2, 0.3))).save_pretrained(tmp_path)
+    for processor in (str(tmp_path), Pixels(size=8, mean=(0.1, 0.2, 0.3))):
+        compare_colors(build(folder, processor=processor).preprocessing, "org/model", tmp_path)
+    compare_colors(build(folder).preprocessing, "org/model", folder)  # which has none
+    assert not [warning for warning in recwarn if "processor" in str(warning.message)]
+    with pytest.warns(UserWarning, match=r"image_mean is \[0\.5, .*org/model was trained with \[0\.1, 0\.2"):
+        compare_colors(build(folder).preprocessing, "org/model", tmp_path)
+
+
+def test_without_data_the_number_of_classes_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="num_classes: not set, and there is no data module that says it"):
+        find_classes(None, None)
+    assert find_classes(None, 3) == ["0", "1", "2"]
 
 
 class Flipped:

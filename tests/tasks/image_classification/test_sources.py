@@ -12,7 +12,7 @@ import pytest
 from image_training import list_files, write_folder, write_shards
 from PIL import Image
 
-from lit_fsdp.tasks.image_classification.sources import BadImageError, Fields, Images, find_images
+from lit_fsdp.tasks.image_classification.sources import BadImageError, Fields, Images, fetch_images, find_images
 
 FIELDS = Fields(image="image", label="label")
 
@@ -168,6 +168,8 @@ def usual_field_limit() -> Iterator[None]:
         ({"a/0.png": "", "b/c.txt": ""}, ".", r"no images in b; remove empty folders"),
         ({"a/0.png": "", "1.png": ""}, ".", r"holds images beside folders of classes, such as 1\.png"),
         ({"t.csv": "file,label\nx.png,a\n"}, "t.csv", r"has no column 'image', but file, label; set image_field"),
+        ({"t.csv": "image;label\nx.png;a\n"}, "t.csv", r"t\.csv: its columns are separated by semicolons"),
+        ({"t.csv": "image\tlabel\nx.png\ta\n"}, "t.csv", r"t\.csv: its columns are separated by tabs: save it"),
         ({"t.csv": "image,label\nx.png,\n"}, "t.csv", r"t\.csv row 1: label is missing"),
         ({"t.jsonl": '{"image": 3}\n'}, "t.jsonl", r"row 1: image is 3: expected the path"),
         ({"t.jsonl": "{\n"}, "t.jsonl", r"line 1: not valid JSON"),
@@ -242,6 +244,17 @@ def test_a_row_without_a_class_is_no_class_and_only_predicted(tmp_path: Path, no
     with pytest.raises(ValueError, match="row 2: label is missing: expected a class"):
         find_images(source, split=None, split_of="train", fields=FIELDS)
     assert find_images(source, split=None, split_of="predict", fields=FIELDS).labels is None
+
+
+@pytest.mark.parametrize("name", ["typo.csv", "typo.jsonl", "typo.parquet", "typo.tar", "typo.png"])
+def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("asked the Hub"))
+    fetch_images(name, split=None, split_of="train")
+    with pytest.raises(ValueError, match=rf"{name}: no such file"):
+        find_images(name, split=None, split_of="train", fields=FIELDS)
 
 
 def test_one_image_may_be_predicted(folder: Path) -> None:

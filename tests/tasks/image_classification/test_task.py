@@ -334,6 +334,10 @@ def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], message
         ({"config": {"model_type": "levit"}}, r"become 16 x 16 pixels, and Levit.* it takes 224 x 224; set the size"),
         ({"config": {"model_type": "vit"}, "num_classes": 4}, r"num_classes: got 4: the data has 3 classes"),
         ({"config": VIT, "quantization": Quantization()}, r"quantization: quantized weights cannot be trained"),
+        (
+            {"config": VIT, "layer_decay": 0.5, "freeze": ["backbone"]},
+            r"layer_decay: got 0\.5: no block trains, .*; leave it out",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_is_refused_in_a_sentence(options: dict[str, Any], message: str, tmp_path: Path) -> None:

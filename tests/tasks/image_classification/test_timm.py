@@ -1,5 +1,6 @@
 """Models of timm, where it is installed with a torchvision that fits the installed torch."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,15 @@ import torch.distributed as dist
 from image_training import write_folder
 from PIL import Image
 from training import build_trainer
-from transformers import AutoImageProcessor, AutoModelForImageClassification
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.export import export_model
 from lit_fsdp.tasks import ImageClassification, ImageData, Pixels
+from lit_fsdp.tasks.image_classification.model import build_classifier
 from ranks import run_ranks
 
-pytest.importorskip("timm")
+HAS_TIMM = find_spec("timm") is not None
 
 
 def fit(folder: Path) -> None:
@@ -33,6 +35,7 @@ def fit(folder: Path) -> None:
         torch.save(predictions[0], folder / "predictions.pt")
 
 
+@pytest.mark.skipif(not HAS_TIMM, reason="timm is not installed")
 def test_a_model_of_timm_is_trained_on_two_ranks_and_exported(tmp_path: Path) -> None:
     write_folder(tmp_path / "train", {"cat": 8, "dog": 8})
     run_ranks(fit, tmp_path)
@@ -44,3 +47,9 @@ def test_a_model_of_timm_is_trained_on_two_ranks_and_exported(tmp_path: Path) ->
     with torch.no_grad():
         chances = model(**processor(images, return_tensors="pt")).logits.softmax(1).max(1).values
     assert chances.tolist() == pytest.approx(found["probability"], abs=1e-6)
+
+
+@pytest.mark.skipif(HAS_TIMM, reason="timm is installed")
+def test_without_timm_it_is_said_what_to_install() -> None:
+    with pytest.raises(ValueError, match=r'models of timm need timm and torchvision: pip install -e "\.\[timm\]"'):
+        build_classifier(AutoConfig.for_model("timm_wrapper", architecture="resnet18"), None)
