@@ -58,6 +58,9 @@ DAC = {
 }  # fmt: skip
 
 
+_PLAIN: dict[str, Any] = {"shuffle": False, "num_workers": 0, "text_dropout": 0.0}
+
+
 def make_rows(num_codebooks: int, num_rows: int = NUM_STEPS * GLOBAL_BATCH) -> list[PreparedRow]:
     """Clips of 2 to 14 frames, so that a mean of means over ranks would be wrong."""
     rows = []
@@ -128,7 +131,7 @@ def build_task(raw: dict[str, Any], **options: Any) -> TextToSpeech:
 
 
 def build_data(folder: Path, **options: Any) -> SpeechData:
-    return SpeechData(train=str(folder), tokenizer="bytes", **{"shuffle": False, "num_workers": 0, **options})
+    return SpeechData(train=str(folder), tokenizer="bytes", **{**_PLAIN, **options})
 
 
 def fit(raw: dict[str, Any], folder: Path, out: Path, accumulate: int, options: dict[str, Any]) -> None:
@@ -170,6 +173,13 @@ def make_checkpoint(raw: dict[str, Any], folder: Path, seed: int = 5) -> Path:
 
     torch.manual_seed(seed)
     kind: Any = CsmForConditionalGeneration if raw["model_type"] == "csm" else DiaForConditionalGeneration
-    kind(AutoConfig.for_model(**raw)).save_pretrained(folder)
+    model = kind(AutoConfig.for_model(**raw))
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if name.endswith("embed_sum"):  # else all sounds have the same codes, and all codes sound the same
+                tensor.copy_(torch.randn(tensor.shape) * 0.5)
+            elif name.startswith("codec_model.") and tensor.dim() == 3:
+                tensor.mul_(1.6)  # torch's initialization lets sound fade from layer to layer
+    model.save_pretrained(folder)
     build_byte_tokenizer().save_pretrained(folder)
     return folder

@@ -13,8 +13,8 @@ from training import Result
 from transformers import CsmConfig, CsmForConditionalGeneration
 
 from lit_fsdp.tasks.tts.families import parse_family
-from lit_fsdp.tasks.tts.family import freeze_parts
 from lit_fsdp.tasks.tts.generation import GREEDY, SamplingValues
+from lit_fsdp.tasks.tts.parts import freeze_parts
 from lit_fsdp.tasks.tts.prepared import write_shard
 from ranks import run_ranks
 
@@ -85,7 +85,7 @@ def test_training_is_the_same_on_any_number_of_ranks(
 def test_names_that_are_numbers_keep_them() -> None:
     family, _ = parse_family(CSM)
     rows = [replace(make_rows(6, 1)[0], speaker=name) for name in ("bruno", "3", "ada", "0", "ada")]
-    assert family.find_voices(rows) == {"0": 0, "3": 3, "ada": 1, "bruno": 2}
+    assert family.find_voices(rows, {}) == {"0": 0, "3": 3, "ada": 1, "bruno": 2}
 
 
 def test_as_many_frames_as_codebooks_are_nothing_special() -> None:

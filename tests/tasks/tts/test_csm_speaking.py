@@ -58,6 +58,7 @@ def test_rows_are_prepared_with_the_codec_of_the_model(base: Path, prepared: Pat
         with torch.no_grad():
             wanted = stock.codec_model.encode(padded[None, None], num_quantizers=6).audio_codes[0].T
         assert row.codes.tolist() == wanted.tolist()
+        assert len(np.unique(row.codes)) > 5
         assert len(row.speaker_embedding) == 0
     codes = torch.from_numpy(rows[0].codes)
     (own,) = load_codec(base).decode([codes])
