@@ -15,7 +15,7 @@ from lit_fsdp.tasks.tts.audio import AudioError, read_audio, write_wav
 from lit_fsdp.tasks.tts.codec import load_codec
 from lit_fsdp.tasks.tts.formants import SPOKEN, build_small_codec
 from lit_fsdp.tasks.tts.frame_codec import FrameCodec
-from lit_fsdp.tasks.tts.generation import Sampling
+from lit_fsdp.tasks.tts.generation import Sampling, Speech
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.prompts import read_prompts
 from lit_fsdp.tasks.tts.speaker import Reference, Speaker, open_speaker
@@ -112,38 +112,50 @@ def speak_texts(
         base: Of a checkpoint: where the model is that its run started from, if not where it was.
         sampling: How codes are chosen; what is not given comes from the model's ``generation_config.json``.
     """
-    if (text is None) == (texts is None):
-        raise ValueError("text or texts: expected one of them: what to say, or a file of it")
-    if speaker is not None and ref_audio is not None:
-        raise ValueError("ref_audio: not used, as speaker names a voice; leave one of them out")
-    if ref_text is not None and ref_audio is None:
-        raise ValueError("ref_text: not used without ref_audio, in which it is said; set that, or leave it out")
+    _check_sources(text, texts)
+    _check_reference(ref_audio, ref_text, speaker)
     if batch_size < 1:
         raise ValueError(f"batch_size: got {batch_size}: expected 1 or more")
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: {out} is a file: expected a folder, or the name of a new one")
-    opened = open_speaker(model, sampling, base=base)
-    decoder = _find_codec(codec, opened)
-    rows = [(text, speaker, language)] if text is not None else []
+    rows = [(text or "", speaker, language)]
     if texts is not None:
         rows = _read_texts(texts, speaker, language, is_cloned=ref_audio is not None)
+    opened = open_speaker(model, sampling, base=base)
+    decoder = _find_codec(codec, opened)
     reference = _read_reference(ref_audio, ref_text, opened, decoder) if ref_audio is not None else None
     utterances = [opened.encode(*row, reference=reference) for row in rows]
     out.mkdir(parents=True, exist_ok=True)
     written, lines = [], []
-    is_streaming = opened.is_streaming if streaming is None else streaming
+    streaming = opened.is_streaming if streaming is None else streaming
     for begin in range(0, len(rows), batch_size):
-        spoken = opened.speak(utterances[begin : begin + batch_size], is_streaming=is_streaming)
+        spoken = opened.speak(utterances[begin : begin + batch_size], is_streaming=streaming)
         for i, speech in enumerate(spoken, start=begin):
             (audio,) = decoder.decode([speech.codes])
-            path = out / f"{i:05}.wav"
+            path, seconds = out / f"{i:05}.wav", len(audio) / decoder.sample_rate
             write_wav(path, audio.numpy(), decoder.sample_rate)
-            seconds, limit = len(audio) / decoder.sample_rate, opened.sampling.max_frames
+            limit = opened.sampling.max_frames
             written.append(SpokenFile(path=path, seconds=seconds, has_ended=speech.has_ended, max_frames=limit))
-            about: dict[str, Any] = dict(zip(("text", "speaker", "language"), rows[i], strict=True))
-            lines.append({"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)})
+            lines.append(_describe(path, rows[i], speech))
     _write_list(out / "spoken.jsonl", lines, {"model": model, "sampling": asdict(opened.sampling)})
     return written
+
+
+def _check_sources(text: str | None, texts: Path | None) -> None:
+    if (text is None) == (texts is None):
+        raise ValueError("text or texts: expected one of them: what to say, or a file of it")
+
+
+def _check_reference(audio: Path | None, text: str | None, speaker: str | None) -> None:
+    if speaker is not None and audio is not None:
+        raise ValueError("ref_audio: not used, as speaker names a voice; leave one of them out")
+    if text is not None and audio is None:
+        raise ValueError("ref_text: not used without ref_audio, in which it is said; set that, or leave it out")
+
+
+def _describe(path: Path, row: tuple[str, str | None, str | None], speech: Speech) -> dict[str, Any]:
+    about = dict(zip(("text", "speaker", "language"), row, strict=True))
+    return {"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)}
 
 
 def _write_list(path: Path, lines: list[dict[str, Any]], settings: dict[str, Any]) -> None:
