@@ -116,8 +116,7 @@ def speak_texts(
     _check_reference(ref_audio, ref_text, speaker)
     if batch_size < 1:
         raise ValueError(f"batch_size: got {batch_size}: expected 1 or more")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out: {out} is a file: expected a folder, or the name of a new one")
+    _check_folder(out)
     rows = [(text or "", speaker, language)]
     if texts is not None:
         rows = _read_texts(texts, speaker, language, is_cloned=ref_audio is not None)
@@ -144,6 +143,11 @@ def speak_texts(
 def _check_sources(text: str | None, texts: Path | None) -> None:
     if (text is None) == (texts is None):
         raise ValueError("text or texts: expected one of them: what to say, or a file of it")
+
+
+def _check_folder(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out: {out} is a file: expected a folder, or the name of a new one")
 
 
 def _check_reference(audio: Path | None, text: str | None, speaker: str | None) -> None:
