@@ -37,7 +37,7 @@ class Sampling:
         predictor_top_p: As ``top_p``.
         max_frames: Stop here, though no end was written; that is reported. Officially 2048, of CSM 1125 whatever its
             ``generation_config.json`` says, of Dia 3056. Models write 12.5 frames a second, Dia 86.
-        seed: Of the random numbers; the same seed gives the same speech.
+        seed: Of the random numbers; the same seed gives the same speech for the same texts in the same batches.
         guidance_scale: Above 1, codes become likelier that are so because of the text; every step then computes
             twice as much. Only of Dia, officially 3.
     """

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.pre_tokenizers import ByteLevel
 
 from lit_fsdp import base_model
+from lit_fsdp.tasks.tts.layout import encode_text
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
+from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
 
 BESIDE = ["config.json", "generation_config.json", "tokenizer.json", "ckpt.pt", "pytorch_model.bin"]
 
@@ -55,3 +58,23 @@ def test_of_weights_that_are_there_twice_those_that_are_read_are_fetched(
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     beside = {"config.json", "generation_config.json", "tokenizer.json", index, "speech_tokenizer/model.safetensors"}
     assert found == wanted | beside
+
+
+def test_the_tokenizer_is_read_beside_a_model_that_transformers_does_not_know(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # As Qwen3-TTS is published: without tokenizer.json.
+    vocab = {letter: i for i, letter in enumerate([*sorted(ByteLevel.alphabet()), "he", "ass", "istant", "assistant"])}
+    merges = ["#version: 0.2", "h e"]
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("\n".join(merges) + "\n")
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    flags = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    added = {str(len(vocab) + i): {"content": token, **flags} for i, token in enumerate([*special, "assistant"])}
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": added, "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "pad_token": "<|endoftext|>"}))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_tts", "architectures": ["Qwen3TTS"]}')
+    tokenizer = load_tokenizer(str(tmp_path))
+    ids = encode_text(tokenizer, "he")
+    assert tokenizer.convert_ids_to_tokens(ids) == ["<|im_start|>", "assistant", "\u010a", "he"]
+    assert "instantiate a model" not in capfd.readouterr().err

@@ -133,6 +133,27 @@ def test_codes_that_the_model_has_not_are_named_before_training(tmp_path: Path) 
         data.train_dataloader()
 
 
+def test_a_row_with_a_language_that_the_model_has_not_is_named(tmp_path: Path) -> None:
+    row, *_ = make_rows(1)
+    write_shard(tmp_path / "shard-00000.parquet", [replace(row, language="klingon")])
+    data = build_data(tmp_path)
+    data.attach(parse_config(make_config()))
+    data.setup("fit")
+    with pytest.raises(ValueError, match=r"0.wav: language: got 'klingon': expected auto or one of"):
+        data.train_dataloader()
+
+
+def test_models_of_another_kind_are_refused() -> None:
+    with pytest.raises(ValueError, match="tokenizer_type: got 'qwen3_tts_tokenizer_25hz'"):
+        parse_config({**make_config(), "tokenizer_type": "qwen3_tts_tokenizer_25hz"})
+    raw = make_config()
+    raw["talker_config"]["rope_scaling"] = {"rope_type": "yarn", "factor": 2.0}
+    with pytest.raises(ValueError, match="rope_scaling: got 'yarn': expected default"):
+        parse_config(raw)
+    raw["talker_config"]["rope_scaling"] = {"interleaved": True, "mrope_section": [24, 20, 20], "type": "default"}
+    parse_config(raw)
+
+
 def test_the_language_of_a_row_is_on_its_codec_track(tmp_path: Path) -> None:
     config = parse_config(make_config())
     (language, number), *_ = config.languages.items()
