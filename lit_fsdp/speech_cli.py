@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from lit_fsdp.export_cli import ExportParser
 from lit_fsdp.tasks.tts.audio import AudioError, read_audio, write_wav
-from lit_fsdp.tasks.tts.codec import AnyCodec, load_codec
-from lit_fsdp.tasks.tts.data import read_prompts
+from lit_fsdp.tasks.tts.codec import load_codec
 from lit_fsdp.tasks.tts.formants import SPOKEN, build_small_codec
-from lit_fsdp.tasks.tts.generation import Sampling
-from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model, has_codec
-from lit_fsdp.tasks.tts.speaker import Speaker, open_speaker
+from lit_fsdp.tasks.tts.frame_codec import FrameCodec
+from lit_fsdp.tasks.tts.generation import Sampling, Speech
+from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
+from lit_fsdp.tasks.tts.prompts import read_prompts
+from lit_fsdp.tasks.tts.speaker import Reference, Speaker, open_speaker
 from lit_fsdp.tasks.tts.voice_export import export_voice
 
 
@@ -36,8 +35,9 @@ def run_speak(args: Sequence[str]) -> int:
     )
     parser.add_function_arguments(speak_texts, fail_untyped=True)
     settings = parser.instantiate(parser.parse_args(list(args[1:])))
-    for path, seconds, has_ended in speak_texts(**settings.as_dict()):
-        print(f"{path}  {seconds:.2f} s{'' if has_ended else ', cut off: no end was written'}")
+    for spoken in speak_texts(**settings.as_dict()):
+        cut = f", cut off at sampling.max_frames {spoken.max_frames}: no end was written"
+        print(f"{spoken.path}  {spoken.seconds:.2f} s{'' if spoken.has_ended else cut}")
     return 0
 
 
@@ -54,13 +54,28 @@ def run_export_voice(args: Sequence[str]) -> int:
     )
     parser.add_function_arguments(export_voice, fail_untyped=True)
     settings = parser.instantiate(parser.parse_args(list(args[1:])))
-    folder = export_voice(**settings.as_dict())
-    print(f"folder  {folder}")
-    if not has_codec(folder):
-        print(
-            "codec   none: the run did not start from a model with one; speak takes --codec, qwen-tts its folder there"
-        )
+    exported = export_voice(**settings.as_dict())
+    print(f"folder  {exported.folder}")
+    for note in exported.notes:
+        print(f"note    {note}")
     return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpokenFile:
+    """A text that was spoken.
+
+    Args:
+        path: Of the WAV file.
+        seconds: Of its audio.
+        has_ended: Whether the end was written; otherwise the speech was cut off.
+        max_frames: Where.
+    """
+
+    path: Path
+    seconds: float
+    has_ended: bool
+    max_frames: int
 
 
 def speak_texts(
@@ -72,12 +87,14 @@ def speak_texts(
     speaker: str | None = None,
     language: str | None = None,
     ref_audio: Path | None = None,
+    ref_text: str | None = None,
     streaming: bool | None = None,
     batch_size: int = 4,
     codec: str | None = None,
+    base: str | None = None,
     sampling: Sampling | None = None,
-) -> list[tuple[Path, float, bool]]:
-    """Speak texts into WAV files, one for each; return path, seconds and whether the speech came to its end.
+) -> list[SpokenFile]:
+    """Speak texts into WAV files, one for each.
 
     Args:
         model: Checkpoint or run of TextToSpeech, folder of a model, or its name on the Hub.
@@ -86,42 +103,63 @@ def speak_texts(
         texts: Instead, a ``.txt`` file of lines, or JSON lines with ``text`` and maybe ``speaker`` and ``language``.
         speaker: Whose voice: one that is built in, or one of the training data. The first of these if not given.
         language: Of the text; the model finds out if not given.
-        ref_audio: Clone the voice in this file, which needs a base model of Qwen3-TTS.
+        ref_audio: Clone the voice in this file, which needs a base model of Qwen3-TTS, or CSM with ``ref_text``.
+        ref_text: What is said in ``ref_audio``. CSM then goes on from there.
         streaming: Lay text beside frames; as the checkpoint was trained if not given, and not for folders.
         batch_size: Texts spoken at once.
         codec: Folder or name of a codec, such as descript/dac_44khz for Dia, or of a model whose codec to use;
             ``formants`` is that of the quickstart. That of the model if not given.
+        base: Of a checkpoint: where the model is that its run started from, if not where it was.
         sampling: How codes are chosen; what is not given comes from the model's ``generation_config.json``.
     """
-    if (text is None) == (texts is None):
-        raise ValueError("text or texts: expected one of them: what to say, or a file of it")
-    if speaker is not None and ref_audio is not None:
-        raise ValueError("ref_audio: not used, as speaker names a voice; leave one of them out")
+    _check_sources(text, texts)
+    _check_reference(ref_audio, ref_text, speaker)
     if batch_size < 1:
         raise ValueError(f"batch_size: got {batch_size}: expected 1 or more")
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out: {out} is a file: expected a folder, or the name of a new one")
-    opened = open_speaker(model, sampling)
-    decoder = _find_codec(codec, opened)
-    rows = [(text, speaker, language)] if text is not None else []
+    _check_folder(out)
+    rows = [(text or "", speaker, language)]
     if texts is not None:
         rows = _read_texts(texts, speaker, language, is_cloned=ref_audio is not None)
-    voice = _clone(ref_audio, opened, decoder.sample_rate) if ref_audio is not None else None
-    utterances = [opened.encode(*row, voice=voice) for row in rows]
+    opened = open_speaker(model, sampling, base=base)
+    decoder = _find_codec(codec, opened)
+    reference = _read_reference(ref_audio, ref_text, opened, decoder) if ref_audio is not None else None
+    utterances = [opened.encode(*row, reference=reference) for row in rows]
     out.mkdir(parents=True, exist_ok=True)
     written, lines = [], []
-    is_streaming = opened.is_streaming if streaming is None else streaming
+    streaming = opened.is_streaming if streaming is None else streaming
     for begin in range(0, len(rows), batch_size):
-        spoken = opened.speak(utterances[begin : begin + batch_size], is_streaming=is_streaming)
+        spoken = opened.speak(utterances[begin : begin + batch_size], is_streaming=streaming)
         for i, speech in enumerate(spoken, start=begin):
             (audio,) = decoder.decode([speech.codes])
-            path = out / f"{i:05}.wav"
+            path, seconds = out / f"{i:05}.wav", len(audio) / decoder.sample_rate
             write_wav(path, audio.numpy(), decoder.sample_rate)
-            written.append((path, len(audio) / decoder.sample_rate, speech.has_ended))
-            about: dict[str, Any] = dict(zip(("text", "speaker", "language"), rows[i], strict=True))
-            lines.append({"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)})
+            limit = opened.sampling.max_frames
+            written.append(SpokenFile(path=path, seconds=seconds, has_ended=speech.has_ended, max_frames=limit))
+            lines.append(_describe(path, rows[i], speech))
     _write_list(out / "spoken.jsonl", lines, {"model": model, "sampling": asdict(opened.sampling)})
     return written
+
+
+def _check_sources(text: str | None, texts: Path | None) -> None:
+    if (text is None) == (texts is None):
+        raise ValueError("text or texts: expected one of them: what to say, or a file of it")
+
+
+def _check_folder(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out: {out} is a file: expected a folder, or the name of a new one")
+
+
+def _check_reference(audio: Path | None, text: str | None, speaker: str | None) -> None:
+    if speaker is not None and audio is not None:
+        raise ValueError("ref_audio: not used, as speaker names a voice; leave one of them out")
+    if text is not None and audio is None:
+        raise ValueError("ref_text: not used without ref_audio, in which it is said; set that, or leave it out")
+
+
+def _describe(path: Path, row: tuple[str, str | None, str | None], speech: Speech) -> dict[str, Any]:
+    about = dict(zip(("text", "speaker", "language"), row, strict=True))
+    return {"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)}
 
 
 def _write_list(path: Path, lines: list[dict[str, Any]], settings: dict[str, Any]) -> None:
@@ -146,16 +184,20 @@ def _read_texts(
     return rows
 
 
-def _clone(path: Path, speaker: Speaker, sample_rate: int) -> NDArray[np.float32]:
-    """Return the voice in a file."""
+def _read_reference(path: Path, text: str | None, speaker: Speaker, codec: FrameCodec) -> Reference:
+    """Return what a model takes of a recording."""
+    speaker.check_reference(has_text=text is not None)
     try:
-        audio = read_audio(path, sample_rate)
+        audio = read_audio(path, codec.sample_rate)
     except AudioError as error:
         raise ValueError(f"ref_audio: {path}: {error}") from error
-    return speaker.embed(audio)
+    if text is None:
+        return Reference(embedding=speaker.embed(audio))
+    (codes,) = codec.encode([torch.from_numpy(audio)])
+    return Reference(text=text, codes=codes.numpy())
 
 
-def _find_codec(name: str | None, speaker: Speaker) -> AnyCodec:
+def _find_codec(name: str | None, speaker: Speaker) -> FrameCodec:
     if name == SPOKEN:
         return build_small_codec()
     source = name or speaker.codec_source

@@ -53,6 +53,7 @@ class Task(LightningModule):
     """
 
     target_name = "tokens"  # what is counted in train/<target_name>_seen
+    has_perplexity = True  # whether the loss is one cross-entropy of tokens
 
     def __init__(self, optimizer: Optimizer | None = None, schedule: Schedule | None = None) -> None:
         super().__init__()
@@ -220,7 +221,7 @@ class Task(LightningModule):
         if self._step_loss is not None:
             values["train/loss"] = self._step_loss.float()
             values[f"train/{self.target_name}_seen"] = torch.as_tensor(self.targets_seen)
-            if self.target_name == "tokens":
+            if self.target_name == "tokens" and self.has_perplexity:
                 values["train/perplexity"] = self._step_loss.float().exp()
         self.log_step(values)
 

@@ -58,6 +58,9 @@ DAC = {
 }  # fmt: skip
 
 
+_PLAIN: dict[str, Any] = {"shuffle": False, "num_workers": 0, "text_dropout": 0.0}
+
+
 def make_rows(num_codebooks: int, num_rows: int = NUM_STEPS * GLOBAL_BATCH) -> list[PreparedRow]:
     """Clips of 2 to 14 frames, so that a mean of means over ranks would be wrong."""
     rows = []
@@ -122,13 +125,29 @@ def train_plainly(raw: dict[str, Any], voices: dict[str, Any]) -> Result:
     return result
 
 
+def learn(raw: dict[str, Any], rows: list[PreparedRow], voices: dict[str, Any], num_steps: int) -> Any:
+    """Return a model that knows clips by heart, and the clips."""
+    family, config = parse_family(raw)
+    model, utterances = build_model(raw), make_utterances(raw, rows, voices)
+    batch, (own, other) = family.collate(utterances, config), family.weigh_losses(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(num_steps):
+        output = model(batch)
+        loss = own * output.talker_loss / output.num_tokens + other * output.predictor_loss / output.num_frames
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert float(loss.detach()) < 0.1
+    return model.eval(), utterances
+
+
 def build_task(raw: dict[str, Any], **options: Any) -> TextToSpeech:
     source = {} if "pretrained" in options else {"config": raw}
     return TextToSpeech(**source, optimizer=OPTIMIZER, schedule=Schedule(shape="constant"), **options)
 
 
 def build_data(folder: Path, **options: Any) -> SpeechData:
-    return SpeechData(train=str(folder), tokenizer="bytes", **{"shuffle": False, "num_workers": 0, **options})
+    return SpeechData(train=str(folder), tokenizer="bytes", **{**_PLAIN, **options})
 
 
 def fit(raw: dict[str, Any], folder: Path, out: Path, accumulate: int, options: dict[str, Any]) -> None:
@@ -170,6 +189,13 @@ def make_checkpoint(raw: dict[str, Any], folder: Path, seed: int = 5) -> Path:
 
     torch.manual_seed(seed)
     kind: Any = CsmForConditionalGeneration if raw["model_type"] == "csm" else DiaForConditionalGeneration
-    kind(AutoConfig.for_model(**raw)).save_pretrained(folder)
+    model = kind(AutoConfig.for_model(**raw))
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if name.endswith("embed_sum"):  # else all sounds have the same codes, and all codes sound the same
+                tensor.copy_(torch.randn(tensor.shape) * 0.5)
+            elif name.startswith("codec_model.") and tensor.dim() == 3:
+                tensor.mul_(1.6)  # torch's initialization lets sound fade from layer to layer
+    model.save_pretrained(folder)
     build_byte_tokenizer().save_pretrained(folder)
     return folder

@@ -7,7 +7,6 @@ on. So the window of the encoder is set wider than any audio here, whatever its 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,12 @@ from transformers.models.mimi.modeling_mimi import (
     MimiSplitResidualVectorQuantizer,
     MimiTransformerModel,
 )
+from typing_extensions import override
 
 from lit_fsdp.tasks.tts.codec_decoder import CodecDecoder, parse_decoder_config
-from lit_fsdp.tasks.tts.hub_codec import HubCodec, is_hub_codec, load_hub_codec
+from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
+from lit_fsdp.tasks.tts.frame_codec import FrameCodec
+from lit_fsdp.tasks.tts.hub_codec import is_hub_codec, load_hub_codec
 from lit_fsdp.tasks.tts.pretrained import find_codec
 
 MODEL_TYPE = "qwen3_tts_tokenizer_12hz"
@@ -57,7 +59,7 @@ class CodecEncoder(nn.Module):
         return self.quantizer.encode(self.downsample(hidden), num_codebooks).permute(1, 2, 0)
 
 
-class Codec(nn.Module):
+class Codec(FrameCodec):
     """The codec of a Qwen3-TTS checkpoint.
 
     Args:
@@ -80,6 +82,7 @@ class Codec(nn.Module):
         self.encoder = CodecEncoder(_parse_encoder_config(settings["encoder_config"]))
         self.decoder = CodecDecoder(parse_decoder_config(settings["decoder_config"]))
 
+    @override
     @torch.inference_mode()
     def encode(self, clips: Sequence[Tensor]) -> list[Tensor]:
         """Return the codes [frames, codebooks] of each clip [samples]; the last frame may be part silence.
@@ -94,24 +97,9 @@ class Codec(nn.Module):
         codes = self.encoder(audio, self.num_codebooks)
         return [row[:count].cpu() for row, count in zip(codes, counts, strict=True)]
 
-    @torch.inference_mode()
-    def decode(self, codes: Sequence[Tensor]) -> list[Tensor]:
-        """Return the audio [samples] of each list of frames [frames, codebooks], in float32 on the CPU."""
-        return [self._decode_one(part) if len(part) else torch.zeros(0) for part in codes]
-
-    def _decode_one(self, codes: Tensor) -> Tensor:
-        audio = self.decoder.decode_long(codes.T[None].to(self.device))
-        return audio[0, 0].float().cpu()
-
-    @property
-    def device(self) -> torch.device:
-        """Where the codec computes."""
-        return next(self.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which dtype it computes."""
-        return next(self.parameters()).dtype
+    @override
+    def decode_one(self, codes: Tensor) -> Tensor:
+        return self.decoder.decode_long(codes.T[None])[0, 0]
 
 
 def _parse_encoder_config(settings: Mapping[str, Any]) -> MimiConfig:
@@ -124,10 +112,7 @@ def _parse_encoder_config(settings: Mapping[str, Any]) -> MimiConfig:
     return config
 
 
-AnyCodec = Codec | HubCodec
-
-
-def load_codec(folder: Path) -> AnyCodec:
+def load_codec(folder: Path) -> FrameCodec:
     """Return the codec in a folder, ready to use, on the CPU in float32.
 
     Args:
@@ -141,10 +126,9 @@ def load_codec(folder: Path) -> AnyCodec:
     folder = find_codec(folder)
     if is_hub_codec(folder):
         return load_hub_codec(folder)
-    paths = folder / "config.json", folder / "model.safetensors"
-    codec = Codec(json.loads(paths[0].read_text()))
+    codec, path = Codec(read_raw_config(folder)), folder / "model.safetensors"
     try:
-        codec.load_state_dict(load_file(paths[1]))
+        codec.load_state_dict(load_file(path))
     except RuntimeError as error:
-        raise ValueError(f"codec: {paths[1]} does not fit {paths[0]}: {error}") from error
+        raise ValueError(f"codec: {path} does not fit its {CONFIG}: {error}") from error
     return codec.float().eval()

@@ -11,6 +11,8 @@ from typing import Any
 from transformers import Qwen3Config
 
 MODEL_TYPE = "qwen3_tts"
+CONFIG = "config.json"
+_TOKENIZER = "qwen3_tts_tokenizer_12hz"
 FRAMES_PER_S = 12.5
 # What Transformers' Qwen3 takes of the settings of a talker or code predictor.
 _TRANSFORMER = (
@@ -140,12 +142,23 @@ def read_config(folder: Path) -> SpeechConfig:
     Raises:
         ValueError: There is none, or it is of another model.
     """
-    path = folder / "config.json"
+    return parse_config(read_raw_config(folder), where=str(folder / CONFIG))
+
+
+def read_raw_config(folder: Path) -> dict[str, Any]:
+    """Return the contents of ``config.json`` in a folder, of whatever model.
+
+    Raises:
+        ValueError: There is none, or it holds something else.
+    """
+    path = folder / CONFIG
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot read it: {error}") from error
-    return parse_config(raw, where=str(path))
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: got {type(raw).__name__}: expected a JSON object")  # noqa: TRY004
+    return raw
 
 
 def parse_config(raw: Mapping[str, Any], *, where: str = "config") -> SpeechConfig:
@@ -160,6 +173,8 @@ def parse_config(raw: Mapping[str, Any], *, where: str = "config") -> SpeechConf
     """
     if raw.get("model_type") != MODEL_TYPE:
         raise ValueError(f"{where}: model_type: got {raw.get('model_type')!r}: expected {MODEL_TYPE!r}")
+    if (kind := raw.get("tokenizer_type", _TOKENIZER)) != _TOKENIZER:
+        raise ValueError(f"{where}: tokenizer_type: got {kind!r}: expected {_TOKENIZER!r}")
     try:
         return _parse(dict(raw))
     except KeyError as error:
@@ -190,6 +205,9 @@ def _parse(raw: dict[str, Any]) -> SpeechConfig:
 
 
 def _build_transformer(settings: Mapping[str, Any]) -> Qwen3Config:
+    scaling = settings.get("rope_scaling") or {}
+    if (kind := scaling.get("rope_type", scaling.get("type", "default"))) != "default":
+        raise ValueError(f"config: rope_scaling: got {kind!r}: expected default, as all published models have it")
     # The three position grids of a talker are always equal, so its multimodal RoPE is the plain one.
     rope = {"rope_type": "default", "rope_theta": settings["rope_theta"]}
     return Qwen3Config(rope_parameters=rope, **{name: settings[name] for name in _TRANSFORMER if name in settings})

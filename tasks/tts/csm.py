@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lit_fsdp.tasks.tts.prepared import PreparedRow
 
 _END_OF_TEXT = "<|end_of_text|>"
+_MAX_FRAMES = 1125  # 90 seconds, as in the original inference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +90,14 @@ class CsmFamily(Family):
     }
     linears = r"backbone_model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj"  # not those of the depth decoder
     blocks = ("*CsmDecoderLayer",)
+    reads_context = True
+    # 10 seconds in that of csm-1b, which is too short for many texts.
+    unread_generation = ("max_new_tokens",)
 
     @property
     @override
     def default_sampling(self) -> SamplingValues:
-        return SamplingValues(repetition_penalty=1.0)
+        return SamplingValues(repetition_penalty=1.0, max_frames=_MAX_FRAMES)
 
     @override
     def parse_config(self, raw: Mapping[str, Any], *, where: str = "config") -> CsmSettings:
@@ -134,11 +138,16 @@ class CsmFamily(Family):
         return ids
 
     @override
-    def find_voices(self, rows: Sequence[PreparedRow]) -> dict[str, Voice]:
-        # Names that are numbers keep them; the others get those that are left, in order.
-        names = sorted({row.speaker for row in rows})
-        voices: dict[str, Voice] = {name: int(name) for name in names if name.isdecimal()}
-        free = (i for i in range(len(names)) if i not in voices.values())
+    def find_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
+        # Who has a number keeps it; names that are numbers have theirs; the others get those that are left, in order.
+        names = sorted({row.speaker for row in rows} - known.keys())
+        voices: dict[str, Voice] = {**known, **{name: int(name) for name in names if name.isdecimal()}}
+        owners: dict[Voice, str] = {}
+        for name, number in voices.items():
+            other = owners.setdefault(number, name)
+            if other != name:
+                raise ValueError(f"speaker: got {other!r} and {name!r}, both number {number}: rename one of them")
+        free = (i for i in range(len(voices) + len(names)) if i not in owners)
         return voices | {name: next(free) for name in names if name not in voices}
 
     @override
@@ -170,14 +179,24 @@ class CsmFamily(Family):
     def collate_prompts(
         self, utterances: Sequence[Utterance], config: CsmSettings, *, is_streaming: bool = False
     ) -> Batch:
-        length = max(len(u.text_ids) for u in utterances)
+        frames = [_take_context(u, config) for u in utterances]
+        sizes = [len(u.context_ids) + len(f) + len(u.text_ids) for u, f in zip(utterances, frames, strict=True)]
+        shape = len(utterances), max(sizes)
         batch = {
-            name: torch.zeros(len(utterances), length, dtype=torch.int64) for name in ("text_ids", "attention_mask")
+            "text_ids": torch.zeros(shape, dtype=torch.int64),
+            "attention_mask": torch.zeros(shape, dtype=torch.int64),
+            "codes": torch.zeros(*shape, config.num_codebooks, dtype=torch.int64),
+            "frame_mask": torch.zeros(shape, dtype=torch.bool),
         }
-        for row, utterance in enumerate(utterances):
-            begin = length - len(utterance.text_ids)
-            batch["text_ids"][row, begin:] = torch.tensor(utterance.text_ids)
+        for row, (utterance, context, size) in enumerate(zip(utterances, frames, sizes, strict=True)):
+            begin = shape[1] - size
+            first = begin + len(utterance.context_ids)  # of the frames
+            last = first + len(context)
             batch["attention_mask"][row, begin:] = 1
+            batch["text_ids"][row, begin:first] = torch.tensor(utterance.context_ids, dtype=torch.int64)
+            batch["codes"][row, first:last] = context
+            batch["frame_mask"][row, first:last] = True
+            batch["text_ids"][row, last:] = torch.tensor(utterance.text_ids)
         return batch
 
     @override
@@ -217,3 +236,11 @@ class CsmFamily(Family):
         with TensorFiles(folder) as files:
             names = [name for name in files.tensors if name.startswith(CODEC)]
             return {name: files.read_rows(name, 0, files.tensors[name].num_rows) for name in names}
+
+
+def _take_context(utterance: Utterance, config: CsmSettings) -> Tensor:
+    """Return the frames that were said before, with their end [frames, codebooks], or none."""
+    end = torch.full((1, config.num_codebooks), int(config.model.codebook_eos_token_id))  # type: ignore[arg-type]
+    if utterance.context_codes is None:
+        return end[:0]
+    return torch.cat([torch.from_numpy(utterance.context_codes), end])

@@ -40,9 +40,7 @@ class Csm(CsmForConditionalGeneration):
         Args:
             batch: From ``CsmFamily.collate``.
         """
-        text = self.embed_text_tokens(batch["text_ids"])
-        audio = self.backbone_model.embed_tokens(batch["codes"])
-        inputs = torch.where(batch["frame_mask"].unsqueeze(-1), audio, text)
+        inputs = self.embed(batch)
         # No mask: padding is on the right, where causal attention does not look.
         states = self.backbone_model(inputs_embeds=inputs, use_cache=False).last_hidden_state
         before = states.flatten(0, 1)[batch["state_index"]]  # [frames and ends, size]
@@ -64,6 +62,12 @@ class Csm(CsmForConditionalGeneration):
             predictor_labels=targets[:, 1:],
             is_frame=~is_end,
         )
+
+    def embed(self, batch: Batch) -> Tensor:
+        """Return texts and frames as inputs of the backbone [batch, length, size]."""
+        text = self.embed_text_tokens(batch["text_ids"])
+        audio = self.backbone_model.embed_tokens(batch["codes"])
+        return torch.where(batch["frame_mask"].unsqueeze(-1), audio, text)
 
     def _predict_others(self, before: Tensor, targets: Tensor) -> Tensor:
         """Return logits [frames, codebooks - 1, vocabulary] under the true codes."""
@@ -92,7 +96,7 @@ def generate_csm(model: Csm, batch: Batch, sampling: SamplingValues) -> list[Spe
     generator = torch.Generator(device=mask.device).manual_seed(sampling.seed)
     # The codec knows no codes from there on.
     choose = Chooser(sampling, generator, suppressed=list(range(codebook_size, config.vocab_size)))
-    inputs = model.embed_text_tokens(batch["text_ids"])
+    inputs = model.embed(batch)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     is_open = torch.ones(len(mask), dtype=torch.bool, device=mask.device)
     frames: list[Tensor] = []  # each [batch, codebooks], ends included

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,22 +19,14 @@ from lit_fsdp.tasks.tts.families import find_family
 from lit_fsdp.tasks.tts.family import Family, FamilyConfig, Voice
 from lit_fsdp.tasks.tts.formants import SPOKEN, make_corpus
 from lit_fsdp.tasks.tts.layout import Batch, Utterance
-from lit_fsdp.tasks.tts.manifest import read_lines
 from lit_fsdp.tasks.tts.prepared import PreparedRow, read_rows
+from lit_fsdp.tasks.tts.prompts import PromptRow, read_prompts
 from lit_fsdp.tasks.tts.step_counts import StepCounts
+from lit_fsdp.tasks.tts.text_dropout import TextDropout
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
 
 _HELD_OUT_SEED = 0
 _CHARACTERS_PER_S = 20  # more than anybody speaks, for an example batch
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptRow:
-    """A text to speak."""
-
-    text: str
-    speaker: str | None = None
-    language: str | None = None
 
 
 class SpeechData(LightningDataModule):
@@ -56,6 +46,9 @@ class SpeechData(LightningDataModule):
             ``none``.
         streaming: Lay text beside frames, one id a frame, as the official inference does for text that arrives bit
             by bit. Otherwise all text comes before the speech.
+        text_dropout: Show the model no text for this share of the training rows, drawn anew in each epoch: guidance
+            compares with speech without text, which the model would else forget. The default is 0.15 for Dia, and 0
+            for models that are not guided.
         max_seconds: Leave longer rows out: the longest ones set the memory of a step.
         batch_size: Rows in a micro-batch of one rank.
         eval_batch_size: The same for validation and prediction; ``batch_size`` if not given.
@@ -76,6 +69,7 @@ class SpeechData(LightningDataModule):
         tokenizer: str,
         speaker_embedding: Literal["row", "mean", "none"] | None = None,
         streaming: bool = False,
+        text_dropout: float | None = None,
         max_seconds: float = 30.0,
         batch_size: int = 1,
         eval_batch_size: int | None = None,
@@ -89,6 +83,8 @@ class SpeechData(LightningDataModule):
             raise ValueError(f"validation_fraction: got {validation_fraction}: expected 0 to below 1, such as 0.05")
         if validation_fraction and validation is not None:
             raise ValueError("validation_fraction: not used, as validation names a source; leave one of them out")
+        if text_dropout is not None and not 0 <= text_dropout < 1:
+            raise ValueError(f"text_dropout: got {text_dropout}: expected 0 to below 1, such as 0.15")
         if not max_seconds > 0:
             raise ValueError(f"max_seconds: got {max_seconds}: expected above 0")
         for name, value, least in (
@@ -102,11 +98,14 @@ class SpeechData(LightningDataModule):
         self.sources = {"train": train, "validation": validation, "predict": predict}
         self.validation_fraction, self.max_seconds = validation_fraction, max_seconds
         self.tokenizer_name, self.speaker_embedding, self.streaming = tokenizer, speaker_embedding, streaming
+        self.text_dropout = text_dropout
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size  # not 0
         self.num_workers, self.repeat, self.shuffle, self.seed = num_workers, repeat, shuffle, seed
         self.speech_config: FamilyConfig | None = None
         self.voices: dict[str, Voice] = {}
         self._rows: dict[str, list[PreparedRow]] = {}
+        self._speaking: list[PreparedRow] = []  # whose voices are known
+        self._known: dict[str, Voice] = {}  # of a checkpoint
         self._tokenizer: Any = None
 
     def attach(self, config: FamilyConfig) -> None:
@@ -119,8 +118,24 @@ class SpeechData(LightningDataModule):
         if choice is None:
             choice = "none" if config.voice_size is None else "mean"
         family = find_family(config.raw["model_type"])
-        family.check_data(config, speaker_embedding=choice, is_streaming=self.streaming)
-        self.speaker_embedding, self.speech_config = choice, config
+        dropout = (family.default_text_dropout or 0.0) if self.text_dropout is None else self.text_dropout
+        family.check_data(config, speaker_embedding=choice, is_streaming=self.streaming, text_dropout=dropout)
+        self.speaker_embedding, self.text_dropout, self.speech_config = choice, dropout, config
+
+    def restore_voices(self, voices: Mapping[str, Any]) -> None:
+        """Go on with the voices of a checkpoint: numbers stay those that were trained on.
+
+        Args:
+            voices: As ``describe_run`` has them.
+
+        Raises:
+            ValueError: A speaker of the training data could not be told from another one.
+        """
+        self._known = {
+            name: np.asarray(voice, dtype=np.float32) if isinstance(voice, list) else int(voice)
+            for name, voice in voices.items()
+        }
+        self.voices = self._find_voices(self._speaking)
 
     @property
     def family(self) -> Family:
@@ -141,7 +156,9 @@ class SpeechData(LightningDataModule):
         if self.sources["train"] is not None and "train" not in self._rows:
             rows = self._read("train")
             kept, held = _split(rows, self.validation_fraction)
-            self.voices = self._find_voices(kept)
+            # Numbers of speakers also for those who were held out with all they say.
+            self._speaking = rows if self._get_config().voice_size is None else kept
+            self.voices = self._find_voices(self._speaking)
             self._rows["train"] = kept
             if held:
                 self._rows["validation"] = held
@@ -179,7 +196,9 @@ class SpeechData(LightningDataModule):
             trainer=trainer,
             what=f"train ({len(rows)} clips)",
         )
-        loader.annotate = StepCounts(loader, lengths, trainer, predicts_ends=self.family.predicts_ends)
+        counts = StepCounts(loader, lengths, trainer, predicts_ends=self.family.predicts_ends)
+        dropout = TextDropout(loader, self.family, self.text_dropout) if self.text_dropout else None
+        loader.annotate = counts if dropout is None else lambda batch, place: counts(dropout(batch, place), place)
         return loader
 
     def val_dataloader(self) -> Any:
@@ -200,7 +219,10 @@ class SpeechData(LightningDataModule):
         source = self.sources["predict"]
         if source is None:
             raise ValueError("predict: not set; name a .txt file with a text in each line, or JSON lines")
-        utterances = [self.encode_prompt(row) for row in read_prompts(Path(source))]
+        rows = read_prompts(Path(source))
+        if not rows:
+            raise ValueError(f"predict: {source}: empty: expected a text in each line")
+        utterances = [self.encode_prompt(row) for row in rows]
         return build_eval_loader(
             utterances,
             batch_size=self.eval_batch_size,
@@ -255,7 +277,9 @@ class SpeechData(LightningDataModule):
 
     def _find_voices(self, rows: Sequence[PreparedRow]) -> dict[str, Voice]:
         takes_embeddings = self._get_config().voice_size is not None
-        return {} if takes_embeddings and self.speaker_embedding == "none" else self.family.find_voices(rows)
+        if takes_embeddings and self.speaker_embedding == "none":
+            return {}
+        return self.family.find_voices(rows, self._known)
 
     def _find_speaker(self, row: PreparedRow) -> Voice | None:
         size = self._get_config().voice_size
@@ -286,7 +310,7 @@ class SpeechData(LightningDataModule):
         return known.get(row.speaker)
 
     def _encode(self, rows: Sequence[PreparedRow]) -> list[Utterance]:
-        family, config = self.family, self._get_config()
+        config = self._get_config()
         for row in rows:
             if row.codes.shape[1] != config.num_codebooks:
                 raise ValueError(
@@ -298,16 +322,16 @@ class SpeechData(LightningDataModule):
                     f"{row.audio}: got codes from {row.codes.min()} to {row.codes.max()}: expected 0 to {size - 1}: "
                     "prepare the data with the model that is trained"
                 )
-        speakers = [self._find_speaker(row) for row in rows]
-        return [
-            Utterance(
-                text_ids=family.encode_text(self.tokenizer, row.text, config, speaker),
-                codes=row.codes,
-                language=config.find_language(row.language, row.speaker),
-                speaker=speaker,
-            )
-            for row, speaker in zip(rows, speakers, strict=True)
-        ]
+        return [self._encode_row(row) for row in rows]
+
+    def _encode_row(self, row: PreparedRow) -> Utterance:
+        config, speaker = self._get_config(), self._find_speaker(row)
+        try:
+            ids = self.family.encode_text(self.tokenizer, row.text, config, speaker)
+            language = config.find_language(row.language, row.speaker)
+        except ValueError as error:
+            raise ValueError(f"{row.audio or 'a row'}: {error}") from error
+        return Utterance(text_ids=ids, codes=row.codes, language=language, speaker=speaker)
 
     def _get_config(self) -> FamilyConfig:
         if self.speech_config is None:
@@ -317,35 +341,6 @@ class SpeechData(LightningDataModule):
             self.attach(module.read_config())
         assert self.speech_config is not None
         return self.speech_config
-
-
-def read_prompts(path: Path, setting: str = "predict") -> list[PromptRow]:
-    """Return the texts in a file: its lines, or the rows of JSON lines.
-
-    Args:
-        path: The file.
-        setting: What the user calls it.
-
-    Raises:
-        ValueError: It cannot be read, or a row has no text.
-    """
-    lines = [(i, line) for i, line in enumerate(read_lines(path.expanduser(), setting), start=1) if line.strip()]
-    if path.suffix != ".jsonl":
-        return [PromptRow(text=line.strip()) for _, line in lines]
-    rows = []
-    for i, line in lines:
-        where = f"{setting}: {path} line {i}"
-        try:
-            fields = json.loads(line)
-            found = {name: fields.get(name) for name in ("text", "speaker", "language")}
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{where}: no JSON object: {error}") from error
-        if not found["text"]:
-            raise ValueError(f"{where}: text: missing")
-        if wrong := [name for name, value in found.items() if value is not None and not isinstance(value, str)]:
-            raise ValueError(f"{where}: {wrong[0]}: got {found[wrong[0]]!r}: expected text")
-        rows.append(PromptRow(**found))
-    return rows
 
 
 def _split(rows: list[PreparedRow], fraction: float) -> tuple[list[PreparedRow], list[PreparedRow]]:

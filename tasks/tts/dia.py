@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from transformers import DiaConfig
 from typing_extensions import override
@@ -77,6 +78,7 @@ class DiaFamily(Family):
     parts: ClassVar = {"encoder": ("model.encoder.",), "decoder": ("model.decoder.", "logits_dense.")}
     linears = r"model\.(encoder|decoder)\.layers\.\d+\.(self_attention|cross_attention|mlp)\.\w+_proj"
     blocks = ("*DiaEncoderLayer", "*DiaDecoderLayer")
+    default_text_dropout = 0.15  # official training is not published; others that are take this share
     unused_sampling = (
         *("repetition_penalty", "predictor_do_sample", "predictor_temperature", "predictor_top_k"),
         "predictor_top_p",
@@ -125,7 +127,13 @@ class DiaFamily(Family):
         return ids
 
     @override
-    def find_voices(self, rows: Sequence[PreparedRow]) -> dict[str, Voice]:
+    def find_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
+        speakers = {row.speaker for row in rows if not row.text.lstrip().startswith(_SPEAKERS)}
+        if len(speakers) > 1:
+            rank_zero_warn(
+                f"train: {len(speakers)} speakers, whose names dia is not told: texts without [S1] or [S2] at their "
+                "beginning are all taken for [S1]"
+            )
         return {}
 
     @override
@@ -155,6 +163,11 @@ class DiaFamily(Family):
         whole = torch.ones(len(utterances), longest, dtype=torch.int64)
         batch |= {"decoder_ids": decoder_ids, "attention_mask": whole, "frame_weights": batch["label_weights"]}
         return {**batch, **_stack_text(utterances)}
+
+    @override
+    def drop_texts(self, batch: Batch, rows: Sequence[int]) -> Batch:
+        # As generate_dia has it: the mask stays.
+        return {**batch, "text_ids": batch["text_ids"].index_fill(0, torch.tensor(rows, dtype=torch.int64), 0)}
 
     @override
     def collate_prompts(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_fsdp.tasks.tts.config import MODEL_TYPE
+from lit_fsdp.tasks.tts.config import CONFIG, MODEL_TYPE, read_raw_config
 from lit_fsdp.tasks.tts.family import Family, FamilyConfig
 from lit_fsdp.tasks.tts.qwen3 import Qwen3Family
 from lit_fsdp.weights import materialize
@@ -55,20 +54,12 @@ def read_family(folder: Path) -> tuple[Family, FamilyConfig]:
     Raises:
         ValueError: There is none, or no family knows it.
     """
-    path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot read it: {error}") from error
-    return parse_family(raw, where=str(path))
+    return parse_family(read_raw_config(folder), where=str(folder / CONFIG))
 
 
 def is_speech_model(folder: Path) -> bool:
     """Tell whether a folder holds a model of a family."""
-    path = folder / "config.json"
-    if not path.is_file():
-        return False
-    return json.loads(path.read_text()).get("model_type") in MODEL_TYPES
+    return (folder / CONFIG).is_file() and read_raw_config(folder).get("model_type") in MODEL_TYPES
 
 
 def load_speech_model(folder: Path) -> tuple[Family, FamilyConfig, nn.Module]:

@@ -7,6 +7,7 @@ optimizer step by a count of its own, and the loss is their weighted sum.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -73,9 +74,12 @@ class Family(ABC):
     linears: ClassVar[str]  # what lora.targets 'all-linear' means: a pattern of names
     blocks: ClassVar[tuple[str, ...]]  # patterns of the classes that are FSDP units
     has_streaming: ClassVar[bool] = False
+    reads_context: ClassVar[bool] = False  # speech that it goes on from, with what is said there
     has_kinds: ClassVar[bool] = False  # of exports: with voices built in, or a base model
     predicts_ends: ClassVar[bool] = True  # whether the predictor's loss has ends too
     unused_sampling: ClassVar[tuple[str, ...]] = ("guidance_scale",)
+    default_text_dropout: ClassVar[float | None] = None  # None where texts cannot be left out
+    unread_generation: ClassVar[tuple[str, ...]] = ()  # names in generation_config.json that are not followed
 
     @abstractmethod
     def parse_config(self, raw: Mapping[str, Any], *, where: str = "config") -> FamilyConfig:
@@ -114,8 +118,16 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def find_voices(self, rows: Sequence[PreparedRow]) -> dict[str, Voice]:
-        """Return what tells the model who speaks, by the name of each speaker of the training data."""
+    def find_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
+        """Return what tells the model who speaks, by the name of each speaker of the training data.
+
+        Args:
+            rows: Training data.
+            known: Voices that the model was trained on before.
+
+        Raises:
+            ValueError: Two speakers could not be told apart.
+        """
 
     @abstractmethod
     def collate(self, utterances: Sequence[Utterance], config: Any, *, is_streaming: bool = False) -> Batch:
@@ -134,6 +146,10 @@ class Family(ABC):
         self, config: Any, *, batch_size: int, num_text_ids: int, num_frames: int, is_streaming: bool = False
     ) -> Batch:
         """Return a batch for training of the given size, without data."""
+
+    def drop_texts(self, batch: Batch, rows: Sequence[int]) -> Batch:
+        """Return a batch of :meth:`collate` of which some rows have no text, as guidance has it."""
+        raise NotImplementedError(f"{self.model_type} is not guided")
 
     @abstractmethod
     def generate(self, model: Any, batch: Batch, sampling: SamplingValues) -> list[Speech]:
@@ -163,6 +179,24 @@ class Family(ABC):
             if getattr(sampling, name) not in (None, getattr(self.default_sampling, name)):
                 raise ValueError(f"sampling.{name}: not used by {self.model_type}; leave it out")
 
+    def complete_sampling(self, sampling: Sampling, official: str | bytes | None) -> SamplingValues:
+        """Return how speech is generated: as the user wants, else as the model says, else as its family does.
+
+        Args:
+            sampling: What the user wants.
+            official: Contents of the model's ``generation_config.json``, if it has one.
+
+        Raises:
+            ValueError: A setting would be ignored or fail.
+        """
+        self.check_sampling(sampling)
+        try:
+            own = dict(json.loads(official or "{}"))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"generation_config.json: cannot read it: {error}") from error
+        known = {name: value for name, value in own.items() if name not in self.unread_generation}
+        return sampling.complete(known, self.default_sampling)
+
     def read_extra(self, folder: Path) -> dict[str, Tensor]:  # noqa: ARG002
         """Return tensors of a folder that the model leaves out and an export needs, such as those of a codec."""
         return {}
@@ -171,7 +205,9 @@ class Family(ABC):
     def list_parts(self, model: nn.Module) -> dict[str, nn.Module | None]:
         """Return the modules that parameters are counted by, by name."""
 
-    def check_data(self, config: FamilyConfig, *, speaker_embedding: str, is_streaming: bool) -> None:
+    def check_data(
+        self, config: FamilyConfig, *, speaker_embedding: str, is_streaming: bool, text_dropout: float = 0.0
+    ) -> None:
         """Refuse ways to lay out data that the model has not.
 
         Raises:
@@ -179,45 +215,12 @@ class Family(ABC):
         """
         if is_streaming and not self.has_streaming:
             raise ValueError(f"streaming: got true: {self.model_type} does not read text beside frames; leave it out")
+        if text_dropout and self.default_text_dropout is None:
+            raise ValueError(f"text_dropout: got {text_dropout:g}: {self.model_type} is not guided; leave it out")
         if speaker_embedding != "none" and config.voice_size is None:
             raise ValueError(
                 f"speaker_embedding: got {speaker_embedding!r}: {self.model_type} takes no embeddings; leave it out"
             )
-
-
-def count_parts(parts: Mapping[str, nn.Module | None]) -> dict[str, tuple[int, int]]:
-    """Return elements and trainable elements of each part, by name; what two parts share counts for the first."""
-    counts, seen = {}, set[int]()
-    for name, part in parts.items():
-        parameters = [p for p in part.parameters() if id(p) not in seen] if part is not None else []
-        seen |= {id(p) for p in parameters}
-        counts[name] = (sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))
-    return counts
-
-
-def freeze_parts(model: nn.Module, family: Family, names: Sequence[str]) -> None:
-    """Let named parts of a model not train.
-
-    Raises:
-        ValueError: The model has no such part, or nothing is left.
-    """
-    check_parts(family, names)
-    beginnings = tuple(b for name in names for b in family.parts[name])
-    for name, parameter in model.named_parameters():
-        if beginnings and name.startswith(beginnings):
-            parameter.requires_grad_(False)
-
-
-def check_parts(family: Family, names: Sequence[str]) -> None:
-    """Refuse to freeze what a model does not have, or all of it.
-
-    Raises:
-        ValueError: With the name.
-    """
-    if unknown := sorted(set(names) - family.parts.keys()):
-        raise ValueError(f"freeze: got {', '.join(unknown)}: expected some of {', '.join(family.parts)}")
-    if set(names) == family.parts.keys():
-        raise ValueError("freeze: got all parts: nothing is left to train; leave one out, or set lora")
 
 
 def parse_hub_config(kind: type[PreTrainedConfig], raw: Mapping[str, Any], where: str) -> Any:

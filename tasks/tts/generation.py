@@ -16,6 +16,7 @@ from lit_fsdp.tasks.tts.layout import Batch
 from lit_fsdp.tasks.tts.model import Qwen3TTS
 
 _MIN_FRAMES = 2  # the official inference never ends before
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,9 @@ class Sampling:
         predictor_temperature: As ``temperature``.
         predictor_top_k: As ``top_k``.
         predictor_top_p: As ``top_p``.
-        max_frames: Stop here, though no end was written. Officially 2048. Models write 12.5 frames a second, Dia 86.
-        seed: Of the random numbers; the same seed gives the same speech.
+        max_frames: Stop here, though no end was written; that is reported. Officially 2048, of CSM 1125 whatever its
+            ``generation_config.json`` says, of Dia 3056. Models write 12.5 frames a second, Dia 86.
+        seed: Of the random numbers; the same seed gives the same speech for the same texts in the same batches.
         guidance_scale: Above 1, codes become likelier that are so because of the text; every step then computes
             twice as much. Only of Dia, officially 3.
     """
@@ -71,7 +73,7 @@ class Sampling:
         Raises:
             ValueError: A setting would be ignored or fail.
         """
-        given = {name: value for name, value in asdict(self).items() if value is not None}
+        given = _cast({name: value for name, value in asdict(self).items() if value is not None}, "sampling.")
         values = replace(base or SamplingValues(), **{**_parse_official(own or {}), **given})
         values.check()
         for prefix in ("", "predictor_"):
@@ -303,4 +305,15 @@ def _parse_official(settings: Mapping[str, Any]) -> dict[str, Any]:
         ours = renamed.get(name, re.sub("^(subtalker|depth_decoder)_", "predictor_", name))
         if ours in known and value is not None:
             found[ours] = value
-    return found
+    return _cast(found, "generation_config.json: ")
+
+
+def _cast(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return settings in their own types: processors of Transformers refuse a temperature of 1 that is an integer."""
+    kinds: dict[str, Any] = {field.name: type(field.default) for field in fields(SamplingValues)}
+    for name, value in values.items():
+        kind = kinds[name]
+        is_right = type(value) is kind or (kind is float and type(value) is int)
+        if not is_right:
+            raise ValueError(f"{where}{name}: got {value!r}: expected {_WORDS[kind]}")
+    return {name: kinds[name](value) for name, value in values.items()}

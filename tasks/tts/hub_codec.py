@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -18,7 +17,10 @@ from transformers import (
     MimiConfig,
     MimiModel,
 )
+from typing_extensions import override
 
+from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
+from lit_fsdp.tasks.tts.frame_codec import FrameCodec
 from lit_fsdp.weights import load_weights, materialize
 
 MODEL_TYPES = ("mimi", "dac")
@@ -26,8 +28,8 @@ WITH_CODEC = "csm"  # the type of model whose checkpoint has Mimi in it
 CODEC = "codec_model."  # the beginning of its names there
 
 
-class HubCodec(nn.Module):
-    """Mimi or DAC, with the same methods as ``Codec``.
+class HubCodec(FrameCodec):
+    """Mimi or DAC.
 
     Args:
         model: Of Transformers.
@@ -43,6 +45,7 @@ class HubCodec(nn.Module):
         self.samples_per_frame = int(settings.frame_size if is_mimi else settings.hop_length)
         self.sample_rate = int(settings.sampling_rate)
 
+    @override
     @torch.inference_mode()
     def encode(self, clips: Sequence[Tensor]) -> list[Tensor]:
         """Return the codes [frames, codebooks] of each clip [samples], one by one, filled up to whole frames."""
@@ -55,34 +58,21 @@ class HubCodec(nn.Module):
         codes = self.model.encode(audio, **{self._count_name: self.num_codebooks}).audio_codes
         return codes[0, :, :num_frames].T.cpu()
 
-    @torch.inference_mode()
-    def decode(self, codes: Sequence[Tensor]) -> list[Tensor]:
-        """Return the audio [samples] of each list of frames [frames, codebooks], in float32 on the CPU."""
-        return [self._decode_one(part) if len(part) else torch.zeros(0) for part in codes]
-
-    def _decode_one(self, codes: Tensor) -> Tensor:
-        audio = self.model.decode(audio_codes=codes.T[None].to(self.device)).audio_values
-        return audio.flatten().float().cpu()
+    @override
+    def decode_one(self, codes: Tensor) -> Tensor:
+        audio: Tensor = self.model.decode(audio_codes=codes.T[None]).audio_values
+        return audio.flatten()
 
     @property
     def _count_name(self) -> str:
         return "num_quantizers" if isinstance(self.model.config, MimiConfig) else "n_quantizers"
 
-    @property
-    def device(self) -> torch.device:
-        """Where the codec computes."""
-        return next(self.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which dtype it computes."""
-        return next(self.parameters()).dtype
-
 
 def is_hub_codec(folder: Path) -> bool:
     """Tell whether a folder holds Mimi or DAC, or a model with Mimi in it."""
-    path = folder / "config.json"
-    return path.is_file() and json.loads(path.read_text()).get("model_type") in (*MODEL_TYPES, WITH_CODEC)
+    if not (folder / CONFIG).is_file():
+        return False
+    return read_raw_config(folder).get("model_type") in (*MODEL_TYPES, WITH_CODEC)
 
 
 def measure_hub_codec(folder: Path) -> tuple[int, int]:
@@ -91,7 +81,7 @@ def measure_hub_codec(folder: Path) -> tuple[int, int]:
     Args:
         folder: For which ``is_hub_codec`` holds.
     """
-    raw = json.loads((folder / "config.json").read_text())
+    raw = read_raw_config(folder)
     config: Any = AutoConfig.for_model(**raw)
     if raw["model_type"] == WITH_CODEC:
         return int(config.num_codebooks), int(config.codec_config.codebook_size)
@@ -108,7 +98,7 @@ def load_hub_codec(folder: Path) -> HubCodec:
     Raises:
         ValueError: The files are missing or do not fit, tensor by tensor.
     """
-    raw = json.loads((folder / "config.json").read_text())
+    raw = read_raw_config(folder)
     config: Any = AutoConfig.for_model(**raw)
     with torch.device("meta"):
         holder: Any = _CodecOfCsm(config) if raw["model_type"] == WITH_CODEC else AutoModel.from_config(config)

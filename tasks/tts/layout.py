@@ -43,6 +43,8 @@ class Utterance:
         language: Id from ``SpeechConfig.find_language``.
         speaker: An embedding, the id of a built-in voice, or ``None``.
         is_counted: Whether it counts in losses; false where it only fills a batch up.
+        context_ids: Text that was said before it, by a model that reads such; empty where nothing was.
+        context_codes: How that was said.
     """
 
     text_ids: Sequence[int]
@@ -50,6 +52,8 @@ class Utterance:
     language: int | None = None
     speaker: NDArray[np.float32] | int | None = None
     is_counted: bool = True
+    context_ids: Sequence[int] = ()
+    context_codes: Codes | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

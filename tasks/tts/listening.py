@@ -6,8 +6,8 @@ failed with, is told to all ranks, so that all log the same names and none waits
 
 from __future__ import annotations
 
-import json
 import math
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_fsdp.tasks.tts.config import read_raw_config
 from lit_fsdp.tasks.tts.family import FamilyConfig
 from lit_fsdp.tasks.tts.formants import SPOKEN, build_codec_config, build_small_codec
+from lit_fsdp.tasks.tts.generation import Speech
 from lit_fsdp.tasks.tts.hub_codec import is_hub_codec, measure_hub_codec
 from lit_fsdp.tasks.tts.model import Qwen3TTS
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_codec, find_speech_model
@@ -29,7 +31,7 @@ from lit_fsdp.tasks.tts.speaking import Clip, Spoken
 from lit_fsdp.tasks.tts.transcribing import fetch_transcriber, load_transcriber
 
 if TYPE_CHECKING:  # it takes an eighth of a second, and most runs have no use for it
-    from lit_fsdp.tasks.tts.codec import AnyCodec
+    from lit_fsdp.tasks.tts.frame_codec import FrameCodec
 
 _MIN_SAMPLES = 4800  # shorter audio has too few frames to tell a voice
 Found = TypeVar("Found")
@@ -38,6 +40,8 @@ Found = TypeVar("Found")
 @dataclass(frozen=True, kw_only=True)
 class Listening:
     """How speech that is generated in validation is listened to, on the first rank.
+
+    In ``predict``, where each rank has texts of its own, each decodes what it spoke.
 
     Args:
         codec: Codec, or model with one, by name or folder, that decodes it; ``formants`` is that of the quickstart.
@@ -96,7 +100,7 @@ def _measure_codec(name: str) -> tuple[int, int]:
     folder = None if name == SPOKEN else find_codec(find_speech_model(name))
     if folder is not None and is_hub_codec(folder):
         return measure_hub_codec(folder)
-    about = build_codec_config() if folder is None else json.loads((folder / "config.json").read_text())
+    about = build_codec_config() if folder is None else read_raw_config(folder)
     return about["encoder_valid_num_quantizers"], about["decoder_config"]["codebook_size"]
 
 
@@ -109,26 +113,35 @@ class Listener:
 
     def __init__(self, settings: Listening) -> None:
         self.settings = settings
-        self._codec: AnyCodec | None = None
+        self._codec: FrameCodec | None = None
 
     def listen(self, rows: Sequence[Spoken]) -> list[Clip]:
         """Return the audio of generated speech, with what was understood of it."""
-        if self._codec is None:
-            self._codec = open_codec(self.settings.codec).to(self.settings.device)
+        codec = self._open()
         name = self.settings.transcriber
         transcribe = load_transcriber(name, self.settings.device) if name is not None else None
         clips = []
         for row in rows:
-            (audio,) = self._codec.decode([row.speech.codes])
+            (audio,) = codec.decode([row.speech.codes])
             text = None
             if transcribe is not None:
-                rate = self._codec.sample_rate
-                text = transcribe([audio.numpy()], rate, [row.language])[0] if len(audio) else ""
-            clips.append(Clip(audio=audio, sample_rate=self._codec.sample_rate, heard=text))
+                text = transcribe([audio.numpy()], codec.sample_rate, [row.language])[0] if len(audio) else ""
+            clips.append(Clip(audio=audio, sample_rate=codec.sample_rate, heard=text))
         return clips
 
+    def write(self, speech: Speech, path: Path) -> None:
+        """Write speech as a WAV file."""
+        codec = self._open()
+        (audio,) = codec.decode([speech.codes])
+        write_wave(path, Clip(audio=audio, sample_rate=codec.sample_rate))
 
-def open_codec(name: str) -> AnyCodec:
+    def _open(self) -> FrameCodec:
+        if self._codec is None:
+            self._codec = open_codec(self.settings.codec).to(self.settings.device)
+        return self._codec
+
+
+def open_codec(name: str) -> FrameCodec:
     """Return a codec by the name or folder of its model."""
     from lit_fsdp.tasks.tts.codec import load_codec
 
@@ -236,5 +249,6 @@ def write_wave(path: Path, clip: Clip) -> None:
 
 def _simplify(text: str | None) -> str:
     """Drop case and punctuation, which no voice has."""
-    kept = (letter if letter.isalnum() or letter in " '" else " " for letter in (text or "").lower())
+    # Marks, such as vowels of Hindi, are part of the letter before them.
+    kept = (c if unicodedata.category(c)[0] in "LMN" or c in " '" else " " for c in (text or "").lower())
     return " ".join("".join(kept).split())

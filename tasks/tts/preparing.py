@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from lit_fsdp.tasks.tts.audio import Audio, AudioError, Limits, check_audio, import_libraries, read_audio
-from lit_fsdp.tasks.tts.config import MODEL_TYPE, read_config
+from lit_fsdp.tasks.tts.config import CONFIG, SpeechConfig, read_config, read_raw_config
+from lit_fsdp.tasks.tts.families import is_speech_model, read_family
+from lit_fsdp.tasks.tts.family import FamilyConfig
 from lit_fsdp.tasks.tts.formants import SPOKEN, build_small_codec, describe_voice
 from lit_fsdp.tasks.tts.manifest import ManifestRow
 from lit_fsdp.tasks.tts.prepared import PreparedRow
@@ -25,7 +26,7 @@ from lit_fsdp.tasks.tts.transcribing import find_transcriber, load_transcriber
 from lit_fsdp.tensor_files import compute_fingerprint
 
 if TYPE_CHECKING:  # it takes an eighth of a second, and most runs have no use for it
-    from lit_fsdp.tasks.tts.codec import AnyCodec
+    from lit_fsdp.tasks.tts.frame_codec import FrameCodec
 
 _SMALL_VOICE = 128  # numbers in the embedding of a speaker by formulas
 
@@ -82,15 +83,15 @@ class Preparer:
     def _prepare(self, rows: Sequence[ManifestRow]) -> tuple[list[PreparedRow], list[Rejected]]:
         # What fails here is a setting or a missing package; what fails below, one clip.
         import_libraries()
-        languages, codec = self._list_languages(), self._load_codec()
+        config, codec = self._read_config(), self._load_codec()
         needs_text = self.transcriber is not None and any(row.text is None for row in rows)
         transcribe = load_transcriber(str(self.transcriber), self.device) if needs_text else None
-        encoder = self._load_encoder()
+        encoder = _load_encoder(self.model, self.device) if isinstance(config, SpeechConfig) else None
         prepared: list[PreparedRow] = []
         rejected: list[Rejected] = []
         for row in rows:
             try:
-                audio, reference = self._read(row, languages, codec.sample_rate)
+                audio, reference = self._read(row, config, codec.sample_rate)
                 text = row.text
                 if text is None:
                     assert transcribe is not None
@@ -116,15 +117,18 @@ class Preparer:
             )
         return prepared, rejected
 
-    def _read(self, row: ManifestRow, known: Sequence[str], sample_rate: int) -> tuple[Audio, Audio]:
+    def _read(self, row: ManifestRow, config: FamilyConfig | None, sample_rate: int) -> tuple[Audio, Audio]:
         if row.problem is not None:
             raise AudioError(row.problem)
         if row.text is not None and not row.text.strip():
             raise AudioError("text: empty: expected words, or no text at all to have it transcribed")
         if row.text is None and self.transcriber is None:
             raise AudioError("text: missing, and no transcriber is set")
-        if known and row.language.lower() not in ("auto", *known):
-            raise AudioError(f"language: got {row.language!r}: expected auto or one of {', '.join(known)}")
+        if config is not None:
+            try:
+                config.find_language(row.language)
+            except ValueError as error:
+                raise AudioError(str(error)) from error
         audio = read_audio(row.find(row.audio), sample_rate, self.limits.max_seconds)
         check_audio(audio, sample_rate, self.limits)
         if row.ref_audio is None:
@@ -136,9 +140,6 @@ class Preparer:
             raise AudioError(f"ref_audio: {error}") from error
         return audio, reference
 
-    def _load_encoder(self) -> SpeakerEncoder | None:
-        return _load_encoder(self.model, self.device) if self._is_qwen3() else None
-
     def _embed(self, audio: Audio, encoder: SpeakerEncoder | None) -> NDArray[np.float32]:
         if self.model == SPOKEN:
             return describe_voice(audio, _SMALL_VOICE)
@@ -148,17 +149,12 @@ class Preparer:
             mels = compute_mels(torch.from_numpy(audio)[None].to(self.device), encoder.config)
             return np.asarray(encoder(mels)[0].cpu().numpy(), dtype=np.float32)
 
-    def _list_languages(self) -> list[str]:
-        return sorted(read_config(find_speech_model(self.model)).languages) if self._is_qwen3() else []
+    def _read_config(self) -> FamilyConfig | None:
+        """Return the configuration of the model; of a codec alone there is none."""
+        folder = find_speech_model(self.model) if self.model != SPOKEN else None
+        return read_family(folder)[1] if folder is not None and is_speech_model(folder) else None
 
-    def _is_qwen3(self) -> bool:
-        """Tell whether the model may have a speaker encoder and languages."""
-        if self.model == SPOKEN:
-            return False
-        path = find_speech_model(self.model) / "config.json"
-        return json.loads(path.read_text()).get("model_type") == MODEL_TYPE
-
-    def _load_codec(self) -> AnyCodec:
+    def _load_codec(self) -> FrameCodec:
         return build_small_codec() if self.model == SPOKEN else _load_codec(self.model, self.device)
 
 
@@ -169,7 +165,7 @@ def _describe(error: Exception) -> str:
 
 
 @lru_cache(maxsize=1)
-def _load_codec(name: str, device: str) -> AnyCodec:
+def _load_codec(name: str, device: str) -> FrameCodec:
     from lit_fsdp.tasks.tts.codec import load_codec
 
     return load_codec(find_speech_model(name)).to(device)
@@ -184,6 +180,7 @@ def _load_encoder(name: str, device: str) -> SpeakerEncoder | None:
 
 def _describe_folder(folder: Path) -> str:
     """Return a digest of the configuration and samples of all tensors: quick, and other for any other training."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    read_raw_config(folder)  # says what is wrong with it
+    digest = hashlib.sha256((folder / CONFIG).read_bytes())
     digest.update(compute_fingerprint(folder).encode())
     return digest.hexdigest()

@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from lit_fsdp.base_model import fetch_pretrained, find_pretrained
+from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
 
 CODEC_FOLDER = "speech_tokenizer"  # beside the model's own files
-_PATTERNS = ("model*.safetensors", "transformers*.safetensors", "*.json", "*.jinja", "merges.txt", f"{CODEC_FOLDER}/*")
+_CONFIG = (CONFIG,)
+_BESIDE = ("*.json", "*.jinja", "merges.txt", f"{CODEC_FOLDER}/*")
 
 
 def fetch_speech_model(pretrained: str, setting: str = "pretrained") -> None:
     """Download a model with its tokenizer and codec, unless it is a folder or in the cache.
+
+    Some have their weights twice: then those that ``config.json`` names for Transformers are fetched.
 
     Args:
         pretrained: Name on the Hub, or a folder.
@@ -20,11 +24,17 @@ def fetch_speech_model(pretrained: str, setting: str = "pretrained") -> None:
     Raises:
         ValueError: There is no such model.
     """
-    fetch_pretrained(pretrained, setting)  # says what is wrong with the name
-    if not Path(pretrained).expanduser().is_dir():
-        from huggingface_hub import snapshot_download
+    if Path(pretrained).expanduser().is_dir():
+        return
+    fetch_pretrained(pretrained, setting, _CONFIG)
+    fetch_pretrained(pretrained, setting, (_name_weights(find_pretrained(pretrained, _CONFIG)), *_BESIDE))
 
-        snapshot_download(pretrained, allow_patterns=list(_PATTERNS))
+
+def _name_weights(folder: Path) -> str:
+    """Return a pattern of the names of the files with the weights."""
+    named = read_raw_config(folder).get("transformers_weights") if (folder / CONFIG).is_file() else None
+    stem = named.partition(".safetensors")[0] if isinstance(named, str) else "model"
+    return f"{stem}*.safetensors"
 
 
 def find_speech_model(pretrained: str) -> Path:

@@ -62,10 +62,10 @@ class Qwen3Family(Family):
         return encode_text(tokenizer, text)
 
     @override
-    def find_voices(self, rows: Sequence[PreparedRow]) -> dict[str, Voice]:
+    def find_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
         from lit_fsdp.tasks.tts.prepared import average_speakers
 
-        return dict(average_speakers(rows))
+        return {**known, **average_speakers(rows)}
 
     @override
     def collate(self, utterances: Sequence[Utterance], config: SpeechConfig, *, is_streaming: bool = False) -> Batch:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,20 @@ from lit_fsdp.tasks.tts.checkpoint_files import GENERATION
 from lit_fsdp.tasks.tts.families import is_speech_model, load_speech_model
 from lit_fsdp.tasks.tts.family import Family, Voice
 from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
-from lit_fsdp.tasks.tts.layout import Utterance
+from lit_fsdp.tasks.tts.layout import Codes, Utterance
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model, has_codec
 from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
 from lit_fsdp.tasks.tts.voice_export import build_model, read_checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """Speech that another one is to sound like: an embedding of the voice, or text and codes to go on from."""
+
+    embedding: NDArray[np.float32] | None = None
+    text: str | None = None
+    codes: Codes | None = None
 
 
 @dataclass(kw_only=True)
@@ -50,7 +58,7 @@ class Speaker:
     is_streaming: bool
 
     def encode(
-        self, text: str, speaker: str | None, language: str | None, *, voice: NDArray[np.float32] | None = None
+        self, text: str, speaker: str | None, language: str | None, *, reference: Reference | None = None
     ) -> Utterance:
         """Return a text as what is to be spoken.
 
@@ -58,23 +66,42 @@ class Speaker:
             text: What to say.
             speaker: A voice of the model or of its training data; any of them if not given.
             language: Of the text.
-            voice: An embedding instead.
+            reference: Speech to take the voice from instead.
 
         Raises:
             ValueError: Nobody knows the speaker or the language.
         """
         config = self.config
-        found: Any = voice
-        if voice is None and speaker is not None:
+        found: Any = reference.embedding if reference is not None else None
+        if reference is None and speaker is not None:
             name = speaker.lower()
             found = self.voices.get(name, config.speakers.get(name))
             if found is None:
                 known = ", ".join(sorted({*self.voices, *config.speakers})) or "none"
                 raise ValueError(f"speaker: got {speaker!r}: expected one of: {known}")
-        elif voice is None:
+        elif reference is None:
             found = next(iter([*self.voices.values(), *config.speakers.values()]), None)
         ids = self.family.encode_text(self.tokenizer, text, config, found)
-        return Utterance(text_ids=ids, language=config.find_language(language, speaker), speaker=found)
+        utterance = Utterance(text_ids=ids, language=config.find_language(language, speaker), speaker=found)
+        if reference is None or reference.text is None:
+            return utterance
+        told = self.family.encode_text(self.tokenizer, reference.text, config, found)
+        return replace(utterance, context_ids=told, context_codes=reference.codes)
+
+    def check_reference(self, *, has_text: bool) -> None:
+        """Refuse a recording that the model has no use for.
+
+        Args:
+            has_text: Whether it comes with what is said in it.
+
+        Raises:
+            ValueError: With what the model needs.
+        """
+        kind = self.family.model_type
+        if self.family.reads_context and not has_text:
+            raise ValueError(f"ref_text: missing: {kind} goes on from ref_audio: expected what is said in it")
+        if has_text and not self.family.reads_context:
+            raise ValueError(f"ref_text: {kind} does not read what is said before; leave it out")
 
     def embed(self, audio: Audio) -> NDArray[np.float32]:
         """Return the embedding of a voice.
@@ -100,32 +127,35 @@ class Speaker:
         return self.family.generate(self.model, {n: value.to(device) for n, value in batch.items()}, self.sampling)
 
 
-def open_speaker(source: str, sampling: Sampling | None = None) -> Speaker:
+def open_speaker(source: str, sampling: Sampling | None = None, *, base: str | None = None) -> Speaker:
     """Return the model of a checkpoint, a folder or the Hub, on a GPU if there is one.
 
     Args:
         source: Path or name.
         sampling: What differs from the defaults wins over what comes with the model.
+        base: Of a checkpoint: where the model is that its run started from, if not where it was.
 
     Raises:
         ValueError: There is nothing that speaks.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    path = Path(source).expanduser()
+    path, sampling = Path(source).expanduser(), sampling or Sampling()
     if path.is_dir() and not is_speech_model(path):
-        checkpoint = read_checkpoint(path)
+        checkpoint = read_checkpoint(path, base)
         files = {name: text for name, text in checkpoint.files.items() if isinstance(text, str)}
         found = Speaker(
             family=checkpoint.family,
             config=checkpoint.config,
             model=build_model(checkpoint).to(device),
             tokenizer=_build_tokenizer(files),
-            sampling=_choose_sampling(checkpoint.family, sampling, files.get(GENERATION)),
+            sampling=checkpoint.family.complete_sampling(sampling, files.get(GENERATION)),
             voices={name: voice.numpy() if voice.ndim else int(voice) for name, voice in checkpoint.voices.items()},
             codec_source=checkpoint.pretrained,
             is_streaming=checkpoint.is_streaming,
         )
     else:
+        if base is not None:
+            raise ValueError("base: not used, as model is no checkpoint; leave it out")
         fetch_speech_model(source, "model")
         folder = find_speech_model(source)
         settings = folder / GENERATION
@@ -135,7 +165,7 @@ def open_speaker(source: str, sampling: Sampling | None = None) -> Speaker:
             config=config,
             model=model.to(device),
             tokenizer=load_tokenizer(str(folder)),
-            sampling=_choose_sampling(family, sampling, settings.read_text() if settings.is_file() else None),
+            sampling=family.complete_sampling(sampling, settings.read_text() if settings.is_file() else None),
             voices={},
             codec_source=source if has_codec(folder) else None,
             is_streaming=False,
@@ -149,9 +179,3 @@ def _build_tokenizer(files: dict[str, str]) -> Any:
             if name != "config.json":  # of no model that AutoTokenizer knows
                 (Path(folder) / name).write_text(text)
         return load_tokenizer(folder)
-
-
-def _choose_sampling(family: Family, given: Sampling | None, official: str | bytes | None) -> SamplingValues:
-    given = given or Sampling()
-    family.check_sampling(given)
-    return given.complete(json.loads(official) if official else None, family.default_sampling)

@@ -103,6 +103,6 @@ def describe_spoken(report: SpeechReport) -> list[str]:
     """Return a line for each text."""
     return [
         f"spoken: {row.speaker} | {row.text} | {len(row.speech.codes)} of {len(row.target)} frames, "
-        f"{row.equal_codes_pct:.1f} % of the codes equal, {'ended' if row.speech.has_ended else 'no end'}"
+        f"{row.equal_codes_pct:.1f} % of the codes equal, {'ended' if row.speech.has_ended else 'cut off'}"
         for row in report.rows
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
@@ -22,9 +21,9 @@ from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.tasks.schedule import Schedule
-from lit_fsdp.tasks.tts.checkpoint_files import check_run, describe_run, read_generation_config
+from lit_fsdp.tasks.tts.checkpoint_files import SPEECH, check_run, describe_run, read_generation_config
 from lit_fsdp.tasks.tts.families import parse_family, read_family
-from lit_fsdp.tasks.tts.family import Family, FamilyConfig, SpeechOutput, check_parts, count_parts, freeze_parts
+from lit_fsdp.tasks.tts.family import Family, FamilyConfig, SpeechOutput
 from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
 from lit_fsdp.tasks.tts.layout import Batch
 from lit_fsdp.tasks.tts.listening import (
@@ -40,12 +39,15 @@ from lit_fsdp.tasks.tts.listening import (
     write_audio,
 )
 from lit_fsdp.tasks.tts.metrics import SpeechMetrics
+from lit_fsdp.tasks.tts.parts import check_parts, describe_parameters, freeze_parts
+from lit_fsdp.tasks.tts.predicting import Prediction
 from lit_fsdp.tasks.tts.prepared import PreparedRow
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.speaking import SpeechReport, Spoken, describe_spoken
 from lit_fsdp.units import Unit, Units, plan_units
 from lit_fsdp.weights import init_weights
 
+_MAX_RATIO = 3  # speech of validation is at most so many times as long as what was recorded
 Part = Literal["talker", "text_embedding", "audio_embedding", "code_predictor", "encoder", "decoder"]
 
 
@@ -77,10 +79,13 @@ class TextToSpeech(Task):
         schedule: How the learning rate moves.
         sampling: How speech is generated; what is not given is as ``pretrained`` has it, or else its family.
         speak_rows: So many rows of validation, or of training where nothing is held out, are spoken after each
-            validation and when training ends, and compared with what was recorded. 0 speaks none.
+            validation and when training ends, and compared with what was recorded. Speech without an end is cut at
+            three times the longest of them. 0 speaks none.
         listening: Decode what is spoken, give it to the loggers, and measure voice and words; ``null`` compares codes
-            only.
+            only. In ``predict`` its codec writes a WAV file of each text.
     """
+
+    has_perplexity = False
 
     def __init__(
         self,
@@ -103,8 +108,6 @@ class TextToSpeech(Task):
             raise ValueError("freeze: not used with lora, which freezes all of the model; leave one of them out")
         if speak_rows < 0:
             raise ValueError(f"speak_rows: got {speak_rows}: expected 0 or more")
-        if listening is not None and not speak_rows:
-            raise ValueError("listening: not used, as speak_rows is 0; set that, or leave it out")
         self.pretrained, self.config_settings = pretrained, config
         self.attention, self.frozen_parts, self.lora = attention, tuple(freeze), lora
         if lora is not None:
@@ -117,6 +120,7 @@ class TextToSpeech(Task):
         self.report = SpeechReport()
         self._parts: Tensor | None = None  # [4] of this step: both losses, both counts
         self._listener = Listener(listening) if listening is not None else None
+        self._prediction: Prediction | None = None
         self._files: dict[str, Any] | None = None  # what a checkpoint says besides its tensors
         self._opened: tuple[Family, FamilyConfig] | None = None
         if config is not None:
@@ -177,6 +181,8 @@ class TextToSpeech(Task):
         family, config = self._open()
         self.complete_sampling()
         if self.listening is not None:
+            if not self.speak_rows and stage != "predict":
+                raise ValueError("listening: not used, as speak_rows is 0; set that, or leave it out")
             check_listening(self.listening, config)
         if self.val_metrics is None:
             self.val_metrics = SpeechMetrics(config.num_codebooks, family.weigh_losses(config))
@@ -290,9 +296,8 @@ class TextToSpeech(Task):
     def on_train_end(self) -> None:
         """Speak rows once more, and say how close they come."""
         if self.speak_rows:
-            self.eval()
-            self._speak_validation()
-            self.train()
+            if self.report.step != self.trainer.global_step or not self.report.rows:  # else validation has done it
+                self._speak_validation()
             for line in describe_spoken(self.report):
                 rank_zero_info(line)
 
@@ -307,8 +312,11 @@ class TextToSpeech(Task):
             rows: What was recorded of them: the speech is then compared with it in ``report``, and listened to.
         """
         assert self.model is not None
-        on_device = {name: value.to(self.device) for name, value in batch.items()}
-        spoken = self.family.generate(self.model, on_device, self.complete_sampling())
+        on_device, sampling = {name: value.to(self.device) for name, value in batch.items()}, self.complete_sampling()
+        if rows is not None:  # as long as no end is learned yet, the official limit would take minutes
+            longest = max(len(row.codes) for row in rows)
+            sampling = replace(sampling, max_frames=min(sampling.max_frames, _MAX_RATIO * longest))
+        spoken = self.family.generate(self.model, on_device, sampling)
         if rows is not None:
             pairs = zip(rows, spoken, strict=True)
             self.report.rows = [
@@ -320,8 +328,7 @@ class TextToSpeech(Task):
 
     def complete_sampling(self) -> SamplingValues:
         """Return how speech is generated, with what ``pretrained`` says where ``sampling`` does not."""
-        official = read_generation_config(self.pretrained)
-        return self.sampling.complete(json.loads(official) if official else None, self.family.default_sampling)
+        return self.family.complete_sampling(self.sampling, read_generation_config(self.pretrained))
 
     def _listen(self, batch: Batch) -> dict[str, float]:
         """Return what listening has measured, the same on all ranks; see Note [Who listens] in ``listening.py``."""
@@ -343,13 +350,21 @@ class TextToSpeech(Task):
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        """Speak texts; return their ``index``, their codes as ``prediction``, and whether each ``has_ended``."""
-        spoken = self.generate(batch)
-        return {
-            "index": batch["index"].tolist(),
-            "prediction": [speech.codes.tolist() for speech in spoken],
-            "has_ended": [speech.has_ended for speech in spoken],
-        }
+        """Speak texts; return their ``index``, their codes as ``prediction``, and whether each ``has_ended``.
+
+        With ``listening``, ``audio`` has the path of each WAV file.
+        """
+        assert self._prediction is not None
+        return self._prediction.describe(self.generate(batch), batch["index"].tolist())
+
+    @override
+    def on_predict_start(self) -> None:
+        self._prediction = Prediction(self.trainer, self._listener)
+
+    @override
+    def on_predict_end(self) -> None:
+        if self._prediction is not None:
+            self._prediction.finish(self.complete_sampling().max_frames)
 
     def _speak_validation(self) -> dict[str, float]:
         data: Any = getattr(self.trainer, "datamodule", None)
@@ -379,11 +394,6 @@ class TextToSpeech(Task):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         check_run(checkpoint, pretrained=self.pretrained, lora=self.lora)
-
-
-def describe_parameters(parts: Mapping[str, nn.Module | None]) -> str:
-    """Return the number of parameters of each part, and how many of them train, as a table."""
-    rows = [(name, total, trained) for name, (total, trained) in count_parts(parts).items() if total]
-    rows.append(("all", sum(total for _, total, _ in rows), sum(trained for _, _, trained in rows)))
-    lines = [f"{name:<16}{total:>16,}{trained:>16,}" for name, total, trained in rows]
-    return "\n".join([f"{'parameters':<16}{'all':>16}{'trained':>16}", *lines])
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if SPEECH in checkpoint and hasattr(data, "restore_voices"):
+            data.restore_voices(checkpoint[SPEECH]["voices"])

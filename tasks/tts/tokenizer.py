@@ -19,7 +19,10 @@ def load_tokenizer(name: str) -> Any:
     if name == BYTES:
         return build_byte_tokenizer()
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # warns of config.json, whose type of model it does not know and need not
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -27,6 +30,8 @@ def load_tokenizer(name: str) -> Any:
         raise ValueError(
             f"tokenizer: got {name!r}: no such folder with a tokenizer, nor loadable from the Hub: {reason}"
         ) from error
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def build_byte_tokenizer() -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from lit_fsdp.base_model import fetch_pretrained, find_pretrained
 from lit_fsdp.tasks.tts.audio import Audio
+from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
 
 Transcribe = Callable[[Sequence[Audio], int, Sequence[str]], list[str]]
 _SECONDS = 30  # that it hears at once
@@ -26,8 +26,8 @@ def fetch_transcriber(name: str) -> None:
         ValueError: There is no such model, or it is no Whisper.
     """
     fetch_pretrained(name, "transcriber", _PATTERNS)
-    path = find_transcriber(name) / "config.json"
-    kind = json.loads(path.read_text()).get("model_type") if path.is_file() else "nothing"
+    folder = find_transcriber(name)
+    kind = read_raw_config(folder).get("model_type") if (folder / CONFIG).is_file() else "nothing"
     if kind != "whisper":
         raise ValueError(
             f"transcriber: got {name!r}: its config.json names {kind!r}: expected a Whisper model, such as "

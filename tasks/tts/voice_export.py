@@ -23,7 +23,8 @@ from lit_fsdp.checkpoint_reader import StoredCheckpoint, find_checkpoint, open_c
 from lit_fsdp.tasks.tts.checkpoint_files import GENERATION, SPEECH
 from lit_fsdp.tasks.tts.families import parse_family
 from lit_fsdp.tasks.tts.family import Family
-from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, find_speech_model
+from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, fetch_speech_model, find_speech_model, has_codec
+from lit_fsdp.tensor_files import TensorFiles, compute_fingerprint
 from lit_fsdp.weights import materialize
 
 FIRST_ROW = 3000  # of the codec embedding, where official fine-tuning puts its voice
@@ -37,6 +38,19 @@ _BESIDE = (
     "chat_template.jinja",
     "chat_template.json",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedVoice:
+    """What an export made.
+
+    Args:
+        folder: Where.
+        notes: What to know to speak with it.
+    """
+
+    folder: Path
+    notes: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +78,15 @@ class SpeechCheckpoint:
     is_streaming: bool
 
 
-def read_checkpoint(path: Path) -> SpeechCheckpoint:
+def read_checkpoint(path: Path, base: str | None = None) -> SpeechCheckpoint:
     """Return a checkpoint on the CPU; adapters are merged into the weights that they were trained over.
 
     Args:
         path: Folder of a checkpoint, or of a run, of which the newest complete one is taken.
+        base: Where the model is that the run started from, by name or folder, if not where it was.
 
     Raises:
-        ValueError: It holds no speech, or its base model is not there.
+        ValueError: It holds no speech, or its base model is not there, or has other weights.
     """
     stored = open_checkpoint(find_checkpoint(path))
     if SPEECH not in stored.meta:
@@ -79,9 +94,12 @@ def read_checkpoint(path: Path) -> SpeechCheckpoint:
     about: dict[str, Any] = stored.meta[SPEECH]
     family, config = parse_family(json.loads(stored.files["config.json"]))
     weights = _read_tensors(stored)
+    if base is not None and about["pretrained"] is None:
+        raise ValueError(f"base: got {base!r}: {stored.path} started from no model; leave it out")
+    pretrained = base or about["pretrained"]
     if LORA in stored.meta:
-        base = about["pretrained"] if BASE in stored.meta else None
-        weights = _merge(weights, LoRA(**stored.meta[LORA]), (family, config), base)
+        folder = _open_base(pretrained, stored) if BASE in stored.meta else None
+        weights = _merge(weights, LoRA(**stored.meta[LORA]), (family, config), folder)
     return SpeechCheckpoint(
         path=stored.path,
         weights=weights,
@@ -89,7 +107,7 @@ def read_checkpoint(path: Path) -> SpeechCheckpoint:
         config=config,
         files=stored.files,
         voices={name: torch.tensor(voice) for name, voice in about["voices"].items()},
-        pretrained=about["pretrained"],
+        pretrained=pretrained,
         is_streaming=about["streaming"],
     )
 
@@ -109,8 +127,9 @@ def export_voice(
     speakers: list[str] | None = None,
     first_row: int = FIRST_ROW,
     dtype: Literal["keep", "float32", "bfloat16"] = "keep",
+    base: str | None = None,
     overwrite: bool = False,
-) -> Path:
+) -> ExportedVoice:
     """Write the model of a speech checkpoint as a folder that ``qwen-tts``, or for CSM Transformers, loads.
 
     The whole model is held in host memory. The codec is copied from the model that the run started from.
@@ -122,15 +141,16 @@ def export_voice(
             ``base`` keeps it, to clone voices or to train on. ``custom_voice`` if not given. Only of Qwen3-TTS.
         speakers: Which voices to build in; all of the training data if not given.
         first_row: Of the codec embedding: the voices go there and after it.
-        dtype: Of the weights; ``keep`` leaves them as they were stored.
+        dtype: Of the weights; ``keep`` leaves them as they were stored, and merged ones as their base has them.
+        base: Where the model is that the run started from, by name or folder, if not where it was.
         overwrite: Replace a folder that was exported before.
 
     Raises:
         ValueError: With what is wrong with the checkpoint or a setting.
     """
-    source = read_checkpoint(Path(checkpoint))
     out = Path(out).resolve()
     _check_out(out, overwrite=overwrite)
+    source = read_checkpoint(Path(checkpoint), base)
     raw, weights = deepcopy(source.config.raw), dict(source.weights)
     raw.pop("transformers_weights", None)  # a name that the file of the base had
     if not source.family.has_kinds:
@@ -152,7 +172,7 @@ def export_voice(
     if out.exists():
         shutil.rmtree(out)
     beside.replace(out)
-    return out
+    return ExportedVoice(folder=out, notes=_describe_use(out, source))
 
 
 def _build_in(
@@ -187,11 +207,39 @@ def _build_in(
     }
 
 
+def _describe_use(folder: Path, source: SpeechCheckpoint) -> list[str]:
+    """Return what a folder cannot say about itself, in sentences."""
+    notes = []
+    if not has_codec(folder):
+        notes.append("no codec, as the run did not start from a model with one: speak takes --codec")
+    if source.is_streaming:
+        notes.append("trained with data.streaming: speak with --streaming true, with qwen-tts non_streaming_mode=False")
+    return notes
+
+
+def _open_base(name: str, stored: StoredCheckpoint) -> Path:
+    """Return the folder of the model below adapters.
+
+    Raises:
+        ValueError: It is not there, or has other weights than those that they were trained over.
+    """
+    fetch_speech_model(name, "base")
+    folder = find_speech_model(name)
+    if compute_fingerprint(folder) != stored.meta[BASE]["fingerprint"]:
+        raise ValueError(
+            f"base: got {name!r}: its weights are not those of {stored.meta[BASE]['name']!r} that the adapters were "
+            "trained over; set base to a copy of that model"
+        )
+    return folder
+
+
 def _write(folder: Path, raw: Mapping[str, Any], weights: Mapping[str, Tensor], source: SpeechCheckpoint) -> None:
     from safetensors.torch import save_file
 
-    base = find_speech_model(source.pretrained) if source.pretrained is not None else None
-    if base is not None:
+    base = None
+    if source.pretrained is not None:
+        fetch_speech_model(source.pretrained, "base")
+        base = find_speech_model(source.pretrained)
         weights = {**source.family.read_extra(base), **weights}
     save_file({n: t.contiguous() for n, t in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     for name, text in source.files.items():
@@ -222,14 +270,14 @@ def _read_tensors(stored: StoredCheckpoint) -> dict[str, Tensor]:
     return stored.read({name: stored.describe(name) for name in stored.tensors})
 
 
-def _merge(trained: dict[str, Tensor], lora: LoRA, opened: tuple[Family, Any], base: str | None) -> dict[str, Tensor]:
+def _merge(trained: dict[str, Tensor], lora: LoRA, opened: tuple[Family, Any], base: Path | None) -> dict[str, Tensor]:
     """Add adapters to the weights that they were trained over, by peft's own layers.
 
     Args:
         trained: Adapters, and without ``base`` all other weights too.
         lora: Their settings.
         opened: Family and configuration of the model.
-        base: Name or folder of the model with the weights that ``trained`` leaves out.
+        base: Folder of the model with the weights that ``trained`` leaves out, whose dtypes are kept.
     """
     family, config = opened
     with torch.device("meta"):
@@ -237,7 +285,7 @@ def _merge(trained: dict[str, Tensor], lora: LoRA, opened: tuple[Family, Any], b
         add_adapters(model, lora)
     materialize(model, torch.device("cpu"))
     if base is not None:
-        family.load_weights(model, find_speech_model(base))
+        family.load_weights(model, base)
     missing = set(trained) - set(model.state_dict())
     assert not missing, missing
     model.load_state_dict(trained, strict=False)
@@ -245,4 +293,10 @@ def _merge(trained: dict[str, Tensor], lora: LoRA, opened: tuple[Family, Any], b
         layer.merge()
     state = model.state_dict()
     clean = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if "lora_" not in name}
-    return {name: tensor.clone() for name, tensor in clean.items()}
+    dtypes = _read_dtypes(base) if base is not None else {}
+    return {name: tensor.to(dtypes.get(name, tensor.dtype), copy=True) for name, tensor in clean.items()}
+
+
+def _read_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    with TensorFiles(folder) as files:
+        return {name: tensor.dtype for name, tensor in files.tensors.items()}

@@ -22,6 +22,7 @@ from lit_fsdp.tasks.tts.audio import Limits
 from lit_fsdp.tasks.tts.codec import load_codec
 from lit_fsdp.tasks.tts.formants import VOICES, synthesize
 from lit_fsdp.tasks.tts.listening import check_listening
+from lit_fsdp.tasks.tts.manifest import ManifestRow
 from lit_fsdp.tasks.tts.prepared import read_rows
 from lit_fsdp.tasks.tts.preparing import Preparer
 from lit_fsdp.tasks.tts.speaker import open_speaker
@@ -58,6 +59,7 @@ def test_rows_are_prepared_with_the_codec_of_the_model(base: Path, prepared: Pat
         with torch.no_grad():
             wanted = stock.codec_model.encode(padded[None, None], num_quantizers=6).audio_codes[0].T
         assert row.codes.tolist() == wanted.tolist()
+        assert len(np.unique(row.codes)) > 5
         assert len(row.speaker_embedding) == 0
     codes = torch.from_numpy(rows[0].codes)
     (own,) = load_codec(base).decode([codes])
@@ -177,3 +179,10 @@ def test_what_the_family_has_not_is_refused(make: Any, message: str) -> None:
 def test_built_in_voices_are_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="kind: csm has no built-in voices"):
         export_voice(run, tmp_path / "out", kind="custom_voice")
+
+
+def test_a_language_that_training_would_refuse_is_rejected_before(base: Path, tmp_path: Path) -> None:
+    rows = [ManifestRow(line=1, audio="a.wav", folder=tmp_path, text="a", language="german")]
+    good, (rejected,) = Preparer(model=str(base), limits=Limits())(rows)
+    assert not good
+    assert rejected.reason == "language: got 'german': csm is not told a language: expected auto or english"

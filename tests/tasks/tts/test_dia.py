@@ -1,36 +1,19 @@
 """Dia: its loss is that of Transformers, sharded as on one device, and what it learned it speaks."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from speech_families import DIA, build_model, fit, make_rows, make_utterances, speak_unequally, train_plainly
+from speech_families import DIA, build_model, learn, make_rows, make_utterances
 from torch import Tensor
-from training import Result
 from transformers import DiaConfig, DiaForConditionalGeneration, DiaProcessor
 
-from lit_fsdp.tasks.tts.dia import Dia
 from lit_fsdp.tasks.tts.families import parse_family
 from lit_fsdp.tasks.tts.generation import GREEDY, SamplingValues
-from lit_fsdp.tasks.tts.prepared import write_shard
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
-from ranks import run_ranks
 
 PLAIN = {"repetition_penalty": 1.0, "guidance_scale": 1.0}
 IDS = {"bos": 66, "eos": 64, "pad": 65}
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prepared")
-    write_shard(folder / "shard-00000.parquet", make_rows(4))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def truth() -> Result:
-    return train_plainly(DIA, {})
 
 
 def build_stock(state: dict[str, Tensor]) -> Any:
@@ -79,35 +62,10 @@ def test_loss_and_gradients_are_those_of_transformers() -> None:
         torch.testing.assert_close(parameter.grad, grads[name], atol=1e-6, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "accumulate"), [(1, 1), (2, 1), (1, 3), pytest.param(3, 2, marks=pytest.mark.slow)]
-)
-def test_training_is_the_same_on_any_number_of_ranks(
-    prepared: Path, tmp_path: Path, truth: Result, world_size: int, accumulate: int
-) -> None:
-    run_ranks(fit, DIA, prepared, tmp_path, accumulate, {}, world_size=world_size)
-    result = Result(**torch.load(tmp_path / "result.pt"))
-    for own, wanted in ((result.losses, truth.losses), (result.grad_norms, truth.grad_norms)):
-        assert max(abs(a - b) / abs(b) for a, b in zip(own, wanted, strict=True)) < 1e-6
-    assert result.weights.keys() == truth.weights.keys()
-    assert max(float((result.weights[n] - w).abs().max()) for n, w in truth.weights.items()) < 1e-5
-
-
 @pytest.fixture(scope="module")
 def learned() -> Any:
     """A model that knows two clips of unequal length by heart."""
-    family, config = parse_family(DIA)
-    model, utterances = build_model(DIA), make_utterances(DIA, make_rows(4, 2), {})
-    batch = family.collate(utterances, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    for _ in range(150):
-        output = model(batch)
-        loss = (output.talker_loss + 3 * output.predictor_loss) / output.num_tokens
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert float(loss) < 0.1
-    return model.eval(), utterances
+    return learn(DIA, make_rows(4, 2), {}, num_steps=150)
 
 
 def speak_with_stock(stock: Any, text_ids: list[int], **options: Any) -> list[list[int]]:
@@ -172,17 +130,6 @@ def test_speech_that_does_not_end_is_cut(learned: Any) -> None:
     assert [speech.has_ended for speech in spoken] == [len(u.codes) <= 5 for u in utterances]
     for speech, utterance in zip(spoken, utterances, strict=True):
         assert speech.codes.tolist() == utterance.codes[:5].tolist()
-
-
-def find_heads(model: Dia) -> list[Any]:
-    return [model.logits_dense]
-
-
-def test_ranks_whose_speech_ends_at_different_frames_do_not_wait_for_each_other(prepared: Path, tmp_path: Path) -> None:
-    run_ranks(speak_unequally, DIA, prepared, tmp_path, find_heads, IDS["eos"], world_size=2, timeout_s=60.0)
-    (early, late) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert early == ([0, 0], [True, True])
-    assert late == ([5, 5], [False, False])
 
 
 def test_a_text_without_a_speaker_is_the_first_ones() -> None:

@@ -22,8 +22,8 @@ from torch import Tensor
 from lit_fsdp.callbacks import WritePredictions
 from lit_fsdp.tasks import Sampling
 from lit_fsdp.tasks.tts.config import parse_config
-from lit_fsdp.tasks.tts.data import PromptRow, read_prompts
 from lit_fsdp.tasks.tts.prepared import write_shard
+from lit_fsdp.tasks.tts.prompts import PromptRow, read_prompts
 from ranks import run_ranks
 
 GREEDY = Sampling(do_sample=False, predictor_do_sample=False, max_frames=6)
@@ -131,6 +131,27 @@ def test_codes_that_the_model_has_not_are_named_before_training(tmp_path: Path) 
     data.setup("fit")
     with pytest.raises(ValueError, match=r"0.wav: got codes from 5000 to 5000: expected 0 to 63"):
         data.train_dataloader()
+
+
+def test_a_row_with_a_language_that_the_model_has_not_is_named(tmp_path: Path) -> None:
+    row, *_ = make_rows(1)
+    write_shard(tmp_path / "shard-00000.parquet", [replace(row, language="klingon")])
+    data = build_data(tmp_path)
+    data.attach(parse_config(make_config()))
+    data.setup("fit")
+    with pytest.raises(ValueError, match=r"0.wav: language: got 'klingon': expected auto or one of"):
+        data.train_dataloader()
+
+
+def test_models_of_another_kind_are_refused() -> None:
+    with pytest.raises(ValueError, match="tokenizer_type: got 'qwen3_tts_tokenizer_25hz'"):
+        parse_config({**make_config(), "tokenizer_type": "qwen3_tts_tokenizer_25hz"})
+    raw = make_config()
+    raw["talker_config"]["rope_scaling"] = {"rope_type": "yarn", "factor": 2.0}
+    with pytest.raises(ValueError, match="rope_scaling: got 'yarn': expected default"):
+        parse_config(raw)
+    raw["talker_config"]["rope_scaling"] = {"interleaved": True, "mrope_section": [24, 20, 20], "type": "default"}
+    parse_config(raw)
 
 
 def test_the_language_of_a_row_is_on_its_codec_track(tmp_path: Path) -> None:

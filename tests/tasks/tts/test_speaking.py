@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from speech_training import build_data, build_task, build_trainer, make_rows, save_model
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -72,7 +72,7 @@ def test_a_checkpoint_is_read_whole(run: Path) -> None:
 
 
 def test_a_built_in_voice_says_what_its_embedding_says(run: Path, tmp_path: Path) -> None:
-    folder = export_voice(run, tmp_path / "voices", first_row=1070)
+    folder = export_voice(run, tmp_path / "voices", first_row=1070).folder
     config = json.loads((folder / "config.json").read_text())
     assert config["tts_model_type"] == "custom_voice"
     # Beside those that the model had.
@@ -84,7 +84,7 @@ def test_a_built_in_voice_says_what_its_embedding_says(run: Path, tmp_path: Path
 
 
 def test_a_base_export_keeps_the_speaker_encoder_and_all_else(run: Path, tmp_path: Path) -> None:
-    folder = export_voice(run, tmp_path / "base", kind="base")
+    folder = export_voice(run, tmp_path / "base", kind="base").folder
     state = load_model(folder).state_dict()
     assert any(name.startswith("speaker_encoder") for name in state)
     assert all(torch.equal(state[name], tensor) for name, tensor in read_checkpoint(run).weights.items())
@@ -105,7 +105,7 @@ def test_adapters_are_merged_over_their_base(base: Path, tmp_path: Path) -> None
 
 def test_a_fine_tuned_model_takes_its_codec_and_settings_along(base: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path, pretrained=str(base))
-    folder = export_voice(run, tmp_path / "out", first_row=1070)
+    folder = export_voice(run, tmp_path / "out", first_row=1070).folder
     assert (folder / "speech_tokenizer/model.safetensors").is_file()
     weights, before = read_checkpoint(run).weights, load_file(base / "model.safetensors")
     assert weights.keys() == before.keys()
@@ -170,7 +170,7 @@ def test_the_command_speaks_into_files(run: Path, tmp_path: Path, capsys: pytest
 def test_the_official_package_loads_an_export_and_speaks_alike(base: Path, tmp_path: Path) -> None:
     assert OFFICIAL is not None
     run = make_run(tmp_path, pretrained=str(base))
-    folder = export_voice(run, tmp_path / "out", first_row=1070)
+    folder = export_voice(run, tmp_path / "out", first_row=1070).folder
     speaker = open_speaker(str(folder), SHORT)
     tail = [257, 10, 256, 258, 10]  # anything: it is cut off
     ids = [[*speaker.encode(text, "kim", None).text_ids, *tail] for text in ("hello", "good day")]
@@ -190,3 +190,62 @@ def test_the_model_of_a_checkpoint_is_ready_to_speak(run: Path) -> None:
     model = build_model(read_checkpoint(run))
     assert not model.training
     assert next(model.parameters()).dtype == torch.float32
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run with adapters and a part that trained in full, and its base, which has moved since."""
+    folder = tmp_path_factory.mktemp("adapted")
+    (was := folder / "was").mkdir()
+    save_model(was)
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(was / "model.safetensors").items()}
+    save_file(weights, was / "model.safetensors")
+    (data := folder / "data").mkdir()
+    run = make_run(data, pretrained=str(was), lora=LoRA(r=2, alpha=64.0, modules_to_save=["codec_head"]))
+    return run, was.rename(folder / "now")
+
+
+def test_adapters_are_merged_into_their_base_wherever_it_is(adapted: tuple[Path, Path], tmp_path: Path) -> None:
+    run, base = adapted
+    with pytest.raises(ValueError, match=r"base: got '.*was': there is no such folder"):
+        read_checkpoint(run)
+    folder = export_voice(run, tmp_path / "out", base=str(base), first_row=1070).folder
+    assert (folder / "speech_tokenizer/model.safetensors").is_file()
+    assert torch.equal(speak(folder, "kim"), speak_from(run, base))
+
+
+def speak_from(run: Path, base: Path) -> Tensor:
+    speaker = open_speaker(str(run), SHORT, base=str(base))
+    return speaker.speak([speaker.encode("hello", "kim", None)], is_streaming=False)[0].codes
+
+
+def test_merged_weights_have_the_dtypes_of_their_base(adapted: tuple[Path, Path]) -> None:
+    run, base = adapted
+    weights, before = read_checkpoint(run, str(base)).weights, load_file(base / "model.safetensors")
+    assert {name: w.dtype for name, w in weights.items()} == {name: w.dtype for name, w in before.items()}
+    full = torch.load(run.parent / "full.pt")
+    assert torch.equal(weights["talker.codec_head.weight"], full["model.talker.codec_head.weight"].bfloat16())
+    assert not torch.equal(weights["talker.codec_head.weight"], before["talker.codec_head.weight"])
+
+
+def test_another_base_is_refused(adapted: tuple[Path, Path], base: Path, run: Path) -> None:
+    own, _ = adapted
+    with pytest.raises(ValueError, match=r"its weights are not those of '.*was' that the adapters were trained over"):
+        read_checkpoint(own, str(base))
+    with pytest.raises(ValueError, match=r"base: got '.*': .* started from no model; leave it out"):
+        read_checkpoint(run, str(base))
+
+
+def train_streaming(folder: Path) -> None:
+    pl.seed_everything(0, verbose=False)
+    trainer = build_trainer(max_steps=1)
+    trainer.fit(build_task(), build_data(folder, batch_size=3, streaming=True))
+    trainer.save_checkpoint(folder / "run.ckpt")
+
+
+def test_an_export_says_which_layout_it_was_trained_with(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard-00000.parquet", make_rows())
+    run_ranks(train_streaming, tmp_path, world_size=1)
+    notes = export_voice(tmp_path / "run.ckpt", tmp_path / "out", first_row=1070).notes
+    assert any("trained with data.streaming: speak with --streaming true" in note for note in notes)
+    assert any("no codec" in note for note in notes)

@@ -1,0 +1,40 @@
+"""What all codecs have in common: audio to frames of codes and back, clip by clip."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class FrameCodec(nn.Module, ABC):
+    """A codec with ``num_codebooks``, ``samples_per_frame`` and ``sample_rate``."""
+
+    num_codebooks: int
+    samples_per_frame: int
+    sample_rate: int
+
+    @abstractmethod
+    def encode(self, clips: Sequence[Tensor]) -> list[Tensor]:
+        """Return the codes [frames, codebooks] of each clip [samples]; the last frame may be part silence."""
+
+    @torch.inference_mode()
+    def decode(self, codes: Sequence[Tensor]) -> list[Tensor]:
+        """Return the audio [samples] of each list of frames [frames, codebooks], in float32 on the CPU."""
+        return [self.decode_one(part.to(self.device)).float().cpu() if len(part) else torch.zeros(0) for part in codes]
+
+    @abstractmethod
+    def decode_one(self, codes: Tensor) -> Tensor:
+        """Return the audio [samples] of frames [frames, codebooks], both on the device of the codec."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codec computes."""
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which dtype it computes."""
+        return next(self.parameters()).dtype

@@ -1,0 +1,60 @@
+"""What ``predict`` makes of texts on this rank: codes, and audio where a codec is set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lit_fsdp.tasks.loading import PADDING
+from lit_fsdp.tasks.tts.generation import Speech
+from lit_fsdp.tasks.tts.listening import Listener
+
+
+class Prediction:
+    """Turns speech into what ``predict_step`` returns, and counts what was cut off. All ranks must have one.
+
+    Args:
+        trainer: Says where WAV files go.
+        listener: Whose codec makes them; ``None`` leaves it at codes.
+    """
+
+    def __init__(self, trainer: Trainer, listener: Listener | None) -> None:
+        self.listener = listener
+        self.folder = Path(trainer.log_dir or trainer.default_root_dir) / "spoken"  # log_dir is a broadcast
+        self.num_cut = 0
+        if listener is None:
+            rank_zero_info("predict writes codes; with model.listening.codec set, WAV files too")
+
+    def describe(self, spoken: Sequence[Speech], numbers: Sequence[int]) -> dict[str, Any]:
+        """Return lists by name, for the texts of a batch."""
+        pairs = list(zip(numbers, spoken, strict=True))
+        self.num_cut += sum(not speech.has_ended for number, speech in pairs if number != PADDING)
+        found = {
+            "index": list(numbers),
+            "prediction": [speech.codes.tolist() for speech in spoken],
+            "has_ended": [speech.has_ended for speech in spoken],
+        }
+        if self.listener is None:
+            return found
+        paths = [self.folder / f"{number:05}.wav" for number in numbers]
+        for (number, speech), path in zip(pairs, paths, strict=True):
+            if number != PADDING:
+                self.listener.write(speech, path)
+        return {**found, "audio": [str(path) for path in paths]}
+
+    def finish(self, max_frames: int) -> None:
+        """Say how many texts of all ranks were cut off; all must call it."""
+        counts = [self.num_cut]
+        if dist.is_initialized():
+            counts *= dist.get_world_size()
+            dist.all_gather_object(counts, self.num_cut)
+        if sum(counts):
+            rank_zero_warn(
+                f"cut off at sampling.max_frames {max_frames}, without an end: {sum(counts)} of the texts; has_ended "
+                "tells which"
+            )

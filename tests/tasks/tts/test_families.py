@@ -1,0 +1,79 @@
+"""CSM and Dia, through the same interface: sharded as on one device, and no rank waits for another for ever."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from speech_families import CSM, DIA, fit, make_rows, speak_unequally, train_plainly
+from training import Result
+
+from lit_fsdp.tasks.tts.prepared import write_shard
+from ranks import run_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A family: its tiny model, numbers of speakers, what writes codes, and the code that is the end."""
+
+    raw: dict[str, Any]
+    num_codebooks: int
+    find_heads: Callable[[Any], list[Any]]
+    end: int
+    voices: dict[str, Any] = field(default_factory=dict)
+
+
+def find_heads_of_csm(model: Any) -> list[Any]:
+    return [model.lm_head, model.depth_decoder.codebooks_head]
+
+
+def find_heads_of_dia(model: Any) -> list[Any]:
+    return [model.logits_dense]
+
+
+CASES = [
+    Case(raw=CSM, num_codebooks=6, find_heads=find_heads_of_csm, end=0, voices={"kim": 0, "lee": 1}),
+    Case(raw=DIA, num_codebooks=4, find_heads=find_heads_of_dia, end=64),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.raw["model_type"])
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def prepared(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    write_shard(folder / "shard-00000.parquet", make_rows(case.num_codebooks))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def truth(case: Case) -> Result:
+    return train_plainly(case.raw, case.voices)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "accumulate"), [(1, 1), (2, 1), (1, 3), pytest.param(3, 2, marks=pytest.mark.slow)]
+)
+def test_training_is_the_same_on_any_number_of_ranks(
+    case: Case, prepared: Path, tmp_path: Path, truth: Result, world_size: int, accumulate: int
+) -> None:
+    run_ranks(fit, case.raw, prepared, tmp_path, accumulate, {}, world_size=world_size)
+    result = Result(**torch.load(tmp_path / "result.pt"))
+    for own, wanted in ((result.losses, truth.losses), (result.grad_norms, truth.grad_norms)):
+        assert max(abs(a - b) / abs(b) for a, b in zip(own, wanted, strict=True)) < 1e-6
+    assert result.weights.keys() >= truth.weights.keys()
+    assert max(float((result.weights[n] - w).abs().max()) for n, w in truth.weights.items()) < 1e-5
+
+
+def test_ranks_whose_speech_ends_at_different_frames_do_not_wait_for_each_other(
+    case: Case, prepared: Path, tmp_path: Path
+) -> None:
+    run_ranks(speak_unequally, case.raw, prepared, tmp_path, case.find_heads, case.end, world_size=2, timeout_s=60.0)
+    (early, late) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert early == ([0, 0], [True, True])
+    assert late == ([5, 5], [False, False])
