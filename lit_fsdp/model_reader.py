@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -176,21 +177,21 @@ class ModelReader:
             y = read_norm(reader, norm_name, norm, x)
             if not is_shared:
                 leave(y)
-        if (num_chunks := getattr(head, "num_loss_chunks", 1)) > 1:
-            with self._unit(head_name, y) as leave:
-                loss = self._read_chunks(head_name, head, y, num_chunks)
-                leave(loss)
-            if is_shared:
-                tape.mark("leave_unit", index, loss)  # type: ignore[arg-type]
-            return loss
-        tape.hold(y)
-        if is_shared:
-            logits = read_linear(reader, head_name, head, y)
+        num_chunks = getattr(head, "num_loss_chunks", 1)
+        if num_chunks == 1:
+            tape.hold(y)
+            read = partial(read_linear, reader, head_name, head, y)
+        else:
+            read = partial(self._read_chunks, head_name, head, y, num_chunks)
+        if is_shared:  # entered before the norm, and reduced once
+            logits = read()
             tape.mark("leave_unit", index, logits)  # type: ignore[arg-type]
         else:
             with self._unit(head_name, y) as leave:
-                logits = read_linear(reader, head_name, head, y)
+                logits = read()
                 leave(logits)
+        if num_chunks > 1:
+            return logits  # which is the loss
         if getattr(config, "final_logit_softcapping", None) is not None:
             logits = tape.add_pointwise("tanh", tape.add_pointwise("div", logits), saves_output=True)
             logits = tape.add_pointwise("mul", logits)

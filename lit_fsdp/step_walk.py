@@ -325,7 +325,9 @@ class Walk:
         self._gather(index)
         self._copy_out(index, in_forward=False)
         place = self._order.index(index)
-        for target in self._order[max(place - self.settings.backward_prefetch, 0) : place][::-1]:
+        # Of the root FSDP2 decides, and gathers one ahead.
+        ahead = 1 if self.units[index].is_root else self.settings.backward_prefetch
+        for target in self._order[max(place - ahead, 0) : place][::-1]:
             if self.units[target].is_reached:
                 self._gather(target)
 

@@ -1,0 +1,356 @@
+"""The steps that ``plan_accuracy.py`` compares: models with their losses, batches, and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
+
+from lit_fsdp.adapters import LoRA, add_adapters
+from lit_fsdp.mesh import Mesh
+from lit_fsdp.offload import Offload
+from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantized_layers import quantize_model
+from lit_fsdp.recompute import Recompute
+from lit_fsdp.settings import Settings
+from lit_fsdp.sharding import Sharding
+from lit_fsdp.tasks import TextToSpeech
+from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, sum_chunked_losses
+from lit_fsdp.tasks.tts.families import parse_family
+from lit_fsdp.units import Unit
+
+# Attention dropout is off: on a CPU it would leave the fused kernel, which GPUs do not.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"vocab_size": 16000, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6}
+    | {"num_attention_heads": 8, "num_key_value_heads": 2},
+    "qwen3": {"vocab_size": 32000, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 5}
+    | {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128, "tie_word_embeddings": True},
+    "gpt2": {"vocab_size": 8000, "n_embd": 512, "n_layer": 6, "n_head": 8, "attn_pdrop": 0.0}
+    | {"bos_token_id": None, "eos_token_id": None},
+    "vit": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8},
+    "mistral": {"vocab_size": 12000, "hidden_size": 640, "intermediate_size": 1792, "num_hidden_layers": 4}
+    | {"num_attention_heads": 10, "num_key_value_heads": 5, "sliding_window": None},
+    "qwen2": {"vocab_size": 20000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4}
+    | {"num_attention_heads": 12, "num_key_value_heads": 2},
+    "gemma2": {"vocab_size": 24000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
+    | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "attn_implementation": "eager"},
+    "qwen3_moe": {"vocab_size": 4000, "hidden_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8}
+    | {"num_key_value_heads": 4, "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
+    "mixtral": {"vocab_size": 4000, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 3}
+    | {"num_attention_heads": 8, "num_key_value_heads": 4, "num_local_experts": 8},
+}
+_TALKER = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
+_DIA = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
+_DIA_CROSS = {"cross_num_attention_heads": 8, "cross_num_key_value_heads": 8, "cross_head_dim": 32}
+SPEECH: dict[str, dict[str, Any]] = {
+    "qwen3_tts": {"im_start_token_id": 256, "im_end_token_id": 257, "tts_pad_token_id": 259, "tts_bos_token_id": 260}
+    | {"tts_eos_token_id": 261, "tts_model_type": "base", "tts_model_size": "tiny"}
+    | {
+        "tokenizer_type": "qwen3_tts_tokenizer_12hz",
+        "talker_config": _TALKER
+        | {"vocab_size": 3072, "hidden_size": 256, "intermediate_size": 704, "head_dim": 64, "hidden_act": "silu"}
+        | {"max_position_embeddings": 1024, "initializer_range": 0.02, "rms_norm_eps": 1e-6, "rope_theta": 1000000}
+        | {"attention_bias": False, "attention_dropout": 0, "text_vocab_size": 2000, "text_hidden_size": 256}
+        | {"num_code_groups": 8, "codec_pad_id": 2148, "codec_bos_id": 2149, "codec_eos_token_id": 2150}
+        | {"codec_think_id": 2154, "codec_nothink_id": 2155, "codec_think_bos_id": 2156, "codec_think_eos_id": 2157}
+        | {"codec_language_id": {"english": 2050}, "spk_id": {}, "spk_is_dialect": {}}
+        | {
+            "code_predictor_config": {"vocab_size": 2048, "hidden_size": 192, "intermediate_size": 512}
+            | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+            | {"hidden_act": "silu", "max_position_embeddings": 512, "initializer_range": 0.02, "rms_norm_eps": 1e-6}
+            | {"rope_theta": 1000000, "attention_bias": False, "attention_dropout": 0, "num_code_groups": 8}
+        },
+        "speaker_encoder_config": {"enc_dim": 256, "enc_channels": [64, 64, 64, 64, 192], "enc_res2net_scale": 4}
+        | {"enc_attention_channels": 16, "enc_se_channels": 16},
+    },
+    "csm": _TALKER
+    | {"num_codebooks": 6, "vocab_size": 1027, "text_vocab_size": 4000, "hidden_size": 384, "head_dim": 48}
+    | {"intermediate_size": 1024, "max_position_embeddings": 1024, "tie_codebooks_embeddings": True}
+    | {"codebook_pad_token_id": 1026, "codebook_eos_token_id": 0, "audio_token_id": 268, "audio_eos_token_id": 269}
+    | {
+        "pad_token_id": 267,
+        "bos_token_id": 266,
+        "depth_decoder_config": {"num_codebooks": 6, "backbone_hidden_size": 384, "vocab_size": 1027}
+        | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+        | {"num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 7},
+        "codec_config": {"model_type": "mimi", "hidden_size": 32, "num_filters": 4, "codebook_size": 1024}
+        | {"codebook_dim": 16, "vector_quantization_hidden_dimension": 16, "num_quantizers": 6}
+        | {"num_semantic_quantizers": 1, "upsample_groups": 32, "num_hidden_layers": 1, "intermediate_size": 64}
+        | {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "upsampling_ratios": [8, 6, 5, 4]},
+    },
+    "dia": {
+        "delay_pattern": [0, 2, 3, 4],
+        "encoder_config": _DIA
+        | {"model_type": "dia_encoder", "max_position_embeddings": 256, "num_hidden_layers": 3, "hidden_size": 256}
+        | {"intermediate_size": 768, "vocab_size": 256},
+        "decoder_config": _DIA
+        | _DIA_CROSS
+        | {"model_type": "dia_decoder", "max_position_embeddings": 1024, "num_hidden_layers": 4, "hidden_size": 384}
+        | {"intermediate_size": 1024, "cross_hidden_size": 256, "vocab_size": 1028, "num_channels": 4}
+        | {"eos_token_id": 1024, "pad_token_id": 1025, "bos_token_id": 1026},
+    },
+}
+SMALL = {"vocab_size": 2000}
+TINY = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "vocab_size": 8000}
+GROUPS = ("families", "settings", "matrix", "speech")
+NUM_PATCHES = 14 * 14  # of an image of 224 x 224
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One step of one model, with ``mode`` full, lora, nf4 or int8; ``is_allocated``: also on real kernels."""
+
+    family: str
+    mode: str = "full"
+    precision: str = "bf16-mixed"
+    world_size: int = 4
+    rows: int = 1
+    length: int = 512
+    recompute: str = "none"
+    reshard: bool = True
+    change: dict[str, Any] = field(default_factory=dict)
+    num_micro_batches: int = 1
+    is_held_out: bool = False
+    is_allocated: bool = True
+    settings: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "adamw"
+    loss_chunks: int = 1
+    is_packed: bool = False
+    dropout: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a row: of an image its patches and one more, of speech its frames."""
+        return NUM_PATCHES + 1 if self.family == "vit" else self.length
+
+    def __str__(self) -> str:
+        parts = [self.family, self.mode, self.precision, f"{self.world_size} ranks", f"{self.rows}x{self.num_tokens}"]
+        parts += ["recompute"] if self.recompute == "full" else [self.recompute] * (self.recompute != "none")
+        parts += ["no reshard"] * (not self.reshard) + ["accumulated"] * (self.num_micro_batches > 1)
+        parts += ["packed"] * self.is_packed + [self.optimizer] * (self.optimizer != "adamw")
+        parts += [f"{self.loss_chunks} loss chunks"] * (self.loss_chunks > 1)
+        parts += [f"LoRA dropout {self.dropout}"] * bool(self.dropout)
+        parts += [f"{type(v).__name__.lower()}" if k == "offload" else f"{v}" for k, v in self.settings.items()]
+        changed = [
+            f"{key}={value}" for key, value in self.change.items() if key not in TINY or self.change[key] != TINY[key]
+        ]
+        return ", ".join([*parts, *["tiny"] * (TINY.items() <= self.change.items()), *changed])
+
+
+class Model(nn.Module):
+    """A model of Transformers with the loss that it computes itself, on the meta device."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        sizes = {**FAMILIES[case.family], **case.change}
+        implementation = sizes.pop("attn_implementation", "sdpa")
+        kind = AutoModelForImageClassification if case.family == "vit" else AutoModelForCausalLM
+        with torch.device("meta"):
+            config = AutoConfig.for_model(case.family, **sizes)
+            self.model = kind.from_config(config, attn_implementation=implementation)
+        if case.mode in ("nf4", "int8"):
+            quantize_model(self.model, Quantization(type=case.mode))  # type: ignore[arg-type]
+        if case.mode != "full":
+            add_adapters(self.model, LoRA(r=16, dropout=case.dropout))
+        self.is_chunked = case.loss_chunks > 1
+        if self.is_chunked:
+            install_chunked_loss(self.model, case.loss_chunks)
+
+    def step(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the loss."""
+        if self.is_chunked:
+            return sum_chunked_losses(self.model, {"input_ids": batch["input_ids"]}, batch["labels"])
+        cache = {"use_cache": False} if "input_ids" in batch else {}
+        return self.model(**batch, **cache).loss
+
+
+class SpeechModel(nn.Module):
+    """A speech model with its losses and FSDP units as those of its task, on the meta device."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        raw = {"model_type": case.family, **SPEECH[case.family]}
+        family, config = parse_family(raw)
+        with torch.device("meta"):
+            self.model: Any = family.build_model(config)
+        if case.mode != "full":
+            add_adapters(self.model, LoRA(r=16, targets=family.linears))
+        self._weights, self._raw = family.weigh_losses(config), raw
+
+    def configure_units(self, model: nn.Module) -> list[Unit]:
+        """Return the units that the task plans."""
+        return TextToSpeech(config=self._raw).configure_units(model)
+
+    def step(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the loss."""
+        output, (own, other) = self.model(batch), self._weights
+        return own * output.talker_loss + other * output.predictor_loss
+
+
+def make_model(case: Case) -> Model | SpeechModel:
+    """Return the model of a case, on the meta device."""
+    return SpeechModel(case) if case.family in SPEECH else Model(case)
+
+
+def make_batch(case: Case) -> dict[str, Tensor]:
+    """Return a micro-batch of zeros."""
+    if case.family in SPEECH:
+        family, config = parse_family({"model_type": case.family, **SPEECH[case.family]})
+        sizes = {"batch_size": case.rows, "num_text_ids": case.length, "num_frames": case.length}
+        return family.make_example_batch(config, **sizes)
+    if case.family == "vit":
+        pixels = torch.zeros(case.rows, 3, 224, 224)
+        return {"pixel_values": pixels, "labels": torch.zeros(case.rows, dtype=torch.long)}
+    ids = torch.zeros(case.rows, case.length, dtype=torch.long)
+    positions = (torch.arange(case.length) % -(-case.length // 4)).expand_as(ids)
+    packed = {"position_ids": positions.clone()} if case.is_packed else {}
+    return {"input_ids": ids, "labels": ids.clone(), **packed}
+
+
+def make_settings(case: Case) -> Settings:
+    """Return the settings of the strategy."""
+    recompute: Any = Recompute(mode=case.recompute)  # type: ignore[arg-type]
+    return Settings(
+        **{"recompute": recompute, "sharding": Sharding(reshard_after_forward=case.reshard), **case.settings}
+    )
+
+
+def make_optimizer(case: Case) -> Optimizer:
+    """Return the settings of the optimizer."""
+    return Optimizer(name=case.optimizer)  # type: ignore[arg-type]
+
+
+def list_cases(group: Literal["families", "settings", "matrix", "speech"]) -> Iterator[Case]:
+    """Yield the cases of a group: tuned on first, then those held out."""
+    if group == "matrix":
+        yield from (*_list_matrix("llama"), *_list_matrix("vit"))
+        return
+    if group == "speech":
+        yield from (*_list_speech(), *_list_matrix("qwen3_tts"))
+        return
+    cases = _list_settings() if group == "settings" else _list_families()
+    # In half precision, kernels of CPUs take minutes for these.
+    yield from (replace(case, is_allocated=case.precision == "32-true") for case in cases)
+    if group == "families":
+        yield from (replace(case, is_held_out=True) for case in _list_experts())
+
+
+def _list_families() -> Iterator[Case]:
+    for family in ("llama", "qwen3", "gpt2", "vit"):
+        yield Case(family=family)
+        yield Case(family=family, precision="32-true", world_size=1, rows=4, length=256)
+        yield Case(family=family, world_size=2, rows=2, recompute="full")
+        yield Case(family=family, mode="lora", precision="bf16-true", world_size=2, rows=2, length=256)
+        yield Case(family=family, reshard=False)
+    yield Case(family="llama", mode="nf4", precision="bf16-true", world_size=2, rows=2, change=SMALL)
+    yield Case(family="llama", precision="32-true", world_size=2, rows=2, recompute="selective", change=SMALL)
+    # Gemma's soft-capped scores got their rule after its cases had been looked at.
+    yield from (replace(case, is_held_out=case.family != "gemma2") for case in _list_held_out())
+
+
+def _list_held_out() -> Iterator[Case]:
+    for family in ("mistral", "qwen2", "gemma2"):
+        yield Case(family=family, world_size=8, length=1024)
+        yield Case(family=family, precision="bf16-true", world_size=2, rows=4, length=256, recompute="full")
+        yield Case(family=family, mode="lora", world_size=1, rows=3, length=384, change=SMALL)
+        yield Case(family=family, mode="nf4", precision="bf16-true", rows=2, length=640, recompute="full", change=SMALL)
+        yield Case(family=family, precision="32-true", world_size=2, length=768, reshard=False, change=SMALL)
+    yield Case(family="llama", length=1024, recompute="full", change=WIDE)
+    yield Case(family="qwen3", mode="nf4", world_size=8, length=128, change=WIDE)
+    yield Case(family="gpt2", precision="bf16-true", world_size=8, rows=8, length=128, change={"n_embd": 768})
+    yield Case(family="gpt2", world_size=2, rows=3, recompute="full", num_micro_batches=2, change=SMALL)
+    yield Case(family="vit", world_size=8, rows=8, change={"hidden_size": 768, "intermediate_size": 3072})
+    yield Case(family="vit", mode="nf4", precision="bf16-true", rows=16, recompute="full")
+
+
+def _list_experts() -> Iterator[Case]:
+    """Yield mixtures of experts: in bfloat16, as fake tensors have no grouped product in float32."""
+    for family in ("qwen3_moe", "mixtral"):
+        yield Case(family=family, precision="bf16-true", world_size=2)
+        yield Case(family=family, rows=2, recompute="full")
+        yield Case(family=family, mode="lora", precision="bf16-true", world_size=1, rows=2)
+
+
+def _list_speech() -> Iterator[Case]:
+    for family in SPEECH:
+        yield Case(family=family, precision="32-true", world_size=2, rows=2, length=64)
+        yield Case(family=family, length=48, recompute="full")
+        yield Case(family=family, mode="lora", precision="bf16-true", world_size=1, length=48)
+
+
+def _list_settings() -> Iterator[Case]:
+    """Yield settings of the strategy, optimizers and losses, each on a model or two."""
+    llama: dict[str, Any] = {"family": "llama", "world_size": 2, "rows": 2, "length": 256, "precision": "32-true"}
+    llama["is_held_out"] = True
+    half = {**llama, "precision": "bf16-true"}
+    for optimizer in ("adamw_8bit", "adafactor"):
+        yield Case(**llama, optimizer=optimizer)
+        yield Case(**{**half, "world_size": 8}, optimizer=optimizer, recompute="full")
+    for chunks in (4, 8):
+        yield Case(**llama, loss_chunks=chunks)
+        yield Case(**half, mode="lora", loss_chunks=chunks, recompute="full")
+    for family in ("llama", "qwen2"):
+        yield Case(**{**llama, "family": family, "rows": 1, "length": 512}, is_packed=True)
+        packed = {**half, "family": family, "world_size": 4, "length": 512}
+        yield Case(**packed, is_packed=True, recompute="full")
+    mistral = {**llama, "family": "mistral", "rows": 1, "length": 512}
+    yield Case(**mistral, change={"sliding_window": 128})
+    yield Case(**half, mode="int8")
+    yield Case(**llama, mode="lora", dropout=0.1)
+    yield Case(**half, mode="nf4", dropout=0.1, recompute="full")
+    yield Case(**llama, settings={"offload": Offload()})
+    yield Case(**half, settings={"offload": Offload()}, recompute="full")
+    yield Case(**{**llama, "world_size": 8}, settings={"mesh": Mesh(replicate=2)}, recompute="full")
+    yield Case(**{**llama, "world_size": 8}, settings={"sharding": Sharding(reshard_after_forward=2)})
+    yield Case(**llama, settings={"sharding": Sharding(hold_gradients=True)}, num_micro_batches=2)
+    yield from _list_mended(llama, half)
+
+
+def _list_mended(llama: dict[str, Any], half: dict[str, Any]) -> Iterator[Case]:
+    """Yield those that showed a wrong rule, and others for what was put in its place."""
+    ahead, further = Sharding(backward_prefetch=2, forward_prefetch=1), Sharding(backward_prefetch=3)
+    yield Case(**{**llama, "is_held_out": False}, settings={"sharding": ahead})
+    yield Case(**{**half, "family": "qwen2", "world_size": 4}, settings={"sharding": further}, recompute="full")
+    yield Case(family="vit", precision="32-true", is_held_out=True, settings={"sharding": further})
+    head = {**half, "change": {"num_hidden_layers": 2, "vocab_size": 32000}}
+    yield Case(**{**head, "world_size": 1, "is_held_out": False}, loss_chunks=8)
+    yield Case(**{**head, "family": "qwen2"}, loss_chunks=8)
+    yield Case(**{**head, "family": "mistral", "precision": "bf16-mixed", "world_size": 1}, loss_chunks=4)
+
+
+def _list_matrix(family: str) -> Iterator[Case]:
+    """Yield what trains x recomputation x resharding x ranks.
+
+    Precision, and offload, chunked loss and 8-bit state, go round, so that each meets each of the others.
+    """
+    sizes: dict[str, dict[str, Any]] = {
+        "llama": {"rows": 2, "length": 160, "change": {**TINY, "vocab_size": 3000, "intermediate_size": 704}},
+        "vit": {"rows": 2, "change": {**TINY, "intermediate_size": 1024}},
+        "qwen3_tts": {"length": 32},
+    }
+    precisions = ("32-true", "bf16-mixed", "bf16-true")
+    extras: tuple[dict[str, Any], ...] = (
+        {},
+        {"settings": {"offload": Offload()}},
+        {"loss_chunks": 4},
+        {"optimizer": "adamw_8bit"},
+    )
+    modes = ("full", "lora") if family in SPEECH else ("full", "lora", "nf4")
+    cells = product(modes, ("none", "full"), (True, False), (1, 2, 4, 8))
+    for i, (mode, recompute, reshard, world_size) in enumerate(cells):
+        if (i + i // 4 + i // 8 + i // 16) % 2:  # every other one: each value still meets each of the others
+            continue
+        extra = extras[(i % 4 + 2 * (recompute == "full") + i // 16) % 4]
+        # Offload on a single rank cannot be followed, and only language models have a loss in chunks.
+        if ("settings" in extra and world_size == 1) or ("loss_chunks" in extra and family != "llama"):
+            extra = {}
+        cell: dict[str, Any] = {"mode": mode, "recompute": recompute, "reshard": reshard, "world_size": world_size}
+        precision = precisions[(i + i // 3) % 3]
+        yield Case(family=family, precision=precision, is_held_out=True, **cell, **sizes[family], **extra)
