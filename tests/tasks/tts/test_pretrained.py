@@ -1,6 +1,7 @@
 """Of a model on the Hub, what is read is fetched, and nothing else."""
 
 import json
+import logging
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_of_weights_that_are_there_twice_those_that_are_read_are_fetched(
 
 
 def test_the_tokenizer_is_read_beside_a_model_that_transformers_does_not_know(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # As Qwen3-TTS is published: without tokenizer.json.
     vocab = {letter: i for i, letter in enumerate([*sorted(ByteLevel.alphabet()), "he", "ass", "istant", "assistant"])}
@@ -74,7 +75,11 @@ def test_the_tokenizer_is_read_beside_a_model_that_transformers_does_not_know(
     settings = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": added, "eos_token": "<|im_end|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "pad_token": "<|endoftext|>"}))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_tts", "architectures": ["Qwen3TTS"]}')
-    tokenizer = load_tokenizer(str(tmp_path))
+    logging.getLogger("transformers").addHandler(caplog.handler)  # it does not propagate
+    try:
+        tokenizer = load_tokenizer(str(tmp_path))
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
     ids = encode_text(tokenizer, "he")
     assert tokenizer.convert_ids_to_tokens(ids) == ["<|im_start|>", "assistant", "\u010a", "he"]
-    assert "instantiate a model" not in capfd.readouterr().err
+    assert "instantiate a model" not in caplog.text
