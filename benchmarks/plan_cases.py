@@ -353,4 +353,6 @@ def _list_matrix(family: str) -> Iterator[Case]:
             extra = {}
         cell: dict[str, Any] = {"mode": mode, "recompute": recompute, "reshard": reshard, "world_size": world_size}
         precision = precisions[(i + i // 3) % 3]
-        yield Case(family=family, precision=precision, is_held_out=True, **cell, **sizes[family], **extra)
+        # The pixels that FSDP2 casts got their rule after a first run had been looked at.
+        is_held_out = family != "vit" or mode == "full" or precision == "32-true"
+        yield Case(family=family, precision=precision, is_held_out=is_held_out, **cell, **sizes[family], **extra)

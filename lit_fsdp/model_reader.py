@@ -144,6 +144,8 @@ class ModelReader:
         tape.batch_bytes = pixels * FLOAT32 + reader.rows * INDEX
         is_cast = tape.itemsize != FLOAT32
         x = tape.add("to", (), pixels * tape.itemsize) if is_cast else tape.add_value(0)
+        if is_cast:  # FSDP2 passes it to the root, which holds what it was called with
+            tape.hold(x)
         size = reader.rows * num_patches * width * tape.itemsize
         owner = next((n for n in (name, *_list_parents(name)) if n in self._units), name)
         with self._unit(owner, x) as leave:
@@ -157,7 +159,9 @@ class ModelReader:
         direct = [] if around is None else list(around.parameters(recurse=False))
         weights = reader.list_trained(*direct)
         summed = tape.add("add", (tokens,), reader.count_bytes(width), weights=weights, shares_grad=True)
-        return tape.add_dropout(summed, getattr(getattr(around, "dropout", None), "p", 0.0))
+        embedded = tape.add_dropout(summed, getattr(getattr(around, "dropout", None), "p", 0.0))
+        tape.hold(embedded)  # as does the model around the blocks
+        return embedded
 
     def _find_final_norm(self, base: str) -> tuple[str, Any]:
         prefix = f"{base}." if base else ""

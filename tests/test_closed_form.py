@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, masking_utils
 
 from lit_fsdp.adapters import LoRA, add_adapters, find_adapter_parameters
 from lit_fsdp.closed_form import StepPrediction, predict_step
@@ -210,6 +210,16 @@ def test_offload_moves_all_states_to_the_host() -> None:
     assert sum(there.host_by_kind.values()) == pytest.approx(total - buffers, rel=0.001)
     assert there.moments[-1].by_kind["gradients"] == there.moments[-1].by_kind["optimizer_state"] == 0
     assert there.peak.by_kind["parameters"] == buffers
+
+
+def test_pixels_in_half_precision_stay_until_forward_ends() -> None:
+    config = AutoConfig.for_model("vit", **{**SMALL, "num_labels": 10})
+    with torch.device("meta"):
+        model = AutoModelForImageClassification.from_config(config)
+    add_adapters(model, LoRA(r=8))
+    prediction = predict(model, precision="bf16-true", rows=2, length=197)
+    last = [moment for moment in prediction.moments if moment.phase == "forward"][-1]
+    assert last.activations["embeddings"] == 2 * (2 * 3 * 224 * 224 + 2 * 197 * SMALL["hidden_size"])
 
 
 def test_flops_are_those_that_are_counted_as_the_model_runs() -> None:
