@@ -35,9 +35,9 @@ from lit_fsdp.units import plan_module
 
 _LOSS_CHUNKS, _LORA_RANK = 8, 16  # of what is tried in place of what is configured
 _MAX_TRACED = 2  # micro-batches: all after the second hold what it holds
-# Of the bytes that a trace sees moved, what the closed form counts, with which step_time.MEMORY_SHARE was fitted: 0.76 in
-# the median of 120 steps of 300 tokens or more in benchmarks/results/plan_{accuracy,settings,matrix}, 0.36 to 0.91. 0.78
-# of language models on several ranks; least of ViTs in full, and on one rank, where FSDP2's copies are seen too.
+# Of the bytes that a trace sees moved, what the closed form counts, with which step_time.MEMORY_SHARE was fitted: 0.76
+# in the median of 120 steps of 300 tokens or more in benchmarks/results/plan_{accuracy,settings,matrix}, 0.36 to 0.91.
+# 0.78 of language models on several ranks; least of ViTs in full, and on one rank: there FSDP2's copies are seen too.
 _COUNTED_SHARE = 0.75
 
 
