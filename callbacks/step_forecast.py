@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lit_fsdp.estimate import Hardware, estimate_time
 from lit_fsdp.forecast import NoForecastError, describe_model, forecast_step, measure_batch
 from lit_fsdp.hardware import Gpu, find_gpu
+from lit_fsdp.lightning_internals import count_micro_batches
 from lit_fsdp.links import Interconnect, choose_links
 from lit_fsdp.plan import Ranks
 from lit_fsdp.precision_plugin import FSDP2Precision
@@ -54,6 +55,8 @@ class StepForecast:
         if not self._shapes:
             raise NoForecastError("the task does not say what shape its batches have (measure_batch)")
         shape = sorted(self._shapes, key=lambda shape: shape.rows * shape.length)[len(self._shapes) // 2]
+        if (num_micro_batches := count_micro_batches(trainer)) is None:
+            raise NoForecastError("the number of accumulated micro-batches changes")
         per_node = trainer.world_size // trainer.num_nodes
         links = self.links or getattr(strategy, "links", None) or choose_links(self.gpu, per_node)
         step = forecast_step(
@@ -62,7 +65,7 @@ class StepForecast:
             shape,
             world_size=trainer.world_size,
             ranks_per_node=per_node,
-            num_micro_batches=trainer.accumulate_grad_batches,
+            num_micro_batches=num_micro_batches,
             device_type=strategy.root_device.type,
         )
         try:
@@ -76,7 +79,7 @@ class StepForecast:
                 flops=step.flops,
                 moved_bytes=step.moved_bytes,
                 tokens=shape.rows * shape.length,
-                num_micro_batches=trainer.accumulate_grad_batches,
+                num_micro_batches=num_micro_batches,
                 dtype=self.dtype,
             )
         except ValueError as error:  # several nodes, and a link inside a node only

@@ -35,15 +35,17 @@ def read_logged(trainer: pl.Trainer) -> dict[str, torch.Tensor]:
 def log_again(module: pl.LightningModule, values: Mapping[str, torch.Tensor]) -> bool:
     """Put values of a step in place of those that the hook that runs has logged in a step before.
 
-    For them ``log`` would once more check its arguments and copy all that Lightning knows of a metric: half a
-    millisecond for each. Returns false, having done nothing, in the first batch of an epoch, and where one of them
-    was not logged yet, or otherwise than step by step.
+    For them ``log`` would once more check its arguments and copy all that Lightning knows of a metric.
+    Returns false, having done nothing, in the first batch of an epoch, where one of them was not
+    logged yet, or otherwise than step by step, and for modules that log in a way of their own.
 
     Args:
         module: Whose hook runs.
         values: By name, scalars without a gradient.
     """
-    trainer, hook = module.trainer, module._current_fx_name
+    trainer, hook, own = module.trainer, module._current_fx_name, type(module)
+    if own.log is not pl.LightningModule.log or own.log_dict is not pl.LightningModule.log_dict:
+        return False
     results = trainer._results
     if results is None or hook is None or trainer._logger_connector.should_reset_tensors(hook):
         return False
@@ -53,6 +55,16 @@ def log_again(module: pl.LightningModule, values: Mapping[str, torch.Tensor]) ->
     for name, value in values.items():
         results.update_metrics(f"{hook}.{name}", value, 1)
     return True
+
+
+def forget_train_loader(trainer: pl.Trainer) -> None:
+    """Let a resumed run build its loader when training begins, though a schedule has asked for the number of steps.
+
+    For that number, Lightning builds it before the checkpoint is restored, and never tells that one where to go on:
+    the run would see rows of the epoch again, and others not at all.
+    """
+    if trainer.ckpt_path is not None:
+        trainer.fit_loop._combined_loader = None
 
 
 def use_no_grad(trainer: pl.Trainer) -> None:

@@ -267,8 +267,8 @@ def trace_exactly(step: PlannedStep) -> TracedStep:
     module, strategy = step.module, step.strategy
     if strategy.settings.offload is not None and step.ranks.num_shards == 1:
         raise ConfigError(
-            "exact: offload on one rank cannot be followed yet, as the shard is the whole; leave exact out, or use "
-            "--devices 2"
+            "exact: offload with one shard cannot be traced yet, as the shard is the whole; leave exact, search or "
+            "offload out, or use --devices 2"
         )
     num_traced = min(step.num_micro_batches, _MAX_TRACED)
     find_context: Callable[..., AbstractContextManager[None]]

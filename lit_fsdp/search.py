@@ -122,13 +122,10 @@ def search(problem: Problem) -> list[Candidate]:
     """
     configured = _estimate(problem, problem.variants[0], problem.settings, (problem.micro_batch.rows, {}))
     found: list[Candidate] = []
-    # Offload on one rank cannot be traced.
-    has_offload = problem.trace is None or problem.ranks.world_size > 1
-    offloads = (None, problem.settings.offload or Offload())[: 1 + has_offload]
     for variant in problem.variants if problem.trace is None else _spread_optimizers(problem):
         if problem.trace is not None and any(candidate.fits for candidate in found):
             break
-        for offload in offloads:
+        for offload in (None, problem.settings.offload or Offload()):
             tried = list(_try_all(problem, variant, offload))
             found += tried
             # Of a variant that trains otherwise, anything that fits will do.
@@ -207,6 +204,8 @@ def _list_settings(
     num = num_micro_batches or problem.num_micro_batches
     for mesh in meshes:
         _, shards = mesh.resolve(world_size=ranks.world_size, ranks_per_node=ranks.per_node)
+        if shards == 1 and offload is not None and problem.trace is not None:  # cannot be traced
+            continue
         keeps: list[tuple[bool | int, bool]] = [(True, False), (False, False), *([(False, True)] if num > 1 else [])]
         # Second gathers among fewer ranks: as configured, and those of a node.
         own = given.sharding.reshard_after_forward
@@ -219,12 +218,15 @@ def _list_settings(
 
 
 def _spread_optimizers(problem: Problem) -> list[Variant]:
-    """Return the variants, with other optimizers after what is configured."""
-    return [
-        replace(variant, model=replace(variant.model, optimizer=optimizer))
-        for variant in problem.variants
-        for optimizer in (_list_optimizers(variant, None) if problem.tries_optimizers else [variant.model.optimizer])
-    ]
+    """Return the variants with each optimizer, those that compute the same first."""
+    spread = []
+    for variant in problem.variants:
+        own = variant.model.optimizer
+        for optimizer in _list_optimizers(variant, None) if problem.tries_optimizers else [own]:
+            changes = {} if optimizer is own else {"model.optimizer.name": optimizer.name}
+            model = replace(variant.model, optimizer=optimizer)
+            spread.append(replace(variant, model=model, changes={**variant.changes, **changes}))
+    return sorted(spread, key=lambda variant: bool(_CHANGES_RESULT & variant.changes.keys()))
 
 
 def _list_optimizers(variant: Variant, offload: Offload | None) -> list[Optimizer]:

@@ -32,7 +32,14 @@ from typing_extensions import override
 from lit_fsdp.assembly import shard_module
 from lit_fsdp.checkpoint import find_random_state, load_checkpoint
 from lit_fsdp.checkpoint_writer import CheckpointFormat, CheckpointWriter
-from lit_fsdp.lightning_internals import check_trainer, count_micro_batches, keep_links, refuse_ignored, use_no_grad
+from lit_fsdp.lightning_internals import (
+    check_trainer,
+    count_micro_batches,
+    forget_train_loader,
+    keep_links,
+    refuse_ignored,
+    use_no_grad,
+)
 from lit_fsdp.mesh import Mesh, build_mesh
 from lit_fsdp.offload import Offload
 from lit_fsdp.plan_table import print_plan
@@ -244,6 +251,7 @@ class FSDP2Strategy(ParallelStrategy):
             reseed(collect_random_state(), self.global_rank)  # else dropout would drop the same on all ranks
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
+            forget_train_loader(trainer)
         self.setup_precision_plugin()
 
     def _shard(self, module: pl.LightningModule) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from lit_fsdp.cli_errors import ConfigError
 from lit_fsdp.dry_run import TracedStep
 from lit_fsdp.estimate import ModelToTrain
+from lit_fsdp.forecast import measure_batch
 from lit_fsdp.planner import COUNTED_SHARE, PlannedStep, trace_exactly
 from lit_fsdp.settings import Settings
 
@@ -21,7 +22,7 @@ def make_tracer(steps: Sequence[PlannedStep], data: Any) -> Callable[[ModelToTra
 
     Args:
         steps: One for each model of the search, whose modules stay as they are.
-        data: The data module; its ``batch_size`` is set where rows differ.
+        data: The data module; its ``batch_size`` is set where rows are not those of the steps.
     """
     by_module = {id(step.module): step for step in steps}
     traced: dict[str, TracedStep] = {}
@@ -42,10 +43,12 @@ def _trace(step: PlannedStep, model: ModelToTrain, settings: Settings, rows: int
     module: Any = step.module
     step.strategy.settings = settings
     module.optimizer_settings = model.optimizer
-    if getattr(data, "batch_size", rows) != rows:
+    if measure_batch(module, step.batch).rows != rows:
         data.batch_size = rows
         step = replace(step, batch=data.make_example_batch())
-    traced = trace_exactly(step)
+    ranks = step.ranks
+    replicas, shards = settings.mesh.resolve(world_size=ranks.world_size, ranks_per_node=ranks.per_node)
+    traced = trace_exactly(replace(step, ranks=replace(ranks, num_replicas=replicas, num_shards=shards)))
     return replace(traced, moved_bytes=int(traced.moved_bytes * COUNTED_SHARE))
 
 

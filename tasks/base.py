@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from lit_fsdp.adapters import LoRA, add_adapters
 from lit_fsdp.clipping import clip_grad_norm, clip_grad_value, compute_grad_norm, scale_gradients
-from lit_fsdp.lightning_internals import log_again
+from lit_fsdp.lightning_internals import forget_train_loader, log_again
 from lit_fsdp.optimizers import Optimizer, build_optimizer
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_layers import quantize_model
@@ -226,7 +226,7 @@ class Task(LightningModule):
         self.log_step(values)
 
     def log_step(self, values: Mapping[str, Tensor]) -> None:
-        """Log values of a step, as ``log_dict`` does, in a tenth of its time. For hooks that run once a step.
+        """Log values of a step, as ``log_dict`` does, in less time. For hooks that run once a step.
 
         Args:
             values: By name, scalars without a gradient, the same on all ranks.
@@ -304,6 +304,7 @@ class Task(LightningModule):
     def _build_schedule(self, optimizer: torch.optim.Optimizer) -> ConfiguredLR:
         settings = self.schedule
         num_steps = self.trainer.estimated_stepping_batches
+        forget_train_loader(self.trainer)
         if num_steps == float("inf"):
             if settings.shape != "constant" or settings.warmup_fraction:
                 raise ValueError(

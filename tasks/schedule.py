@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
@@ -102,10 +103,21 @@ class ConfiguredLR(LambdaLR):
             for name, value in settings.items():
                 if _as_list(group[name]) != _as_list(value):
                     changes.setdefault(name, f"{group[name]} -> {value}")
+            is_moved = group.get("fused") != settings.get("fused")
             group.update(settings, initial_lr=base, lr=rate)
+            if is_moved:
+                _place_counters(self.optimizer, group)
         if changes:
             found = ", ".join(f"{name} {change}" for name, change in changes.items())
             rank_zero_warn(f"resume: optimizer settings differ from those of the checkpoint, and are used: {found}")
+
+
+def _place_counters(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """AdamW counts steps on the device of a parameter if it is fused, else on the CPU, as its state was loaded for."""
+    for parameter in group["params"]:
+        state = optimizer.state.get(parameter, {})
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].to(parameter.device if group["fused"] else "cpu")
 
 
 def _as_list(value: Any) -> Any:

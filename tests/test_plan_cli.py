@@ -177,7 +177,7 @@ def test_offload_on_one_rank_is_counted_but_not_traced(capfd: pytest.CaptureFixt
     options = ["--config=run.yaml", "--devices=1", "--trainer.strategy.offload={}"]
     assert plan(*options)["host"]["bytes"] > 0
     assert main(["plan", *options, "--exact=true"]) == 2
-    assert "offload on one rank cannot be followed yet" in capfd.readouterr().err
+    assert "offload with one shard cannot be traced yet" in capfd.readouterr().err
 
 
 def test_what_is_offloaded_is_host_memory_and_no_device_memory() -> None:

@@ -17,7 +17,6 @@ from lit_fsdp.tasks.image_classification.preprocessing import PROCESSOR_FILE, Pr
 from lit_fsdp.tasks.pretrained import check_base, check_lora
 
 CLASSES = "classes"  # in the metadata of a checkpoint: their names, in the order of the model's outputs
-LAYER_DECAY = "layer_decay"  # there too
 
 
 def collect_export_files(
@@ -49,28 +48,21 @@ def collect_export_files(
     return files
 
 
-def check_run(checkpoint: Mapping[str, Any], class_names: Sequence[str], *, layer_decay: float | None) -> None:
-    """Refuse a checkpoint of other classes, or to go on with another decay.
+def check_run(checkpoint: Mapping[str, Any], class_names: Sequence[str]) -> None:
+    """Refuse a checkpoint of other classes.
 
     Args:
         checkpoint: Its metadata.
         class_names: Of this run.
-        layer_decay: Of this run, if it trains: the learning rates of a checkpoint go on, and it would be ignored.
 
     Raises:
-        ValueError: The classes are others, or in another order, or the decay is another one.
+        ValueError: The classes are others, or in another order.
     """
     stored = checkpoint.get(CLASSES)
     if stored is not None and list(stored) != list(class_names):
         raise ValueError(
             f"classes: the checkpoint was trained for {len(stored)} classes ({', '.join(stored[:5])} ...), and the "
             f"data has {len(class_names)} ({', '.join(class_names[:5])} ...); set data.classes to those"
-        )
-    decay = checkpoint.get(LAYER_DECAY, layer_decay)
-    if layer_decay is not None and decay != layer_decay:
-        raise ValueError(
-            f"layer_decay: got {layer_decay}: the checkpoint was trained with {decay}, and its learning rates go on; "
-            "set it to that, or start a new run from its weights, which python -m lit_fsdp export writes"
         )
 
 

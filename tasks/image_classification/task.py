@@ -23,7 +23,6 @@ from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.image_classification.batch_norm import average_statistics, warn_of_batch_norm
 from lit_fsdp.tasks.image_classification.checkpoint import (
     CLASSES,
-    LAYER_DECAY,
     check_pretrained,
     check_run,
     collect_export_files,
@@ -377,7 +376,7 @@ class ImageClassification(Task):
         average_statistics(self.model)  # in place, so in the state that is saved too
         if not self.trainer.is_global_zero or self.model is None:  # its metadata is that of rank 0
             return
-        checkpoint[CLASSES], checkpoint[LAYER_DECAY] = self.class_names, self.layer_decay
+        checkpoint[CLASSES] = self.class_names
         process = self._find_preprocessing()
         checkpoint[EXPORT] = collect_export_files(
             self.model, self.class_names, preprocessing=process, lora=self.lora, pretrained=self.pretrained
@@ -392,6 +391,5 @@ class ImageClassification(Task):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        is_fit = self.trainer.state.fn == TrainerFn.FITTING
-        check_run(checkpoint, self.class_names, layer_decay=self.layer_decay if is_fit else None)
+        check_run(checkpoint, self.class_names)
         check_pretrained(checkpoint, pretrained=self.pretrained, quantization=self.quantization, lora=self.lora)

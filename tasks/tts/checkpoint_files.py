@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.base_model import BASE, LORA, describe_base
@@ -24,7 +25,7 @@ def describe_run(config: FamilyConfig, data: Any, *, pretrained: str | None, lor
     """Return what goes into a checkpoint, in plain types.
 
     ``export`` holds the small files of the model's folder by name; ``speech`` the ``voices`` (mean embedding or
-    number of each speaker of the training data), ``streaming`` and ``pretrained``.
+    number of each speaker of the training data), ``streaming``, ``text_dropout`` and ``pretrained``.
 
     Args:
         config: Of the model.
@@ -39,6 +40,7 @@ def describe_run(config: FamilyConfig, data: Any, *, pretrained: str | None, lor
         files[GENERATION] = given
     voices = {name: np.asarray(voice).tolist() for name, voice in getattr(data, "voices", {}).items()}
     speech = {"voices": voices, "streaming": bool(getattr(data, "streaming", False)), "pretrained": pretrained}
+    speech["text_dropout"] = getattr(data, "text_dropout", None)
     found: dict[str, Any] = {EXPORT: files, SPEECH: speech}
     if lora is not None:
         found[LORA] = asdict(lora)
@@ -53,12 +55,23 @@ def read_generation_config(pretrained: str | None) -> str | None:
     return path.read_text() if path is not None and path.is_file() else None
 
 
-def check_run(checkpoint: dict[str, Any], *, pretrained: str | None, lora: LoRA | None) -> None:
+def check_run(checkpoint: dict[str, Any], data: Any, *, pretrained: str | None, lora: LoRA | None) -> None:
     """Refuse adapters that were trained over other weights, or that would mean something else.
+
+    Warns of a share of dropped texts that is not that of the checkpoint.
+
+    Args:
+        checkpoint: Its metadata.
+        data: The data module, if it will train.
+        pretrained: The model of this run.
+        lora: Of this run.
 
     Raises:
         ValueError: With what it was.
     """
+    before, now = checkpoint.get(SPEECH, {}).get("text_dropout"), getattr(data, "text_dropout", None)
+    if None not in (before, now) and before != now:
+        rank_zero_warn(f"data.text_dropout: {now} is used from here on; the checkpoint was trained with {before}")
     if BASE in checkpoint and pretrained is not None:
         stored = checkpoint[BASE]
         if stored["fingerprint"] != describe_base(pretrained, None)["fingerprint"]:

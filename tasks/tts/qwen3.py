@@ -65,7 +65,7 @@ class Qwen3Family(Family):
     def find_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
         from lit_fsdp.tasks.tts.prepared import average_speakers
 
-        return {**known, **average_speakers(rows)}
+        return {**average_speakers(rows), **known}
 
     @override
     def collate(self, utterances: Sequence[Utterance], config: SpeechConfig, *, is_streaming: bool = False) -> Batch:

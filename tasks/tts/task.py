@@ -393,7 +393,8 @@ class TextToSpeech(Task):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        check_run(checkpoint, pretrained=self.pretrained, lora=self.lora)
         data: Any = getattr(self.trainer, "datamodule", None)
+        trained = data if self.trainer.state.fn == "fit" else None
+        check_run(checkpoint, trained, pretrained=self.pretrained, lora=self.lora)
         if SPEECH in checkpoint and hasattr(data, "restore_voices"):
             data.restore_voices(checkpoint[SPEECH]["voices"])

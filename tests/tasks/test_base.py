@@ -248,6 +248,48 @@ def test_a_resumed_run_takes_its_rates_from_its_configuration_and_says_what_diff
     assert (not found) if changes is None else re.search(changes, found[0])
 
 
+class Seen(Linear):
+    """Writes down which rows it is trained on. Its schedule asks for the number of steps, as that of all tasks does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[float]] = []
+
+    def train_dataloader(self) -> Any:
+        rows = [torch.full((4,), float(i)) for i in range(20)]
+        return build_train_loader(rows, batch_size=2, collate=torch.stack, trainer=self.trainer)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.seen.append(batch[:, 0].tolist())
+        return super().training_step(batch, batch_idx)
+
+
+class SaveInEpoch(pl.Callback):
+    """Saves in the middle of the first epoch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("make_strategy", [DDPStrategy, lambda: FSDP2Strategy(print_plan=False)], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("limit", [{"max_epochs": 2, "max_steps": -1}, {"max_steps": 10}], ids=["epochs", "steps"])
+def test_a_resume_in_an_epoch_goes_on_with_its_next_rows(
+    make_strategy: Callable[[], Any], limit: dict[str, int], tmp_path: Path
+) -> None:
+    def body() -> None:
+        path, whole, resumed = tmp_path / "saved.ckpt", Seen(), Seen()
+        build_trainer(make_strategy(), callbacks=[SaveInEpoch(path)], **limit).fit(whole)
+        build_trainer(make_strategy(), **limit).fit(resumed, ckpt_path=path)
+        assert len(whole.seen) == 10
+        assert resumed.seen == whole.seen[2:]
+
+    run_ranks(body)
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
