@@ -61,10 +61,9 @@ def forget_train_loader(trainer: pl.Trainer) -> None:
     """Let a resumed run build its loader when training begins, though a schedule has asked for the number of steps.
 
     For that number, Lightning builds it before the checkpoint is restored, and never tells that one where to go on:
-    the run would see rows of the epoch again, and others not at all.
+    the run would see rows of the epoch again, and others not at all. To be called when both have happened.
     """
-    if trainer.ckpt_path is not None:
-        trainer.fit_loop._combined_loader = None
+    trainer.fit_loop._combined_loader = None
 
 
 def use_no_grad(trainer: pl.Trainer) -> None:

@@ -251,7 +251,6 @@ class FSDP2Strategy(ParallelStrategy):
             reseed(collect_random_state(), self.global_rank)  # else dropout would drop the same on all ranks
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-            forget_train_loader(trainer)
         self.setup_precision_plugin()
 
     def _shard(self, module: pl.LightningModule) -> None:
@@ -327,6 +326,7 @@ class FSDP2Strategy(ParallelStrategy):
         meta = load(path, self.lightning_module, self.optimizers, strict=self.lightning_module.strict_loading)
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._restore_random = find_random_state(path, self.global_rank, self.world_size)
+            forget_train_loader(self.lightning_module.trainer)
         return meta
 
     @override

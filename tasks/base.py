@@ -304,7 +304,8 @@ class Task(LightningModule):
     def _build_schedule(self, optimizer: torch.optim.Optimizer) -> ConfiguredLR:
         settings = self.schedule
         num_steps = self.trainer.estimated_stepping_batches
-        forget_train_loader(self.trainer)
+        if self.trainer.ckpt_path is not None:  # restored already
+            forget_train_loader(self.trainer)
         if num_steps == float("inf"):
             if settings.shape != "constant" or settings.warmup_fraction:
                 raise ValueError(
@@ -327,3 +328,4 @@ class Task(LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.targets_seen = checkpoint["targets_seen"]
+        forget_train_loader(self.trainer)

@@ -11,6 +11,7 @@ from launches import OURS, write_run
 from test_closed_form import Model
 from test_plan_cli import main, plan
 
+from lit_fsdp.closed_form import StepPrediction, predict_step
 from lit_fsdp.estimate import Hardware, ModelToTrain
 from lit_fsdp.hardware import find_gpu
 from lit_fsdp.links import parse_links
@@ -221,7 +222,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_written_configuration_takes_what_the_search_said(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_written_configuration_takes_what_the_search_said(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lit_fsdp.search._drop_beaten", list)  # to see all that was tried
     # More than the headroom, less than what is configured.
     device_bytes = find_needed_bytes(plan("--config=run.yaml", "--devices=2")["memory"]["peak_bytes"]) - MIB
     options = ["--config=run.yaml", "--devices=2", f"--device-memory={device_bytes}B", "--search=true"]
@@ -285,6 +289,32 @@ def test_what_has_no_closed_form_is_searched_by_traces(folder: Path, capfd: pyte
     assert all(candidate["keeps_result"] for candidate in candidates)
     again = plan("--config=mine.yaml", "--exact=true")
     assert again["memory"]["peak_bytes"] == chosen["peak_bytes"]
+
+
+def test_a_search_by_traces_tries_what_computes_the_same_before_other_optimizers() -> None:
+    problem = describe(2**40)
+    chunked = replace(problem.variants[0], changes={"model.loss_chunks": 8})
+    names: list[str] = []
+
+    def trace(model: ModelToTrain, settings: Settings, rows: int, num_micro_batches: int) -> StepPrediction:
+        names.append(model.optimizer.name)
+        return predict_step(
+            model.module,
+            model.units,
+            settings,
+            dtypes=model.dtypes,
+            optimizer=model.optimizer,
+            micro_batch=MicroBatch(rows=rows, length=512),
+            world_size=4,
+            ranks_per_node=4,
+            num_micro_batches=num_micro_batches,
+            device_type="cuda",
+        )
+
+    found = search(replace(problem, device_bytes=1, variants=[problem.variants[0], chunked], trace=trace))
+    assert set(names) == {"adamw", "adamw_8bit"}
+    assert "adamw" not in names[names.index("adamw_8bit") :]
+    assert not any(candidate.fits for candidate in found)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
 from training import (
     EVEN,
@@ -183,8 +184,11 @@ def fit_linear(task: Task, load: Path | None = None, save: Path | None = None, *
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_values_are_current_after_every_step_and_logged_in_full_once_an_epoch(accumulate: int) -> None:
-    found, calls = [], []
+def test_values_are_current_after_every_step_and_logged_in_full_once_an_epoch(
+    accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[dict[str, float]] = []
+    calls: list[tuple[int, str]] = []
 
     class Read(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
@@ -205,10 +209,13 @@ def test_values_are_current_after_every_step_and_logged_in_full_once_an_epoch(ac
     class Counted(Linear):
         target_name = "samples"
 
-        def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            calls.append((self.trainer.current_epoch, name))
-            super().log(name, value, *args, **kwargs)
+    log_in_full = _ResultCollection.log
 
+    def log(results: Any, hook: str, name: str, *args: Any, **kwargs: Any) -> None:
+        calls.append((trainer.current_epoch, name))
+        log_in_full(results, hook, name, *args, **kwargs)
+
+    monkeypatch.setattr(_ResultCollection, "log", log)
     rates: list[float] = []
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(
@@ -288,6 +295,17 @@ def test_a_resume_in_an_epoch_goes_on_with_its_next_rows(
         assert resumed.seen == whole.seen[2:]
 
     run_ranks(body)
+
+
+def test_a_module_that_logs_in_its_own_way_logs_every_step() -> None:
+    names = []
+
+    class Own(Linear):
+        def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            names.append(name)
+
+    fit_linear(Own(Optimizer()), max_steps=5)
+    assert names.count("train/loss") == 5
 
 
 @pytest.mark.parametrize(
