@@ -4,13 +4,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 from speech_families import CSM, build_data, build_task, make_rows
 from speech_training import build_trainer
+from training import build_trainer as build_ranked_trainer
 
+from lit_fsdp import FSDP2Strategy
 from lit_fsdp.tasks.tts.families import parse_family
 from lit_fsdp.tasks.tts.generation import Sampling
 from lit_fsdp.tasks.tts.prepared import PreparedRow, write_shard
+from ranks import run_ranks
 
 SHORT = Sampling(max_frames=2)
 
@@ -36,6 +40,31 @@ def test_speakers_keep_their_numbers_when_a_run_goes_on_with_others(tmp_path: Pa
     batch = next(iter(data.train_dataloader()))
     told = [data.tokenizer.decode(ids, skip_special_tokens=True)[:3] for ids in batch["text_ids"]]
     assert told == ["[2]", "[0]", "[1]", "[3]"]
+
+
+@pytest.mark.parametrize("limit", [{"max_steps": 2}, {"max_epochs": 2, "max_steps": -1}], ids=["steps", "epochs"])
+def test_rows_are_trained_on_with_the_numbers_of_the_checkpoint(limit: dict[str, int], tmp_path: Path) -> None:
+    names = ["ada", "bruno", "eve", "finn"]
+    before, after = prepare(tmp_path / "a", "bruno", "eve"), prepare(tmp_path / "b", *names)
+    told: list[str] = []
+
+    class Listen(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            tokenizer = trainer.datamodule.tokenizer  # type: ignore[attr-defined]
+            told.extend(tokenizer.decode(ids, skip_special_tokens=True).rstrip("!") for ids in batch["text_ids"])
+
+    def body() -> None:
+        path = tmp_path / "run.ckpt"
+        trainer = build_ranked_trainer(FSDP2Strategy(print_plan=False), max_steps=1)
+        trainer.fit(build_task(CSM), build_data(before, batch_size=2))
+        trainer.save_checkpoint(path)
+        trainer = build_ranked_trainer(FSDP2Strategy(print_plan=False), callbacks=[Listen()], **limit)
+        trainer.fit(build_task(CSM), build_data(after, batch_size=4), ckpt_path=path)
+        numbers = dict(zip(names, (2, 0, 1, 3), strict=True))
+        expected = {f"[{numbers[row.speaker]}]{row.text}" for row in make_speakers(*names)}
+        assert set(told) == expected
+
+    run_ranks(body, world_size=1)
 
 
 def test_predict_knows_the_voices_of_a_checkpoint_without_its_data(tmp_path: Path) -> None:
