@@ -2,8 +2,8 @@
 
     python benchmarks/plan_configs.py --out benchmarks/results/plan_configs_DATE.md
 
-Nothing is measured and nothing downloaded: the sizes of the models stand below, as their ``config.json`` on the Hub has
-them, and lie in a cache of the Hub that is made for this.
+Nothing is measured and nothing downloaded: the sizes of the models stand below, as far as they are known without a look
+at the Hub, and lie in a cache of the Hub that is made for this.
 """
 
 from __future__ import annotations
