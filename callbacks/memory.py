@@ -28,6 +28,7 @@ from lit_fsdp.callbacks.readings import (
 from lit_fsdp.callbacks.sections import Curve, Plot, Section, Table, print_table
 from lit_fsdp.callbacks.step_memory import Comparison, describe_step, make_step_tables, plot_step
 from lit_fsdp.forecast import NoForecastError, forecast_step, measure_batch
+from lit_fsdp.lightning_internals import count_micro_batches
 from lit_fsdp.memory import KINDS
 from lit_fsdp.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.step_parts import MicroBatch
@@ -257,6 +258,9 @@ class MemoryLogger(Callback):
         if strategy.settings.offload is not None and self._device.type == "cpu":
             self._notes.append("Nothing was predicted: on a CPU, offload moves nothing.")
             return
+        if (num_micro_batches := count_micro_batches(trainer)) is None:
+            self._notes.append("Nothing was predicted: the number of accumulated micro-batches changes.")
+            return
         try:
             predicted = forecast_step(
                 pl_module,
@@ -264,7 +268,7 @@ class MemoryLogger(Callback):
                 self._micro_batch,
                 world_size=trainer.world_size,
                 ranks_per_node=trainer.world_size // trainer.num_nodes,
-                num_micro_batches=trainer.accumulate_grad_batches,
+                num_micro_batches=num_micro_batches,
                 device_type=self._device.type,
             )
         except NoForecastError as error:

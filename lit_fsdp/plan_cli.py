@@ -143,7 +143,7 @@ class PlanTrainer(Trainer):
         try:
             return step, search_all(problem)
         except UnreadableModuleError as error:
-            print(f"note: {error.name}: {error.reason}: no closed form, so each setting is traced, some seconds each")
+            print(f"note: {error.name}: {error.reason}: no closed form, so each setting is traced, up to a minute each")
         return step, search_all(replace(problem, trace=make_tracer([step for step, _ in steps], data)))
 
     def _write_config(self, path: Path, chosen: Candidate | None) -> None:

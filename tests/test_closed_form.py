@@ -137,14 +137,14 @@ def trace(model: dict[str, Any], options: dict[str, Any]) -> TracedStep:
         )
 
 
-def compare(model: dict[str, Any], options: dict[str, Any], tolerance: float = 0.03, least_moved: float = 0.55) -> None:
+def compare(model: dict[str, Any], options: dict[str, Any], tolerance: float = 0.03) -> None:
     dist.destroy_process_group()
     traced, predicted = trace(model, options), predict(Model(**model), **options)
     peak_bytes = traced.memory.peak.num_bytes
     assert abs(predicted.peak.num_bytes / peak_bytes - 1) < tolerance, (peak_bytes, predicted.peak)
     assert traced.flops == predicted.flops
     # The closed form knows nothing of small things, which weigh more with few tokens, and less with experts.
-    assert least_moved < predicted.moved_bytes / traced.moved_bytes < 0.85
+    assert 0.55 < predicted.moved_bytes / traced.moved_bytes < 0.85
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_the_peak_is_within_3_percent_of_the_exact_trace(model: dict[str, Any], 
     ids=["ahead", "chunks"],
 )
 def test_units_are_counted_when_they_are_there_and_reduced_once(model: dict[str, Any], options: dict[str, Any]) -> None:
-    run_ranks(compare, model, options, 0.002, 0.2, world_size=1)
+    run_ranks(compare, model, options, 0.002, world_size=1)
 
 
 def test_states_of_8_gb_of_parameters_are_32_gb_on_one_gpu_and_8_gb_on_each_of_four() -> None:

@@ -69,7 +69,7 @@ def test_as_many_frames_as_codebooks_are_nothing_special() -> None:
 @pytest.fixture(scope="module")
 def learned() -> Any:
     """A model that knows two clips of unequal length by heart."""
-    return learn(CSM, make_rows(6, 2), VOICES, num_steps=120)
+    return learn(CSM, make_rows(6, 2), VOICES, num_steps=120, below=0.05)
 
 
 def test_what_was_learned_by_heart_is_spoken(learned: Any) -> None:
