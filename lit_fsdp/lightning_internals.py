@@ -209,3 +209,5 @@ def check_trainer(trainer: pl.Trainer) -> None:
     limit = trainer.gradient_clip_val
     if limit is not None and limit < 0:
         raise ValueError(f"gradient_clip_val: got {limit}: gradients would point uphill; expected above 0, or null")
+    if trainer.accumulate_grad_batches < 1:
+        raise ValueError(f"accumulate_grad_batches: got {trainer.accumulate_grad_batches}: expected 1 or more")

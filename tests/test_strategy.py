@@ -232,3 +232,12 @@ def test_settings_that_would_be_ignored_are_refused_in_setup(
 def test_lists_of_yaml_and_tuples_of_python_are_the_same_settings() -> None:
     assert Units(classes=["A"]) == Units(classes=("A",))
     assert Recompute(mode="selective", saved_ops=["aten.mm"]) == Recompute(mode="selective", saved_ops=("aten.mm",))
+
+
+def test_no_micro_batches_in_a_step_are_refused(tmp_path: Path) -> None:
+    def body() -> None:
+        trainer = build_trainer(FSDP2Strategy(print_plan=False), accumulate_grad_batches=0)
+        with pytest.raises(ValueError, match="accumulate_grad_batches: got 0: expected 1 or more"):
+            trainer.fit(build_task(save_model(tmp_path / "model", **EVEN)), Rows(EVEN["vocab_size"], 4))
+
+    run_ranks(body, world_size=1)
