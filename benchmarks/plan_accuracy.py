@@ -1,15 +1,17 @@
 """Compares the closed form with the exact trace, and the trace with torch's allocator: the peak of a training step.
 
     python benchmarks/plan_accuracy.py --group matrix --out benchmarks/results/plan_matrix_DATE.md
+    python benchmarks/plan_accuracy.py --group large --device cuda --out benchmarks/results/plan_cuda_DATE.md
 
-CPU only, without processes; some seconds a case. The families, shapes and settings marked as held out were not looked
-at while the rules of the closed form were written. The allocator is torch's for CPUs, under real kernels, with
-collectives that do nothing, as those of gloo take memory of their own.
+Some seconds a case. The families, shapes and settings marked as held out were not looked at while the rules of the
+closed form were written. The allocator is torch's, under real kernels, with collectives that do nothing, as those of
+gloo take memory of their own. The group large is for GPUs: its steps take some GiB.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from bisect import bisect_right
@@ -24,7 +26,17 @@ from typing import Any
 import bitsandbytes
 import torch
 import transformers
-from plan_cases import GROUPS, SPEECH, TINY, Case, list_cases, make_batch, make_model, make_optimizer, make_settings
+from plan_cases import (
+    GROUPS,
+    TINY,
+    Case,
+    list_cases,
+    make_batch,
+    make_micro_batch,
+    make_model,
+    make_optimizer,
+    make_settings,
+)
 
 from lit_fsdp.adapters import find_adapter_parameters
 from lit_fsdp.assembly import shard_module
@@ -34,8 +46,8 @@ from lit_fsdp.memory import KINDS, measure_states
 from lit_fsdp.mesh import build_mesh
 from lit_fsdp.optimizers import build_optimizer
 from lit_fsdp.precision import cast_parameters, read_precision
+from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.sharding import find_roots, hold_gradients, register_steps
-from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.units import plan_module
 from lit_fsdp.weights import init_weights, materialize
@@ -63,17 +75,25 @@ def trace(case: Case) -> TracedStep:
         )
 
 
-def measure(case: Case) -> int | None:
-    """Return the peak of torch's allocator over a step with real kernels; ``None`` with offload: it is one device."""
-    module, settings, batch = make_model(case), make_settings(case), make_batch(case)
-    if settings.offload is not None or not case.is_allocated:
+@dataclass(frozen=True)
+class Allocated:
+    """What torch's allocator had at most over a step, in bytes; ``reserved`` is 0 on CPUs, which reserve nothing."""
+
+    peak: int
+    reserved: int = 0
+
+
+def measure(case: Case, device: torch.device) -> Allocated | None:
+    """Run a step with real kernels; ``None`` for what a CPU cannot compare: with offload it is one device."""
+    module, settings = make_model(case), make_settings(case)
+    batch = {key: tensor.to(device) for key, tensor in make_batch(case).items()}
+    if device.type == "cpu" and (settings.offload is not None or not case.is_allocated):
         return None
-    cpu = torch.device("cpu")
     with fake_ranks(case.world_size):
         sizes = {"world_size": case.world_size, "ranks_per_node": case.world_size}
-        mesh = build_mesh(settings.mesh, device_type="cpu", timeout_s=60.0, **sizes)
-        shard_module(module, settings, dtypes=read_precision(case.precision), mesh=mesh, device=cpu)
-        materialize(module, cpu)
+        mesh = build_mesh(settings.mesh, device_type=device.type, timeout_s=60.0, **sizes)
+        shard_module(module, settings, dtypes=read_precision(case.precision), mesh=mesh, device=device)
+        materialize(module, device, parameter_device=torch.device("cpu") if settings.offload else None)
         register_steps(module, ["step"])
         init_weights(module.model, 0)
         optimizer = build_optimizer(module.parameters(), make_optimizer(case))
@@ -89,11 +109,16 @@ def measure(case: Case) -> int | None:
             optimizer.zero_grad()
 
         step()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            return Allocated(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
         held = sum(measure_states(module, [optimizer]).values()) + sum(t.nbytes for t in batch.values())
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
             step()
     assert profiler.profiler is not None
-    return held + _find_highest(profiler.profiler.kineto_results.events())
+    return Allocated(held + _find_highest(profiler.profiler.kineto_results.events()))
 
 
 def _find_highest(events: Sequence[Any]) -> int:
@@ -110,30 +135,32 @@ def _find_highest(events: Sequence[Any]) -> int:
     return max(accumulate(change for time_ns, change in changes if not is_inside(time_ns)))
 
 
-def measure_alone(case: Case) -> int | None:
+def measure_alone(case: Case, device: torch.device) -> Allocated | None:
     """Run ``measure`` in a process of its own, as torch remembers layouts of fake ranks."""
-    with get_context("fork").Pool(1) as pool:
-        return pool.apply(measure, (case,))
+    # A fork could not run backward on a GPU: autograd of this process has set up its threads for it.
+    with get_context("spawn" if device.type == "cuda" else "fork").Pool(1) as pool:
+        return pool.apply(measure, (case, device))
 
 
 def predict(case: Case) -> StepPrediction | None:
-    """Return the closed form, for the kernels that the trace sees; ``None`` for speech, which it has no rules for."""
-    if case.family in SPEECH:
-        return None
+    """Return the closed form, for the kernels that the trace sees; ``None`` where it has no rules."""
     module, settings, dtypes = make_model(case), make_settings(case), read_precision(case.precision)
     cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
-    return predict_step(
-        module,
-        plan_module(module, settings.units),
-        settings,
-        dtypes=dtypes,
-        optimizer=make_optimizer(case),
-        micro_batch=MicroBatch(rows=case.rows, length=case.num_tokens, is_masked=case.is_packed),
-        world_size=case.world_size,
-        ranks_per_node=case.world_size,
-        num_micro_batches=case.num_micro_batches,
-        device_type="cpu",
-    )
+    try:
+        return predict_step(
+            module,
+            plan_module(module, settings.units),
+            settings,
+            dtypes=dtypes,
+            optimizer=make_optimizer(case),
+            micro_batch=make_micro_batch(case),
+            world_size=case.world_size,
+            ranks_per_node=case.world_size,
+            num_micro_batches=case.num_micro_batches,
+            device_type="cpu",
+        )
+    except UnreadableModuleError:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +170,7 @@ class Row:
     case: Case
     traced: TracedStep
     predicted: StepPrediction | None
-    allocated: int | None
+    allocated: Allocated | None
 
     @property
     def peak(self) -> int:
@@ -158,7 +185,13 @@ class Row:
     @property
     def allocator_pct(self) -> float | None:
         """Of the allocator over the trace."""
-        return None if self.allocated is None else 100 * (self.allocated / self.peak - 1)
+        return None if self.allocated is None else 100 * (self.allocated.peak / self.peak - 1)
+
+    @property
+    def reserved_ratio(self) -> float | None:
+        """What the allocator reserved over what was allocated; ``None`` on CPUs."""
+        found = self.allocated
+        return found.reserved / found.peak if found is not None and found.reserved else None
 
     @property
     def moved_ratio(self) -> float | None:
@@ -171,12 +204,13 @@ class Row:
         cells += (
             ["", ""] if predicted is None else [f"{predicted.peak.num_bytes / MIB:.1f}", f"{self.error_pct:+.2f} %"]
         )
-        cells += ["", ""] if self.allocated is None else [f"{self.allocated / MIB:.1f}", f"{self.allocator_pct:+.2f} %"]
-        cells.append("" if self.moved_ratio is None else f"{self.moved_ratio:.2f}")
+        allocated = self.allocated
+        cells += ["", ""] if allocated is None else [f"{allocated.peak / MIB:.1f}", f"{self.allocator_pct:+.2f} %"]
+        cells += ["" if ratio is None else f"{ratio:.2f}" for ratio in (self.reserved_ratio, self.moved_ratio)]
         return f"| {' | '.join(cells)} |"
 
 
-def run(case: Case, seconds: list[float]) -> Row:
+def run(case: Case, seconds: list[float], device: torch.device) -> Row:
     """Ask all three for the peak of a case; add the seconds of trace and closed form."""
     begin = time.perf_counter()
     predicted = predict(case)
@@ -184,27 +218,33 @@ def run(case: Case, seconds: list[float]) -> Row:
     traced = trace(case)
     seconds[0] += time.perf_counter() - middle
     seconds[1] += middle - begin
-    return Row(case=case, traced=traced, predicted=predicted, allocated=measure_alone(case))
+    return Row(case=case, traced=traced, predicted=predicted, allocated=measure_alone(case, device))
 
 
-def write_report(rows: Sequence[Row], group: str, seconds: Sequence[float]) -> str:
+def write_report(rows: Sequence[Row], group: str, seconds: Sequence[float], device: torch.device) -> str:
     """Return the results as Markdown."""
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    missing = [
+        "Not measured: any GPU; the allocator with offload, as both sides would be one device, and in half precision",
+        "for larger models, as it is slow on CPUs; copies that two kernels make on CPUs only:",
+        f"{' and '.join(KERNELS)}.",
+    ]
     lines = [
         "# Closed form, exact trace and allocator",
         "",
         f"`--group {group}`, {datetime.now(UTC):%Y-%m-%d} UTC, torch {torch.__version__}, transformers",
-        f"{transformers.__version__}, bitsandbytes {bitsandbytes.__version__}, CPU. Peak of one training step on the",
-        f"first rank, AdamW where nothing else is named. All {len(rows)} cases took {seconds[0]:.0f} s to trace and",
-        f"{seconds[1]:.1f} s to predict, building the models included.",
+        f"{transformers.__version__}, bitsandbytes {bitsandbytes.__version__}, {name}. Peak of one training",
+        f"step on the first rank, AdamW where nothing else is named. All {len(rows)} cases took {seconds[0]:.0f} s to",
+        f"trace and {seconds[1]:.1f} s to predict, building the models included.",
         "",
-        "Error: closed form over trace, minus 1; over trace: torch's allocator for CPUs under real kernels, over",
-        "trace, minus 1. Held out: first run when the rules of the closed form were finished. Moved: what operators",
-        "other than products and attention read and write, by the closed form over what the trace sees.",
+        "Error: closed form over trace, minus 1; over trace: torch's allocator under real kernels, over trace, minus",
+        "1. Reserved: by that allocator, over what it had allocated. Held out: first run when the rules of the closed",
+        "form were finished. Moved: what operators other than products and attention read and write, by the closed",
+        "form over what the trace sees.",
         "",
-        "Not measured: any GPU; the allocator with offload, as both sides would be one device, and in half precision",
-        "for larger models, as it is slow on CPUs; copies that two kernels make on CPUs only:",
-        f"{' and '.join(KERNELS)}. Speech has no closed form, and its task no quantized",
-        f"weights. A tiny model has {', '.join(f'{key}={value}' for key, value in TINY.items())}.",
+        *(missing if device.type == "cpu" else []),
+        "The task of speech has no quantized weights.",
+        f"A tiny model has {', '.join(f'{key}={value}' for key, value in TINY.items())}.",
         "",
         "| | number | median | worst |",
         "|---|---|---|---|",
@@ -212,10 +252,15 @@ def write_report(rows: Sequence[Row], group: str, seconds: Sequence[float]) -> s
     for name, wanted in (("error of the closed form, tuned on", False), ("error of the closed form, held out", True)):
         lines += _summarize(name, [row.error_pct for row in rows if row.case.is_held_out == wanted])
     lines += _summarize("allocator over trace", [row.allocator_pct for row in rows])
+    if ratios := [row.reserved_ratio for row in rows if row.reserved_ratio is not None]:
+        lines.append(
+            f"| reserved over allocated | {len(ratios)} | {statistics.median(ratios):.2f} | {max(ratios):.2f} |"
+        )
     if predicted := [row for row in rows if row.predicted is not None]:
         lines += _compare_moved(predicted)
         lines += _compare_kinds(predicted)
-    columns = ["case", "held out", "trace, MiB", "closed form, MiB", "error", "allocator, MiB", "over trace", "moved"]
+    columns = ["case", "held out", "trace, MiB", "closed form, MiB", "error", "allocator, MiB", "over trace"]
+    columns += ["reserved", "moved"]
     lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *map(str, rows)]
     return "\n".join([*lines, ""])
 
@@ -263,14 +308,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="Markdown file to write")
     parser.add_argument("--group", choices=GROUPS, default="families", help="Which cases to run")
     parser.add_argument("--only", default="", help="Only cases whose name has this in it")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="Whose allocator is asked")
     args = parser.parse_args()
+    device = torch.device(args.device)
+    if device.type == "cuda":  # tens of MiB for each of cuBLAS and cuBLASLt, which belong to no step
+        os.environ.update(CUBLAS_WORKSPACE_CONFIG=":16:8", CUBLASLT_WORKSPACE_SIZE="128")
     rows: list[Row] = []
     seconds = [0.0, 0.0]
     for case in list_cases(args.group):
         if args.only in str(case):
-            rows.append(run(case, seconds))
+            rows.append(run(case, seconds, device))
             print(rows[-1], flush=True)
-    report = write_report(rows, args.group, seconds)
+    report = write_report(rows, args.group, seconds, device)
     print(report)
     if args.out:
         args.out.write_text(report)

@@ -8,11 +8,13 @@ from itertools import product
 from typing import Any, Literal
 
 import torch
+from plan_models import FAMILIES, LARGE, SPEECH
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
 from lit_fsdp.adapters import LoRA, add_adapters
 from lit_fsdp.mesh import Mesh
+from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.offload import Offload
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.quantization import Quantization
@@ -20,86 +22,16 @@ from lit_fsdp.quantized_layers import quantize_model
 from lit_fsdp.recompute import Recompute
 from lit_fsdp.settings import Settings
 from lit_fsdp.sharding import Sharding
+from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks import TextToSpeech
 from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, sum_chunked_losses
 from lit_fsdp.tasks.tts.families import parse_family
 from lit_fsdp.units import Unit
 
-# Attention dropout is off: on a CPU it would leave the fused kernel, which GPUs do not.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"vocab_size": 16000, "hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6}
-    | {"num_attention_heads": 8, "num_key_value_heads": 2},
-    "qwen3": {"vocab_size": 32000, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 5}
-    | {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128, "tie_word_embeddings": True},
-    "gpt2": {"vocab_size": 8000, "n_embd": 512, "n_layer": 6, "n_head": 8, "attn_pdrop": 0.0}
-    | {"bos_token_id": None, "eos_token_id": None},
-    "vit": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8},
-    "mistral": {"vocab_size": 12000, "hidden_size": 640, "intermediate_size": 1792, "num_hidden_layers": 4}
-    | {"num_attention_heads": 10, "num_key_value_heads": 5, "sliding_window": None},
-    "qwen2": {"vocab_size": 20000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4}
-    | {"num_attention_heads": 12, "num_key_value_heads": 2},
-    "gemma2": {"vocab_size": 24000, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
-    | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "attn_implementation": "eager"},
-    "qwen3_moe": {"vocab_size": 4000, "hidden_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8}
-    | {"num_key_value_heads": 4, "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
-    "mixtral": {"vocab_size": 4000, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 3}
-    | {"num_attention_heads": 8, "num_key_value_heads": 4, "num_local_experts": 8},
-}
-_TALKER = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
-_DIA = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
-_DIA_CROSS = {"cross_num_attention_heads": 8, "cross_num_key_value_heads": 8, "cross_head_dim": 32}
-SPEECH: dict[str, dict[str, Any]] = {
-    "qwen3_tts": {"im_start_token_id": 256, "im_end_token_id": 257, "tts_pad_token_id": 259, "tts_bos_token_id": 260}
-    | {"tts_eos_token_id": 261, "tts_model_type": "base", "tts_model_size": "tiny"}
-    | {
-        "tokenizer_type": "qwen3_tts_tokenizer_12hz",
-        "talker_config": _TALKER
-        | {"vocab_size": 3072, "hidden_size": 256, "intermediate_size": 704, "head_dim": 64, "hidden_act": "silu"}
-        | {"max_position_embeddings": 1024, "initializer_range": 0.02, "rms_norm_eps": 1e-6, "rope_theta": 1000000}
-        | {"attention_bias": False, "attention_dropout": 0, "text_vocab_size": 2000, "text_hidden_size": 256}
-        | {"num_code_groups": 8, "codec_pad_id": 2148, "codec_bos_id": 2149, "codec_eos_token_id": 2150}
-        | {"codec_think_id": 2154, "codec_nothink_id": 2155, "codec_think_bos_id": 2156, "codec_think_eos_id": 2157}
-        | {"codec_language_id": {"english": 2050}, "spk_id": {}, "spk_is_dialect": {}}
-        | {
-            "code_predictor_config": {"vocab_size": 2048, "hidden_size": 192, "intermediate_size": 512}
-            | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-            | {"hidden_act": "silu", "max_position_embeddings": 512, "initializer_range": 0.02, "rms_norm_eps": 1e-6}
-            | {"rope_theta": 1000000, "attention_bias": False, "attention_dropout": 0, "num_code_groups": 8}
-        },
-        "speaker_encoder_config": {"enc_dim": 256, "enc_channels": [64, 64, 64, 64, 192], "enc_res2net_scale": 4}
-        | {"enc_attention_channels": 16, "enc_se_channels": 16},
-    },
-    "csm": _TALKER
-    | {"num_codebooks": 6, "vocab_size": 1027, "text_vocab_size": 4000, "hidden_size": 384, "head_dim": 48}
-    | {"intermediate_size": 1024, "max_position_embeddings": 1024, "tie_codebooks_embeddings": True}
-    | {"codebook_pad_token_id": 1026, "codebook_eos_token_id": 0, "audio_token_id": 268, "audio_eos_token_id": 269}
-    | {
-        "pad_token_id": 267,
-        "bos_token_id": 266,
-        "depth_decoder_config": {"num_codebooks": 6, "backbone_hidden_size": 384, "vocab_size": 1027}
-        | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
-        | {"num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 7},
-        "codec_config": {"model_type": "mimi", "hidden_size": 32, "num_filters": 4, "codebook_size": 1024}
-        | {"codebook_dim": 16, "vector_quantization_hidden_dimension": 16, "num_quantizers": 6}
-        | {"num_semantic_quantizers": 1, "upsample_groups": 32, "num_hidden_layers": 1, "intermediate_size": 64}
-        | {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "upsampling_ratios": [8, 6, 5, 4]},
-    },
-    "dia": {
-        "delay_pattern": [0, 2, 3, 4],
-        "encoder_config": _DIA
-        | {"model_type": "dia_encoder", "max_position_embeddings": 256, "num_hidden_layers": 3, "hidden_size": 256}
-        | {"intermediate_size": 768, "vocab_size": 256},
-        "decoder_config": _DIA
-        | _DIA_CROSS
-        | {"model_type": "dia_decoder", "max_position_embeddings": 1024, "num_hidden_layers": 4, "hidden_size": 384}
-        | {"intermediate_size": 1024, "cross_hidden_size": 256, "vocab_size": 1028, "num_channels": 4}
-        | {"eos_token_id": 1024, "pad_token_id": 1025, "bos_token_id": 1026},
-    },
-}
 SMALL = {"vocab_size": 2000}
 TINY = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "vocab_size": 8000}
-GROUPS = ("families", "settings", "matrix", "speech")
+GROUPS = ("families", "settings", "matrix", "speech", "large")
 NUM_PATCHES = 14 * 14  # of an image of 224 x 224
 
 
@@ -182,11 +114,15 @@ class SpeechModel(nn.Module):
             self.model: Any = family.build_model(config)
         if case.mode != "full":
             add_adapters(self.model, LoRA(r=16, targets=family.linears))
-        self._weights, self._raw = family.weigh_losses(config), raw
+        self._family, self._weights, self._raw = family, family.weigh_losses(config), raw
 
     def configure_units(self, model: nn.Module) -> list[Unit]:
         """Return the units that the task plans."""
         return TextToSpeech(config=self._raw).configure_units(model)
+
+    def read_step(self, step: ModelReader) -> int:
+        """Put a step on the tape of the closed form, as the task does."""
+        return self._family.read_step(self.model, step)
 
     def step(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the loss."""
@@ -214,6 +150,13 @@ def make_batch(case: Case) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone(), **packed}
 
 
+def make_micro_batch(case: Case) -> MicroBatch:
+    """Return the shape of a micro-batch."""
+    if case.family in SPEECH:
+        return parse_family({"model_type": case.family, **SPEECH[case.family]})[0].measure_batch(make_batch(case))
+    return MicroBatch(rows=case.rows, length=case.num_tokens, is_masked=case.is_packed)
+
+
 def make_settings(case: Case) -> Settings:
     """Return the settings of the strategy."""
     recompute: Any = Recompute(mode=case.recompute)  # type: ignore[arg-type]
@@ -227,13 +170,16 @@ def make_optimizer(case: Case) -> Optimizer:
     return Optimizer(name=case.optimizer)  # type: ignore[arg-type]
 
 
-def list_cases(group: Literal["families", "settings", "matrix", "speech"]) -> Iterator[Case]:
+def list_cases(group: Literal["families", "settings", "matrix", "speech", "large"]) -> Iterator[Case]:
     """Yield the cases of a group: tuned on first, then those held out."""
     if group == "matrix":
         yield from (*_list_matrix("llama"), *_list_matrix("vit"))
         return
     if group == "speech":
         yield from (*_list_speech(), *_list_matrix("qwen3_tts"))
+        return
+    if group == "large":
+        yield from (replace(case, is_allocated=False) for case in _list_large())
         return
     cases = _list_settings() if group == "settings" else _list_families()
     # In half precision, kernels of CPUs take minutes for these.
@@ -279,10 +225,42 @@ def _list_experts() -> Iterator[Case]:
 
 
 def _list_speech() -> Iterator[Case]:
-    for family in SPEECH:
+    families = ("qwen3_tts", "csm", "dia")
+    for family in families:
         yield Case(family=family, precision="32-true", world_size=2, rows=2, length=64)
         yield Case(family=family, length=48, recompute="full")
         yield Case(family=family, mode="lora", precision="bf16-true", world_size=1, length=48)
+    for family in families:
+        held: dict[str, Any] = {"family": family, "is_held_out": True}
+        yield Case(**held, rows=3, length=100)
+        yield Case(**held, precision="bf16-true", world_size=2, rows=2, length=150, recompute="selective")
+        yield Case(**held, mode="lora", precision="32-true", length=100, reshard=False, num_micro_batches=2)
+        holds = {"sharding": Sharding(hold_gradients=True)}
+        yield Case(**held, precision="32-true", world_size=8, rows=2, length=150, num_micro_batches=2, settings=holds)
+    large: dict[str, Any] = {"family": "qwen3_tts_0p6b", "is_held_out": True, "is_allocated": False}
+    yield Case(**large, rows=4, length=120)
+    yield Case(**large, mode="lora", precision="bf16-true", world_size=1, rows=2, length=187, recompute="full")
+
+
+def _list_large() -> Iterator[Case]:
+    """Yield steps of some GiB, for GPUs, the smallest first."""
+    held_out: dict[str, Any] = {"is_held_out": True}
+    sizes: dict[str, Any] = {"family": "qwen3", "change": LARGE["qwen3"], "rows": 2, "length": 1024}
+    qwen = {**sizes, **held_out}
+    for world_size in (1, 2, 8):
+        yield Case(**qwen, world_size=world_size)
+        # These showed that a head in chunks may share its weight.
+        yield Case(**sizes, world_size=world_size, recompute="full", loss_chunks=8)
+    yield Case(**qwen, precision="32-true", world_size=2, reshard=False)
+    yield Case(**qwen, world_size=2, optimizer="adamw_8bit", recompute="selective")
+    yield Case(**qwen, world_size=2, settings={"offload": Offload()}, recompute="full")
+    vit = {"family": "vit", "change": LARGE["vit"], "rows": 32, **held_out}
+    yield Case(**vit, world_size=2)
+    yield Case(**vit, world_size=4, mode="lora", recompute="full")
+    llama = {"family": "llama", "change": LARGE["llama"], "length": 2048, "recompute": "full", **held_out}
+    for world_size in (1, 2):
+        yield Case(**llama, world_size=world_size, mode="lora", precision="bf16-true")
+        yield Case(**llama, world_size=world_size, mode="nf4", precision="bf16-true", loss_chunks=8)
 
 
 def _list_settings() -> Iterator[Case]:
