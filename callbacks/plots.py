@@ -18,6 +18,7 @@ from lit_fsdp.callbacks.sections import Matrix, Plot
 WIDE, NARROW = (8.0, 3.6), (4.2, 3.0)  # inches
 PALETTE = ("#2563a8", "#c2571a", "#2c8653", "#a83279", "#7a5cc4", "#8a6d1d", "#0f8a94", "#b03a3a", "#6b7280", "#4d7c0f")
 _INK = "#010203"  # stands for the colour of the text around a picture
+_NARROW_SPAN = 0.12  # of the whole axis
 _NUMBERS = count()
 
 
@@ -71,8 +72,13 @@ def _draw(plot: Plot, size: tuple[float, float]) -> Figure:
     draw(plot, axes)
     for i, (name, begin, end) in enumerate(plot.spans):
         axes.axvspan(begin, end, color="0.5", alpha=0.10 if i % 2 else 0.03, linewidth=0)
-        place = ((begin + end) / 2, 1.0)
-        axes.annotate(_plain(name), place, xycoords=("data", "axes fraction"), ha="center", va="bottom")
+        is_narrow = end - begin < _NARROW_SPAN * plot.spans[-1][2]  # its name would run into that before
+        place = (begin if is_narrow else (begin + end) / 2, 1.0)
+        align = "left" if is_narrow else "center"
+        axes.annotate(_plain(name), place, xycoords=("data", "axes fraction"), ha=align, va="bottom")
+    for name, y in plot.levels:
+        axes.axhline(y, color="0.5", linewidth=1, linestyle="--")
+        axes.annotate(_plain(name), (0.01, y), xycoords=("axes fraction", "data"), va="top", fontsize=9)
     if plot.log_x:
         axes.set_xscale("log", base=2)
     elif plot.kind != "bars" and all(float(x).is_integer() for curve in plot.curves for x in curve.x):
@@ -100,7 +106,10 @@ def _draw_lines(plot: Plot, axes: Axes) -> None:
 
 def _draw_stacked(plot: Plot, axes: Axes) -> None:
     labels = [_plain(curve.label) for curve in plot.curves]
-    axes.stackplot(plot.curves[0].x, *(curve.y for curve in plot.curves), labels=labels, step="post", linewidth=0)
+    # Each value lasts until the next; the last one too has a width.
+    end = plot.spans[-1][2] if plot.spans else plot.curves[0].x[-1] + 1
+    layers = ([*curve.y, curve.y[-1]] for curve in plot.curves)
+    axes.stackplot([*plot.curves[0].x, end], *layers, labels=labels, step="post", linewidth=0)
 
 
 def _draw_bars(plot: Plot, axes: Axes) -> None:

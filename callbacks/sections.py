@@ -68,6 +68,7 @@ class Plot:
         log_x: Whether ``x`` has a logarithmic scale, of base 2.
         from_zero: Whether the scale of ``y`` begins at 0 where no value is below. Bars and layers need it.
         matrix: Of kind ``matrix``, which has no curves.
+        levels: Heights of ``y`` with a name, drawn across, such as the memory of a GPU.
     """
 
     title: str
@@ -79,6 +80,7 @@ class Plot:
     log_x: bool = False
     from_zero: bool = True
     matrix: Matrix | None = None
+    levels: Sequence[tuple[str, float]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

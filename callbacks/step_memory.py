@@ -14,6 +14,7 @@ from lit_fsdp.memory_trace import Peak, StepMemory
 _GIB = 2**30
 _MAX_UNITS = 24  # rows of the table by unit
 _MAX_POINTS = 400
+_MAX_LIMIT = 4  # of the peak; the step would be too small to see below a higher line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,25 +93,35 @@ def describe_step(memory: StepMemory, step: int) -> dict[str, Any]:
     }
 
 
-def plot_step(memory: StepMemory, *, title: str) -> Plot:
-    """Return the kinds as areas upon each other, operator by operator."""
+def plot_step(memory: StepMemory, *, title: str, x_label: str = "operator", limit_bytes: int | None = None) -> Plot:
+    """Return the kinds as areas upon each other.
+
+    Args:
+        memory: Of the step.
+        title: Above it.
+        x_label: What the moments are.
+        limit_bytes: What tensors may take; drawn across where it is near enough to be seen beside them.
+    """
+    size, unit = (_GIB, "GiB") if memory.peak.num_bytes >= _GIB / 4 else (_GIB / 1024, "MiB")
+    limit = limit_bytes if limit_bytes and limit_bytes < _MAX_LIMIT * memory.peak.num_bytes else None
     num = len(memory.by_kind[KINDS[0]])
     stride = max(1, num // _MAX_POINTS)
     # The largest moment of every stretch, so that no peak is thinned out.
     totals = [sum(column) for column in zip(*memory.by_kind.values(), strict=True)]
     places = [max(range(i, min(i + stride, num)), key=totals.__getitem__) for i in range(0, num, stride)]
     curves = [
-        Curve(label=_spell(kind), x=places, y=[memory.by_kind[kind][i] / _GIB for i in places])
+        Curve(label=_spell(kind), x=places, y=[memory.by_kind[kind][i] / size for i in places])
         for kind in KINDS
         if any(memory.by_kind[kind])
     ]
     return Plot(
         title=title,
-        x_label="operator",
-        y_label="GiB",
+        x_label=x_label,
+        y_label=unit,
         curves=curves,
         kind="stacked",
         spans=memory.phases,
+        levels=() if limit is None else [(f"{limit / size:.1f} {unit}: what tensors may take", limit / size)],
     )
 
 

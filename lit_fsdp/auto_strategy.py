@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,22 +17,26 @@ from typing_extensions import override
 
 from lit_fsdp.adapters import find_adapter_parameters
 from lit_fsdp.checkpoint_writer import CheckpointFormat
-from lit_fsdp.estimate import Hardware
-from lit_fsdp.forecast import NoForecastError, describe_model, measure_batch
+from lit_fsdp.estimate import Hardware, ModelToTrain
+from lit_fsdp.forecast import NoForecastError, find_optimizer, measure_batch
 from lit_fsdp.hardware import find_gpu, find_usual_gpu
 from lit_fsdp.lightning_internals import count_micro_batches
 from lit_fsdp.links import choose_links, parse_links
 from lit_fsdp.mesh import build_mesh
+from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.plan import Ranks, parse_memory
 from lit_fsdp.precision import MixedPrecision, cast_parameters
 from lit_fsdp.reader import UnreadableModuleError
-from lit_fsdp.search import Candidate, Problem, Variant, choose, format_changes, search
+from lit_fsdp.search import Candidate, Problem, Variant, choose, count_tries, format_changes, search
+from lit_fsdp.search_process import NotPicklableError, SearchProcess, SearchRequest, pack_request
 from lit_fsdp.sharding import Compile, find_roots
+from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.strategy import FSDP2Strategy, find_used_settings
-from lit_fsdp.units import Units
+from lit_fsdp.units import Units, plan_module
 
 NAME = "fsdp2_auto"
 _GIB = 2**30
+_PATIENCE_S = 10.0
 
 
 class AutoFSDP2Strategy(FSDP2Strategy):
@@ -38,9 +44,10 @@ class AutoFSDP2Strategy(FSDP2Strategy):
 
     It predicts memory and time of a step for every combination, as ``plan --search`` does, takes the fastest that fits
     the GPU with the least memory, and prints what and why. All of these compute the same. What changes the training
-    (batch, adapters, 4-bit weights, optimizer) stays as configured; ``plan --search`` tries that as well. Needs a task
-    whose model the closed form has rules for, and data with ``make_example_batch``; without them, evaluation takes the
-    defaults and ``fit`` is refused. A module that is sharded already stays as it is.
+    (batch, adapters, 4-bit weights, optimizer) stays as configured; ``plan --search`` tries that as well. Needs data
+    with ``make_example_batch``. Where the closed form has no rules for a model, ``fit`` traces some of the settings on
+    the first rank, up to a minute each, and refuses what cannot be traced; evaluation takes the defaults. A module
+    that is sharded already stays as it is.
 
     Args:
         device_memory: Of a GPU, with a unit, such as 15GiB, where less may be used than it has.
@@ -94,7 +101,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         """Choose, also for an evaluation, as training may follow."""
         try:
             self._choose(module)
-        except (NoForecastError, UnreadableModuleError) as error:
+        except NoForecastError as error:
             if module.trainer.state.fn == TrainerFn.FITTING:
                 raise ValueError(f"{NAME}: {error}; set trainer.strategy to fsdp2, and its settings by hand") from error
             self.settings = self._configured
@@ -102,8 +109,17 @@ class AutoFSDP2Strategy(FSDP2Strategy):
 
     def _choose(self, module: pl.LightningModule) -> None:
         """Set ``settings``, the same on all ranks."""
-        problem = self._describe(module)
-        candidates = search(problem)
+        batch = _make_batch(module)
+        problem, reason = self._describe(module, batch)
+        candidates: list[Candidate] = []
+        try:
+            candidates = [] if reason else search(problem)
+        except UnreadableModuleError as error:
+            reason = f"{error.name}: {error.reason}"
+        if reason:
+            if module.trainer.state.fn != TrainerFn.FITTING:
+                raise NoForecastError(reason)
+            candidates = self._search_by_traces(module, batch, problem, reason)
         chosen = choose(candidates)
         if chosen is None:
             chosen = min(candidates, key=lambda candidate: candidate.needed_bytes)
@@ -122,21 +138,80 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         self.settings = chosen.settings
         self._report(chosen, candidates[0], problem)
 
-    def _describe(self, module: pl.LightningModule) -> Problem:
+    def _search_by_traces(
+        self, module: pl.LightningModule, batch: Mapping[str, Any], problem: Problem, reason: str
+    ) -> list[Candidate]:
+        """Return what a search by traces finds on the first rank, while the others wait for it.
+
+        Raises:
+            NoForecastError: On all ranks alike, whatever went wrong on the first.
+        """
+        if not module.automatic_optimization:
+            raise NoForecastError(f"{type(module).__name__} optimizes manually, so its step cannot be traced")
+        problem = replace(problem, only_fastest=True)
+        rank_zero_info(
+            f"{NAME}: no closed form ({reason}), so settings are traced, up to a minute each: some of "
+            f"{count_tries(problem)}, and of as many with offload where nothing fits without"
+        )
+        # Not one collective that waits for the end of the search: that would run into its timeout.
+        patience_s = min(_PATIENCE_S, self.timeout_s / 4)
+        searching: SearchProcess | None = None
+        found: list[Candidate] | str | None = None
+        try:
+            if self.is_global_zero:
+                try:
+                    request = SearchRequest(problem=problem, batch=batch)
+                    packed = pack_request(request, module.trainer, self._describe_trainer(module.trainer))
+                    searching = SearchProcess(packed)
+                except Exception as error:  # noqa: BLE001  the other ranks wait, whatever it is
+                    known = isinstance(error, NotPicklableError | OSError)
+                    found = str(error) if known else f"{type(error).__name__}: {error}"
+            while (found := self.broadcast(found if searching is None else searching.wait(patience_s))) is None:
+                pass
+        finally:
+            if searching is not None:
+                searching.stop()
+        if isinstance(found, str):
+            raise NoForecastError(f"no closed form ({reason}), and no trace: {found}")
+        return found
+
+    def _describe_trainer(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Return arguments of a Trainer that is as this one, to trace with."""
+        return {
+            "device_type": self.root_device.type,
+            "devices": self.num_processes,
+            "num_nodes": self.num_nodes,
+            "precision": trainer.precision,
+            "mixed_precision": self._configured.mixed_precision,
+            "max_steps": trainer.max_steps,
+            "max_epochs": trainer.max_epochs,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+        }
+
+    def _describe(self, module: pl.LightningModule, batch: Mapping[str, Any]) -> tuple[Problem, str]:
+        """Return what is searched for, and why the closed form cannot, if it cannot."""
         trainer: Any = module.trainer
-        make: Any = getattr(trainer.datamodule, "make_example_batch", None)
-        if make is None:
-            raise NoForecastError("the data has no method make_example_batch, see docs/planning.md")
         dtypes = self.precision_plugin.mixed_precision
         cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
-        model = describe_model(module, self)
+        reason = ""
+        try:
+            micro_batch = measure_batch(module, batch)
+            optimizer = find_optimizer(module)
+        except NoForecastError as error:
+            # A trace takes both from the module; what is left are estimates of time that go for all settings alike.
+            reason = str(error)
+            micro_batch, optimizer = _count_rows(batch), Optimizer()
+        units = plan_module(module, self._configured.units)
+        model = ModelToTrain(module=module, units=units, dtypes=dtypes, optimizer=optimizer)
         hardware, device_bytes = self._find_hardware()
         ranks = Ranks(num_nodes=self.num_nodes, per_node=self.num_processes, num_replicas=1, num_shards=self.world_size)
-        return Problem(
+        problem = Problem(
             variants=[Variant(model=model)],
             settings=self._configured,
             ranks=ranks,
-            micro_batch=measure_batch(module, make()),
+            micro_batch=micro_batch,
             # Gradients can only be held over micro-batches whose number is known.
             num_micro_batches=(count_micro_batches(trainer) or 1) if module.automatic_optimization else 1,
             splits_batch=False,
@@ -146,6 +221,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             device_type=self.root_device.type,
             host_bytes=_count_host_bytes(),
         )
+        return problem, reason
 
     def _find_hardware(self) -> tuple[Hardware, int]:
         """Return the GPU with the least memory of all ranks, its links, and its memory."""
@@ -182,6 +258,22 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             f"{chosen.time.step_s / default.time.step_s:.2f} of the time of the defaults, which need "
             f"{default.needed_bytes / _GIB:.2f} GiB (speed as on {problem.hardware.gpu.name}, {problem.hardware.links})"
         )
+
+
+def _make_batch(module: pl.LightningModule) -> Mapping[str, Any]:
+    trainer: Any = module.trainer
+    make: Any = getattr(trainer.datamodule, "make_example_batch", None)
+    if make is None:
+        raise NoForecastError("the data has no method make_example_batch, see docs/planning.md")
+    batch = make()
+    if not isinstance(batch, Mapping):
+        raise NoForecastError(f"make_example_batch of the data returned a {type(batch).__name__}: expected a dict")
+    return batch
+
+
+def _count_rows(batch: Mapping[str, Any]) -> MicroBatch:
+    tensors = [value for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
+    return MicroBatch(rows=len(tensors[0]) if tensors else 1, length=1)
 
 
 def _count_host_bytes() -> int:

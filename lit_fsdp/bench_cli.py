@@ -247,7 +247,8 @@ def _make_lines_table(lines: dict[Collective, Line | None]) -> Table:
     for kind, line in lines.items():
         cells = ["-", "-", "-"]
         if line is not None:
-            cells = [f"{1e3 * line.alpha_s:.3f} ms", f"{line.bandwidth_gb_s:.3g} GB/s", f"{line.worst_pct:.0f} %"]
+            worst = "-" if line.worst_pct is None else f"{line.worst_pct:.0f} %"
+            cells = [f"{1e3 * line.alpha_s:.3f} ms", f"{line.bandwidth_gb_s:.3g} GB/s", worst]
         table.add_row(kind, *cells)
     return table
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args, get_type_hints
 
+_KILLED_WORKER = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: Killed")
 _EXTRAS = {"wandb": "wandb", "mlflow": "mlflow"}
 _NOISE = re.compile(
     r"(Does not validate|Errors:|Given value type|Subclass types expect|an? (class path|dict with)|"
@@ -135,9 +136,12 @@ def describe_exception(error: BaseException, *, trusted: Iterable[str] = ("lit_f
                 return f'the package {package} is not installed: pip install "lit_fsdp[{extra}]"'
     names = {base.__name__ for base in type(error).__mro__}
     if "MisconfigurationException" in names:
-        return line
+        is_gpu_missing = line.startswith("No supported gpu backend")
+        return f"accelerator: {line} torch sees none on this machine; set it to auto" if is_gpu_missing else line
     if "OutOfMemoryError" in names or "DefaultCPUAllocator: can't allocate memory" in line:
         return f"out of memory: {line.splitlines()[0]}"  # where it was is in the report
+    if killed := _KILLED_WORKER.search(line):
+        return f"{killed[0]}: the kernel does so when host memory runs out; set num_workers of the data lower"
     frames = list(_walk(error.__traceback__))
     if not frames or not _is_inside(frames[-1].tb_frame.f_code.co_filename, trusted):
         return None

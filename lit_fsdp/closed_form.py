@@ -26,7 +26,7 @@ from lit_fsdp.recompute import DEFAULT_SAVED_OPS, Recompute
 from lit_fsdp.settings import Settings
 from lit_fsdp.step_parts import MicroBatch, Moment, UnitSizes, WalkSettings
 from lit_fsdp.step_walk import Walk
-from lit_fsdp.tape import FLOAT32, Op, Tape
+from lit_fsdp.tape import FLOAT32, RELEASE, Op, Tape
 from lit_fsdp.units import Unit, count_shard_bytes, iterate_blocks
 
 
@@ -134,7 +134,7 @@ def predict_step(
 
 def _list_fixed(tape: Tape, parameters: int, state: int) -> dict[Kind, int]:
     """Return what is there throughout the step."""
-    tables, batch = tape.table_bytes, tape.batch_bytes
+    tables, batch = sum(tape.tables.values()), tape.batch_bytes
     return {"parameters": parameters, "optimizer_state": state, "activations": tables, "rest": batch}
 
 
@@ -237,6 +237,7 @@ def _measure_units(
                 reshards=reshards,
                 trains=bool(numel),
                 is_root=unit.kind == "root",
+                is_idle=unit.kind == "idle",
                 is_reached=i >= first,
                 num_parameters=len(unit.parameters),
             )
@@ -302,7 +303,7 @@ def _count_moved(tape: Tape, recompute: Recompute, num_micro_batches: int) -> in
     for op in (step for step in tape.steps if isinstance(step, Op)):
         size = tape.sizes[op.output]
         total += op.backward_moved + _count_forward_moved(tape, op)
-        if not op.flops and (op.gets_grad or op.weights) and not op.shares_grad:
+        if not op.flops and (op.gets_grad or op.weights) and not (op.shares_grad or op.splits_grad):
             gradients = sum(tape.sizes[value] for value in (*op.saves, *op.gets_grad))
             total += size + gradients + 2 * op.backward_temp
     total += sum(_count_forward_moved(tape, op) for op in _list_run_twice(tape, recompute))
@@ -310,7 +311,7 @@ def _count_moved(tape: Tape, recompute: Recompute, num_micro_batches: int) -> in
 
 
 def _count_forward_moved(tape: Tape, op: Op) -> int:
-    if op.flops:
+    if op.flops or op.name == RELEASE:
         return op.forward_moved
     return sum(tape.sizes[value] for value in (*op.inputs, op.output)) + 2 * op.forward_temp
 
@@ -328,7 +329,8 @@ def _list_run_twice(tape: Tape, recompute: Recompute) -> list[Op]:
         elif step.what == "leave_block" and block is not None:
             # torch stops there, before that one.
             last = max((i for i, op in enumerate(block) if op.saves or op.flops), default=0)
-            found += [op for op in block[:last] if op.name not in kept]
+            if tape.needs_grad[step.value]:
+                found += [op for op in block[:last] if op.name not in kept]
             block = None
     return found
 

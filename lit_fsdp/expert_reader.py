@@ -114,7 +114,9 @@ def _read_in_groups(reader: Reader, experts: Any, routed: tuple[int, int, int, i
     y = tape.add("mul", (gate, joined), half, saves=(gate, joined))
     y = _multiply(reader, experts.down_proj, y, rows)
     product = rows * width * scores_itemsize
-    y = tape.add("mul", (y, scores), product, saves=(y,), backward_temp=product)  # summed for the scores
+    # What is summed for the scores, and the gradient of the product before it is cast to the dtype of the rows.
+    wide_products = 1 + (scores_itemsize != tape.itemsize)
+    y = tape.add("mul", (y, scores), product, saves=(y,), backward_temp=wide_products * product)
     y = tape.add("index", (y,), tape.sizes[y], extra=rows * _INDEX)
     y = tape.add("sum", (y,), tape.sizes[y] // top_k)
     return tape.add_cast(y, scores_itemsize, tape.itemsize)

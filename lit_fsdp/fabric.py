@@ -66,12 +66,12 @@ class Line:
     Args:
         alpha_s: The latency: what a collective takes however little it sends.
         bandwidth_gb_s: The bus bandwidth of large ones, in 1e9 bytes.
-        worst_pct: The largest difference to what was measured, of that.
+        worst_pct: The largest difference to what was measured, of that; ``None`` of two sizes, which any line meets.
     """
 
     alpha_s: float
     bandwidth_gb_s: float
-    worst_pct: float
+    worst_pct: float | None
 
 
 def measure_fabric(sizes: Sequence[int], *, num_repeats: int, device: torch.device) -> list[Timing]:
@@ -110,7 +110,9 @@ def fit_line(timings: Sequence[Timing]) -> Line | None:
         return None
     errors = np.abs((alpha_s + wire * seconds_per_byte) / seconds - 1)
     return Line(
-        alpha_s=float(alpha_s), bandwidth_gb_s=float(1e-9 / seconds_per_byte), worst_pct=float(100 * errors.max())
+        alpha_s=float(alpha_s),
+        bandwidth_gb_s=float(1e-9 / seconds_per_byte),
+        worst_pct=float(100 * errors.max()) if len(errors) > 2 else None,
     )
 
 

@@ -7,12 +7,23 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from signal import Signals
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+import torch.distributed as dist
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
+from lit_fsdp.buffers import has_statistics_of_ranks
 from lit_fsdp.signals import hold_signals
 
 
@@ -211,3 +222,31 @@ def check_trainer(trainer: pl.Trainer) -> None:
         raise ValueError(f"gradient_clip_val: got {limit}: gradients would point uphill; expected above 0, or null")
     if trainer.accumulate_grad_batches < 1:
         raise ValueError(f"accumulate_grad_batches: got {trainer.accumulate_grad_batches}: expected 1 or more")
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    if trainer.limit_train_batches == 0:
+        raise ValueError("limit_train_batches: got 0: nothing would be trained; expected 1 or more, or leave it out")
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            name = type(callback).__name__
+            raise ValueError(  # noqa: TRY004  a setting, not a type in code
+                f"callbacks: got {name}: it copies the model before that is sharded; take lit_fsdp.callbacks.EMA"
+            )
+
+
+def warn_of_batch_norm(module: pl.LightningModule) -> None:
+    """Say that training normalizes by the batch of one rank, where there is BatchNorm."""
+    if dist.get_world_size() > 1 and has_statistics_of_ranks(module):
+        rank_zero_warn(
+            "BatchNorm: each rank normalizes by statistics of its own batch; running statistics are averaged before an "
+            "evaluation and a checkpoint"
+        )
+
+
+def reduce_in_place(tensor: Tensor, group: Any | None, reduce_op: Any) -> Tensor:
+    """Reduce over all ranks, as ``Strategy.reduce`` names operations."""
+    # gloo has no mean, and Lightning's way of telling misses it in a combined backend.
+    is_mean = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
+    op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) and not is_mean else reduce_op
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM if is_mean else op, group=group)
+    return tensor.copy_(tensor / dist.get_world_size(group)) if is_mean else tensor

@@ -114,6 +114,7 @@ class MemoryTrace(TorchDispatchMode):
         self._stack: list[str] = []  # units whose forward runs
         self._unit = OUTSIDE
         self._peak: Peak | None = None
+        self._summands: tuple[_Block, _Block] | None = None  # of a sum that is not recorded yet
         self._sharded: dict[str, list[Any]] = {}
 
     def add_inputs(self, batch: Any) -> None:
@@ -124,6 +125,7 @@ class MemoryTrace(TorchDispatchMode):
 
     def begin_phase(self, name: str) -> None:
         """Say which part of the step begins: one of ``PHASES``."""
+        self._record_sum()
         self._phases.append((name, len(self._history)))
         if name == "optimizer":
             self._move_arriving()
@@ -134,6 +136,7 @@ class MemoryTrace(TorchDispatchMode):
         Raises:
             RuntimeError: There was no operator.
         """
+        self._record_sum()
         if self._peak is None:
             raise RuntimeError("no operator ran while the memory was traced")
         ends = [begin for _, begin in self._phases[1:]] + [len(self._history)]
@@ -170,6 +173,7 @@ class MemoryTrace(TorchDispatchMode):
 
     def pause(self) -> None:
         """Look away: what runs next is not part of the step."""
+        self._record_sum()
         self._watcher.__exit__(None, None, None)
         super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -188,6 +192,7 @@ class MemoryTrace(TorchDispatchMode):
         # A subclass that holds tensors, such as DTensor, runs operators on those, which come here again.
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
+        self._record_sum()
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         phase = self._phases[-1][0] if self._phases else PHASES[0]
@@ -199,8 +204,30 @@ class MemoryTrace(TorchDispatchMode):
                 is_on_host = self._is_offloaded and phase == "optimizer"
                 self._add(tensor, self._choose_kind(phase), self._unit, is_on_host=is_on_host)
         hidden = count_hidden_bytes(func, args, kwargs) + self._mark_communication(func, args, kwargs)
-        self._record(phase, hidden)
+        if phase == "backward" and func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
+            self._summands = self._find_summands(*args)
+        if self._summands is None:
+            self._record(phase, hidden)
         return out
+
+    def _find_summands(self, first: Tensor, second: Any) -> tuple[_Block, _Block] | None:
+        """Return what a sum is made of, if autograd may add it up in place when no dispatch mode is on.
+
+        It does where nobody else has the first summand. A view keeps what it is a view of. That is known only after the
+        sum. Seen in torch 2.13; a sum inside an operator's backward is taken for one of two gradients too.
+        """
+        if first._is_view() or not isinstance(second, Tensor):
+            return None
+        one, other = self._find(first), self._find(second)
+        return (one, other) if one and other else None
+
+    def _record_sum(self) -> None:
+        """Record the sum that ran last, once it is known what is left of its summands."""
+        if self._summands is None:
+            return
+        (first, second), self._summands = self._summands, None
+        is_in_place = first.storage() is None
+        self._record("backward", 0 if is_in_place or second.storage() is not None else second.num_bytes)
 
     def _choose_kind(self, phase: str) -> Kind:
         if phase == "forward":
@@ -291,6 +318,7 @@ class MemoryTrace(TorchDispatchMode):
     def _resize(self, storage: torch.UntypedStorage) -> None:
         # FSDP2 gathers into, and frees, one and the same tensor.
         if block := self._blocks.get(storage._cdata):
+            self._record_sum()
             self._count(block, storage.nbytes() - block.num_bytes)
             block.num_bytes = storage.nbytes()
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from lit_fsdp.block_reader import (
-    find_linears,
-    is_norm,
-    read_block,
-    read_linear,
-    read_norm,
-)
+from lit_fsdp.block_reader import is_norm, read_block, read_embedding, read_norm
+from lit_fsdp.linear_reader import find_linears, read_linear
 from lit_fsdp.reader import Reader, UnreadableModuleError
 from lit_fsdp.tape import FLOAT32, Tape
 from lit_fsdp.units import Unit, iterate_blocks
@@ -59,41 +54,65 @@ class ModelReader:
         for unit in self.plan:
             if inner := [n for n in unit.names if any(n.startswith(f"{block}.") for block in self.blocks)]:
                 raise UnreadableModuleError(inner[0], "a unit inside a block")
-        convolutions = [name for name, m in self.model.named_modules() if isinstance(m, nn.Conv2d)]
-        begin = tape.add_value(0)
-        tape.mark("enter_unit", self._root, begin)
-        base = self._find_base()
-        x = self._read_patches(base, convolutions) if convolutions else self._read_embeddings(base)
-        for i, name in enumerate(self.blocks):
-            x = self._read_block(i, name, x)
-        with tape.part("head and loss"):
-            end = self._read_classifier(base, x) if convolutions else self._read_head(base, x)
+        tape.mark("enter_unit", self._root, tape.add_value(0))
+        read_own: Any = getattr(self.model, "read_step", None)
+        end = self._read_stack() if read_own is None else read_own(self)
         tape.mark("leave_unit", self._root, end)
         if self.recomputed:  # which keeps what it is called with; else they are gone when memory is at its largest
-            tape.table_bytes += sum(tape.masks.values())
+            tape.tables["masks"] = sum(tape.masks.values())
         return tape
 
-    def _find_base(self) -> str:
-        """Return the name of the module around the list of blocks."""
-        around = {name.rpartition(".")[0].rpartition(".")[0] for name in self.blocks}
-        if len(around) > 1:
-            raise UnreadableModuleError(", ".join(sorted(around)), "several stacks of blocks")
-        return around.pop()
+    def run(self, module: nn.Module, x: int, reader: Reader | None = None) -> int:
+        """Add a block, an embedding, a norm or a linear layer, with its unit if it is one, and return its output.
 
-    def _read_block(self, index: int, name: str, x: int) -> int:
+        For models that read their own step.
+
+        Args:
+            module: Of the model.
+            x: What goes in; of an embedding anything, as ids are of the batch.
+            reader: Where its rows and tokens are not those of the micro-batch.
+
+        Raises:
+            UnreadableModuleError: It has no rule.
+        """
+        name, reader = self._names[id(module)], reader or self.reader
+        if name in self.blocks:
+            return self.read_block(name, x, reader)
+        with self.unit(name, x) as leave:
+            if isinstance(module, nn.Embedding):
+                y = read_embedding(reader, module, x)
+            else:
+                y = (read_norm if is_norm(module) else read_linear)(reader, name, module, x)
+            leave(y)
+        return y
+
+    def read_block(self, name: str, x: int, reader: Reader | None = None) -> int:
+        """Add one of the blocks, with its unit, and return its output.
+
+        Args:
+            name: Of the block.
+            x: What goes in.
+            reader: Where its rows and tokens are not those of the micro-batch.
+
+        Raises:
+            UnreadableModuleError: It has no rule.
+        """
         tape, is_recomputed = self.reader.tape, name in self.recomputed
-        with self._unit(name, x) as leave:
+        reader = reader or self.reader
+        # A unit has ended its backward when the gradients of all that went in are there, if any has one.
+        given = x if reader.context is None or tape.needs_grad[x] else reader.context.value
+        with self.unit(name, given) as leave:
             if is_recomputed:
-                tape.mark("enter_block", index, x)
+                tape.mark("enter_block", self.blocks.index(name), x)
             with tape.part("residual stream"):
-                y = read_block(self.reader, name, self.model.get_submodule(name), x)
+                y = read_block(reader, name, self.model.get_submodule(name), x)
             if is_recomputed:
-                tape.mark("leave_block", index, y)
+                tape.mark("leave_block", self.blocks.index(name), y)
             leave(y)
         return y
 
     @contextmanager
-    def _unit(self, name: str, x: int, last: str | None = None) -> Any:
+    def unit(self, name: str, x: int, last: str | None = None) -> Any:
         """Put marks around what a module does, if it is one of a unit; ``last`` is the last module of that."""
         index = self._units.get(name)
         if index is not None:
@@ -105,6 +124,23 @@ class ModelReader:
                 self.reader.tape.mark("leave_unit", index, y)
 
         yield leave
+
+    def _read_stack(self) -> int:
+        """Add a stack of blocks between embeddings, or patches, and a head; return the loss."""
+        convolutions = [name for name, m in self.model.named_modules() if isinstance(m, nn.Conv2d)]
+        base = self._find_base()
+        x = self._read_patches(base, convolutions) if convolutions else self._read_embeddings(base)
+        for name in self.blocks:
+            x = self.read_block(name, x)
+        with self.reader.tape.part("head and loss"):
+            return self._read_classifier(base, x) if convolutions else self._read_head(base, x)
+
+    def _find_base(self) -> str:
+        """Return the name of the module around the list of blocks."""
+        around = {name.rpartition(".")[0].rpartition(".")[0] for name in self.blocks}
+        if len(around) > 1:
+            raise UnreadableModuleError(", ".join(sorted(around)), "several stacks of blocks")
+        return around.pop()
 
     def _read_embeddings(self, base: str) -> int:
         reader, tape = self.reader, self.reader.tape
@@ -121,10 +157,8 @@ class ModelReader:
         parts = []
         for i, (name, module) in enumerate(outside.items()):
             rows = reader.rows if i == 0 else 1  # positions are those of one row
-            size = rows * reader.length * module.embedding_dim * tape.itemsize
-            with self._unit(name, ids) as leave:
-                weights = reader.list_trained(module.weight)
-                parts.append(tape.add("embedding", (ids,), size, saves=(ids,), weights=weights))
+            with self.unit(name, ids) as leave:
+                parts.append(read_embedding(replace(reader, rows=rows), module, ids))
                 leave(parts[-1])
         x = parts[0] if len(parts) == 1 else tape.add_sum(*parts)
         if getattr(next(iter(outside.values())), "embed_scale", None) is not None:
@@ -148,7 +182,7 @@ class ModelReader:
             tape.hold(x)
         size = reader.rows * num_patches * width * tape.itemsize
         owner = next((n for n in (name, *_list_parents(name)) if n in self._units), name)
-        with self._unit(owner, x) as leave:
+        with self.unit(owner, x) as leave:
             weights = reader.list_trained(convolution.weight, convolution.bias)
             flops = 2 * pixels * width
             options: dict[str, Any] = {"flops": flops, "backward_flops": flops * bool(weights)}
@@ -177,7 +211,7 @@ class ModelReader:
         head_name = self._names[id(head)]
         index = self._units.get(norm_name)
         is_shared = index is not None and index == self._units.get(head_name)
-        with self._unit(norm_name, x, head_name if is_shared else None) as leave:
+        with self.unit(norm_name, x, head_name if is_shared else None) as leave:
             y = read_norm(reader, norm_name, norm, x)
             if not is_shared:
                 leave(y)
@@ -191,13 +225,15 @@ class ModelReader:
             logits = read()
             tape.mark("leave_unit", index, logits)  # type: ignore[arg-type]
         else:
-            with self._unit(head_name, y) as leave:
+            with self.unit(head_name, y) as leave:
                 logits = read()
                 leave(logits)
         if num_chunks > 1:
             return logits  # which is the loss
         if getattr(config, "final_logit_softcapping", None) is not None:
             logits = tape.add_pointwise("tanh", tape.add_pointwise("div", logits), saves_output=True)
+            logits = tape.add_pointwise("mul", logits)
+        if getattr(config, "logit_scale", None) is not None:  # Cohere
             logits = tape.add_pointwise("mul", logits)
         return self._read_loss(logits)
 
@@ -252,7 +288,7 @@ class ModelReader:
     def _read_classifier(self, base: str, x: int) -> int:
         reader, tape = self.reader, self.reader.tape
         norm_name, norm = self._find_final_norm(base)
-        with self._unit(norm_name, x) as leave:
+        with self.unit(norm_name, x) as leave:
             y = read_norm(reader, norm_name, norm, x)
             leave(y)
         tape.hold(y)

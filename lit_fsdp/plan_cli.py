@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.accelerators import CUDAAccelerator
 from typing_extensions import override
 
 from lit_fsdp.cli_errors import ConfigError, describe_exception, is_debugging
@@ -24,6 +23,7 @@ from lit_fsdp.hardware import find_gpu, find_usual_gpu, suggest_gpus
 from lit_fsdp.links import choose_links, parse_links
 from lit_fsdp.plan import describe_plan, parse_memory
 from lit_fsdp.plan_report import draw_plan, print_report
+from lit_fsdp.planned_trainer import PlannedGpu, PlannedTrainer
 from lit_fsdp.planner import PlannedStep, find_model, plan_step, prepare_step, prepare_variants
 from lit_fsdp.processes import count_devices
 from lit_fsdp.reader import UnreadableModuleError
@@ -53,16 +53,10 @@ def run_plan(args: Sequence[str]) -> int:
     return 0
 
 
-class PlanTrainer(Trainer):
-    """A Trainer that never trains: for what modules ask of theirs while they build a model and its optimizer."""
+class PlanTrainer(PlannedTrainer):
+    """Plans where a Trainer would train."""
 
     given_config: Mapping[str, Any]  # as it would be for ``fit``
-
-    @property
-    @override
-    def estimated_stepping_batches(self) -> int | float:
-        """A number that schedules take, without a look at the data."""
-        return self.max_steps if self.max_steps > 0 else 1_000_000
 
     def plan(
         self,
@@ -120,7 +114,7 @@ class PlanTrainer(Trainer):
             described["search"] = describe_search(candidates, chosen)
         if out is not None:
             (out / "plan.json").write_text(json.dumps(described, indent=1) + "\n")
-            draw_plan(found, out / "plan.png")
+            draw_plan(found, device_bytes, out / "plan.png")
             print(f"written: {out / 'plan.json'}, {out / 'plan.png'}")
         if write is not None:
             self._write_config(write, choose(candidates))
@@ -157,20 +151,6 @@ class PlanTrainer(Trainer):
         except OSError as error:
             raise ConfigError(f"write: got {path}: {error.strerror}; choose another file") from error
         print(f"written: {path}: python -m lit_fsdp fit --config {path}")
-
-
-class PlannedGpu(CUDAAccelerator):
-    """GPUs that need not be there: settings are checked, and dtypes chosen, as with real ones."""
-
-    @staticmethod
-    @override
-    def parse_devices(devices: Any) -> Any:
-        return list(range(count_devices(devices) or 1))
-
-    @staticmethod
-    @override
-    def is_available() -> bool:
-        return True
 
 
 class PlanCLI(TrainerCLI):

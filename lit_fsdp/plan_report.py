@@ -70,10 +70,12 @@ def describe_fit(plan: Plan, device_bytes: int) -> str:
     )
 
 
-def draw_plan(plan: Plan, path: Path) -> None:
-    """Write the memory over the step as a picture."""
-    title = f"Memory of the planned step, 1 of {plan.ranks.world_size} ranks"
-    write_png(plot_step(plan.memory, title=title), path)
+def draw_plan(plan: Plan, device_bytes: int | None, path: Path) -> None:
+    """Write the memory over the step as a picture, with what tensors may take of a device, where that is known."""
+    title = f"Memory of the planned step, rank 0 of {plan.ranks.world_size}, which holds most"
+    limit = None if device_bytes is None else max(int((device_bytes - OUTSIDE_BYTES) / HEADROOM), 0)
+    x_label = "unit after unit" if plan.engine == "closed form" else "operator"
+    write_png(plot_step(plan.memory, title=title, x_label=x_label, limit_bytes=limit), path)
 
 
 def _make_memory_table(plan: Plan) -> Table:
@@ -130,15 +132,17 @@ def _make_traffic_table(plan: Plan) -> Table:
 
 
 def _make_time_table(time: StepTime) -> Table:
-    rows = [
-        ["step", f"{time.step_s:.3f}"],
-        ["  compute", f"{time.compute_s:.3f}"],
-        ["  communication that compute does not hide", f"{time.exposed_s:.3f}"],
-        ["  optimizer", f"{time.optimizer_s:.3f}"],
-        ["all communication", f"{time.communication_s:.3f}"],
-        *([f"  {kind.replace('_', ' ')}", f"{s:.3f}"] for kind, s in time.by_collective.items() if s),
+    factor, unit = (1, "seconds") if time.step_s >= 1 else (1000, "milliseconds")
+    parts = [
+        ("step", time.step_s),
+        ("  compute", time.compute_s),
+        ("  communication that compute does not hide", time.exposed_s),
+        ("  optimizer", time.optimizer_s),
+        ("all communication", time.communication_s),
+        *((f"  {kind.replace('_', ' ')}", s) for kind, s in time.by_collective.items() if s),
     ]
-    return Table(title="Time of a step", columns=["part", "seconds"], rows=rows)
+    rows = [[name, f"{factor * seconds:.3f}"] for name, seconds in parts]
+    return Table(title="Time of a step", columns=["part", unit], rows=rows)
 
 
 def _choose_unit(num_bytes: int) -> tuple[float, str]:

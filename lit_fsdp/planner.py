@@ -79,10 +79,6 @@ def prepare_step(trainer: Trainer, module: LightningModule, data: LightningDataM
         raise ConfigError(
             f"trainer.strategy: got {type(strategy).__name__}: only FSDP2Strategy can be planned; set fsdp2"
         )
-    per_node = strategy.num_processes
-    num_replicas, num_shards = strategy.settings.mesh.resolve(
-        world_size=trainer.num_nodes * per_node, ranks_per_node=per_node
-    )
     strategy.settings.check_accumulation(
         num_micro_batches=trainer.accumulate_grad_batches, is_automatic=module.automatic_optimization
     )
@@ -90,12 +86,23 @@ def prepare_step(trainer: Trainer, module: LightningModule, data: LightningDataM
     batch = _make_batch(data)
     if isinstance(strategy, AutoFSDP2Strategy):
         notes.append("fsdp2_auto chooses its settings when fit starts: here are those of fsdp2; add --search")
+    return describe_step(trainer, module, batch, notes=notes)
+
+
+def describe_step(
+    trainer: Trainer, module: LightningModule, batch: Mapping[str, Any], *, notes: Sequence[str] = ()
+) -> PlannedStep:
+    """Cast a module that has its model already, and return what its step is made of."""
+    strategy = trainer.strategy
+    assert isinstance(strategy, FSDP2Strategy)
+    nodes, per_node = trainer.num_nodes, strategy.num_processes
+    replicas, shards = strategy.settings.mesh.resolve(world_size=nodes * per_node, ranks_per_node=per_node)
     cast_parameters(module, strategy.precision_plugin.mixed_precision, keep=find_adapter_parameters(module))
     return PlannedStep(
         module=module,
         strategy=strategy,
         batch=batch,
-        ranks=Ranks(num_nodes=trainer.num_nodes, per_node=per_node, num_replicas=num_replicas, num_shards=num_shards),
+        ranks=Ranks(num_nodes=nodes, per_node=per_node, num_replicas=replicas, num_shards=shards),
         device_type=strategy.root_device.type,
         num_micro_batches=trainer.accumulate_grad_batches,
         clip_norm=_find_clip_norm(trainer),
@@ -292,8 +299,8 @@ def trace_exactly(step: PlannedStep) -> TracedStep:
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ConfigError(
-            f"plan: the step of {type(module).__name__} cannot run on tensors without values ({reason}); see "
-            "docs/planning.md"
+            f"plan: the step of {type(module).__name__.removeprefix('FSDP')} cannot run on tensors without values "
+            f"({reason}); see docs/planning.md"
         ) from error
     share = step.num_micro_batches / num_traced
     return replace(traced, flops=traced.flops * share, moved_bytes=int(traced.moved_bytes * share))
@@ -328,19 +335,23 @@ def _prepare_module(trainer: Trainer, module: LightningModule, data: LightningDa
             f"model: {type(module).__name__} optimizes manually: only training_step knows what a step is, so it "
             "cannot be planned"
         )
-    trainer.state.fn, trainer.training = TrainerFn.FITTING, True
-    trainer.strategy.connect(module)
-    module.trainer = trainer
+    enter_fit(trainer, module)
     prepare: Any = getattr(module, "prepare_plan", lambda _: [])
     notes = list(prepare(data))
     module.configure_model()
-    # What is logged goes nowhere.
-    for name in ("log", "log_dict"):
-        setattr(module, name, lambda *_, **__: None)
     module.train()
     if not any(parameter.is_meta for parameter in module.parameters()):
         notes.append("the model was not built on the meta device: this process has allocated it")
     return notes
+
+
+def enter_fit(trainer: Trainer, module: LightningModule) -> None:
+    """Let a module see its trainer as in ``fit``, where what it logs goes nowhere."""
+    trainer.state.fn, trainer.training = TrainerFn.FITTING, True
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    for name in ("log", "log_dict"):
+        setattr(module, name, lambda *_, **__: None)
 
 
 def _find_optimizer(module: LightningModule) -> torch.optim.Optimizer:

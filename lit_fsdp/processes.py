@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Mapping, Sequence
+from signal import SIGKILL
 from typing import Any
 
 _TORCHRUN_VARIABLES = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
@@ -64,6 +65,16 @@ def count_devices(devices: Any) -> int | None:
         parts = [part for part in devices.split(",") if part.strip()]
         return int(devices) if len(parts) == 1 and "," not in devices else len(parts)
     return len(devices) if isinstance(devices, Sequence) else int(devices)
+
+
+def describe_failed(codes: Mapping[int, int]) -> str:
+    """Return which ranks failed and where to look, by the exit codes of ranks."""
+    failed = {rank: code for rank, code in codes.items() if code}
+    if SIGKILL in (-code for code in failed.values()):
+        killed = " and ".join(f"rank {rank}" for rank, code in failed.items() if code == -SIGKILL)
+        return f"{killed} was killed (SIGKILL), and left no message: the kernel does so when host memory runs out"
+    who = " and ".join(f"rank {rank} (exit code {code})" for rank, code in failed.items()) or "another rank"
+    return f"{who} failed first, see the message there"
 
 
 def stop_children(launcher: Any, patience_s: float = 5.0) -> dict[int, int]:

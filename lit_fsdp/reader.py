@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lit_fsdp.tape import Tape
@@ -26,6 +26,21 @@ class UnreadableModuleError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Context:
+    """What attention looks at.
+
+    Args:
+        value: On the tape.
+        length: Tokens of a row.
+        is_masked: Whether some of them must not be seen, besides those after a token.
+    """
+
+    value: int
+    length: int
+    is_masked: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Reader:
     """What every rule needs.
 
@@ -35,6 +50,9 @@ class Reader:
         rows: Of a micro-batch.
         length: Tokens of a row.
         is_masked: Whether some of the tokens must not see each other, besides those after them.
+        shapes: As of ``MicroBatch``.
+        num_bytes: As of ``MicroBatch``.
+        context: What every block attends to besides its own tokens, such as the states of an encoder.
     """
 
     tape: Tape
@@ -42,6 +60,9 @@ class Reader:
     rows: int
     length: int
     is_masked: bool = False
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    num_bytes: int = 0
+    context: Context | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -70,6 +70,7 @@ class Problem:
         measure: Returns the shape of a micro-batch of so many rows; by default the configured one with other rows.
         trace: Where the closed form has no rules: follows a step of a model with these settings, rows and number of
             micro-batches. That takes seconds, so smaller batches and other trainings are only tried where nothing fits.
+        only_fastest: Leave out what can only be slower than what fits, or larger than what does not.
     """
 
     variants: Sequence[Variant]
@@ -85,6 +86,7 @@ class Problem:
     host_bytes: int | None = None
     measure: Callable[[int], MicroBatch] | None = None
     trace: Callable[[ModelToTrain, Settings, int, int], StepCost] | None = None
+    only_fastest: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,15 +168,33 @@ def _try_all(problem: Problem, variant: Variant, offload: Offload | None) -> Ite
         return
     for split in _list_splits(problem):
         has_fit = False
+        known: list[Candidate] = []
         for settings in _list_settings(problem, variant, offload, split[1].get("trainer.accumulate_grad_batches")):
+            if problem.only_fastest and any(_is_beaten(settings, candidate) for candidate in known):
+                continue
             is_spread = problem.trace is not None or not problem.tries_optimizers
             for optimizer in [own] if is_spread else _list_optimizers(variant, offload):
                 model = replace(variant.model, optimizer=optimizer)
                 candidate = _estimate(problem, replace(variant, model=model), settings, split)
                 has_fit |= candidate.fits
+                known.append(candidate)
                 yield candidate
         if problem.trace is not None and has_fit:
             return
+
+
+def _is_beaten(settings: Settings, known: Candidate) -> bool:
+    """Whether settings, later in the list, only recompute more than what fits, or hold more than what does not."""
+    own = known.settings
+    if known.fits:
+        return replace(settings, recompute=own.recompute) == own
+    return own.sharding.reshard_after_forward is True and replace(settings, sharding=own.sharding) == own
+
+
+def count_tries(problem: Problem) -> int:
+    """Return how many settings a search tries at most without offload, for the configured model and batch."""
+    variant = problem.variants[0]
+    return len({problem.settings, *_list_settings(problem, variant, None, None)})
 
 
 def _list_splits(problem: Problem) -> list[tuple[int, dict[str, Any]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lit_fsdp.memory import Kind
 
@@ -18,11 +18,15 @@ class MicroBatch:
         rows: How many.
         length: Tokens of each; of an image, its patches and one more.
         is_masked: Whether attention needs a mask: rows hold several documents, or are padded.
+        shapes: Of its tensors, by name, for a model that reads its own step (``read_step``).
+        num_bytes: Of its tensors, for such a model.
     """
 
     rows: int
     length: int
     is_masked: bool = False
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    num_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("rows", "length"):
@@ -46,6 +50,7 @@ class UnitSizes:
         reshards: Whether it is resharded after forward.
         trains: Whether it has a gradient.
         is_root: Whether it is the root.
+        is_idle: Whether no step has a use for it.
         is_reached: Whether backward gathers it ahead: not what is frozen before the first unit that trains.
         num_parameters: How many it has.
     """
@@ -61,6 +66,7 @@ class UnitSizes:
     reshards: bool
     trains: bool
     is_root: bool
+    is_idle: bool
     is_reached: bool
     num_parameters: int
 
@@ -111,3 +117,18 @@ class WalkSettings:
     backward_prefetch: int
     saved_ops: frozenset[str]
     keeps_shards: bool
+
+
+@dataclass
+class Gradient:
+    """The gradient of a value, in backward.
+
+    Args:
+        num_bytes: Of it.
+        is_view: Whether it is a view, to which autograd adds nothing in place.
+        refs: How many hold it.
+    """
+
+    num_bytes: int
+    is_view: bool
+    refs: int = 1

@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lit_fsdp.memory import KINDS, Kind
-from lit_fsdp.step_parts import OUTSIDE, Moment, UnitSizes, WalkSettings
-from lit_fsdp.tape import Mark, Op, Tape
+from lit_fsdp.step_parts import OUTSIDE, Gradient, Moment, UnitSizes, WalkSettings
+from lit_fsdp.tape import Op, Tape
+
+# Products of rows: their gradients are views of matrices, to which autograd adds nothing in place.
+_GIVE_VIEWS = ("mm", "addmm")
 
 
 @dataclass
@@ -43,17 +46,19 @@ class Walk:
         self._by_part: Counter[str] = Counter()
         self._gathered: set[int] = set()
         self._pending: set[int] = set()  # gathered ahead, not copied out yet
-        self._in_buffer = 0  # of the last gather in forward
-        self._out_buffer = 0  # of the last reduce-scatter
+        self._in_buffer = self._out_buffer = 0  # of the last gather in forward, of the last reduce-scatter
         self._all_reduced = 0
         self._sharded: set[int] = set()  # units with a sharded gradient
         self._unreduced: Counter[str] = Counter()  # gradients of parameters at full size
+        self._views: set[str] = set()  # parameters whose gradient is a view
         self._held: dict[int, int] = {}  # the same, by unit, of the micro-batches before
         self._order: list[int] = []
+        self._planned = [i for i, unit in enumerate(self.units) if not (unit.is_root or unit.is_idle)]
         self._kept: set[int] = set()
         self._unused: list[int] = []  # what was kept of a block, and is not needed to compute it again
         self._uses: Counter[int] = Counter()
         self._begins: dict[int, int] = {}  # of recomputed blocks, by where they end
+        self._frozen: set[int] = set()  # where those begin that have no backward
         begin = 0
         for i, step in enumerate(self.tape.steps):
             if isinstance(step, Op):
@@ -62,6 +67,8 @@ class Walk:
                 begin = i
             elif step.what == "leave_block":
                 self._begins[i] = begin
+                if not self.tape.needs_grad[step.value]:
+                    self._frozen.add(begin)
 
     def run(self) -> None:
         """Walk forward and backward of the micro-batches; two of several differ."""
@@ -115,7 +122,7 @@ class Walk:
         for value in self.tape.held - made:
             self._make(value, 1 + self._uses[value])
         is_recomputed = False
-        for step in self.tape.steps:
+        for i, step in enumerate(self.tape.steps):
             if isinstance(step, Op):
                 self._run_op(step, keeps=not is_recomputed)
             elif step.what == "enter_unit":
@@ -123,7 +130,7 @@ class Walk:
             elif step.what == "leave_unit":
                 self._leave_unit(step.index)
             else:
-                is_recomputed = step.what == "enter_block"
+                is_recomputed = step.what == "enter_block" and i not in self._frozen
                 if is_recomputed:
                     self._refs[step.value] += 1
 
@@ -149,7 +156,7 @@ class Walk:
             for value in op.saves:
                 self._make(value, 1)
         elif op.name in self.settings.saved_ops:
-            for value in _list_outputs(op):
+            for value in op.outputs:
                 self._make(value, 1)
         for value in op.inputs:
             self._drop(value)
@@ -159,18 +166,17 @@ class Walk:
         """Run forward of a block again, up to the last operator that keeps something."""
         ops = [step for step in self.tape.steps[begin:end] if isinstance(step, Op)]
         last = max((i for i, op in enumerate(ops) if op.saves), default=-1)
-        mark = self.tape.steps[begin]
-        assert isinstance(mark, Mark)
-        self._refs[mark.value] += sum(mark.value in op.inputs for op in ops)
+        made = {op.output for op in ops}
+        self._refs.update(value for op in ops for value in op.inputs if value not in made)
         for i, op in enumerate(ops):
             if i < last or (i == last and op.output in op.saves):
                 is_cached = op.name in self.settings.saved_ops
                 self._run_op(op, keeps=True)
-                for value in _list_outputs(op) if is_cached else ():
+                for value in op.outputs if is_cached else ():
                     self._drop(value)
                 continue
             if op.name in self.settings.saved_ops:
-                self._unused += _list_outputs(op)
+                self._unused += op.outputs
             if i == last:
                 for value in op.saves:
                     self._make(value, 1)
@@ -180,7 +186,7 @@ class Walk:
     # Gradients: of values, shared where backward passes them on, and of parameters.
 
     def _run_backward(self) -> None:
-        self._gradients: dict[int, _Gradient] = {}
+        self._gradients: dict[int, Gradient] = {}
         self._free("communication", self._in_buffer)
         self._in_buffer = 0
         self._enter("backward", OUTSIDE)
@@ -201,7 +207,7 @@ class Walk:
                     begin = self._begins[i]
                     self._recompute(begin, i)
             elif step.what == "enter_block":
-                for value in [step.value, *self._unused]:
+                for value in [step.value, *self._unused] if i not in self._frozen else ():
                     self._drop(value)
                 self._unused = []
             elif self.tape.needs_grad[step.value]:
@@ -212,22 +218,24 @@ class Walk:
             self._end_backward(index)
         self._finish_backward()
 
-    def _new_gradient(self, num_bytes: int) -> _Gradient:
+    def _new_gradient(self, num_bytes: int, *, is_view: bool = False) -> Gradient:
         self._add("rest", num_bytes)
-        return _Gradient(num_bytes)
+        return Gradient(num_bytes, is_view)
 
-    def _release(self, gradient: _Gradient) -> None:
+    def _release(self, gradient: Gradient) -> None:
         gradient.refs -= 1
         if not gradient.refs:
             self._free("rest", gradient.num_bytes)
 
-    def _accumulate(self, value: int, gradient: _Gradient) -> None:
+    def _accumulate(self, value: int, gradient: Gradient) -> None:
+        """Add up the gradients of a value: in place, if the first is nobody else's."""
         old = self._gradients.get(value)
         if old is None:
             self._gradients[value] = gradient
             return
-        self._gradients[value] = self._new_gradient(gradient.num_bytes)
-        self._release(old)
+        if old.refs > 1 or old.is_view:
+            self._gradients[value] = self._new_gradient(gradient.num_bytes)
+            self._release(old)
         self._release(gradient)
 
     def _run_op_backward(self, op: Op) -> None:
@@ -239,30 +247,35 @@ class Walk:
         sizes = self.tape.sizes
         for _, num_bytes in op.weights:
             self._add("rest", num_bytes)
-        self.add_temporary("rest", op.backward_temp + (0 if op.shares_grad else sum(sizes[v] for v in op.gets_grad)))
-        made: list[tuple[int, _Gradient]] = []
+        is_shared = op.shares_grad or op.splits_grad
+        self.add_temporary("rest", op.backward_temp + (0 if is_shared else sum(sizes[v] for v in op.gets_grad)))
+        is_view = op.name in _GIVE_VIEWS
+        made: list[tuple[int, Gradient]] = []
         for value in op.gets_grad:
-            if op.shares_grad and sizes[value] == gradient.num_bytes:
+            if op.splits_grad or (op.shares_grad and sizes[value] == gradient.num_bytes):
                 gradient.refs += 1
                 made.append((value, gradient))
             else:
-                made.append((value, self._new_gradient(sizes[value])))
+                made.append((value, self._new_gradient(sizes[value], is_view=is_view)))
         self._release(gradient)
         for value in op.saves:
             self._drop(value)
         for value, new in made:
             self._accumulate(value, new)
         for name, num_bytes in op.weights:
-            self._keep_gradient(name, num_bytes)
+            self._keep_gradient(name, num_bytes, is_view=is_view)
 
-    def _keep_gradient(self, name: str, num_bytes: int) -> None:
-        """Keep the gradient of a parameter; that of a shared one is a sum."""
+    def _keep_gradient(self, name: str, num_bytes: int, *, is_view: bool) -> None:
+        """Keep the gradient of a parameter; that of a shared one is a sum, in place as of values."""
         self._free("rest", num_bytes)
         if self._unreduced[name]:
-            self.add_temporary("gradients", 2 * num_bytes)
+            self.add_temporary("gradients", num_bytes * (1 + (name in self._views)))
+            self._views.discard(name)
             return
         self._unreduced[name] = num_bytes
         self._add("gradients", num_bytes)
+        if is_view:
+            self._views.add(name)
 
     # Units, see Note [Order of FSDP2].
 
@@ -306,7 +319,7 @@ class Walk:
         self._gather(index)
         self._copy_out(index, in_forward=True)
         if ahead := self.settings.forward_prefetch:
-            for target in [i for i in range(len(self.units) - 1) if i > index][:ahead]:
+            for target in [i for i in self._planned if i > index][:ahead]:
                 self._gather(target)
 
     def _leave_unit(self, index: int) -> None:
@@ -324,10 +337,11 @@ class Walk:
         self._enter("backward", self.units[index].label)
         self._gather(index)
         self._copy_out(index, in_forward=False)
-        place = self._order.index(index)
-        # Of the root FSDP2 decides, and gathers one ahead.
+        # Of the root FSDP2 decides, and gathers one ahead; of one, that which ran before; of several, as planned.
         ahead = 1 if self.units[index].is_root else self.settings.backward_prefetch
-        for target in self._order[max(place - ahead, 0) : place][::-1]:
+        order = self._order if ahead == 1 else self._planned
+        place = order.index(index)
+        for target in order[max(place - ahead, 0) : place][::-1]:
             if self.units[target].is_reached:
                 self._gather(target)
 
@@ -384,14 +398,3 @@ class Walk:
         self._free("communication", self._out_buffer)
         self._free("gradients", self._all_reduced)
         self._out_buffer = self._all_reduced = 0
-
-
-@dataclass
-class _Gradient:
-    num_bytes: int
-    refs: int = 1
-
-
-def _list_outputs(op: Op) -> list[int]:
-    """Return all that an operator makes and backward keeps, and its output."""
-    return [op.output, *(value for value in op.saves if value not in op.inputs and value != op.output)]

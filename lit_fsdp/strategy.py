@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_fsdp.assembly import shard_module
+from lit_fsdp.buffers import unify_buffers
 from lit_fsdp.checkpoint import find_random_state, load_checkpoint
 from lit_fsdp.checkpoint_writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.lightning_internals import (
@@ -37,8 +38,10 @@ from lit_fsdp.lightning_internals import (
     count_micro_batches,
     forget_train_loader,
     keep_links,
+    reduce_in_place,
     refuse_ignored,
     use_no_grad,
+    warn_of_batch_norm,
 )
 from lit_fsdp.mesh import Mesh, build_mesh
 from lit_fsdp.offload import Offload
@@ -199,6 +202,8 @@ class FSDP2Strategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        assert self.lightning_module is not None
+        check_trainer(self.lightning_module.trainer)  # before callbacks are set up, some of which copy the module
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -213,7 +218,6 @@ class FSDP2Strategy(ParallelStrategy):
             atexit.register(_destroy_dist_connection)  # Lightning does it for plain "nccl" only
         sizes = {"world_size": self.world_size, "ranks_per_node": self.num_processes}
         self.device_mesh = build_mesh(self.settings.mesh, device_type=device.type, timeout_s=self.timeout_s, **sizes)
-        assert self.lightning_module is not None
         self.lightning_module._device_mesh = self.device_mesh
 
     # From the user's model to shards
@@ -234,7 +238,6 @@ class FSDP2Strategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         self.model = self.lightning_module
         use_no_grad(trainer)
-        check_trainer(trainer)
         keep_links(trainer, self._writer.skipped)
         if trainer.state.fn == TrainerFn.FITTING:
             is_automatic = self.lightning_module.automatic_optimization
@@ -248,6 +251,7 @@ class FSDP2Strategy(ParallelStrategy):
         self._fill(self.lightning_module)
         self.barrier()
         if trainer.state.fn == TrainerFn.FITTING:
+            warn_of_batch_norm(self.lightning_module)
             reseed(collect_random_state(), self.global_rank)  # else dropout would drop the same on all ranks
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
@@ -287,11 +291,19 @@ class FSDP2Strategy(ParallelStrategy):
         with hold_gradients(*roots):
             yield
 
+    @override
+    def on_validation_start(self) -> None:
+        assert self.lightning_module is not None
+        unify_buffers(self.lightning_module)
+
+    on_test_start = on_predict_start = on_validation_start
+
     # Checkpoints
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
+        unify_buffers(self.lightning_module)
         return self._writer.get_model_state(self.lightning_module)
 
     @override
@@ -322,9 +334,12 @@ class FSDP2Strategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         path = Path(self.broadcast(str(checkpoint_path)))
-        load = load_single_file if path.is_file() else partial(load_checkpoint, extra=self.extra_state)
-        meta = load(path, self.lightning_module, self.optimizers, strict=self.lightning_module.strict_loading)
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+        is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        extra = self.extra_state if is_fitting else {}  # an evaluation after fit leaves its state as it is
+        load = load_single_file if path.is_file() else partial(load_checkpoint, extra=extra)
+        optimizers = self.optimizers if is_fitting else []
+        meta = load(path, self.lightning_module, optimizers, strict=self.lightning_module.strict_loading)
+        if is_fitting:
             self._restore_random = find_random_state(path, self.global_rank, self.world_size)
             forget_train_loader(self.lightning_module.trainer)
         return meta
@@ -362,13 +377,8 @@ class FSDP2Strategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, Tensor) or not dist.is_initialized():
-            return tensor
-        # gloo has no mean, and Lightning's way of telling misses it in a combined backend.
-        is_mean = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
-        op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) and not is_mean else reduce_op
-        dist.all_reduce(tensor, op=dist.ReduceOp.SUM if is_mean else op, group=group)
-        return tensor.copy_(tensor / dist.get_world_size(group)) if is_mean else tensor
+        is_shared = isinstance(tensor, Tensor) and dist.is_initialized()
+        return reduce_in_place(tensor, group, reduce_op) if is_shared else tensor
 
     @override
     def teardown(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FLOAT32 = 4  # bytes
+RELEASE = "release"  # name of an operator that runs nothing
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Op:
         gets_grad: Inputs whose gradients backward makes, each of the size of the value.
         weights: Names of parameters whose gradients backward makes, with their bytes.
         shares_grad: The gradient of the output is that of the inputs, without a copy.
+        splits_grad: The gradients of the inputs are parts of that of the output, without a copy.
         forward_temp: Bytes that forward needs besides.
         backward_temp: Bytes that backward needs besides.
         flops: Of forward.
@@ -43,6 +45,7 @@ class Op:
     gets_grad: tuple[int, ...] = ()
     weights: tuple[tuple[str, int], ...] = ()
     shares_grad: bool = False
+    splits_grad: bool = False
     forward_temp: int = 0
     backward_temp: int = 0
     flops: int = 0
@@ -50,6 +53,11 @@ class Op:
     again_flops: int = 0
     forward_moved: int = 0
     backward_moved: int = 0
+
+    @property
+    def outputs(self) -> list[int]:
+        """All that it makes and backward keeps, and its output."""
+        return [self.output, *(value for value in self.saves if value not in self.inputs and value != self.output)]
 
 
 @dataclass(frozen=True)
@@ -75,15 +83,15 @@ class Tape:
         itemsize: Bytes of a number of the dtype that is computed in.
         fused_masks: Whether dropout keeps a byte for each number, as on GPUs, or a number of the same dtype.
         batch_bytes: Of the micro-batch, which stays for the whole step.
-        table_bytes: Of what all blocks share, such as cosines and sines.
+        tables: Bytes of what blocks share: cosines and sines of positions, and masks that are kept.
         masks: Bytes of each mask of attention that blocks share.
     """
 
     itemsize: int
     fused_masks: bool = True
     batch_bytes: int = 0
-    table_bytes: int = 0
-    masks: dict[bool, int] = field(default_factory=dict)
+    tables: dict[str, int] = field(default_factory=dict)
+    masks: dict[tuple[bool, int], int] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)
     needs_grad: list[bool] = field(default_factory=list)
@@ -109,6 +117,14 @@ class Tape:
         """Keep values until forward ends, as what a model returns is."""
         self.held.update(values)
 
+    def release(self, *values: int) -> None:
+        """Let go here of values that have a name in the code until then, whether they are used or not."""
+        self.steps.append(Op(name=RELEASE, inputs=values, output=self.add_value(0)))
+
+    def keep(self, value: int) -> None:
+        """Keep a value until backward comes back here, as what blocks that are computed again are called with."""
+        self.steps.append(Op(name="keep", inputs=(), output=self.add_value(0), saves=(value,)))
+
     def mark(self, what: Literal["enter_unit", "leave_unit", "enter_block", "leave_block"], index: int, v: int) -> None:
         """Say where something begins or ends."""
         self.steps.append(Mark(what, index, v))
@@ -124,6 +140,7 @@ class Tape:
         saves_output: bool = False,
         weights: Sequence[tuple[str, int]] = (),
         shares_grad: bool = False,
+        splits_grad: bool = False,
         forward_temp: int = 0,
         backward_temp: int = 0,
         **counts: int,
@@ -139,6 +156,7 @@ class Tape:
             saves_output: Whether it keeps its output.
             weights: Parameters that it trains, and the bytes of their gradients.
             shares_grad: Whether gradients pass through without a copy.
+            splits_grad: Whether gradients of the inputs are parts of that of the output.
             forward_temp: Bytes that forward needs besides.
             backward_temp: Bytes that backward needs besides.
             **counts: FLOPs and bytes moved, as of ``Op``.
@@ -161,6 +179,7 @@ class Tape:
                 gets_grad=wanted,
                 weights=tuple(weights),
                 shares_grad=shares_grad,
+                splits_grad=splits_grad,
                 forward_temp=forward_temp,
                 backward_temp=backward_temp if is_trained else 0,
                 **{key: count for key, count in counts.items() if is_trained or key in ("flops", "forward_moved")},

@@ -70,7 +70,16 @@ class TensorWriter:
         return self
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor to its place. Each must be written once."""
+        """Write one tensor to its place. Each must be written once.
+
+        Raises:
+            ValueError: It holds NaN, which no model can use.
+        """
+        if tensor.is_floating_point() and tensor.isnan().any():
+            raise ValueError(
+                f"{name} holds NaN: training broke down before this checkpoint, or nothing ever filled this buffer; "
+                "take an earlier one"
+            )
         place = self._places.pop(name)
         assert (tensor.shape, tensor.dtype) == (place.shape, place.dtype), name
         place.file.seek(place.begin)

@@ -39,7 +39,7 @@ from lit_fsdp.cli_errors import (
 from lit_fsdp.config_files import check_config_files
 from lit_fsdp.default_callbacks import Defaults, choose_callbacks
 from lit_fsdp.last_checkpoint import find_last_checkpoint
-from lit_fsdp.processes import choose_processes, stop_children
+from lit_fsdp.processes import choose_processes, describe_failed, stop_children
 from lit_fsdp.settings import PRESETS
 
 _KNOWN_WARNINGS = (
@@ -314,6 +314,8 @@ class TrainerCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
+            if (check := getattr(self.datamodule, "check_stage", None)) is not None:
+                check(subcommand)  # now, as ranks take long to start
             super()._run_subcommand(subcommand)
         except SIGTERMException:
             stop_children(self.trainer.strategy.launcher, patience_s=30)
@@ -321,11 +323,9 @@ class TrainerCLI(LightningCLI):
         except Exception as error:
             # Not in a `finally`: ranks that ended well are still leaving their last collective.
             codes = stop_children(self.trainer.strategy.launcher)
-            failed = [f"rank {rank} (exit code {code})" for rank, code in codes.items() if code]
             if found := _LOST_CONNECTION.search(str(error)):
                 # The cause is the message of another rank, which a traceback here would bury.
-                who = " and ".join(failed) or "another rank"
-                raise RuntimeError(f"{who} failed first, see the message there ({found[0]})") from error
+                raise RuntimeError(f"{describe_failed(codes)} ({found[0]})") from error
             line = describe_exception(error)
             if line is not None and isinstance(error, ValueError) and not is_debugging():
                 raise ValueError(_add_path(line, self.config[self.subcommand].as_dict())) from error

@@ -18,8 +18,8 @@ from training import GLOBAL_BATCH, NUM_STEPS, OPTIMIZER, Recorder, Result, build
 from transformers import AutoConfig, AutoModelForImageClassification
 
 from lit_fsdp import FSDP2Strategy
+from lit_fsdp.buffers import unify_buffers
 from lit_fsdp.tasks import ImageClassification, ImageData, Pixels, Schedule
-from lit_fsdp.tasks.image_classification.batch_norm import average_statistics
 from lit_fsdp.tasks.image_classification.metrics import list_predictions
 from lit_fsdp.tasks.loading import build_train_loader
 from ranks import run_ranks
@@ -159,7 +159,7 @@ def fit(
     settings = {"num_classes": NUM_CLASSES, "head": "keep", "schedule": Schedule(shape="constant"), **task_options}
     task = ImageClassification(pretrained=str(folder), optimizer=OPTIMIZER, **settings)
     trainer.fit(task, ImageRows(GLOBAL_BATCH // dist.get_world_size() // accumulate))
-    average_statistics(task.model)  # as before an evaluation or a checkpoint
+    unify_buffers(task.model)  # as before an evaluation or a checkpoint
     recorder.result.weights = gather_weights(task)  # type: ignore[arg-type]
     if trainer.is_global_zero:
         torch.save(vars(recorder.result), out)

@@ -21,9 +21,10 @@ LAYERS = [
     {"quantized_layers"},
     {"adapters", "adamw_8bit", "adafactor"},
     {"recompute", "plan_table", "optimizers", "traffic_meter", "unit_watch"},
-    {"sharding", "fsdp_internals", "tensor_files"},
+    {"sharding", "fsdp_internals", "tensor_files", "buffers"},
     {"memory"},
-    {"memory_trace", "expert_reader", "step_parts"},
+    {"memory_trace", "expert_reader", "norm_reader", "dora_reader", "step_parts"},
+    {"linear_reader"},
     {"block_reader"},
     {"model_reader", "step_walk"},
     {"conversion", "own_rows", "quantized_files"},
@@ -40,9 +41,11 @@ LAYERS = [
     {"estimate"},
     {"forecast"},
     {"search"},
-    {"auto_strategy"},
+    {"search_process"},
+    {"auto_strategy", "planned_trainer"},
     {"planner"},
     {"traced_search"},
+    {"search_worker"},
     {"tasks", "callbacks"},
     {"config_files", "default_callbacks"},
     {"trainer_cli", "export_cli", "scaling_cli", "plan_report", "search_report"},
@@ -57,6 +60,7 @@ DOORS = {
     "lightning": (
         *("strategy", "precision_plugin", "lightning_internals", "tasks", "callbacks"),
         *("forecast", "auto_strategy", "planner", "default_callbacks", "trainer_cli", "plan_cli"),
+        *("planned_trainer", "search_worker"),
     ),
     "pytorch_lightning": (),  # a second copy of Lightning's classes
 }

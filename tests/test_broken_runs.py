@@ -70,6 +70,11 @@ DATA: dict[str, tuple[str | bytes, str]] = {
     "null": ("", "data.init_args.train is not set"),
 }
 
+TRAIN = "data.init_args.train"
+DATA = {
+    name: (content, line if line.startswith(TRAIN) else f"{TRAIN}: {line}") for name, (content, line) in DATA.items()
+}
+
 # What only one rank meets, after the process group has come up.
 USER_DATA = """
 from lit_fsdp.tasks import CausalLM, TextData

@@ -34,7 +34,14 @@ LARGE |= {"num_attention_heads": 20, "num_key_value_heads": 20}
 
 class Model(nn.Module):
     def __init__(
-        self, family: str = "llama", *, mode: str = "full", device: str = "meta", loss_chunks: int = 1, **sizes: Any
+        self,
+        family: str = "llama",
+        *,
+        mode: str = "full",
+        device: str = "meta",
+        loss_chunks: int = 1,
+        lora: LoRA | None = None,
+        **sizes: Any,
     ) -> None:
         super().__init__()
         self.loss_chunks = loss_chunks
@@ -44,7 +51,7 @@ class Model(nn.Module):
         if mode in ("nf4", "int8"):
             quantize_model(self.model, Quantization(type=mode))  # type: ignore[arg-type]
         if mode != "full":
-            add_adapters(self.model, LoRA(r=8))
+            add_adapters(self.model, lora or LoRA(r=8))
         if loss_chunks > 1:
             install_chunked_loss(self.model, loss_chunks)
 
@@ -99,6 +106,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"world_size": 2, "length": 448, "recompute": Recompute(mode="full")},
     ),
     ({}, {"world_size": 2, "length": 320, "sharding": Sharding(reshard_after_forward=False)}),
+    # The gate and what it weighs come from one product.
+    ({"family": "glm", "pad_token_id": 0, "head_dim": 64}, {"world_size": 2, "precision": "bf16-mixed", "length": 512}),
     (
         {"num_hidden_layers": 4},
         {"world_size": 4, "length": 96, "num_micro_batches": 2, "sharding": Sharding(hold_gradients=True)},
@@ -112,7 +121,42 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"family": "mixtral", "num_local_experts": 8, "intermediate_size": 256, "mode": "lora"},
         {"world_size": 2, "length": 1024, "precision": "bf16-true"},
     ),
+    # Attention and MLP beside each other, and norms after both.
+    (
+        {"family": "gpt_neox", "mode": "nf4", "hidden_dropout": 0.1},
+        {"precision": "bf16-true", "rows": 2, "length": 320},
+    ),
+    (
+        {"family": "gpt_neox", "use_parallel_residual": False, "hidden_dropout": 0.1},
+        {"world_size": 2, "precision": "bf16-true", "length": 384},
+    ),
+    (
+        {"family": "cohere", "use_qk_norm": True, "num_key_value_heads": 2},
+        {"world_size": 2, "precision": "bf16-true", "length": 512},
+    ),
+    (
+        {"family": "cohere2", "num_key_value_heads": 2, "sliding_window": 64, "num_hidden_layers": 4},
+        {"world_size": 4, "precision": "bf16-true", "length": 256, "num_micro_batches": 2},
+    ),
+    (
+        {"family": "olmo2", "hidden_size": 320, "num_attention_heads": 5, "num_key_value_heads": 5, "mode": "lora"},
+        {"world_size": 4, "precision": "bf16-true", "rows": 2, "length": 192},
+    ),
+    (
+        {"family": "olmo3", "num_key_value_heads": 2, "num_hidden_layers": 4},
+        {"world_size": 2, "precision": "bf16-true", "length": 224, "recompute": Recompute(mode="selective")},
+    ),
+    # DoRA computes with the product of its matrices, which selective recomputation keeps.
+    (
+        {"family": "qwen2", "mode": "lora", "lora": LoRA(r=16, dora=True)},
+        {"world_size": 4, "precision": "bf16-mixed", "length": 320, "recompute": Recompute(mode="selective")},
+    ),
+    (
+        {"mode": "nf4", "lora": LoRA(r=16, dora=True)},
+        {"world_size": 2, "precision": "bf16-true", "length": 384, "recompute": Recompute(mode="full")},
+    ),
 ]
+QUICK = (0, 8)  # run by default
 
 
 def trace(model: dict[str, Any], options: dict[str, Any]) -> TracedStep:
@@ -149,7 +193,7 @@ def compare(model: dict[str, Any], options: dict[str, Any], tolerance: float = 0
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])],
+    [pytest.param(*case, marks=[] if i in QUICK else pytest.mark.slow) for i, case in enumerate(CASES)],
     ids=str,
 )
 def test_the_peak_is_within_3_percent_of_the_exact_trace(model: dict[str, Any], options: dict[str, Any]) -> None:

@@ -241,6 +241,16 @@ def test_values_beyond_float16_are_refused(tmp_path: Path) -> None:
     assert "lm_head.weight holds values beyond those of float16" in message
 
 
+@pytest.mark.parametrize("dtype", ["keep", "float16"])
+def test_a_model_whose_training_broke_down_is_refused(tmp_path: Path, dtype: str) -> None:
+    model = build_language_model("llama", "cpu")
+    model.lm_head.weight.data[3, 5] = torch.nan
+    save_random(tmp_path / "last.ckpt", model)
+    message = refuse(tmp_path / "last.ckpt", tmp_path / "out", dtype=dtype)
+    assert "lm_head.weight holds NaN: training broke down before this checkpoint" in message
+    assert not (tmp_path / "out").exists()
+
+
 def test_only_an_exported_model_is_replaced_and_only_if_asked(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -35,6 +35,7 @@ def test_the_line_is_found_again(collective: Collective, factor: float) -> None:
     assert line is not None
     assert line.alpha_s == pytest.approx(50e-6)
     assert line.bandwidth_gb_s == pytest.approx(20)
+    assert line.worst_pct is not None
     assert line.worst_pct < 1e-6
     assert count_wire_bytes(collective, 1000, 4) == 1000 * factor
 
@@ -42,6 +43,7 @@ def test_the_line_is_found_again(collective: Collective, factor: float) -> None:
 def test_a_latency_is_not_negative_and_small_sizes_count_as_much_as_large_ones() -> None:
     line = fit_line([make_timing(10**6, 1e-3), make_timing(10**7, 20e-3)])
     assert line is not None
+    assert line.worst_pct is None  # any line meets two points
     assert line.alpha_s == 0
     # 0.75 and 0.375 GB/s: between them, in inverse
     assert 0.375 < line.bandwidth_gb_s < 0.75

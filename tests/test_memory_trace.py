@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,10 +65,10 @@ class Run:
         return trace.finish()
 
 
-def read_allocator_peak(run: Run) -> int:
+def read_allocator_peak(step: Callable[[], Any]) -> int:
     """Return by how many bytes torch's own allocator grew at most during a step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run.step()
+        step()
     assert profiler.profiler is not None
     events = profiler.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
@@ -85,7 +86,7 @@ def compare_with_the_allocator(world_size: int, settings: dict[str, Any]) -> Non
     run = Run(**settings)
     held = sum(measure_states(run.model, [run.optimizer]).values())
     grown = run.trace().peak.num_bytes - held
-    real = read_allocator_peak(run)
+    real = read_allocator_peak(run.step)
     assert abs(grown - real) / (held + real) < 0.01, (grown, real, held)
 
 
@@ -196,6 +197,44 @@ def test_an_unsharded_model_is_traced_too() -> None:
     traced = trace.finish()
     assert traced.by_kind["parameters"][-1] == 4 * (100 * 200 + 200 * 10)
     assert traced.by_kind["activations"][0] == 4 * 7 * 100
+
+
+def multiply_often(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([(x @ weight).sum() for _ in range(3)])
+
+
+def multiply_transposed(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([torch.nn.functional.linear(x, weight).sum() for _ in range(3)])
+
+
+def multiply_and_pass_on(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    other = weight * 2.0  # waits for its gradient, which is that of the weight too, until the product has run
+    product = (x @ weight).sum()
+    return torch.stack([product, other.add_(weight).mul_(x.new_ones(()).expand(500, 500)).sum()])
+
+
+@pytest.mark.parametrize(
+    ("compute", "num_peak"), [(multiply_often, 2), (multiply_transposed, 3), (multiply_and_pass_on, 3)]
+)
+def test_gradients_are_summed_in_place_where_autograd_does(compute: Callable[..., torch.Tensor], num_peak: int) -> None:
+    # In place, unless the first is a view, or somebody else's too.
+    model = torch.nn.Linear(500, 500, bias=False)
+    x = torch.ones(2, 500)
+
+    def step(begin: Callable[[str], None] = lambda _: None) -> None:
+        begin("forward")
+        loss = compute(model.weight * 1.0, x).sum()
+        begin("backward")
+        loss.backward()
+        model.zero_grad()
+
+    trace = MemoryTrace(model, [], device=CPU)
+    with trace:
+        step(trace.begin_phase)
+    held = size = 4 * 500 * 500
+    grown = trace.finish().peak.num_bytes - held
+    assert grown == pytest.approx(num_peak * size, rel=0.03)
+    assert grown == pytest.approx(read_allocator_peak(step), rel=0.01)
 
 
 def test_a_trace_without_operators_says_so() -> None:

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import StrategyRegistry
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -234,10 +234,22 @@ def test_lists_of_yaml_and_tuples_of_python_are_the_same_settings() -> None:
     assert Recompute(mode="selective", saved_ops=["aten.mm"]) == Recompute(mode="selective", saved_ops=("aten.mm",))
 
 
-def test_no_micro_batches_in_a_step_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"accumulate_grad_batches": 0}, "accumulate_grad_batches: got 0: expected 1 or more"),
+        ({"limit_train_batches": 0}, "limit_train_batches: got 0: nothing would be trained"),
+        ({"callbacks": [EMAWeightAveraging()]}, "callbacks: got EMAWeightAveraging: .* lit_fsdp.callbacks.EMA"),
+        ({"callbacks": [StochasticWeightAveraging(1e-3)]}, "got StochasticWeightAveraging: it copies the model"),
+    ],
+    ids=str,
+)
+def test_settings_of_the_trainer_that_would_harm_are_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     def body() -> None:
-        trainer = build_trainer(FSDP2Strategy(print_plan=False), accumulate_grad_batches=0)
-        with pytest.raises(ValueError, match="accumulate_grad_batches: got 0: expected 1 or more"):
+        trainer = build_trainer(FSDP2Strategy(print_plan=False), **options)
+        with pytest.raises(ValueError, match=message):
             trainer.fit(build_task(save_model(tmp_path / "model", **EVEN)), Rows(EVEN["vocab_size"], 4))
 
     run_ranks(body, world_size=1)

@@ -19,12 +19,13 @@ from lit_fsdp.tasks.causal_lm.collate import Batch, EvalRows, PadRows, PromptRow
 from lit_fsdp.tasks.causal_lm.examples import Format, LossOn, RowError, RowFormat, list_texts, parse_row
 from lit_fsdp.tasks.causal_lm.packing import DocumentRows, Ints, PackedRows
 from lit_fsdp.tasks.causal_lm.rows import Row
-from lit_fsdp.tasks.causal_lm.sources import Part, Source, TxtDocuments, find_parts
+from lit_fsdp.tasks.causal_lm.sources import Part, Source, TxtDocuments, check_source, find_parts, read_parts
 from lit_fsdp.tasks.causal_lm.tokenizer import (
     TrainTokenizer,
     find_pad_id,
     identify_tokenizer,
     load_tokenizer,
+    read_chat_template,
     train_tokenizer,
 )
 from lit_fsdp.tasks.causal_lm.tokens import TokenStore, write_tokens
@@ -33,7 +34,7 @@ from lit_fsdp.tasks.loading import ResumableLoader, build_eval_loader, build_tra
 Split = Literal["train", "validation", "test", "predict"]
 
 _EXAMPLE_DOCUMENTS = 4  # in a packed row of an example
-CACHE_VERSION = 1  # raise it when the same settings give other tokens than before
+CACHE_VERSION = 2  # raise it when the same settings give other tokens than before
 HELD_OUT_SEED = 0  # not the seed setting: runs with other seeds are compared on the same held-out documents
 SPLITS_OF_STAGE: dict[str | None, tuple[Split, ...]] = {
     "fit": ("train", "validation"),
@@ -78,6 +79,8 @@ class TextData(LightningDataModule):
             number.
         tokenizer: Model name on the Hub or folder to load it from, or ``TrainTokenizer`` to train one on
             ``train``.
+        chat_template: Jinja text, or a ``.jinja`` file, to render chats by instead of the tokenizer's own template. It
+            is exported with the tokenizer.
         seq_length: Tokens in a packed row; longest row otherwise.
         packing: Join documents into rows of exactly ``seq_length``, so that no compute goes into padding.
             Attention stays inside each document, but one that crosses the end of a row is split there. If
@@ -109,6 +112,7 @@ class TextData(LightningDataModule):
         loss_on: LossOn = "all",
         bad_rows: Literal["error", "skip"] = "error",
         tokenizer: str | TrainTokenizer,
+        chat_template: str | None = None,
         seq_length: int = 1024,
         packing: bool = True,
         pad_to_multiple_of: int = 1,
@@ -137,6 +141,7 @@ class TextData(LightningDataModule):
         self.txt_documents: TxtDocuments = txt_documents
         self.skips_bad_rows = bad_rows == "skip"
         self.tokenizer_setting = tokenizer
+        self.chat_template = None if chat_template is None else read_chat_template(chat_template)
         self.seq_length = seq_length
         self.packing = packing
         self.pad_to_multiple_of = pad_to_multiple_of
@@ -157,6 +162,22 @@ class TextData(LightningDataModule):
             raise RuntimeError("the tokenizer is loaded or trained in setup(); call that first")
         return self._tokenizer
 
+    def check_stage(self, stage: str) -> None:
+        """Refuse what is not set or not there for a command of Trainer, before the processes of a run are started."""
+        needed = {"fit": "train", "validate": "validation"}.get(stage, stage)
+        if type(self).setup is not TextData.setup:  # it may get its rows from elsewhere
+            return
+        is_made_later = type(self).prepare_data is not LightningDataModule.prepare_data
+        for split in SPLITS_OF_STAGE.get(stage, ()):  # plans need no data
+            source = self.sources[split][0]
+            if source is None and split == needed and not (split == "validation" and self._holds_out):
+                raise ValueError(f"{split} is not set; name a file, a folder or a data set")
+            if source is not None and not is_made_later:
+                try:
+                    check_source(source)
+                except ValueError as error:
+                    raise ValueError(f"{split}: {error}") from error
+
     def setup(self, stage: str | None = None) -> None:
         """Load or train the tokenizer and make the tokens that a stage needs, unless the cache has them."""
         splits = SPLITS_OF_STAGE[stage]
@@ -164,6 +185,8 @@ class TextData(LightningDataModule):
             raise ValueError("train is not set; name a file, a folder, a data set, or pydoc")
         if self._tokenizer is None:
             self._tokenizer = self._get_tokenizer()
+            if self.chat_template is not None:
+                self._tokenizer.chat_template = self.chat_template
             self._tokenizer_id = identify_tokenizer(self._tokenizer)
         for split in splits:
             needed: Split = "train" if split == "validation" and self._holds_out else split
@@ -278,7 +301,7 @@ class TextData(LightningDataModule):
         key = self._make_key(parts, vocab_size=setting.vocab_size)
 
         def build(folder: Path) -> None:
-            texts = self._read_texts(_show_progress(_read(parts), "reading train for a tokenizer"))
+            texts = self._read_texts(read_parts(parts, "reading train for a tokenizer"))
             train_tokenizer(texts, setting).save_pretrained(str(folder))
 
         return load_tokenizer(str(build_once(self.cache_dir / "tokenizers" / key, build)))
@@ -289,13 +312,11 @@ class TextData(LightningDataModule):
         key = self._make_key(parts, tokenizer=self._tokenizer_id, row_format=vars(row_format))
 
         def build(folder: Path) -> None:
-            write_tokens(
-                folder,
-                _show_progress(_read(parts), f"tokenizing {split}"),
-                tokenizer=self.tokenizer,
-                row_format=row_format,
-                skip_bad_rows=self.skips_bad_rows,
-            )
+            rows, skips = read_parts(parts, f"tokenizing {split}"), self.skips_bad_rows
+            try:
+                write_tokens(folder, rows, tokenizer=self.tokenizer, row_format=row_format, skip_bad_rows=skips)
+            except ValueError as error:
+                raise ValueError(f"{split}: {error}") from error
 
         store = TokenStore(build_once(self.cache_dir / "tokens" / key, build))
         if num_bad := store.summary["num_bad"]:
@@ -328,7 +349,7 @@ class TextData(LightningDataModule):
                 yield from list_texts(parse_row(row.fields, self.row_format))
             except RowError as error:
                 if not self.skips_bad_rows:
-                    raise ValueError(f"{row.where}: {error}") from error
+                    raise ValueError(f"train: {row.where}: {error}") from error
 
 
 def _check_sizes(**settings: int | None) -> None:
@@ -357,17 +378,6 @@ def _check_padding(multiple_of: int, *, is_used: bool) -> None:
         raise ValueError(
             f"pad_to_multiple_of: got {multiple_of}: packed rows have no padding; leave it out, or set packing to false"
         )
-
-
-def _read(parts: Iterable[Part]) -> Iterator[Row]:
-    for part in parts:
-        yield from part.read()
-
-
-def _show_progress(rows: Iterable[Row], what: str) -> Iterable[Row]:
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    return tqdm(rows, desc=what, unit=" rows", mininterval=1.0, delay=2.0)
 
 
 def _split_documents(num_documents: int, fraction: float, *, is_held_out: bool) -> Ints:

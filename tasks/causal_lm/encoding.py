@@ -4,8 +4,10 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from lit_fsdp.tasks.causal_lm.answers import Render, TurnMarkers, find_answers, read_turn_markers
 from lit_fsdp.tasks.causal_lm.examples import Chat, Example, PromptCompletion, RowError, RowFormat, Text
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\b")
@@ -39,6 +41,7 @@ class Encoder:
         self.row_format = row_format
         self._start = _find_start(tokenizer)
         self._end = [int(tokenizer.eos_token_id)]
+        self._markers: dict[bool, TurnMarkers] = {}  # a tokenizer may have a template of its own for tools
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
         """Return tokens, or what is wrong, for each example. Many at once are faster: all cores work."""
@@ -68,14 +71,19 @@ class Encoder:
 
     def _encode_chat(self, chat: Chat) -> Encoded:
         if self.tokenizer.chat_template is None:
-            raise RowError("a chat, but the tokenizer has no chat template; take the tokenizer of a chat model")
+            raise RowError(
+                "a chat, but the tokenizer has no chat template; set chat_template, or tokenizer to that of "
+                "a chat model"
+            )
         if self.row_format.loss_on == "all" or self.row_format.is_prompt:
-            text = self._render(chat, len(chat.messages), add_generation_prompt=self.row_format.is_prompt)
+            text = self._render(chat, chat.messages, add_generation_prompt=self.row_format.is_prompt)
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             return Encoded(ids=ids, learn=[True] * len(ids))
-        if GENERATION_BLOCK.search(self.tokenizer.get_chat_template()):
-            return self._encode_marked(chat)
-        return self._encode_by_prefixes(chat)
+        if not self.tokenizer.is_fast:
+            raise RowError("only a fast tokenizer can find the answers' tokens; set loss_on: all")
+        with _template_errors():
+            template = self.tokenizer.get_chat_template(tools=chat.tools)
+        return self._encode_marked(chat) if GENERATION_BLOCK.search(template) else self._encode_unmarked(chat)
 
     def _encode_marked(self, chat: Chat) -> Encoded:
         """Take what the template itself marks as generated."""
@@ -89,34 +97,36 @@ class Encoder:
             )
         return Encoded(ids=out["input_ids"], learn=[bool(m) for m in out["assistant_masks"]])
 
-    def _encode_by_prefixes(self, chat: Chat) -> Encoded:
-        """Find each answer as what the rendered text gains by it after the template's cue for an answer."""
-        whole = self._render(chat, len(chat.messages))
-        spans = []
-        for number, message in enumerate(chat.messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._render(chat, number, add_generation_prompt=True) if number else ""
-            after = self._render(chat, number + 1)
-            if not (after.startswith(before) and whole.startswith(after)):
-                raise RowError(
-                    f"the tokenizer's chat template renders message {number + 1} differently when others "
-                    "follow, so its tokens cannot be found; set loss_on: all or mark them by {% generation %}"
-                )
-            spans.append((len(before), len(after)))
-        if not self.tokenizer.is_fast:
-            raise RowError("only a fast tokenizer can find the answer's tokens; set loss_on: all")
+    def _encode_unmarked(self, chat: Chat) -> Encoded:
+        """Find the answers in the rendered chat, which is tokenized as one text."""
+        render = partial(self._render, chat)
+        whole = render(chat.messages)
+        spans = find_answers(chat.messages, whole, render, self._find_markers(chat, render))
         out = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        learn = [any(a <= begin < z for a, z in spans) for begin, _ in out["offset_mapping"]]
+        is_answer = bytearray(len(whole))
+        for begin, end in spans:
+            is_answer[begin:end] = b"\1" * (end - begin)
+        # A token may begin with the space before an answer.
+        learn = [1 in is_answer[begin:end] for begin, end in out["offset_mapping"]]
         return Encoded(ids=out["input_ids"], learn=learn)
 
-    def _render(self, chat: Chat, num_messages: int, *, add_generation_prompt: bool = False) -> str:
+    def _find_markers(self, chat: Chat, render: Render) -> TurnMarkers:
+        has_tools = bool(chat.tools)
+        if has_tools not in self._markers:
+            question = [{"role": "user", "content": "a"}]
+            try:
+                self._markers[has_tools] = read_turn_markers(render, self.tokenizer, question)
+            except RowError:  # of this template a chat must begin in another way
+                first = next(n for n, message in enumerate(chat.messages) if message["role"] == "assistant")
+                if not first:
+                    raise
+                return read_turn_markers(render, self.tokenizer, chat.messages[:first])
+        return self._markers[has_tools]
+
+    def _render(self, chat: Chat, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
         with _template_errors():
             return self.tokenizer.apply_chat_template(
-                chat.messages[:num_messages],
-                tools=chat.tools,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
+                messages, tools=chat.tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
 
 
@@ -127,8 +137,11 @@ def _template_errors() -> Iterator[None]:
 
     try:
         yield
-    except TemplateError as error:
-        raise RowError(f"the tokenizer's chat template refuses it: {error}") from error
+    except (TemplateError, TypeError, ValueError) as error:
+        raise RowError(
+            f"the tokenizer's chat template refuses it: {error}; set bad_rows: skip, or chat_template to one "
+            "that takes it"
+        ) from error
 
 
 def _find_start(tokenizer: Any) -> list[int]:

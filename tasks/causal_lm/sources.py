@@ -4,8 +4,9 @@ import glob
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -116,6 +117,22 @@ def find_parts(source: Source, *, split: str, txt_documents: TxtDocuments) -> li
     return [FilePart(path=path, txt_documents=txt_documents) for path in paths]
 
 
+def check_source(source: Source) -> None:
+    """Refuse what is missing on this machine; data sets on the Hub are not asked for."""
+    for one in [source] if isinstance(source, str) else source:
+        path = Path(one).expanduser()
+        if one != "pydoc" and not (path.is_dir() and any((path / marker).exists() for marker in SAVED_MARKERS)):
+            _find_files(one, path)
+
+
+def read_parts(parts: Iterable[Part], what: str) -> Iterable[Row]:
+    """Return the rows of all parts, with a progress bar when it takes long."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    rows = (row for part in parts for row in part.read())
+    return tqdm(rows, desc=what, unit=" rows", mininterval=1.0, delay=2.0)
+
+
 def _find_files(source: str, path: Path) -> list[Path] | None:
     """Return the files a path or pattern names, or None if it must be the name of a data set."""
     kinds = ", ".join(READERS)
@@ -134,7 +151,10 @@ def _find_files(source: str, path: Path) -> list[Path] | None:
             raise ValueError(f"no file matches {source}; the pattern is taken from {Path.cwd()}")
         return [p for one in found for p in _find_files(str(one), one) or []]
     if path.suffix in READERS or path.is_absolute() or source.startswith(("~", ".")) or source.count("/") > 1:
-        raise ValueError(f"{source}: no such file or folder, seen from {Path.cwd()}")
+        names = [other.name for other in path.parent.glob("*") if other.is_dir() or other.suffix in READERS]
+        near = get_close_matches(path.name, names, n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ValueError(f"{source}: no such file or folder, seen from {Path.cwd()}{hint}")
     return None
 
 

@@ -312,9 +312,7 @@ class CausalLM(Task):
     def on_validation_start(self) -> None:
         self._check_packing()
 
-    @override
-    def on_test_start(self) -> None:
-        self._check_packing()
+    on_test_start = on_validation_start
 
     def _check_packing(self) -> None:
         if self._is_packing_checked or not getattr(getattr(self.trainer, "datamodule", None), "packing", False):
@@ -335,8 +333,7 @@ class CausalLM(Task):
         """
         tokenizer = self._find_tokenizer()
         rows = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
-        length = max(map(len, rows))
-        pad = find_pad_id(self._find_tokenizer())
+        length, pad = max(map(len, rows)), find_pad_id(tokenizer)
         ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows], device=self.device)
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=self.device)
         return self._continue(ids, mask)
@@ -357,13 +354,16 @@ class CausalLM(Task):
         assert self.model is not None
         tokenizer = self._find_tokenizer()
         generate: Any = self.model.generate
+        # Of chat models several tokens end a text, that of a turn among them.
+        ends: Any = getattr(self.model.generation_config, "eos_token_id", None)
+        known = isinstance(ends, list) and tokenizer.eos_token_id in ends
+        settings = {"eos_token_id": ends if known else tokenizer.eos_token_id, **self.generation}
         output = generate(
             input_ids=input_ids,  # [batch, length], padded on the left
             attention_mask=attention_mask,
-            pad_token_id=find_pad_id(self._find_tokenizer()),
-            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=find_pad_id(tokenizer),
             synced_gpus=self.trainer.world_size > 1,  # ranks go on until the last is done: each step gathers
-            **self.generation,
+            **settings,
         )
         return tokenizer.batch_decode(output[:, input_ids.shape[1] :], skip_special_tokens=True)
 

@@ -4,6 +4,7 @@ import hashlib
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,33 @@ def load_tokenizer(name: str) -> Any:
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer {name!r} has no eos_token to end documents with; set it in tokenizer_config.json")
     return tokenizer
+
+
+def read_chat_template(setting: str) -> str:
+    """Return the text of a chat template, given as text or as the path of a file.
+
+    Raises:
+        ValueError: There is no such file, or the text is no Jinja.
+    """
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    text, where = setting, "the text"
+    if "{" not in setting:
+        path = Path(setting).expanduser()
+        if not path.is_file():
+            names = [other.name for other in path.parent.glob("*") if other.is_file()]
+            near = get_close_matches(path.name, names, n=1)
+            hint = (
+                f"did you mean {path.parent / near[0]}?" if near else "expected a .jinja file, or the template's text"
+            )
+            raise ValueError(f"chat_template: got {setting!r}: no such file, seen from {Path.cwd()}: {hint}")
+        text, where = path.read_text(), str(path)
+    try:
+        render_jinja_template(conversations=[], chat_template=text)  # compiles it as Transformers will
+    except TemplateSyntaxError as error:
+        raise ValueError(f"chat_template: {where} is not valid Jinja: line {error.lineno}: {error.message}") from error
+    return text
 
 
 def train_tokenizer(texts: Iterable[str], setting: TrainTokenizer) -> Any:

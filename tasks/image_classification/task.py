@@ -14,13 +14,14 @@ from typing_extensions import override
 
 from lit_fsdp.adapters import LoRA, clean_name
 from lit_fsdp.base_model import BASE, IMAGE_SIZE, LORA, describe_base, fetch_config, fetch_pretrained, find_pretrained
+from lit_fsdp.buffers import unify_buffers
 from lit_fsdp.checkpoint_reader import EXPORT
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_files import read_quantization
 from lit_fsdp.step_parts import MicroBatch
+from lit_fsdp.strategy import FSDP2Strategy
 from lit_fsdp.tasks.base import Task
-from lit_fsdp.tasks.image_classification.batch_norm import average_statistics, warn_of_batch_norm
 from lit_fsdp.tasks.image_classification.checkpoint import (
     CLASSES,
     check_pretrained,
@@ -198,7 +199,6 @@ class ImageClassification(Task):
         freeze_modules(model, self.freeze_names, self._head)
         self._distances = measure_distances(model, blocks, self.layer_decay)
         self.val_metrics, self.test_metrics = (Metrics(len(self.class_names)) for _ in range(2))
-        warn_of_batch_norm(model)
         self.model = model  # not before all is well: other strategies could not move it away
         self.finish_model()
 
@@ -304,7 +304,12 @@ class ImageClassification(Task):
         if self._is_untrained and not self.trainer.ckpt_path and self.trainer.state.fn != TrainerFn.FITTING:
             rank_zero_warn("head: its weights are random, and no checkpoint replaces them: set ckpt_path")
         self._is_untrained = False
-        average_statistics(self.model)
+        self._unify_buffers()
+
+    def _unify_buffers(self) -> None:
+        """Do as FSDP2Strategy does where another strategy runs the task."""
+        if self.model is not None and not isinstance(self.trainer.strategy, FSDP2Strategy):
+            unify_buffers(self.model)
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -373,7 +378,7 @@ class ImageClassification(Task):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        average_statistics(self.model)  # in place, so in the state that is saved too
+        self._unify_buffers()  # in place, so in the state that is saved too
         if not self.trainer.is_global_zero or self.model is None:  # its metadata is that of rank 0
             return
         checkpoint[CLASSES] = self.class_names

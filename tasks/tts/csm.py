@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from transformers import CsmConfig
 from typing_extensions import override
 
+from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.tasks.tts.csm_model import Csm, generate_csm
+from lit_fsdp.tasks.tts.csm_tape import read_csm
 from lit_fsdp.tasks.tts.family import Family, Voice, check_english, parse_hub_config
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
 from lit_fsdp.tasks.tts.hub_codec import CODEC
@@ -214,6 +216,10 @@ class CsmFamily(Family):
             "label_weights": torch.ones(num_tokens, dtype=torch.int64),
             "frame_weights": torch.ones(num_tokens, dtype=torch.int64),
         }
+
+    @override
+    def read_step(self, model: Csm, step: ModelReader) -> int:
+        return read_csm(model, step)
 
     @override
     def generate(self, model: Csm, batch: Batch, sampling: SamplingValues) -> list[Speech]:

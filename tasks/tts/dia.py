@@ -13,10 +13,14 @@ from torch import Tensor, nn
 from transformers import DiaConfig
 from typing_extensions import override
 
+from lit_fsdp.model_reader import ModelReader
+from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.tts.dia_model import Dia, generate_dia
+from lit_fsdp.tasks.tts.dia_tape import read_dia
 from lit_fsdp.tasks.tts.family import Family, Voice, check_english, parse_hub_config
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
+from lit_fsdp.tasks.tts.speech_tape import describe_batch
 
 if TYPE_CHECKING:
     from lit_fsdp.tasks.tts.prepared import PreparedRow
@@ -195,6 +199,15 @@ class DiaFamily(Family):
             "label_weights": torch.ones(num_tokens, dtype=torch.int64),
             "frame_weights": torch.ones(num_tokens, dtype=torch.int64),
         }
+
+    @override
+    def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch:
+        rows, length = batch["decoder_ids"].shape[:2]
+        return describe_batch(batch, rows=rows, length=length, is_masked=not bool(batch["text_mask"].all()))
+
+    @override
+    def read_step(self, model: Dia, step: ModelReader) -> int:
+        return read_dia(model, step)
 
     @override
     def generate(self, model: Dia, batch: Batch, sampling: SamplingValues) -> list[Speech]:

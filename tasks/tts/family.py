@@ -21,7 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from lit_fsdp.model_reader import ModelReader
+from lit_fsdp.reader import UnreadableModuleError
+from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.tts.layout import Batch, Utterance
+from lit_fsdp.tasks.tts.speech_tape import describe_batch
 from lit_fsdp.weights import load_weights
 
 if TYPE_CHECKING:
@@ -146,6 +150,19 @@ class Family(ABC):
         self, config: Any, *, batch_size: int, num_text_ids: int, num_frames: int, is_streaming: bool = False
     ) -> Batch:
         """Return a batch for training of the given size, without data."""
+
+    def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch:
+        """Return the shape of a batch, for the closed form of a plan."""
+        rows, length = batch["text_ids"].shape
+        return describe_batch(batch, rows=rows, length=length)
+
+    def read_step(self, model: Any, step: ModelReader) -> int:  # noqa: ARG002
+        """Put forward and losses on the tape of a plan, and return the loss.
+
+        Raises:
+            UnreadableModuleError: There are no rules for it, so that plans trace it.
+        """
+        raise UnreadableModuleError(self.model_type, "a family whose step was not written down")
 
     def drop_texts(self, batch: Batch, rows: Sequence[int]) -> Batch:
         """Return a batch of :meth:`collate` of which some rows have no text, as guidance has it."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.tasks.tts.config import MODEL_TYPE, SpeechConfig, parse_config
 from lit_fsdp.tasks.tts.family import Family, Voice
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech, generate_codes
@@ -21,6 +22,7 @@ from lit_fsdp.tasks.tts.layout import (
     encode_text,
 )
 from lit_fsdp.tasks.tts.model import PREDICTOR_WEIGHT, Qwen3TTS, list_parts
+from lit_fsdp.tasks.tts.qwen3_tape import read_qwen3
 
 if TYPE_CHECKING:
     from lit_fsdp.tasks.tts.prepared import PreparedRow
@@ -99,6 +101,10 @@ class Qwen3Family(Family):
             "frame_index": torch.ones(frames, dtype=torch.int64),
             "frame_weights": torch.ones(frames, dtype=torch.int64),
         }
+
+    @override
+    def read_step(self, model: Qwen3TTS, step: ModelReader) -> int:
+        return read_qwen3(model, step)
 
     @override
     def generate(self, model: Qwen3TTS, batch: Batch, sampling: SamplingValues) -> list[Speech]:

@@ -6,10 +6,33 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lit_fsdp.tasks.loading import ResumableLoader
+from lit_fsdp.tasks.tts.family import SpeechOutput
 from lit_fsdp.tasks.tts.layout import Batch
+
+
+def count_step(batch: Batch, output: SpeechOutput, trainer: Any) -> Tensor:
+    """Return the numbers of tokens and frames [2] of the whole step; see Note [Loss of speech]. All ranks must call it.
+
+    Raises:
+        ValueError: Batches are accumulated and say nothing of it.
+    """
+    if "step_counts" in batch:
+        return batch["step_counts"]
+    if trainer.accumulate_grad_batches > 1:
+        raise ValueError(
+            f"trainer.accumulate_grad_batches: got {trainer.accumulate_grad_batches}: batches say nothing of the step "
+            "they are part of; add step_counts (tokens and frames of all its micro-batches and ranks), as SpeechData "
+            "does, or set 1"
+        )
+    counts = torch.stack([output.num_tokens, output.num_frames])
+    if dist.is_initialized():
+        dist.all_reduce(counts)
+    return counts
 
 
 class StepCounts:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.base_model import fetch_config
+from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.base import Task
@@ -44,6 +45,7 @@ from lit_fsdp.tasks.tts.predicting import Prediction
 from lit_fsdp.tasks.tts.prepared import PreparedRow
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.speaking import SpeechReport, Spoken, describe_spoken
+from lit_fsdp.tasks.tts.step_counts import count_step
 from lit_fsdp.units import Unit, Units, plan_units
 from lit_fsdp.weights import init_weights
 
@@ -147,8 +149,11 @@ class TextToSpeech(Task):
 
     @override
     def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch:
-        rows, length = batch.get("decoder_ids", batch["text_ids"]).shape[:2]
-        return MicroBatch(rows=rows, length=length, is_masked=True)
+        return self.family.measure_batch(batch)
+
+    def read_step(self, step: ModelReader) -> int:
+        """Put a step on the tape of a plan; see ``Family.read_step``."""
+        return self.family.read_step(self.model, step)
 
     @override
     def enter_dry_run(self, batch: Mapping[str, Any]) -> AbstractContextManager[None]:
@@ -242,7 +247,7 @@ class TextToSpeech(Task):
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         output = self.forward(batch)
-        counts = self._count_step(batch, output)
+        counts = count_step(batch, output, self.trainer)
         sums = output.talker_loss, output.predictor_loss, output.num_tokens, output.num_frames
         parts = torch.stack([value.detach().double() for value in sums])
         self._parts = parts if self._parts is None else self._parts + parts
@@ -250,21 +255,6 @@ class TextToSpeech(Task):
         ratio = (counts[0] / counts[1].clamp(min=1)).to(output.predictor_loss.dtype)
         own, other = self.family.weigh_losses(self.read_config())
         return self.weigh_loss(own * output.talker_loss + other * ratio * output.predictor_loss, output.num_tokens)
-
-    def _count_step(self, batch: Batch, output: SpeechOutput) -> Tensor:
-        """Return the numbers of tokens and frames [2] of the whole step; see Note [Loss of speech]."""
-        if "step_counts" in batch:
-            return batch["step_counts"]
-        if self.trainer.accumulate_grad_batches > 1:
-            raise ValueError(
-                f"trainer.accumulate_grad_batches: got {self.trainer.accumulate_grad_batches}: batches say nothing of "
-                "the step they are part of; add step_counts (tokens and frames of all its micro-batches and ranks), "
-                "as SpeechData does, or set 1"
-            )
-        counts = torch.stack([output.num_tokens, output.num_frames])
-        if dist.is_initialized():
-            dist.all_reduce(counts)
-        return counts
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

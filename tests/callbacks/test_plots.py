@@ -4,6 +4,9 @@ import pytest
 
 from lit_fsdp.callbacks.plots import render_svg, write_png
 from lit_fsdp.callbacks.sections import Curve, Plot
+from lit_fsdp.callbacks.step_memory import plot_step
+from lit_fsdp.memory import KINDS
+from lit_fsdp.memory_trace import Peak, StepMemory
 
 CURVES = (
     Curve(label="forward", x=[1, 2, 4], y=[1.0, 2.0, 3.0]),
@@ -23,3 +26,14 @@ def test_a_plot_names_its_axes_curves_and_spans(settings: dict, tmp_path: Path) 
         assert text in svg
     write_png(plot, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_memory_of_a_device_is_drawn_where_it_is_near() -> None:
+    by_kind = {kind: [0, 2**20, 2**20] for kind in KINDS}
+    peak = Peak(num_bytes=7 * 2**20, operator=1, phase="forward", unit="", by_kind={}, by_unit={})
+    memory = StepMemory(peak=peak, by_kind=by_kind, phases=[("forward", 0, 2), ("optimizer", 2, 3)])
+    near, far = (plot_step(memory, title="", limit_bytes=num * 2**20) for num in (20, 40))
+    assert near.levels == [("20.0 MiB: what tensors may take", 20.0)]
+    assert "20.0 MiB: what tensors may take" in render_svg(near)
+    assert not far.levels
+    assert near.curves[0].y == [0.0, 1.0, 1.0]

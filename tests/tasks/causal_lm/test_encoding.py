@@ -1,6 +1,7 @@
 from typing import Any
 
 import pytest
+from learned_tokens import learned
 
 from lit_fsdp.tasks.causal_lm.encoding import Encoded, Encoder
 from lit_fsdp.tasks.causal_lm.examples import Chat, Example, PromptCompletion, RowError, RowFormat, Text
@@ -39,17 +40,6 @@ def encode(tokenizer: Any, example: Example, **row_format: Any) -> Encoded:
     if isinstance(encoded, RowError):
         raise encoded
     return encoded
-
-
-def learned(tokenizer: Any, encoded: Encoded) -> list[str]:
-    """The text of each run of learned tokens."""
-    runs: list[list[int]] = [[]]
-    for token, is_learned in zip(encoded.ids, encoded.learn, strict=True):
-        if is_learned:
-            runs[-1].append(token)
-        elif runs[-1]:
-            runs.append([])
-    return [tokenizer.decode(run) for run in runs if run]
 
 
 def test_documents_end_with_the_end_token_and_prompts_do_not(tokenizer: Any) -> None:
@@ -94,7 +84,7 @@ def test_a_chat_prompt_ends_with_the_cue_for_an_answer(tokenizer: Any) -> None:
     ("template", "reason"),
     [
         (None, "the tokenizer has no chat template"),
-        (FORGETFUL, "renders message 2 differently when others follow"),
+        (FORGETFUL, "leaves out message 2, an answer; set bad_rows: skip"),
         (REFUSING, "chat template refuses it: roles must alternate"),
     ],
 )

@@ -72,15 +72,16 @@ def test_a_broken_file_gives_one_line_with_file_line_and_reason(
         )
     message = str(caught.value)
     assert "\n" not in message
-    assert message.startswith(str(path))
-    assert message.removeprefix(str(path)).lstrip(": ").startswith(reason)
+    assert message.startswith(f"train: {path}")
+    assert message.removeprefix(f"train: {path}").lstrip(": ").startswith(reason)
 
 
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("*.jsonl", "no file matches .*"),
+        ("*.parquet", "no file matches .*"),
         ("missing.jsonl", "missing.jsonl: no such file or folder"),
+        ("chat.jsonl", r"train: chat.jsonl: no such file or folder, seen from .*; did you mean chats.jsonl\?"),
         ("empty", "empty: no file in this folder ends in .txt, .jsonl"),
         ("image.png", "image.png: cannot read .png; known are .txt, .jsonl"),
         (
@@ -95,6 +96,7 @@ def test_a_source_that_is_not_there_is_named(
 ) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "image.png").touch()
+    (tmp_path / "chats.jsonl").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=reason):
         setup(source, tokenizer, tmp_path / "c")

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -81,6 +82,30 @@ def test_router_losses_of_a_mixture_of_experts_count_per_target() -> None:
     expected = task.model(**batch).loss  # its own: cross entropy + coefficient x router loss
     loss_sum, num_targets = task.compute_loss(batch)
     assert float((loss_sum / num_targets).detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ends", "generation", "used"),
+    [([2, 7], {}, [2, 7]), (7, {}, 2), ([7, 8], {}, 2), ([2, 7], {"eos_token_id": 5}, 5)],
+    ids=["a turn too", "of another vocabulary", "all of another", "set"],
+)
+def test_a_text_ends_with_every_end_that_the_model_names_beside_that_of_the_tokenizer(
+    ends: Any, generation: dict[str, Any], used: Any
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def generate(**settings: Any) -> torch.Tensor:
+        seen.update(settings)
+        return settings["input_ids"]
+
+    task = CausalLM(config=TINY, generation=generation)
+    task.trainer = SimpleNamespace(world_size=1)  # type: ignore[assignment]
+    task.model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=ends), generate=generate)  # type: ignore[assignment]
+    decode = {"batch_decode": lambda ids, **_: ["" for _ in ids]}
+    task._find_tokenizer = lambda: SimpleNamespace(eos_token_id=2, pad_token_id=0, **decode)  # type: ignore[method-assign]
+    ids = torch.ones(1, 4, dtype=torch.long)
+    assert task._continue(ids, torch.ones_like(ids)) == [""]
+    assert seen["eos_token_id"] == used
 
 
 def train_and_sample(folder: Path, out: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from multiprocessing import get_context
 from pathlib import Path
@@ -56,18 +57,35 @@ def test_so_is_that_of_other_families(raw: dict[str, Any], tmp_path: Path, monke
     check(tmp_path / "tts_quickstart.yaml", [], monkeypatch)
 
 
-def check(path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp2_auto_finds_settings_and_the_run_is_as_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    strategy = ["--trainer.strategy=lit_fsdp.AutoFSDP2Strategy", "--trainer.strategy.device_memory=1400MiB"]
+    path = ROOT / "configs" / "tts_quickstart.yaml"
+    said, memory = fit(f"--config={path}", *strategy, "--data.batch_size=4", patch=monkeypatch)
+    # The defaults need 1.64 GiB.
+    assert re.search(r"fsdp2_auto: .*recompute.mode=\w+: 1\.[123]\d of 1\.37 GiB with headroom", said)
+    assert memory["predicted"]["peak_bytes"] == pytest.approx(memory["step"]["peak_bytes"], rel=0.01)
+
+
+def fit(*options: str, patch: pytest.MonkeyPatch) -> tuple[str, dict[str, Any]]:
+    """Train on two ranks, and return what the first one says, and the report's numbers of memory."""
     for name in OURS:
-        monkeypatch.delenv(name, raising=False)
+        patch.delenv(name, raising=False)
+    quiet = ["--trainer.max_steps=3", "--trainer.enable_checkpointing=false", "--model.speak_rows=0"]
+    ended = fork_ranks("fit", *options, *quiet, "--trainer.accelerator=cpu")
+    assert [rank.code for rank in ended] == [0, 0], ended[0].err
+    report = next(Path.cwd().glob("runs/tts_quickstart/**/report.json"))
+    return ended[0].err + ended[0].out, json.loads(report.read_text())["sections"]["memory"]["numbers"]
+
+
+def check(path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     Path("mine.py").write_text(MINE)
     config = [f"--config={path}", "--data=mine.Largest", "--data.max_seconds=2"]
     config += ["--data.train=formants", "--data.tokenizer=bytes", "--data.batch_size=4", "--trainer.accelerator=cpu"]
-    quiet = ["--trainer.max_steps=3", "--trainer.enable_checkpointing=false", "--model.speak_rows=0"]
-    ended = fork_ranks("fit", *config, *quiet, *options)
-    assert [rank.code for rank in ended] == [0, 0], ended[0].err
-    report = next(Path.cwd().glob("runs/tts_quickstart/**/report.json"))
-    real = json.loads(report.read_text())["sections"]["memory"]["numbers"]["step"]
-    plan = ["plan", *config, *options, "--devices=2", "--out=planned", "--gpu=RTX 4090"]
+    _, memory = fit(*config, *options, patch=monkeypatch)
+    real = memory["step"]
+    assert memory["predicted"]["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.01)
+    plan = ["plan", *config, *options, "--devices=2", "--exact=true", "--out=planned", "--gpu=RTX 4090"]
     process = get_context("fork").Process(target=main, args=(plan,))
     process.start()
     process.join()
@@ -76,6 +94,7 @@ def check(path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch) -> No
     planned, time = found["memory"], found["time"]
     assert time["step_s"] > time["compute_s"] > 0
     assert found["flops"]["hardware"] > 0
+    assert found["closed_form_peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.01)
     assert planned["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.01)
     for kind in ("parameters", "optimizer_state", "gradients", "gathered"):
         assert planned["largest_bytes_by_kind"][kind] == real["largest_bytes_by_kind"][kind], kind

@@ -1,0 +1,74 @@
+"""Buffers that every rank fills by itself, such as running statistics of BatchNorm: made one before they are used."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lit_fsdp.quantized_layers import iterate_quantized
+
+
+@torch.no_grad()
+def unify_buffers(model: nn.Module) -> None:
+    """Make the buffers that a checkpoint holds the same on all ranks, which must all call it.
+
+    Without it each rank would evaluate another model, and a checkpoint would have that of one of them. Running means
+    and variances of BatchNorm become their means over all ranks: one all-reduce of two numbers per channel, in float64
+    so that equal ones stay as they are. All others become those of the first rank, as under DDP, in one broadcast.
+
+    Args:
+        model: Its buffers are changed in place; those of quantized weights, and DTensors, are left alone.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    statistics = _list_statistics(model)
+    if statistics:
+        joined = torch.cat([buffer.flatten().double().to(statistics[0].device) for buffer in statistics])
+        dist.all_reduce(joined)
+        means = (joined / dist.get_world_size()).split([buffer.numel() for buffer in statistics])
+        for buffer, mean in zip(statistics, means, strict=True):
+            buffer.copy_(mean.view_as(buffer))
+    others = _list_others(model, {id(buffer) for buffer in statistics})
+    if others:
+        _broadcast(others)
+
+
+def has_statistics_of_ranks(model: nn.Module) -> bool:
+    """Return whether a model has BatchNorm whose statistics are those of each rank's own batch."""
+    norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    return any(norm.track_running_stats and not isinstance(norm, nn.SyncBatchNorm) for norm in norms)
+
+
+def _list_statistics(model: nn.Module) -> list[Tensor]:
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    found = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
+    return [buffer for buffer in found if buffer is not None and not isinstance(buffer, DTensor)]
+
+
+def _list_others(model: nn.Module, known: set[int]) -> list[tuple[nn.Module, str]]:
+    quantized = {id(layer) for _, layer in iterate_quantized(model)}
+    return [
+        (module, name)
+        for module in model.modules()
+        if id(module) not in quantized
+        for name, buffer in module._buffers.items()
+        if buffer is not None and id(buffer) not in known and not isinstance(buffer, DTensor)
+        if name not in module._non_persistent_buffers_set
+    ]
+
+
+def _broadcast(buffers: list[tuple[nn.Module, str]]) -> None:
+    """Send buffers from the first rank, as bytes: not every backend knows every dtype, nor strides."""
+    owned = [module.get_buffer(name) for module, name in buffers]
+    parts = [buffer.contiguous().flatten().view(torch.uint8).to(owned[0].device) for buffer in owned]
+    joined = torch.cat(parts)
+    dist.broadcast(joined, src=0)
+    for (module, name), buffer, part in zip(buffers, owned, joined.split([p.numel() for p in parts]), strict=True):
+        new = part.clone().view(buffer.dtype).view(buffer.shape).to(buffer.device)
+        if 0 in buffer.stride():  # expanded: several elements in one place, which cannot be written to
+            module._buffers[name] = new
+        else:
+            buffer.copy_(new)

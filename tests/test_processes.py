@@ -1,0 +1,24 @@
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lit_fsdp.cli_errors import describe_exception
+from lit_fsdp.processes import describe_failed
+
+
+def test_what_was_killed_leaves_no_message_and_that_is_said() -> None:
+    assert describe_failed({0: 0, 1: 1}) == "rank 1 (exit code 1) failed first, see the message there"
+    assert describe_failed({1: -9, 2: -15, 3: 1}).startswith("rank 1 was killed (SIGKILL), and left no message")
+    assert describe_failed({}) == "another rank failed first, see the message there"
+
+
+def test_a_killed_reader_of_data_is_one_line() -> None:
+    error = RuntimeError("DataLoader worker (pid 25034) is killed by signal: Killed. ")
+    line = describe_exception(error)
+    assert line is not None
+    assert line.startswith("DataLoader worker (pid 25034) is killed by signal: Killed")
+    assert "set num_workers of the data lower" in line
+    assert describe_exception(RuntimeError("DataLoader worker (pid 2) exited unexpectedly")) is None
+
+
+def test_a_missing_gpu_is_named_with_the_way_out() -> None:
+    line = describe_exception(MisconfigurationException("No supported gpu backend found!"))
+    assert line == "accelerator: No supported gpu backend found! torch sees none on this machine; set it to auto"
