@@ -125,8 +125,18 @@ class RunReport(Callback):
         if trainer.should_stop and step < planned:
             of = f" of {planned:,}" if math.isfinite(planned) else ""
             self._write(trainer, "stopped", f"training was stopped early, at step {step:,}{of}.")
+        elif lost := self._find_lost():
+            self._write(trainer, "diverged", f"training came to its end at step {step:,}, but {lost}.")
         else:
             self._write(trainer, "finished", f"training came to its end at step {step:,}.")
+
+    def _find_lost(self) -> str | None:
+        """Say which training loss has not come back from NaN or infinity."""
+        for name, series in self._history.items():
+            is_loss = name.startswith("train") and name.rpartition("/")[2] == "loss"
+            if is_loss and series.last is not None and not math.isfinite(series.last[1]):
+                return f"{name} is {series.last[1]} (not finite for the first time at step {series.first_not_finite:,})"
+        return None
 
     def _find_folder(self, trainer: Trainer) -> Path:
         folder = find_run_folder(trainer)

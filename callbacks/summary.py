@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
@@ -83,6 +85,12 @@ class RunSummary(Callback):
         if not trainer.is_global_zero:
             return
         _print_table("Run summary", self._collect(trainer, peaks, log_dir))
+        loss = read_metric(trainer, "train/loss")
+        if loss is not None and not math.isfinite(loss):
+            rank_zero_warn(
+                f"the run ended with a train/loss of {loss}, so its last checkpoint is likely worthless: go on from "
+                "an earlier one, with a lower learning rate, or with StabilityMonitor and policy: skip or stop"
+            )
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -57,8 +57,6 @@ def choose_callbacks(defaults: Defaults, trainer: Mapping[str, Any], given: Sequ
     is_trying = trainer["fast_dev_run"]
     if trainer["enable_progress_bar"] is not False and not _has(given, LightningProgressBar):
         chosen.append(defaults.progress_bar)
-    if defaults.run_summary and not _has(given, RunSummary):
-        chosen.append(RunSummary())
     if defaults.command == "predict" and not _has(given, WritePredictions):
         chosen.append(WritePredictions(fallback_dir=str(defaults.run_root)))
     if defaults.command == "fit" and not is_trying and not _has(given, Preemption):
@@ -70,6 +68,8 @@ def choose_callbacks(defaults: Defaults, trainer: Mapping[str, Any], given: Sequ
         chosen.append(ClassReport(fallback_dir=str(defaults.run_root)))
     if defaults.command == "fit" and defaults.monitoring:
         chosen += [callback for callback in _build_monitoring(defaults) if not _has(given, type(callback))]
+    if defaults.run_summary and not _has(given, RunSummary):
+        chosen.append(RunSummary())  # after the tables of all others
     return chosen
 
 

@@ -43,8 +43,8 @@ def choose(
     return [type(callback) for callback in choose_callbacks(defaults, settings, given)]
 
 
-def test_a_fit_is_saved_preempted_summed_up_and_reported_the_report_last() -> None:
-    assert choose() == [ProgressBar, RunSummary, Preemption, ModelCheckpoint, *MONITORS]
+def test_a_fit_is_saved_preempted_reported_and_summed_up_the_summary_last() -> None:
+    assert choose() == [ProgressBar, Preemption, ModelCheckpoint, *MONITORS, RunSummary]
 
 
 class OwnReport(RunReport):

@@ -115,6 +115,19 @@ def test_an_error_in_training_is_raised_unchanged_and_the_report_says_so(tmp_pat
     assert not any("anna" in (folder / name).read_text() for name in ("report.html", "report.md", "report.json"))
 
 
+def test_a_run_that_came_to_its_end_without_a_finite_loss_diverged(tmp_path: Path) -> None:
+    class Diverging(TinyTask):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("train/loss", loss + (float("nan") if self.global_step >= 4 else 0.0))
+            return loss
+
+    fit_tiny(tmp_path, Diverging(), max_steps=6, log_every_n_steps=1)
+    run = read_numbers(tmp_path / "tiny" / "version_0")["run"]
+    lost = "but train/loss is nan (not finite for the first time at step 5)"
+    assert (run["status"], run["message"]) == ("diverged", f"training came to its end at step 6, {lost}.")
+
+
 def test_an_error_before_the_first_step_leaves_a_report_too(tmp_path: Path) -> None:
     class Unbuildable(TinyTask):
         def configure_model(self) -> None:

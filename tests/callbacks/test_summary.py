@@ -88,6 +88,18 @@ def test_a_task_that_logs_nothing_gets_the_rest_of_the_table(
     assert set(rows) == {"steps", "wall time", "ranks", "peak memory"}
 
 
+def test_a_loss_that_is_not_finite_at_the_end_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Lost(TinyTask):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("train/loss", loss * float("inf"))
+            return loss
+
+    with pytest.warns(UserWarning, match=r"ended with a train/loss of inf, .* go on from an earlier one"):
+        rows = fit(tmp_path, capsys, Lost(), max_steps=1, enable_checkpointing=False)
+    assert rows["train/loss"] == "inf"
+
+
 def test_a_run_that_only_tries_one_step_has_a_table_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = fit(tmp_path, capsys, TinyTask(), fast_dev_run=True)
     assert rows["steps"] == "1 (now at 1)"
