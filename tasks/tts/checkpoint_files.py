@@ -14,6 +14,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.base_model import BASE, LORA, describe_base
 from lit_fsdp.checkpoint_reader import EXPORT
+from lit_fsdp.quantization import Quantization
+from lit_fsdp.tasks.pretrained import check_base, check_lora
 from lit_fsdp.tasks.tts.family import FamilyConfig
 from lit_fsdp.tasks.tts.pretrained import find_speech_model
 
@@ -21,7 +23,14 @@ SPEECH = "speech"
 GENERATION = "generation_config.json"
 
 
-def describe_run(config: FamilyConfig, data: Any, *, pretrained: str | None, lora: LoRA | None) -> dict[str, Any]:
+def describe_run(
+    config: FamilyConfig,
+    data: Any,
+    *,
+    pretrained: str | None,
+    lora: LoRA | None,
+    quantization: Quantization | None,
+) -> dict[str, Any]:
     """Return what goes into a checkpoint, in plain types.
 
     ``export`` holds the small files of the model's folder by name; ``speech`` the ``voices`` (mean embedding or
@@ -32,6 +41,7 @@ def describe_run(config: FamilyConfig, data: Any, *, pretrained: str | None, lor
         data: The data module, if there is one.
         pretrained: The model that the run started from.
         lora: Of the run.
+        quantization: Of the run.
     """
     files: dict[str, str | bytes] = {"config.json": json.dumps(config.raw, indent=2)}
     if hasattr(data, "tokenizer"):
@@ -45,7 +55,7 @@ def describe_run(config: FamilyConfig, data: Any, *, pretrained: str | None, lor
     if lora is not None:
         found[LORA] = asdict(lora)
         if pretrained is not None:
-            found[BASE] = describe_base(pretrained, None)
+            found[BASE] = describe_base(pretrained, quantization)
     return found
 
 
@@ -55,16 +65,24 @@ def read_generation_config(pretrained: str | None) -> str | None:
     return path.read_text() if path is not None and path.is_file() else None
 
 
-def check_run(checkpoint: dict[str, Any], data: Any, *, pretrained: str | None, lora: LoRA | None) -> None:
+def check_run(
+    checkpoint: dict[str, Any],
+    data: Any,
+    *,
+    pretrained: str | None,
+    lora: LoRA | None,
+    quantization: Quantization | None,
+) -> None:
     """Refuse adapters that were trained over other weights, or that would mean something else.
 
-    Warns of a share of dropped texts that is not that of the checkpoint.
+    Warns of a share of dropped texts, and of roundings of the base, that are not those of the checkpoint.
 
     Args:
         checkpoint: Its metadata.
         data: The data module, if it will train.
         pretrained: The model of this run.
         lora: Of this run.
+        quantization: Of this run.
 
     Raises:
         ValueError: With what it was.
@@ -73,19 +91,9 @@ def check_run(checkpoint: dict[str, Any], data: Any, *, pretrained: str | None, 
     if None not in (before, now) and before != now:
         rank_zero_warn(f"data.text_dropout: {now} is used from here on; the checkpoint was trained with {before}")
     if BASE in checkpoint and pretrained is not None:
-        stored = checkpoint[BASE]
-        if stored["fingerprint"] != describe_base(pretrained, None)["fingerprint"]:
-            raise ValueError(
-                f"pretrained: got {pretrained!r}: the checkpoint holds adapters of {stored['name']!r}, whose weights "
-                "are other ones; set pretrained to that model"
-            )
+        check_base(checkpoint[BASE], pretrained, quantization)
     if LORA in checkpoint and lora is not None:
-        for name in ("alpha", "alpha_pattern", "rslora"):
-            if checkpoint[LORA][name] != asdict(lora)[name]:
-                raise ValueError(
-                    f"lora.{name}: got {getattr(lora, name)!r}: the adapters of the checkpoint were trained with "
-                    f"{checkpoint[LORA][name]!r}; set that"
-                )
+        check_lora(checkpoint[LORA], lora)
 
 
 def read_tokenizer_files(tokenizer: Any) -> dict[str, str | bytes]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from lit_fsdp.quantized_layers import count_weights
 from lit_fsdp.tasks.tts.family import Family
 
 
@@ -18,12 +19,13 @@ def describe_parameters(parts: Mapping[str, nn.Module | None]) -> str:
 
 
 def count_parts(parts: Mapping[str, nn.Module | None]) -> dict[str, tuple[int, int]]:
-    """Return elements and trainable elements of each part, by name; what two parts share counts for the first."""
+    """Return weights and trainable weights of each part, by name; what two parts share counts for the first."""
     counts, seen = {}, set[int]()
     for name, part in parts.items():
-        parameters = [p for p in part.parameters() if id(p) not in seen] if part is not None else []
-        seen |= {id(p) for p in parameters}
-        counts[name] = (sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))
+        own = {n: p for n, p in part.named_parameters() if id(p) not in seen} if part is not None else {}
+        seen |= {id(p) for p in own.values()}
+        sizes = count_weights(part) if part is not None else {}
+        counts[name] = (sum(sizes[n] for n in own), sum(sizes[n] for n, p in own.items() if p.requires_grad))
     return counts
 
 

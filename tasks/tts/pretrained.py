@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lit_fsdp.base_model import fetch_pretrained, find_pretrained
+from lit_fsdp.quantized_files import read_quantization
 from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
 
 CODEC_FOLDER = "speech_tokenizer"  # beside the model's own files
@@ -40,6 +41,19 @@ def _name_weights(folder: Path) -> str:
 def find_speech_model(pretrained: str) -> Path:
     """Return the folder of a model that is there or has been fetched."""
     return find_pretrained(pretrained)
+
+
+def check_stored(pretrained: str) -> None:
+    """Refuse a model whose files hold quantized weights: exports need what they were made of.
+
+    Raises:
+        ValueError: They do.
+    """
+    if (stored := read_quantization(find_speech_model(pretrained))) is not None:
+        raise ValueError(
+            f"pretrained: got {pretrained!r}: its weights are stored as {stored.type}, which is not read for speech: "
+            f"set pretrained to the model that it was made of, and quantization: {{type: {stored.type}}}"
+        )
 
 
 def find_codec(folder: Path) -> Path:

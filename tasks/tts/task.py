@@ -18,6 +18,7 @@ from lit_fsdp.adapters import LoRA
 from lit_fsdp.base_model import fetch_config
 from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.quantization import Quantization
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.masks import keep_branches
@@ -43,7 +44,8 @@ from lit_fsdp.tasks.tts.metrics import SpeechMetrics
 from lit_fsdp.tasks.tts.parts import check_parts, describe_parameters, freeze_parts
 from lit_fsdp.tasks.tts.predicting import Prediction
 from lit_fsdp.tasks.tts.prepared import PreparedRow
-from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
+from lit_fsdp.tasks.tts.pretrained import check_stored, fetch_speech_model, find_speech_model
+from lit_fsdp.tasks.tts.quantizing import check_adapters, skip_rest
 from lit_fsdp.tasks.tts.speaking import SpeechReport, Spoken, describe_spoken
 from lit_fsdp.tasks.tts.step_counts import count_step
 from lit_fsdp.units import Unit, Units, plan_units
@@ -77,6 +79,7 @@ class TextToSpeech(Task):
             ``audio_embedding``; Dia has ``encoder`` and ``decoder``.
         lora: Train low-rank adapters and leave the model as it is; ``null`` trains it. ``targets: all-linear`` means
             the linear layers of the blocks here, of Qwen3-TTS and CSM those of the talker only.
+        quantization: Keep the linear layers of the blocks, of all parts, in 4 or 8 bits; needs ``lora``.
         optimizer: Which one, and its settings.
         schedule: How the learning rate moves.
         sampling: How speech is generated; what is not given is as ``pretrained`` has it, or else its family.
@@ -97,6 +100,7 @@ class TextToSpeech(Task):
         attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa",
         freeze: Sequence[Part] = (),
         lora: LoRA | None = None,
+        quantization: Quantization | None = None,
         optimizer: Optimizer | None = None,
         schedule: Schedule | None = None,
         sampling: Sampling | None = None,
@@ -111,9 +115,9 @@ class TextToSpeech(Task):
         if speak_rows < 0:
             raise ValueError(f"speak_rows: got {speak_rows}: expected 0 or more")
         self.pretrained, self.config_settings = pretrained, config
-        self.attention, self.frozen_parts, self.lora = attention, tuple(freeze), lora
-        if lora is not None:
-            lora.check(is_quantized=False)
+        self.attention, self.frozen_parts = attention, tuple(freeze)
+        self.lora, self.quantization = lora, quantization
+        check_adapters(lora, quantization)
         self.sampling = sampling or Sampling()
         self.sampling.check()
         self.speak_rows, self.listening = speak_rows, listening
@@ -185,6 +189,8 @@ class TextToSpeech(Task):
     def setup(self, stage: str) -> None:
         family, config = self._open()
         self.complete_sampling()
+        if self.pretrained is not None:
+            check_stored(self.pretrained)
         if self.listening is not None:
             if not self.speak_rows and stage != "predict":
                 raise ValueError("listening: not used, as speak_rows is 0; set that, or leave it out")
@@ -200,10 +206,10 @@ class TextToSpeech(Task):
         self._check_family()
         with torch.device("meta"):
             model = family.build_model(config, self.attention)
-        if self.lora is not None:
-            if self.lora.targets == "all-linear":
-                self.lora = replace(self.lora, targets=family.linears)
-            self.adapt_model(model, lora=self.lora, quantization=None)
+        if self.lora is not None and self.lora.targets == "all-linear":
+            self.lora = replace(self.lora, targets=family.linears)
+        quantization = self.quantization and skip_rest(self.quantization, model, family)
+        self.adapt_model(model, lora=self.lora, quantization=quantization)
         freeze_parts(model, family, self.frozen_parts)
         self.model = model
         rank_zero_info(describe_parameters(family.list_parts(model)))
@@ -371,13 +377,17 @@ class TextToSpeech(Task):
 
     # Checkpoints
 
+    @property
+    def _origin(self) -> dict[str, Any]:
+        return {"pretrained": self.pretrained, "lora": self.lora, "quantization": self.quantization}
+
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         if self.trainer.is_global_zero and self.model is not None:
             if self._files is None:
                 data = getattr(self.trainer, "datamodule", None)
-                self._files = describe_run(self.read_config(), data, pretrained=self.pretrained, lora=self.lora)
+                self._files = describe_run(self.read_config(), data, **self._origin)
             checkpoint.update(self._files)
 
     @override
@@ -385,6 +395,6 @@ class TextToSpeech(Task):
         super().on_load_checkpoint(checkpoint)
         data: Any = getattr(self.trainer, "datamodule", None)
         trained = data if self.trainer.state.fn == "fit" else None
-        check_run(checkpoint, trained, pretrained=self.pretrained, lora=self.lora)
+        check_run(checkpoint, trained, **self._origin)
         if SPEECH in checkpoint and hasattr(data, "restore_voices"):
             data.restore_voices(checkpoint[SPEECH]["voices"])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lit_fsdp.adapters import LoRA, add_adapters, iterate_adapters
 from lit_fsdp.base_model import BASE, LORA
 from lit_fsdp.checkpoint_reader import StoredCheckpoint, find_checkpoint, open_checkpoint
+from lit_fsdp.quantized_layers import ABSMAX
 from lit_fsdp.tasks.tts.checkpoint_files import GENERATION, SPEECH
 from lit_fsdp.tasks.tts.families import parse_family
 from lit_fsdp.tasks.tts.family import Family
@@ -96,6 +97,10 @@ def read_checkpoint(path: Path, base: str | None = None) -> SpeechCheckpoint:
     weights = _read_tensors(stored)
     if base is not None and about["pretrained"] is None:
         raise ValueError(f"base: got {base!r}: {stored.path} started from no model; leave it out")
+    if any(name.endswith(ABSMAX) for name in weights):
+        raise ValueError(
+            f"checkpoint: {stored.path} holds quantized weights that are of no model: start from pretrained"
+        )
     pretrained = base or about["pretrained"]
     if LORA in stored.meta:
         folder = _open_base(pretrained, stored) if BASE in stored.meta else None

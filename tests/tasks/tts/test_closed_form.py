@@ -17,6 +17,8 @@ from lit_fsdp.memory_trace import StepMemory
 from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.optimizers import Optimizer, build_optimizer
 from lit_fsdp.precision import cast_parameters, read_precision
+from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantized_layers import quantize_model
 from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.recompute import Recompute
 from lit_fsdp.settings import Settings
@@ -26,6 +28,7 @@ from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.tasks.tts.families import parse_family
 from lit_fsdp.tasks.tts.family import Family
 from lit_fsdp.tasks.tts.parts import freeze_parts
+from lit_fsdp.tasks.tts.quantizing import skip_rest
 from lit_fsdp.units import Unit, plan_module
 from ranks import run_ranks
 
@@ -55,7 +58,9 @@ class Model(nn.Module):
         self.raw, (self.family, self.config) = raw, parse_family(raw)
         with torch.device("meta"):
             self.model: Any = self.family.build_model(self.config)
-        if mode == "lora":
+        if mode == "qlora":
+            quantize_model(self.model, skip_rest(Quantization(), self.model, self.family))
+        if mode in ("lora", "qlora"):
             add_adapters(self.model, LoRA(r=8, targets=self.family.linears))
         freeze_parts(self.model, self.family, freeze)
 
@@ -136,6 +141,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3", {}, {"batch": {"rows": 2, "length": 40, "has_speaker": True}}),
     ("csm", {}, RECOMPUTED),
     ("dia", {"mode": "lora"}, {"precision": "bf16-true"}),
+    ("qwen3", {"mode": "qlora"}, {"precision": "bf16-true", "recompute": Recompute(mode="full"), "world_size": 4}),
 ]
 SLOW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3", {"mode": "lora"}, RECOMPUTED),
@@ -144,6 +150,9 @@ SLOW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3", {}, {"sharding": Sharding(forward_prefetch=2, backward_prefetch=3)}),
     ("csm", {"freeze": ("audio_embedding",)}, {}),
     ("csm", {"mode": "lora"}, HELD),
+    ("csm", {"mode": "qlora"}, {"precision": "bf16-true"}),
+    ("dia", {"mode": "qlora"}, {"precision": "bf16-mixed", "sharding": Sharding(reshard_after_forward=False)}),
+    ("qwen3", {"mode": "qlora"}, HELD),
     ("dia", {"mode": "lora"}, {"sharding": Sharding(reshard_after_forward=False), "precision": "bf16-true"}),
     ("dia", {}, RECOMPUTED),
     ("dia", {"freeze": ("encoder",)}, {"recompute": Recompute(mode="selective")}),

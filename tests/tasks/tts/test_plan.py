@@ -38,6 +38,7 @@ def main(args: list[str]) -> None:
         pytest.param([], id="full"),
         pytest.param(["--trainer.strategy.recompute.mode=full"], id="recompute", marks=pytest.mark.slow),
         pytest.param(["--model.lora={r: 4}"], id="lora", marks=pytest.mark.slow),
+        pytest.param(["--model.lora={r: 4}", "--model.quantization={type: nf4}"], id="qlora", marks=pytest.mark.slow),
     ],
 )
 def test_a_plan_is_what_a_run_on_two_ranks_holds(
