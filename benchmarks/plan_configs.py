@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "google/vit-huge-patch14-224-in21k": {"model_type": "vit", "hidden_size": 1280, "intermediate_size": 5120}
     | {"num_hidden_layers": 32, "num_attention_heads": 16, "image_size": 224, "patch_size": 14},
 }
+_ADAPTERS = ("--model.freeze=[]", "--trainer.precision=bf16-true", "--model.lora.r=16")
+_NF4 = "--model.quantization.type=nf4"
+# The shipped ones, as they are and with other settings that docs name.
+OPTIONS: dict[str, list[Sequence[str]]] = {
+    "tts_csm_1b_lora_1x16gb": [(), (_NF4,)],
+    "tts_dia_1p6b_lora_1x16gb": [(), (_NF4,)],
+    "tts_qwen3_1p7b_4x16gb": [(), ("--devices=1", *_ADAPTERS), ("--devices=1", *_ADAPTERS, _NF4)],
+}
 _SQUARE = {"height": 224, "width": 224}
 PROCESSORS: dict[str, dict[str, Any]] = {
     "facebook/dinov2-giant": {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 256}}
@@ -79,22 +88,27 @@ def write_cache(folder: Path) -> None:
         (repository / "refs" / "main").write_text("sizes")
 
 
-def plan(config: Path, memory: str, folder: Path) -> dict[str, Any]:
+def plan(config: Path, memory: str, folder: Path, options: Sequence[str]) -> dict[str, Any]:
     """Return what ``plan`` writes."""
     out = folder / config.stem
     command = [sys.executable, "-m", "lit_fsdp", "plan", f"--config={config}", f"--device-memory={memory}"]
     environment = {**os.environ, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    command.append(f"--out={out}")
+    command += [f"--out={out}", *options]
     subprocess.run(command, check=True, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
     found: dict[str, Any] = json.loads((out / "plan.json").read_text())
     return found
 
 
-def describe(config: Path, memory: str, found: dict[str, Any], took_s: float) -> str:
+def describe(config: Path, options: Sequence[str], memory: str, found: dict[str, Any], took_s: float) -> str:
     """Return a row of the report."""
     peak, device = found["memory"], found["device"]
     kinds = ("parameters", "optimizer_state", "gradients", "gathered", "communication", "activations", "rest")
-    cells = [config.name, str(found["ranks"]["world_size"]), found["engine"], f"{peak['peak_bytes'] / GIB:.2f}"]
+    cells = [
+        " ".join([config.name, *options]),
+        str(found["ranks"]["world_size"]),
+        found["engine"],
+        f"{peak['peak_bytes'] / GIB:.2f}",
+    ]
     cells += [f"{peak['peak_bytes_by_kind'][kind] / GIB:.2f}" for kind in kinds]
     cells += [f"{found['host']['bytes'] / GIB:.1f}" if found["host"]["bytes"] else ""]
     cells += [f"{device['needed_bytes'] / GIB:.1f} of {memory}", "yes" if device["fits"] else "NO", f"{took_s:.0f}"]
@@ -125,10 +139,11 @@ def main() -> None:
             card = re.search(r"x(\d+)gb", config.stem)
             if card is None or args.only not in config.name:
                 continue
-            begin = time.perf_counter()
-            found = plan(config, f"{card[1]}GiB", Path(name))
-            lines.append(describe(config, f"{card[1]}", found, time.perf_counter() - begin))
-            print(lines[-1], flush=True)
+            for options in OPTIONS.get(config.stem, [()]):
+                begin = time.perf_counter()
+                found = plan(config, f"{card[1]}GiB", Path(name), options)
+                lines.append(describe(config, options, card[1], found, time.perf_counter() - begin))
+                print(lines[-1], flush=True)
     if args.out:
         source = "The sizes of the models are those in `benchmarks/plan_configs.py`, which were not read from the Hub."
         args.out.write_text("\n".join([*lines, "", source, ""]))

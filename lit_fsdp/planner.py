@@ -133,12 +133,14 @@ def prepare_variants(
 def _list_variants(module: LightningModule) -> list[tuple[LightningModule, dict[str, Any]]]:
     """Return copies of a module that would train otherwise, none of them built yet, with the settings for it.
 
-    A task says by its attributes ``loss_chunks``, ``lora`` and ``quantization`` what it can do.
+    A task says by its attributes ``loss_chunks``, ``lora`` and ``quantization`` what it can do, and by
+    ``frozen_names`` what its setting ``freeze`` has, which adapters take the place of.
     """
     chunks = {"model.loss_chunks": _LOSS_CHUNKS} if _takes_chunks(module) else {}
     trainings: list[dict[str, Any]] = [{}]
     if getattr(module, "lora", "") is None:
-        trainings.append({"model.lora": {"r": _LORA_RANK}})
+        released: dict[str, Any] = {"model.freeze": []} if getattr(module, "frozen_names", ()) else {}
+        trainings.append({"model.lora": {"r": _LORA_RANK}, **released})
         if getattr(module, "quantization", "") is None:
             trainings.append({**trainings[-1], "model.quantization": {"type": "nf4"}})
     found: list[tuple[LightningModule, dict[str, Any]]] = []
@@ -149,6 +151,8 @@ def _list_variants(module: LightningModule) -> list[tuple[LightningModule, dict[
             variant.loss_chunks = changes["model.loss_chunks"]
         if "model.lora" in changes:
             variant.lora = LoRA(**changes["model.lora"])
+        if "model.freeze" in changes:
+            variant.frozen_names = ()
         if "model.quantization" in changes:
             variant.quantization = Quantization(**changes["model.quantization"])
         found.append((variant, changes))

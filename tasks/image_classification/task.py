@@ -106,7 +106,7 @@ class ImageClassification(Task):
         super().__init__(optimizer, schedule)
         self.pretrained, self.config_settings, self.num_classes = pretrained, config, num_classes
         self.attention, self.head = attention, head
-        self.lora, self.quantization, self.freeze_names = lora, quantization, freeze or []
+        self.lora, self.quantization, self.frozen_names = lora, quantization, freeze or []
         self.label_smoothing, self.mixing = label_smoothing, mixing
         self.layer_decay, self.drop_path = layer_decay, drop_path
         self._check()
@@ -124,7 +124,7 @@ class ImageClassification(Task):
 
     def _check(self) -> None:
         check_start(self.pretrained, self.config_settings, self.head)
-        if self.lora is not None and self.freeze_names:
+        if self.lora is not None and self.frozen_names:
             raise ValueError("freeze: lora freezes all but adapters and head; leave it out, or use lora.exclude")
         rules = {
             "num_classes": (self.num_classes is None or self.num_classes >= 2, "2 or more"),
@@ -196,7 +196,7 @@ class ImageClassification(Task):
         self.lora = self.lora and train_head(self.lora, self._head)
         blocks = find_blocks(model, self.layer_decay)
         self.adapt_model(model, lora=self.lora, quantization=self.quantization)
-        freeze_modules(model, self.freeze_names, self._head)
+        freeze_modules(model, self.frozen_names, self._head)
         self._distances = measure_distances(model, blocks, self.layer_decay)
         self.val_metrics, self.test_metrics = (Metrics(len(self.class_names)) for _ in range(2))
         self.model = model  # not before all is well: other strategies could not move it away

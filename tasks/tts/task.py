@@ -115,7 +115,7 @@ class TextToSpeech(Task):
         if speak_rows < 0:
             raise ValueError(f"speak_rows: got {speak_rows}: expected 0 or more")
         self.pretrained, self.config_settings = pretrained, config
-        self.attention, self.frozen_parts = attention, tuple(freeze)
+        self.attention, self.frozen_names = attention, tuple(freeze)
         self.lora, self.quantization = lora, quantization
         check_adapters(lora, quantization)
         self.sampling = sampling or Sampling()
@@ -173,7 +173,7 @@ class TextToSpeech(Task):
         return self._open()[1]
 
     def _check_family(self) -> None:
-        check_parts(self.family, self.frozen_parts)
+        check_parts(self.family, self.frozen_names)
         self.family.check_sampling(self.sampling)
 
     def _open(self) -> tuple[Family, FamilyConfig]:
@@ -210,7 +210,7 @@ class TextToSpeech(Task):
             self.lora = replace(self.lora, targets=family.linears)
         quantization = self.quantization and skip_rest(self.quantization, model, family)
         self.adapt_model(model, lora=self.lora, quantization=quantization)
-        freeze_parts(model, family, self.frozen_parts)
+        freeze_parts(model, family, self.frozen_names)
         self.model = model
         rank_zero_info(describe_parameters(family.list_parts(model)))
         self.finish_model()

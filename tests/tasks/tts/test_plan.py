@@ -14,6 +14,7 @@ from launches import OURS, ROOT, fork_ranks
 from speech_families import CSM, DIA
 
 from lit_fsdp import cli
+from lit_fsdp.search_report import apply_changes
 
 MINE = """
 from torch.utils.data import DataLoader
@@ -68,6 +69,27 @@ def test_fsdp2_auto_finds_settings_and_the_run_is_as_predicted(tmp_path: Path, m
     assert memory["predicted"]["peak_bytes"] == pytest.approx(memory["step"]["peak_bytes"], rel=0.01)
 
 
+def test_what_a_search_writes_with_adapters_freezes_no_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    raw = yaml.safe_load((ROOT / "configs" / "tts_quickstart.yaml").read_text())
+    raw["model"]["init_args"]["freeze"] = ["text_embedding"]
+    Path("run.yaml").write_text(yaml.safe_dump(raw))
+    plan("--config=run.yaml", "--devices=1", "--device-memory=2GiB", "--search=true", "--out=planned")
+    candidates = json.loads(Path("planned/plan.json").read_text())["search"]["candidates"]
+    adapted = [found["changes"] for found in candidates if "model.lora" in found["changes"]]
+    assert any("model.quantization" in changes for changes in adapted)
+    for changes in adapted:
+        Path("mine.yaml").write_text(yaml.safe_dump(apply_changes(raw, changes)))
+        plan("--config=mine.yaml", "--devices=1")
+
+
+def plan(*options: str) -> None:
+    process = get_context("fork").Process(target=main, args=(["plan", *options],))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
 def fit(*options: str, patch: pytest.MonkeyPatch) -> tuple[str, dict[str, Any]]:
     """Train on two ranks, and return what the first one says, and the report's numbers of memory."""
     for name in OURS:
@@ -86,11 +108,7 @@ def check(path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch) -> No
     _, memory = fit(*config, *options, patch=monkeypatch)
     real = memory["step"]
     assert memory["predicted"]["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.01)
-    plan = ["plan", *config, *options, "--devices=2", "--exact=true", "--out=planned", "--gpu=RTX 4090"]
-    process = get_context("fork").Process(target=main, args=(plan,))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    plan(*config, *options, "--devices=2", "--exact=true", "--out=planned", "--gpu=RTX 4090")
     found = json.loads(Path("planned/plan.json").read_text())
     planned, time = found["memory"], found["time"]
     assert time["step_s"] > time["compute_s"] > 0

@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from training import OPTIMIZER, Recorder, Result, gather_weights
 from lit_fsdp import FSDP2Strategy, Offload, Recompute
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.base_model import BASE
+from lit_fsdp.checkpoint_reader import open_checkpoint
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_layers import iterate_quantized
 from lit_fsdp.tasks import Sampling, Schedule, SpeechData, TextToSpeech
@@ -54,8 +56,6 @@ VOICES: dict[str, dict[str, int]] = {"csm": {"kim": 0, "lee": 1}, "dia": {}}  # 
 
 def make_rows(name: str) -> list[Any]:
     if name == "qwen3":
-        from dataclasses import replace
-
         return [replace(row, speaker_embedding=row.speaker_embedding.repeat(2)) for row in make_rows_with_voices()]
     return make_plain_rows(6 if name == "csm" else 4)
 
@@ -307,8 +307,6 @@ def test_quantized_weights_of_no_model_are_not_exported(root: Path, tmp_path: Pa
 
 def test_the_checkpoint_says_how_its_base_was_rounded(root: Path, tmp_path: Path) -> None:
     run_ranks(fit, root, "dia", tmp_path / "run", {"max_steps": 1}, world_size=2)
-    from lit_fsdp.checkpoint_reader import open_checkpoint
-
     stored = open_checkpoint(tmp_path / "run.ckpt")
     assert stored.meta[BASE]["quantization"]["type"] == "nf4"
     assert all("lora_" in name for name in stored.tensors)
