@@ -11,7 +11,7 @@ two, so dividing by it and undoing that is exact; it keeps sums in the range of 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -72,8 +72,16 @@ class Task(LightningModule):
 
     # Model
 
-    def adapt_model(self, model: nn.Module, *, lora: LoRA | None, quantization: Quantization | None) -> None:
+    def adapt_model(
+        self, model: nn.Module, *, lora: LoRA | None, quantization: Quantization | None, keep: Sequence[str] = ()
+    ) -> None:
         """Quantize a model that is on the meta device, and add adapters, as far as asked for.
+
+        Args:
+            model: Changed in place.
+            lora: The adapters.
+            quantization: Of what does not train.
+            keep: Modules that are never quantized, by name.
 
         Raises:
             ValueError: They would not train as they say.
@@ -85,7 +93,8 @@ class Task(LightningModule):
         if lora is not None:
             self._check_adapter_precision(lora)
         if quantization is not None:
-            left = quantize_model(model, quantization, keep=lora.modules_to_save if lora is not None else ())
+            saved = lora.modules_to_save if lora is not None else ()
+            left = quantize_model(model, quantization, keep=(*saved, *keep))
             if left:
                 rank_zero_warn(f"quantization: not quantized: {', '.join(left[:10])}, {len(left)} in all")
         if lora is not None:

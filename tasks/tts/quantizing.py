@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from torch import nn
 
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.quantization import Quantization
-from lit_fsdp.quantized_layers import find_candidates
 from lit_fsdp.tasks.tts.family import Family
 
 _KEEPS_BASE = ("default", "gaussian")
@@ -33,15 +31,9 @@ def check_adapters(lora: LoRA | None, quantization: Quantization | None) -> None
         )
 
 
-def skip_rest(settings: Quantization, model: nn.Module, family: Family) -> Quantization:
-    """Return settings that leave all but blocks as it is: projections, and the heads of all codebooks.
-
-    Args:
-        settings: ``skip`` names what else to leave.
-        model: On the meta device.
-        family: Of it.
-    """
+def list_rest(model: nn.Module, family: Family) -> list[str]:
+    """Return what lies outside of blocks, by name: embeddings, projections, and the heads of all codebooks."""
     blocks = [n for n, m in model.named_modules() if any(fnmatchcase(type(m).__name__, p) for p in family.blocks)]
     inside = tuple(f"{name}." for name in blocks)
-    rest = [name for name in find_candidates(model) if not name.startswith(inside)]
-    return replace(settings, skip=(*(settings.skip or ()), *rest))
+    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    return sorted(name for name in owners if not name.startswith(inside))

@@ -45,7 +45,7 @@ from lit_fsdp.tasks.tts.parts import check_parts, describe_parameters, freeze_pa
 from lit_fsdp.tasks.tts.predicting import Prediction
 from lit_fsdp.tasks.tts.prepared import PreparedRow
 from lit_fsdp.tasks.tts.pretrained import check_stored, fetch_speech_model, find_speech_model
-from lit_fsdp.tasks.tts.quantizing import check_adapters, skip_rest
+from lit_fsdp.tasks.tts.quantizing import check_adapters, list_rest
 from lit_fsdp.tasks.tts.speaking import SpeechReport, Spoken, describe_spoken
 from lit_fsdp.tasks.tts.step_counts import count_step
 from lit_fsdp.units import Unit, Units, plan_units
@@ -208,8 +208,8 @@ class TextToSpeech(Task):
             model = family.build_model(config, self.attention)
         if self.lora is not None and self.lora.targets == "all-linear":
             self.lora = replace(self.lora, targets=family.linears)
-        quantization = self.quantization and skip_rest(self.quantization, model, family)
-        self.adapt_model(model, lora=self.lora, quantization=quantization)
+        rest = list_rest(model, family)
+        self.adapt_model(model, lora=self.lora, quantization=self.quantization, keep=rest)
         freeze_parts(model, family, self.frozen_names)
         self.model = model
         rank_zero_info(describe_parameters(family.list_parts(model)))

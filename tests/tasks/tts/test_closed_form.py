@@ -28,7 +28,7 @@ from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.tasks.tts.families import parse_family
 from lit_fsdp.tasks.tts.family import Family
 from lit_fsdp.tasks.tts.parts import freeze_parts
-from lit_fsdp.tasks.tts.quantizing import skip_rest
+from lit_fsdp.tasks.tts.quantizing import list_rest
 from lit_fsdp.units import Unit, plan_module
 from ranks import run_ranks
 
@@ -59,7 +59,7 @@ class Model(nn.Module):
         with torch.device("meta"):
             self.model: Any = self.family.build_model(self.config)
         if mode == "qlora":
-            quantize_model(self.model, skip_rest(Quantization(), self.model, self.family))
+            quantize_model(self.model, Quantization(), keep=list_rest(self.model, self.family))
         if mode in ("lora", "qlora"):
             add_adapters(self.model, LoRA(r=8, targets=self.family.linears))
         freeze_parts(self.model, self.family, freeze)

@@ -1,6 +1,7 @@
 """Adapters over 4-bit weights of speech models: as stock libraries train them, kept, resumed, spoken and exported."""
 
 import json
+import warnings
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,6 @@ from lit_fsdp.tasks import Sampling, Schedule, SpeechData, TextToSpeech
 from lit_fsdp.tasks.tts.families import parse_family
 from lit_fsdp.tasks.tts.layout import Utterance
 from lit_fsdp.tasks.tts.prepared import write_shard
-from lit_fsdp.tasks.tts.quantizing import skip_rest
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
 from lit_fsdp.tasks.tts.voice_export import export_voice, read_checkpoint
 from ranks import run_ranks
@@ -89,6 +89,7 @@ def build_data(root: Path, name: str, batch_size: int) -> SpeechData:
 
 def fit(root: Path, name: str, out: Path, options: dict[str, Any]) -> None:
     pl.seed_everything(0, verbose=False)
+    warnings.filterwarnings("error", message="quantization: not quantized")  # heads are left on purpose
     accumulate, ckpt_path = options.get("accumulate_grad_batches", 1), options.get("ckpt_path")
     recorder, start = Recorder(), Start()
     strategy = FSDP2Strategy(print_plan=False, **options.get("strategy", {}))
@@ -247,12 +248,6 @@ def test_a_quantized_model_speaks(root: Path) -> None:
 
 
 def test_what_is_named_is_left_as_well(root: Path) -> None:
-    with torch.device("meta"):
-        family, config = parse_family(QWEN3)
-        model = family.build_model(config)
-    skip = skip_rest(Quantization(skip=["q_proj"]), model, family).skip
-    assert skip is not None
-    assert {"q_proj", "talker.codec_head", "talker.text_projection.linear_fc1"} <= set(skip)
     task = build_task(root, "qwen3", quantization=Quantization(skip=["q_proj", "code_predictor"]))
     trainer = build_trainer(max_steps=1)
     trainer.fit(task, build_data(root, "qwen3", 3))
