@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     ModelCheckpoint,
@@ -168,6 +171,23 @@ def watch_fetches(trainer: pl.Trainer, before: Callable[[], None]) -> Callable[[
         loop.__dict__.pop("_on_before_fetch", None)
 
     return undo
+
+
+def delay_killing(patience_s: float = 15.0) -> None:
+    """Let Lightning wait before it kills this process because a rank it started failed.
+
+    It looks every five seconds, maybe just before this process sees the broken connection itself, says so and reports.
+    """
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver) and not isinstance(thread._terminate_all, partial):
+            kill = partial(_kill_late, thread, thread._terminate_all, patience_s)
+            thread._terminate_all = kill  # type: ignore[method-assign]
+
+
+def _kill_late(observer: _ChildProcessObserver, kill: Callable[[], None], patience_s: float) -> None:
+    time.sleep(patience_s)
+    if observer._child_processes:
+        kill()
 
 
 def outlive_children(trainer: pl.Trainer) -> None:

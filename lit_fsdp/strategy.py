@@ -36,6 +36,7 @@ from lit_fsdp.checkpoint_writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.lightning_internals import (
     check_trainer,
     count_micro_batches,
+    delay_killing,
     forget_train_loader,
     keep_links,
     reduce_in_place,
@@ -204,17 +205,16 @@ class FSDP2Strategy(ParallelStrategy):
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
         check_trainer(self.lightning_module.trainer)  # before callbacks are set up, some of which copy the module
+        delay_killing()
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None
         device = self.root_device
         if not dist.is_initialized():
-            # gloo beside nccl, for what lies in host memory
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-            options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-            timeout = timedelta(seconds=self.timeout_s)
-            _init_dist_connection(self.cluster_environment, backend, timeout=timeout, **options)
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo for what is in host memory
+            own: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+            _init_dist_connection(self.cluster_environment, backend, timeout=timedelta(seconds=self.timeout_s), **own)
             atexit.register(_destroy_dist_connection)  # Lightning does it for plain "nccl" only
         sizes = {"world_size": self.world_size, "ranks_per_node": self.num_processes}
         self.device_mesh = build_mesh(self.settings.mesh, device_type=device.type, timeout_s=self.timeout_s, **sizes)

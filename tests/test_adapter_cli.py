@@ -1,6 +1,7 @@
 """A run of adapters over a 4-bit base on the command line, from the start to what other tools load."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,11 @@ def test_a_wrong_command_is_refused_in_one_line(
     (line,) = capfd.readouterr().err.splitlines()
     assert expected in line
     assert not (folder / "new").exists()
+
+
+def test_a_kernel_that_no_gpu_needs_is_not_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    assert main(["bench", "--help"]) == 0
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "why")
+    logger.warning("something else")
+    assert [record.getMessage() for record in caplog.records if record.name == logger.name] == ["something else"]

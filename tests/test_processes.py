@@ -1,6 +1,13 @@
+import subprocess
+import sys
+import time
+
+import pytest
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lit_fsdp.cli_errors import describe_exception
+from lit_fsdp.lightning_internals import delay_killing
 from lit_fsdp.processes import describe_failed
 
 
@@ -22,3 +29,24 @@ def test_a_killed_reader_of_data_is_one_line() -> None:
 def test_a_missing_gpu_is_named_with_the_way_out() -> None:
     line = describe_exception(MisconfigurationException("No supported gpu backend found!"))
     assert line == "accelerator: No supported gpu backend found! torch sees none on this machine; set it to auto"
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+def test_a_rank_that_others_failed_beside_has_time_to_say_why(speaks: bool) -> None:
+    failed = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    failed.wait()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as main:
+        observer = _ChildProcessObserver(main.pid, [failed], sleep_period=0)
+        observer._sleep_period = 0.2  # type: ignore[assignment]
+        begin = time.monotonic()
+        observer.start()
+        for _ in range(2):  # as of two fits in one process
+            delay_killing(patience_s=1.0)
+        if speaks:  # as ``outlive_children`` has it
+            observer._child_processes.clear()
+            observer.join(30)
+            assert main.poll() is None
+            main.kill()
+        else:
+            assert main.wait(30) == -9
+            assert time.monotonic() - begin >= 1.0
