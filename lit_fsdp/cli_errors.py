@@ -99,6 +99,8 @@ def describe_config_error(message: str, *, subcommand: str | None = None) -> str
         message: The report, see Note [Report of jsonargparse].
         subcommand: Left out of the path when the report starts with it.
     """
+    if message.strip() == "Unexpected config:":
+        return "config: the file is empty: expected settings of trainer, model and data"
     findings, given, bases = _read_report(message)
     if not findings:
         return _one_line(message)

@@ -183,9 +183,9 @@ SIMPLE = [
     ("{}", "--trainer.strategy=tinytask.TinyStrategy --trainer.strategy.grid.rows=7",
      f"trainer.strategy: {REFUSAL}"),
     ("{}", "--trainer.strategy=fsdp3", "trainer.strategy: got 'fsdp3': did you mean fsdp2?"),
-    ("{}", "--trainer.limit_train_batches=-3",
-     "trainer: You have passed invalid value -3 for limit_train_batches"),
+    ("{}", "--trainer.limit_train_batches=-3", "trainer: You have passed invalid value -3 for limit_train_batches"),
     ("{}", "--cpu_processes=0", "cpu_processes: got 0: expected 1 or more"),
+    ("", "", "config: the file is empty: expected settings of trainer, model and data"),
 ]  # fmt: skip
 
 

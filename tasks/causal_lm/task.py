@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.import_utils import is_flash_attn_2_available
 from typing_extensions import override
 
@@ -28,6 +28,7 @@ from lit_fsdp.tasks.causal_lm.chunked_loss import check_chunked_loss, install_ch
 from lit_fsdp.tasks.causal_lm.collate import Batch
 from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_length, check_packing
 from lit_fsdp.tasks.causal_lm.export_files import collect_export_files
+from lit_fsdp.tasks.causal_lm.model import build_model
 from lit_fsdp.tasks.causal_lm.packing import IGNORED
 from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id
 from lit_fsdp.tasks.masks import keep_branches, needs_mask
@@ -174,16 +175,7 @@ class CausalLM(Task):
     def configure_model(self) -> None:
         if self.model is not None:  # a second run of the same object
             return
-        with torch.device("meta"):
-            try:
-                model = AutoModelForCausalLM.from_config(
-                    self.read_config(), attn_implementation=self.attention, dtype=torch.float32
-                )
-            except (ImportError, ValueError) as error:
-                if "attention" not in str(error):
-                    raise
-                reason = str(error).strip().splitlines()[0]
-                raise ValueError(f"attention: got {self.attention!r}: {reason}; nearest: eager") from error
+        model = build_model(self.read_config(), self.attention)
         if self.pretrained is not None:
             folder = find_pretrained(self.pretrained)
             choose = plan_quantization if self._is_planned else choose_quantization

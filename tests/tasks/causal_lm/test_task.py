@@ -224,7 +224,11 @@ def test_settings_that_name_no_one_model_are_refused(settings: dict[str, Any], m
         ({"config": {**TINY, "num_attention_heads": 5}}, "not a multiple of the number of attention heads"),
         ({"config": {**TINY, "hidden_size": "x"}}, "hidden_size"),
         ({"config": {**TINY, "max_position_embeddings": 8}}, "rows are longer than the model has positions"),
-        ({"config": {"model_type": "bloom", "hidden_size": 32, "n_head": 4}}, "attention: got 'sdpa'.* nearest: eager"),
+        (
+            {"config": {"model_type": "bloom", "hidden_size": 32, "n_head": 4}},
+            "attention: got 'sdpa', the default: BloomForCausalLM does not have it; nearest: eager",
+        ),
+        ({"config": {"model_type": "t5"}}, "model_type: got 't5': Transformers has no causal language model of this"),
         ({"config": {**OPT}}, "OPTForCausalLM with sdpa attention lets the documents of a packed row see each other"),
         ({"config": TINY, "attention": "flash_attention_2"}, "pip install flash-attn"),
     ],
