@@ -35,6 +35,15 @@ def find_last_checkpoint(folders: Iterable[Path], report: Callable[[str], None] 
     return None
 
 
+def describe_interruption(folders: Iterable[Path]) -> str:
+    """Return what a run that its user has ended leaves, and how to go on."""
+    found = find_last_checkpoint(folders, report=lambda _: None)
+    if found is None:
+        return "interrupted before there was a checkpoint"
+    path = found.relative_to(Path.cwd()) if found.is_relative_to(Path.cwd()) else found
+    return f"interrupted: --ckpt_path last goes on from {path}"
+
+
 def _measure_age(entry: Path) -> tuple[int, int, bool, str]:
     step = re.search(r"step=(\d+)", entry.resolve().name)
     marker = entry / MANIFEST

@@ -35,10 +35,11 @@ from lit_fsdp.cli_errors import (
     explain_unknown_key,
     is_debugging,
     nearest,
+    report_error,
 )
 from lit_fsdp.config_files import check_config_files
 from lit_fsdp.default_callbacks import Defaults, choose_callbacks
-from lit_fsdp.last_checkpoint import find_last_checkpoint
+from lit_fsdp.last_checkpoint import describe_interruption, find_last_checkpoint
 from lit_fsdp.processes import choose_processes, describe_failed, stop_children
 from lit_fsdp.settings import PRESETS
 
@@ -319,6 +320,10 @@ class TrainerCLI(LightningCLI):
             super()._run_subcommand(subcommand)
         except SIGTERMException:
             stop_children(self.trainer.strategy.launcher, patience_s=30)
+            raise
+        except SystemExit:  # what Lightning makes of Ctrl-C
+            if subcommand == "fit" and self.trainer.interrupted and self.trainer.is_global_zero:
+                report_error(describe_interruption(self._list_checkpoint_folders()))
             raise
         except Exception as error:
             # Not in a `finally`: ranks that ended well are still leaving their last collective.

@@ -85,6 +85,15 @@ class LoneData(TextData):
             self.batch_size = 1000
         return super().train_dataloader()
 
+class StoppedTask(CausalLM):
+    def __init__(self, *, stop_at: int, **kwargs):
+        super().__init__(**kwargs)
+        self.stop_at = stop_at
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == self.stop_at:
+            raise KeyboardInterrupt
+
 class LoneTask(CausalLM):
     def training_step(self, batch, batch_idx):
         if self.trainer.global_rank == 1 and batch_idx == 1:
@@ -196,3 +205,17 @@ def test_the_last_checkpoint_of_a_run_that_has_none_is_refused(command: str) -> 
 def test_a_command_without_data_of_its_kind_is_refused(command: str) -> None:
     name = {"validate": "validation"}.get(command, command)
     check_all_refuse(fork_ranks(command, "--config=run.yaml"), f"data.init_args.{name} is not set")
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "said"), [(0, "before there was a checkpoint"), (2, "--ckpt_path last goes on from")]
+)
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, stop_at: int, said: str) -> None:
+    saver = "class_path: lightning.pytorch.callbacks.ModelCheckpoint, init_args: {every_n_train_steps: 1}"
+    task = ["--model.class_path=lone.StoppedTask", f"--model.stop_at={stop_at}", f"--run_name={tmp_path.name}"]
+    ranks = fork_ranks("fit", "--config=run.yaml", *task, f"--trainer.callbacks+={{{saver}}}")
+    assert [rank.code for rank in ranks] == [1, 1]
+    (line,) = ranks[0].errors
+    assert line.startswith(f"error: interrupted{':' if stop_at else ''} {said}")
+    assert ranks[1].errors == []
+    assert not stop_at or line.endswith(f"runs/{tmp_path.name}/version_0/checkpoints/epoch=0-step=2.ckpt")
