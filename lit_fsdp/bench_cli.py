@@ -161,10 +161,18 @@ def _run_ranks(world_size: int, body: tuple[Any, ...]) -> int:
         report_error("interrupted; all ranks were ended")
         return 128 + signal.SIGINT
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        _end(processes)
     return 0
+
+
+def _end(processes: Sequence[Any]) -> None:
+    # Stopped first: whoever saw another one gone would say so, below the line that says why.
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGSTOP)
+    for process in processes:
+        process.kill()
+        process.join()
 
 
 def _enter(rank: int, world_size: int, port: int, body: tuple[Any, ...]) -> None:
