@@ -25,6 +25,7 @@ from lit_fsdp.cli_errors import ConfigError, describe_config_error, explain_unkn
 from lit_fsdp.fabric import COLLECTIVES, Collective, Line, Timing, fit_line, measure_fabric
 from lit_fsdp.processes import is_torchrun
 from lit_fsdp.scaling_cli import bench_scaling, check_out_folder
+from lit_fsdp.signals import hold_signals
 
 Backend = Literal["auto", "nccl", "gloo"]
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -139,9 +140,14 @@ def _run_ranks(world_size: int, body: tuple[Any, ...]) -> int:
         port = sock.getsockname()[1]
     # Forked ones need not import torch again, but could not use CUDA.
     method = "spawn" if body[1] == "nccl" else "fork"
-    context = start_processes(_enter, args=(world_size, port, body), nprocs=world_size, join=False, start_method=method)
-    assert context is not None
+    processes: Sequence[Any] = ()
     try:
+        with hold_signals([signal.SIGINT]):  # else one that comes now would leave ranks that nobody knows
+            context = start_processes(
+                _enter, args=(world_size, port, body), nprocs=world_size, join=False, start_method=method
+            )
+            assert context is not None
+            processes = context.processes
         while not context.join(grace_period=1.0):  # returns when one has ended, raises when it has failed
             continue
     except ProcessRaisedException as error:
@@ -155,15 +161,24 @@ def _run_ranks(world_size: int, body: tuple[Any, ...]) -> int:
         report_error("interrupted; all ranks were ended")
         return 128 + signal.SIGINT
     finally:
-        for process in context.processes:
-            process.kill()
-            process.join()
+        _end(processes)
     return 0
+
+
+def _end(processes: Sequence[Any]) -> None:
+    # Stopped first: whoever saw another one gone would say so, below the line that says why.
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGSTOP)
+    for process in processes:
+        process.kill()
+        process.join()
 
 
 def _enter(rank: int, world_size: int, port: int, body: tuple[Any, ...]) -> None:
     # Ctrl-C reaches all of them: end at once, without a traceback each. Also what they get when their parent is gone.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in names.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lit_fsdp.fsdp_internals import find_shard, iterate_sharded, list_unreduced_gradients
+from lit_fsdp.gloo import is_collective_of_gloo, run_on_copies
 from lit_fsdp.memory import KINDS, Kind, is_on, iterate_states, label_unit, name_units
 from lit_fsdp.quantization import count_hidden_bytes
 from lit_fsdp.units import Unit
@@ -194,7 +195,8 @@ class MemoryTrace(TorchDispatchMode):
             return NotImplemented
         self._record_sum()
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        run = run_on_copies if is_collective_of_gloo(func, args) else _run
+        out = run(func, args, kwargs)
         phase = self._phases[-1][0] if self._phases else PHASES[0]
         if phase == "backward":
             self._find_backward_unit((args, kwargs))
@@ -358,6 +360,10 @@ class MemoryTrace(TorchDispatchMode):
     def _leave_unit(self, *_: Any) -> None:
         self._stack.pop()
         self._unit = self._stack[-1] if self._stack else OUTSIDE
+
+
+def _run(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return operator(*args, **kwargs)
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def find_free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def run_processes(*commands: Sequence[str], timeout_s: float = 180.0, **environ: str) -> list[Ended]:
+def run_processes(*commands: Sequence[str], timeout_s: float = 600.0, **environ: str) -> list[Ended]:
     """Start ``python <command>`` for each command at once in the current folder, and wait for all of them.
 
     Args:
@@ -108,14 +108,14 @@ def run_processes(*commands: Sequence[str], timeout_s: float = 180.0, **environ:
     return ended
 
 
-def torchrun(*args: str, ranks: int = 2, timeout_s: float = 180.0) -> Ended:
+def torchrun(*args: str, ranks: int = 2, timeout_s: float = 600.0) -> Ended:
     """Run the command line under ``torchrun --standalone``, once for each rank, in the current folder."""
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "lit_fsdp", *args]
     return run_processes(command, timeout_s=timeout_s)[0]
 
 
 def fork_ranks(
-    *args: str, ranks: int = 2, timeout_s: float = 180.0, meanwhile: Callable[[list[int]], None] | None = None
+    *args: str, ranks: int = 2, timeout_s: float = 600.0, meanwhile: Callable[[list[int]], None] | None = None
 ) -> list[Ended]:
     """Run the command line on forked ranks with the variables that torchrun sets, in the current folder.
 

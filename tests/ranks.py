@@ -29,7 +29,7 @@ def run_ranks(
     *args: object,
     world_size: int = 2,
     backend: str = "gloo",
-    timeout_s: float = 120.0,
+    timeout_s: float = 300.0,
 ) -> None:
     """Run ``body(*args)`` on every rank of a fresh process group; raise what the first failing rank raised.
 

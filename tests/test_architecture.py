@@ -14,7 +14,7 @@ OTHER_FOLDERS = ("tests", "benchmarks", "configs", "docs", ".ci")
 
 # A module may import only from lines above its own; tasks and callbacks have rules of their own below.
 LAYERS = [
-    {"cli_errors", "processes", "manifest", "random_state", "signals", "clock", "tape"},
+    {"cli_errors", "processes", "manifest", "random_state", "signals", "clock", "tape", "gloo"},
     {"reader", "hardware", "flops", "spikes", "bad_steps", "timeline", "fabric"},
     {"links"},
     {"mesh", "units", "precision", "offload", "clipping", "quantization", "shard_optimizer"},

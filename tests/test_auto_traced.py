@@ -208,8 +208,8 @@ def test_what_cannot_be_traced_is_refused_on_all_ranks(options: list[str], said:
 @pytest.mark.slow
 def test_a_search_may_take_longer_than_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_fsdp.auto_strategy.SearchProcess", Recorded)
-    monkeypatch.setattr(Recorded, "wait_s", 3.0)
-    strategy = ["--trainer.strategy=lit_fsdp.AutoFSDP2Strategy", "--trainer.strategy.timeout_s=2"]
+    monkeypatch.setattr(Recorded, "wait_s", 25.0)
+    strategy = ["--trainer.strategy=lit_fsdp.AutoFSDP2Strategy", "--trainer.strategy.timeout_s=20"]
     check_refused(fork_ranks("fit", "--config=own.yaml", *strategy), "nothing was tried")
 
 

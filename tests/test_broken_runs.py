@@ -185,13 +185,13 @@ def check_second_failed_alone(first: Ended, second: Ended, cause: str) -> None:
 
 
 def test_a_refusal_on_one_rank_ends_the_other_one() -> None:
-    ranks = fork_ranks("fit", "--config=run.yaml", "--data.class_path=lone.LoneData", timeout_s=30)
+    ranks = fork_ranks("fit", "--config=run.yaml", "--data.class_path=lone.LoneData")
     check_second_failed_alone(*ranks, cause="rows do not fill one global batch of 2000")
     assert len(ranks[1].errors) == 1
 
 
 def test_an_error_of_the_users_code_on_one_rank_ends_the_other_one() -> None:
-    ranks = fork_ranks("fit", "--config=run.yaml", "--model.class_path=lone.LoneTask", timeout_s=30)
+    ranks = fork_ranks("fit", "--config=run.yaml", "--model.class_path=lone.LoneTask")
     check_second_failed_alone(*ranks, cause="ValueError: raised by the code of the user")
 
 

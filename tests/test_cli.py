@@ -3,10 +3,8 @@
 import importlib.util
 import logging
 import os
-import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import lightning.pytorch  # noqa: F401  sets up its loggers, once
@@ -111,10 +109,10 @@ def in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def start(*args: str) -> subprocess.Popen[str]:
+def start(*args: str, **more: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "lit_fsdp", *args]
-    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
     return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -351,15 +349,16 @@ def test_cpu_processes_has_no_effect_beside_a_gpu() -> None:
 
 
 def test_help_lists_the_commands_on_one_screen_without_loading_torch() -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    process = start("--help")
-    out, err = process.communicate(timeout=60)
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
-    assert (process.returncode, err) == (0, "")
+    process = start("--help", PYTHONPROFILEIMPORTTIME="1")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0
+    assert all(line.startswith("import time:") for line in err.splitlines()), err
+    loaded = {line.split("|")[-1].strip().partition(".")[0] for line in err.splitlines()[1:]}
+    # All of it is of Python, which also looks for Jython's "org", or ours.
+    assert "lit_fsdp" in loaded <= {*sys.stdlib_module_names, "lit_fsdp", "sitecustomize", "org"}
     assert out.strip() == format_help()
     assert len(out.splitlines()) <= 40
     assert all(f"  {name} " in out for name in ("fit", "validate", "test", "predict", "export"))
-    assert spent < 3
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -371,14 +370,13 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_refusal_in_a_process_of_its_own_is_one_line_and_code_2() -> None:
     process = start("fit", "--config=run.yaml", "--trainer.max_step=3")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 2
     assert err.splitlines() == ["error: trainer.max_step: unknown key: did you mean max_steps?"]
 
 
 @pytest.mark.parametrize("refusing_rank", [pytest.param("all", marks=pytest.mark.slow), "1"])
 def test_all_ranks_end_soon_and_say_who_failed(refusing_rank: str) -> None:
-    begin = time.monotonic()
     process = start(
         "fit",
         "--config=run.yaml",
@@ -386,9 +384,9 @@ def test_all_ranks_end_soon_and_say_who_failed(refusing_rank: str) -> None:
         "--cpu_processes=2",
         f"--model.refusing_rank={refusing_rank}",
     )
-    # Returns only when the last rank, which shares the pipe, has closed it: none is left behind.
-    _, err = process.communicate(timeout=120)
-    assert time.monotonic() - begin < 120
+    # Returns only when the last rank, which shares the pipe, has closed it: none is left behind. One that waited for
+    # the process group to time out would take half an hour.
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "Traceback" not in err
     assert f"[rank 1] error: {REFUSAL}" in err

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from launches import ROOT, fork_ranks
+from waiting import wait_until
 
 from lit_fsdp import bench_cli
 from lit_fsdp.cli import main
@@ -145,19 +146,22 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, capfd
 
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_a_rank_that_fails_ends_all(
-    how: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    other = tmp_path / "pid"
+
     def fail(*_: Any, **__: Any) -> None:
         if os.environ["RANK"] == "0":
-            time.sleep(60)
+            other.write_text(f"{os.getpid()}\n")
+            time.sleep(600)
+        wait_until(lambda: other.exists() and other.read_text().endswith("\n"))
         if how == "raise":
             raise OSError("made up")
         os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(bench_cli, "measure_fabric", fail)
-    begin = time.monotonic()
     assert main(["bench", "comm", "--ranks=2", "--backend=gloo"]) == 1
-    assert time.monotonic() - begin < 20
+    assert not Path("/proc", other.read_text().strip()).exists()
     reason = "rank 1 failed, so all were ended: OSError: made up"
     reason = reason if how == "raise" else "rank 1 was ended (SIGKILL), and so were all"
     assert f"error: {reason}" in capfd.readouterr().err.splitlines()
@@ -176,17 +180,42 @@ def test_ctrl_c_ends_all_ranks() -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    deadline = time.monotonic() + 60
-    while len(ranks := children.read_text().split()) < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(0.5)
     try:
+        wait_until(lambda: len(children.read_text().split()) == 2)
+        ranks = children.read_text().split()
         process.send_signal(signal.SIGINT)  # to the first process only; a terminal's reaches the ranks too
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=120)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130
     assert err == "error: interrupted; all ranks were ended\n"
-    assert len(ranks) == 2
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    assert not any(Path("/proc", rank).exists() for rank in ranks)
+
+
+def test_ctrl_c_while_ranks_are_started_ends_them_too(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start, ranks = bench_cli.start_processes, []
+
+    def start_and_interrupt(*args: Any, **options: Any) -> Any:
+        context = start(*args, **options)
+        assert context is not None
+        ranks.extend(context.pids())
+        os.kill(os.getpid(), signal.SIGINT)
+        return context
+
+    monkeypatch.setattr(bench_cli, "start_processes", start_and_interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it
+    try:
+        code = main(["bench", "comm", "--ranks=2", "--backend=gloo", "--sizes=1MB", "--repeats=1000000"])
+    except KeyboardInterrupt:
+        code = None
+    finally:
+        signal.signal(signal.SIGINT, before)
+        left = [rank for rank in ranks if Path("/proc", str(rank)).exists()]
+        for rank in left:
+            os.kill(rank, signal.SIGKILL)
+    assert code == 130
+    assert capfd.readouterr().err == "error: interrupted; all ranks were ended\n"
+    assert (len(ranks), left) == (2, [])

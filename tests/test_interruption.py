@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,9 @@ class Watched(CausalLM):
         if self.trainer.global_rank == 0:
             Path("step").write_text(str(self.trainer.global_step))
         time.sleep(0.01)
+        # However late the test is, no run gets past the steps in which it is to be interrupted.
+        while Path("limit").exists() and self.trainer.global_step >= int(Path("limit").read_text() or 0):
+            time.sleep(0.01)
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch, batch_idx):
@@ -54,7 +58,7 @@ def configure(folder: Path, *, every: int, is_async: bool, max_steps: int = NUM_
 
 def fit(name: str, *options: str, meanwhile: Callable[[list[int]], None] | None = None) -> list[Ended]:
     args = (*RUN, "--model.class_path=watched.Watched", f"--run_name={name}", *options)
-    return fork_ranks(*args, timeout_s=120, meanwhile=meanwhile)
+    return fork_ranks(*args, timeout_s=600, meanwhile=meanwhile)
 
 
 def read_losses(name: str) -> dict[int, float]:
@@ -72,7 +76,8 @@ def read_step() -> int:
     return int(Path("step").read_text() or -1) if Path("step").exists() else -1
 
 
-def wait_for(is_true: Callable[[], bool], pids: list[int], timeout_s: float = 60) -> None:
+def wait_for(is_true: Callable[[], bool], pids: list[int], timeout_s: float = 600) -> None:
+    """Wait for something that happens before one of these processes ends."""
     deadline = time.monotonic() + timeout_s
     while not is_true() and time.monotonic() < deadline:
         if any(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in pids):
@@ -91,17 +96,18 @@ def test_twenty_signals_at_random_moments_leave_no_trace_in_the_losses(folder: P
     truth = read_losses("whole")
     assert len(truth) == NUM_STEPS
     Path("step").unlink()
-    dice = random.Random(int(is_async))
+    dice, limit = random.Random(int(is_async)), Path("limit")
     for k in range(20):
-        start = read_step()
+        goal = read_step() + dice.randint(1, 6)
+        limit.write_text(str(goal + 3))
 
-        def interrupt(pids: list[int], start: int = start) -> None:
-            goal = start + dice.randint(1, 6)
+        def interrupt(pids: list[int], goal: int = goal) -> None:
             wait_for(lambda: read_step() >= goal, pids)
             time.sleep(dice.uniform(0, 0.05))
             number = dice.choice([signal.SIGTERM, signal.SIGUSR1])
             for pid in dice.choice([pids[:1], pids[1:], pids]) * dice.randint(1, 2):
                 os.kill(pid, number)
+            limit.write_text(str(NUM_STEPS))
 
         ranks = fit("broken", meanwhile=interrupt)
         assert [rank.code for rank in ranks] == [0, 0], (k, ranks[0].err + ranks[1].err)
@@ -117,19 +123,30 @@ def test_a_run_killed_in_the_middle_of_a_save_goes_on_from_one_that_is_whole(fol
     configure(folder, every=1, is_async=is_async, max_steps=10_000)
     dice = random.Random(2 + int(is_async))
 
-    def kill(pids: list[int]) -> None:
+    def list_incomplete() -> set[Path]:
+        return set(Path("runs").glob("**/.*.incomplete"))
+
+    def kill(pids: list[int], before: set[Path], wants_save: bool) -> None:
         start, saves = read_step(), dice.randint(1, 4)
         wait_for(lambda: read_step() > start + saves, pids)
-        wait_for(lambda: any(Path("runs").glob("**/.*.incomplete")), pids)
-        time.sleep(dice.uniform(0, 0.06))
-        for pid in dice.choice([pids, pids[::-1]]):
+        while True:
+            wait_for(lambda: bool(list_incomplete() - before), pids)
+            time.sleep(dice.uniform(0, 0.06))
+            for pid in dice.choice([pids, pids[::-1]]):
+                os.kill(pid, signal.SIGSTOP)
+            if list_incomplete() - before or not wants_save:
+                break
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
 
     num_cut_short = 0
-    for _ in range(20):
-        ranks = fit("killed", meanwhile=kill)
+    for k in range(20):
+        before = list_incomplete()
+        ranks = fit("killed", meanwhile=partial(kill, before=before, wants_save=k % 2 == 0))
         assert [rank.code for rank in ranks] == [-9, -9], ranks[0].err + ranks[1].err
-        num_cut_short += any(Path("runs").glob("**/.*.incomplete"))
+        num_cut_short += bool(list_incomplete() - before)
         for path in filter(is_complete, list_checkpoints("killed")):
             check_contents(path, check_sizes(path))
         newest = max(filter(is_complete, list_checkpoints("killed")), key=lambda path: path.stat().st_mtime)
@@ -149,9 +166,9 @@ def test_a_signal_to_one_process_of_a_real_launch_ends_all_well(folder: Path, la
     (folder / "watched.py").write_text(TASK.replace("time.sleep(0.01)", SENDS.format(rank=rank), 1))
     args = (*RUN, "--model.class_path=watched.Watched", "--run_name=real")
     if launcher == "torchrun":
-        ended = torchrun(*args, timeout_s=120)
+        ended = torchrun(*args)
     else:
-        (ended,) = run_processes(["-m", "lit_fsdp", *args, "--trainer.devices=2"], timeout_s=120)
+        (ended,) = run_processes(["-m", "lit_fsdp", *args, "--trainer.devices=2"])
     assert ended.code == 0, ended.err
     assert [path.name for path in list_checkpoints("real")] == ["preempted-step=5.ckpt"]
     assert "preempted at step 5" in ended.err

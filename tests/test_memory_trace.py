@@ -134,6 +134,16 @@ def test_every_kind_has_the_bytes_that_follow_from_the_sizes() -> None:
     run_ranks(check_kinds, world_size=2)
 
 
+def check_repeats() -> None:
+    run = Run()
+    first, *others = [run.trace() for _ in range(20)]
+    assert all(other.by_kind == first.by_kind for other in others)
+
+
+def test_when_threads_of_gloo_let_go_of_tensors_makes_no_difference() -> None:
+    run_ranks(check_repeats, world_size=2)
+
+
 def check_units() -> None:
     run = Run()
     peak = run.trace().peak

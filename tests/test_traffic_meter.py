@@ -1,6 +1,5 @@
 """What a meter measures, and that it changes nothing; calls and bytes are compared in ``test_traffic.py``."""
 
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fake_time import FakeTime
 from models import Block, Stack
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -263,14 +263,25 @@ def test_what_compute_covers_is_not_exposed(num_buffers: int, exposed_ticks: dic
     run_ranks(time_overlapped_collectives, num_buffers, exposed_ticks)
 
 
+def fake_time() -> tuple[FakeTime, pytest.MonkeyPatch]:
+    """Let the clock of this rank go by a time of its own; this process ends with the test."""
+    time, patch = FakeTime(), pytest.MonkeyPatch()
+    patch.setattr("lit_fsdp.clock.time", time)
+    return time, patch
+
+
 def wait_for_a_slow_rank() -> None:
+    time, patch = fake_time()
+    time.meet_in_collectives(patch, takes_s=1)
     model = shard_stack()
     if dist.get_rank() == 1:
-        model.blocks[0].register_forward_pre_hook(lambda *_: time.sleep(0.2))
+        model.blocks[0].register_forward_pre_hook(lambda *_: time.sleep(20))
     step, _ = measure_step(model)
     total = step.add_up()
-    assert (total.seconds > 0.15) == (dist.get_rank() == 0)
-    assert total.exposed_s == total.seconds <= step.step_s  # gloo blocks
+    assert total.calls == 8  # the root is not gathered again
+    assert total.seconds == (8 if dist.get_rank() == 1 else 28)
+    assert total.exposed_s == total.seconds  # gloo blocks
+    assert step.step_s == 28
     assert step.tag == "tag"
 
 
@@ -278,21 +289,45 @@ def test_a_rank_spends_in_collectives_what_it_waits_for_slower_ones() -> None:
     run_ranks(wait_for_a_slow_rank)
 
 
+class Awaited(dist.Work):
+    """Takes some time to wait for."""
+
+    def __init__(self, work: dist.Work, time: FakeTime) -> None:
+        super().__init__()
+        self.work, self.time = work, time
+
+    def wait(self, *args: Any) -> bool:
+        self.time.sleep(4)
+        return self.work.wait(*args)
+
+
+class AwaitedGather:
+    def __init__(self, comm: Any, time: FakeTime) -> None:
+        self.comm, self.time, self.allocate = comm, time, comm.allocate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        work = self.comm(*args, **kwargs)
+        return work if work is None else Awaited(work, self.time)
+
+
 def gather_asynchronously() -> None:
+    time, _ = fake_time()
     model = shard_stack()
+    (group,) = model.blocks[0]._get_fsdp_state()._fsdp_param_groups
+    model.blocks[0].set_custom_all_gather(AwaitedGather(group._all_gather_comm, time))
     run_step(model)  # the root must have run once
     meter = TrafficMeter(model, CPU)
     meter.attach()
     meter.resume()
     handle = model.blocks[0].unshard(async_op=True)
-    time.sleep(0.2)
+    time.sleep(2)
     handle.wait()
     model.blocks[0].reshard()
     meter.end_step()
     (step,) = meter.take()
     (unit,) = step.units
     assert (unit.unit, unit.calls) == ("blocks.0", 1)
-    assert 0 <= unit.exposed_s < 0.1 < 0.2 <= unit.seconds
+    assert (unit.seconds, unit.exposed_s) == (6, 4)
 
 
 def test_an_asynchronous_gather_is_exposed_where_it_is_waited_for() -> None:
@@ -327,7 +362,9 @@ def test_several_groups_of_one_module_are_measured_apart() -> None:
 
 
 def pause_and_forget() -> None:
+    time, _ = fake_time()
     model = shard_stack()
+    model.register_forward_pre_hook(lambda *_: time.sleep(1))
     meter = TrafficMeter(model, CPU)
     meter.attach()
     for step in range(20):
@@ -335,13 +372,13 @@ def pause_and_forget() -> None:
         meter.resume()
         run_step(model)
         meter.pause()
-        time.sleep(0.4 if step == 19 else 0)
+        time.sleep(step)
         meter.resume()
         meter.end_step(step)
     taken = meter.take()
     assert [step.tag for step in taken] == list(range(12, 20))
     assert meter.num_dropped == 12
-    assert 0 < taken[-1].step_s < 0.4
+    assert {step.step_s for step in taken} == {1}
     assert {step.add_up("all_gather").calls for step in taken} == {5}  # two blocks twice, the root once
 
 

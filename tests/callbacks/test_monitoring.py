@@ -60,7 +60,7 @@ def fit_with_one_gpu_behind(folder: Path, root: Path) -> None:
 
 
 def test_a_rank_that_is_behind_makes_the_same_exchanges(folder: Path, tmp_path: Path) -> None:
-    run_ranks(fit_with_one_gpu_behind, folder, tmp_path, world_size=2, timeout_s=60)
+    run_ranks(fit_with_one_gpu_behind, folder, tmp_path, world_size=2)
 
 
 class Validated(Rows):
@@ -123,7 +123,7 @@ def test_a_run_that_fails_on_all_ranks_it_started_leaves_its_report(tmp_path: Pa
         env=environ,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert ended.returncode == 1, ended.stderr

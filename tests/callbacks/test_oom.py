@@ -43,7 +43,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, rank: int) 
     callbacks = [{"class_path": "OOMReport"}]
     write_run(tmp_path, trainer={"callbacks": callbacks, "val_check_interval": 2}, data={"validation_fraction": 0.2})
     task = ["--model", "hungry.Hungry", f"--model.place={place}", f"--model.hungry_rank={rank}"]
-    ended = fork_ranks("fit", "--config", "run.yaml", *task, timeout_s=60)
+    ended = fork_ranks("fit", "--config", "run.yaml", *task)
     assert all(e.code not in (0, None) for e in ended), ended
     (report,) = tmp_path.glob("runs/run/version_0/out_of_memory.md")
     return report.read_text(), ended

@@ -1,9 +1,10 @@
 """A signal to any rank: all save at the same step, and the run goes on from there as if nothing had happened."""
 
 import os
+import re
 import signal
+import socket
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 from training import EVEN, NUM_STEPS, Environment, Rows, build_task, build_trainer, collate, make_rows, save_model
+from waiting import wait_until
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks import Preemption
@@ -236,23 +238,40 @@ def test_a_run_that_was_not_signalled_gives_the_handlers_back(model: Path, tmp_p
     run_ranks(body, world_size=1)
 
 
+def answers(child: socket.socket) -> bool:
+    child.send(b"?")
+    return child.recv(1) == b"!"
+
+
+def list_pending(pid: int) -> set[signal.Signals]:
+    """Return the signals that a process has been sent and has not taken."""
+    found = re.search(r"^ShdPnd:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return {number for number in signal.Signals if int(found[1], 16) >> (number - 1) & 1}
+
+
 def test_forked_data_workers_survive_a_signal_to_all_processes_but_not_their_parent() -> None:
     def body() -> None:
         received: list[int] = []
         listener = SignalListener(received.append)
         assert listener.start([TERM, USR1])
         for is_from_parent in (False, True):
+            ours, theirs = socket.socketpair()
             pid = os.fork()
             if pid == 0:
-                time.sleep(30)
+                ours.close()
+                while theirs.recv(1):
+                    theirs.send(b"!")
                 os._exit(3)
-            time.sleep(0.2)
+            theirs.close()
+            assert answers(ours)
             if is_from_parent:
                 os.kill(pid, TERM)
             else:
                 subprocess.run(["/bin/kill", "-TERM", str(pid)], check=True)
                 subprocess.run(["/bin/kill", "-USR1", str(pid)], check=True)
-                time.sleep(0.2)
+                wait_until(lambda pid=pid: not list_pending(pid))
+                assert answers(ours)
                 assert os.waitpid(pid, os.WNOHANG) == (0, 0)
                 os.kill(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)

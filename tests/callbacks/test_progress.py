@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_time import FakeTime
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
@@ -14,19 +15,21 @@ from lit_fsdp.callbacks import ProgressBar
 class TinyTask(LightningModule):
     """Logs what a task logs."""
 
-    def __init__(self, unit: str = "tokens") -> None:
+    def __init__(self, unit: str = "tokens", time: FakeTime | None = None) -> None:
         super().__init__()
-        self.unit = unit
+        self.unit, self.time = unit, time or FakeTime()
         self.layer = torch.nn.Linear(4, 1)
         self.seen = 0
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.seen += 1000
+        self.time.sleep(4)
         loss = self.layer(batch).square().mean()
         self.log_dict({"train/loss": loss, f"train/{self.unit}_seen": float(self.seen)})
         return loss
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.time.sleep(1000)
         self.log("val/loss", self.layer(batch).square().mean())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -56,6 +59,18 @@ def test_without_a_terminal_every_refresh_is_one_plain_line(tmp_path: Path, caps
     assert "tokens/s" not in lines[0]  # nothing to compare with yet
     assert "tokens/s" in lines[1]
     assert float(lines[0].split()[-2]) > 0.01  # memory
+
+
+def test_the_rate_is_that_since_the_last_line_without_validations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time = FakeTime()
+    monkeypatch.setattr("lit_fsdp.callbacks.progress.time", time)
+    task = TinyTask(time=time)
+    fit(ProgressBar(refresh_rate=2), tmp_path, task=task, limit_val_batches=1, val_check_interval=6)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "loss 0." in line and "val/loss" not in line]
+    assert [line.split()[1] for line in lines] == ["2/12", "4/12", "6/12", "8/12", "10/12", "12/12"]
+    assert ["tokens/s 250.0 " in line for line in lines] == [False, True, True, True, True, True]  # 1000 in 4 s
 
 
 def test_with_accumulation_it_counts_steps_and_not_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ def browse(page: Path, *options: str) -> str:
     """Return the document as the browser has it after loading."""
     profile = page.parent / "profile"
     command = [str(BROWSER), *QUIET, f"--user-data-dir={profile}", *options, "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     shutil.rmtree(profile, ignore_errors=True)
     assert done.returncode == 0, done.stderr
     return done.stdout

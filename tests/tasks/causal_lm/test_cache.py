@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import count_waiting, tell_of_waiting, wait_until
 
 from lit_fsdp.tasks.causal_lm.cache import COMPLETE, build_once, find_cache_dir, make_key
 
@@ -20,29 +21,23 @@ def note(log: Path) -> None:
         file.write(f"{os.getpid()}\n")
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_of_several_processes_one_builds_and_all_read(tmp_path: Path) -> None:
     folder, log = tmp_path / "key", tmp_path / "log"
 
     def build(inside: Path) -> None:
         note(log)
-        time.sleep(0.3)
+        wait_until(lambda: count_waiting(tmp_path) == 2)
         (inside / "data").write_text("all of it")
 
     def body() -> None:
+        tell_of_waiting(tmp_path)
         assert (build_once(folder, build) / "data").read_text() == "all of it"
 
     processes = [FORK.Process(target=body) for _ in range(3)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(20)
+        process.join(120)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert count(log) == 1
 
@@ -54,10 +49,11 @@ def test_those_who_waited_for_a_failure_raise_the_same_and_whoever_comes_later_t
 
     def build(inside: Path) -> None:
         note(log)
-        time.sleep(0.5)
+        wait_until(lambda: count_waiting(tmp_path) == 2)
         raise ValueError(f"no good for {os.getpid()}")
 
     def body() -> None:
+        tell_of_waiting(tmp_path)
         try:
             build_once(folder, build)
         except ValueError as error:
@@ -67,7 +63,7 @@ def test_those_who_waited_for_a_failure_raise_the_same_and_whoever_comes_later_t
     for process in processes:
         process.start()
     for process in processes:
-        process.join(20)
+        process.join(120)
     errors = {path.read_text() for path in tmp_path.glob("error*")}
     assert len(errors) == 1
     assert len(list(tmp_path.glob("error*"))) == 3
@@ -85,22 +81,26 @@ def test_a_killed_builder_leaves_nothing_that_is_taken_as_complete(tmp_path: Pat
     def build_for_ever(inside: Path) -> None:
         (inside / "data").write_text("half of")
         started.touch()
-        time.sleep(60)
+        time.sleep(600)
 
     def build(inside: Path) -> None:
         assert not list(inside.iterdir())
         (inside / "data").write_text("all of it")
 
-    process = FORK.Process(target=build_once, args=(folder, build_for_ever))
+    def take_over() -> None:
+        tell_of_waiting(tmp_path)
+        build_once(folder, build)
+
+    process = FORK.Process(target=build_once, args=(folder, build_for_ever), daemon=True)
     process.start()
-    wait_for(started)
-    waiter = FORK.Process(target=build_once, args=(folder, build))  # takes over while it waits
+    wait_until(started.exists)
+    waiter = FORK.Process(target=take_over)
     waiter.start()
-    time.sleep(0.2)
+    wait_until(lambda: count_waiting(tmp_path) == 1)
     assert waiter.is_alive()
     os.kill(process.pid or 0, signal.SIGKILL)
-    process.join(20)
-    waiter.join(20)
+    process.join(120)
+    waiter.join(120)
     assert waiter.exitcode == 0
     assert (build_once(folder, build_for_ever) / "data").read_text() == "all of it"
     assert not list(tmp_path.glob("*.tmp"))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
+from waiting import count_waiting, tell_of_waiting, wait_until
 
 from lit_fsdp.tasks.causal_lm import tokens
 from lit_fsdp.tasks.causal_lm.cache import COMPLETE
@@ -89,10 +90,11 @@ def test_of_processes_that_set_up_at_the_same_time_one_tokenizes(tmp_path: Path,
     def slow(*args: Any, **options: Any) -> None:
         with log.open("a") as file:
             file.write("x")
-        time.sleep(0.5)
+        wait_until(lambda: count_waiting(tmp_path) == 1)
         real(*args, **options)
 
     def body() -> None:
+        tell_of_waiting(tmp_path)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("lit_fsdp.tasks.causal_lm.data.write_tokens", slow)
             data = make(source, tokenizer, tmp_path / "cache")
@@ -103,7 +105,7 @@ def test_of_processes_that_set_up_at_the_same_time_one_tokenizes(tmp_path: Path,
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(120)
     assert [process.exitcode for process in processes] == [0, 0]
     assert log.read_text() == "x"
 
@@ -114,21 +116,18 @@ def test_tokens_of_a_killed_process_are_never_taken_as_complete(tmp_path: Path, 
     def stuck(folder: Path, rows: Any, **options: Any) -> None:
         (folder / tokens.TOKENS).write_bytes(b"1234")
         started.touch()
-        time.sleep(60)
+        time.sleep(600)
 
     def body() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("lit_fsdp.tasks.causal_lm.data.write_tokens", stuck)
             make(source, tokenizer, cache).setup("fit")
 
-    process = FORK.Process(target=body)
+    process = FORK.Process(target=body, daemon=True)
     process.start()
-    deadline = time.monotonic() + 60
-    while not started.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(started.exists)
     os.kill(process.pid or 0, signal.SIGKILL)
-    process.join(20)
+    process.join(120)
     assert not list((cache / "tokens").glob(f"*/{COMPLETE}"))
     data = make(source, tokenizer, cache, packing=False)
     data.setup("fit")

@@ -126,7 +126,7 @@ def list_apart(url: str, fails: int) -> None:
 
 @pytest.mark.parametrize("fails", [0, 1])
 def test_all_ranks_take_the_listing_of_the_first_and_fail_as_it_does(fails: int, server: str) -> None:
-    run_ranks(list_apart, f"{server}/part-{{000..001}}.tar", fails, timeout_s=20)
+    run_ranks(list_apart, f"{server}/part-{{000..001}}.tar", fails)
 
 
 def test_a_signed_url_is_read_and_its_signature_is_not_told(server: str) -> None:

@@ -75,7 +75,7 @@ def test_training_is_the_same_on_any_number_of_ranks(
 def test_ranks_whose_speech_ends_at_different_frames_do_not_wait_for_each_other(
     case: Case, prepared: Path, tmp_path: Path
 ) -> None:
-    run_ranks(speak_unequally, case.raw, prepared, tmp_path, case.find_heads, case.end, world_size=2, timeout_s=60.0)
+    run_ranks(speak_unequally, case.raw, prepared, tmp_path, case.find_heads, case.end, world_size=2)
     (early, late) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert early == ([0, 0], [True, True])
     assert late == ([5, 5], [False, False])

@@ -45,7 +45,7 @@ def validate(folder: Path, out: Path, settings: Listening) -> None:
 
 
 def run(folder: Path, out: Path, settings: Listening) -> list[Any]:
-    run_ranks(validate, folder, out, settings, world_size=2, timeout_s=40.0)
+    run_ranks(validate, folder, out, settings, world_size=2)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
