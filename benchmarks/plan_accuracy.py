@@ -58,7 +58,7 @@ KERNELS = ("aten::_chunk_cat", "bitsandbytes::optimizer_update_8bit_blockwise")
 torch.set_num_threads(1)  # a pool of threads would not survive the fork for each measurement
 
 
-def trace(case: Case) -> TracedStep:
+def trace(case: Case, device: torch.device) -> TracedStep:
     """Return the exact trace."""
     module, settings, batch = make_model(case), make_settings(case), make_batch(case)
     with fake_ranks(case.world_size), keep_branches(batch):
@@ -72,6 +72,7 @@ def trace(case: Case) -> TracedStep:
             step_name="step",
             ranks_per_node=case.world_size,
             num_micro_batches=case.num_micro_batches,
+            device_type=device.type,
         )
 
 
@@ -87,7 +88,7 @@ def measure(case: Case, device: torch.device) -> Allocated | None:
     """Run a step with real kernels; ``None`` for what a CPU cannot compare: with offload it is one device."""
     module, settings = make_model(case), make_settings(case)
     batch = {key: tensor.to(device) for key, tensor in make_batch(case).items()}
-    if device.type == "cpu" and (settings.offload is not None or not case.is_allocated):
+    if device.type == "cpu" and (settings.offload is not None or case.on_gpu or not case.is_allocated):
         return None
     with fake_ranks(case.world_size):
         sizes = {"world_size": case.world_size, "ranks_per_node": case.world_size}
@@ -142,8 +143,8 @@ def measure_alone(case: Case, device: torch.device) -> Allocated | None:
         return pool.apply(measure, (case, device))
 
 
-def predict(case: Case) -> StepPrediction | None:
-    """Return the closed form, for the kernels that the trace sees; ``None`` where it has no rules."""
+def predict(case: Case, device: torch.device) -> StepPrediction | None:
+    """Return the closed form; ``None`` where it has no rules."""
     module, settings, dtypes = make_model(case), make_settings(case), read_precision(case.precision)
     cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
     try:
@@ -157,7 +158,7 @@ def predict(case: Case) -> StepPrediction | None:
             world_size=case.world_size,
             ranks_per_node=case.world_size,
             num_micro_batches=case.num_micro_batches,
-            device_type="cpu",
+            device_type=device.type,
         )
     except UnreadableModuleError:
         return None
@@ -213,9 +214,10 @@ class Row:
 def run(case: Case, seconds: list[float], device: torch.device) -> Row:
     """Ask all three for the peak of a case; add the seconds of trace and closed form."""
     begin = time.perf_counter()
-    predicted = predict(case)
+    kernels = torch.device("cuda") if case.on_gpu else device
+    predicted = predict(case, kernels)
     middle = time.perf_counter()
-    traced = trace(case)
+    traced = trace(case, kernels)
     seconds[0] += time.perf_counter() - middle
     seconds[1] += middle - begin
     return Row(case=case, traced=traced, predicted=predicted, allocated=measure_alone(case, device))

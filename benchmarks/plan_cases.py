@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any, Literal
 
 import torch
-from plan_models import FAMILIES, LARGE, SPEECH
+from plan_models import FAMILIES, LARGE, SPEECH, TINY_FAMILIES, WRITTEN_WITH
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
@@ -37,7 +37,10 @@ NUM_PATCHES = 14 * 14  # of an image of 224 x 224
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One step of one model, with ``mode`` full, lora, nf4 or int8; ``is_allocated``: also on real kernels."""
+    """One step of one model, with ``mode`` full, lora, dora, nf4 or int8; ``is_allocated``: also on real kernels.
+
+    ``on_gpu``: predicted and traced with what kernels of GPUs keep, also without one.
+    """
 
     family: str
     mode: str = "full"
@@ -56,6 +59,7 @@ class Case:
     loss_chunks: int = 1
     is_packed: bool = False
     dropout: float = 0.0
+    on_gpu: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -68,7 +72,7 @@ class Case:
         parts += ["no reshard"] * (not self.reshard) + ["accumulated"] * (self.num_micro_batches > 1)
         parts += ["packed"] * self.is_packed + [self.optimizer] * (self.optimizer != "adamw")
         parts += [f"{self.loss_chunks} loss chunks"] * (self.loss_chunks > 1)
-        parts += [f"LoRA dropout {self.dropout}"] * bool(self.dropout)
+        parts += [f"LoRA dropout {self.dropout}"] * bool(self.dropout) + ["as on a GPU"] * self.on_gpu
         parts += [f"{type(v).__name__.lower()}" if k == "offload" else f"{v}" for k, v in self.settings.items()]
         changed = [
             f"{key}={value}" for key, value in self.change.items() if key not in TINY or self.change[key] != TINY[key]
@@ -90,7 +94,7 @@ class Model(nn.Module):
         if case.mode in ("nf4", "int8"):
             quantize_model(self.model, Quantization(type=case.mode))  # type: ignore[arg-type]
         if case.mode != "full":
-            add_adapters(self.model, LoRA(r=16, dropout=case.dropout))
+            add_adapters(self.model, LoRA(r=16, dropout=case.dropout, dora=case.mode == "dora"))
         self.is_chunked = case.loss_chunks > 1
         if self.is_chunked:
             install_chunked_loss(self.model, case.loss_chunks)
@@ -173,7 +177,7 @@ def make_optimizer(case: Case) -> Optimizer:
 def list_cases(group: Literal["families", "settings", "matrix", "speech", "large"]) -> Iterator[Case]:
     """Yield the cases of a group: tuned on first, then those held out."""
     if group == "matrix":
-        yield from (*_list_matrix("llama"), *_list_matrix("vit"))
+        yield from (*_list_matrix("llama", is_whole=True), *_list_matrix("vit", is_whole=True))
         return
     if group == "speech":
         yield from (*_list_speech(), *_list_matrix("qwen3_tts"))
@@ -185,7 +189,8 @@ def list_cases(group: Literal["families", "settings", "matrix", "speech", "large
     # In half precision, kernels of CPUs take minutes for these.
     yield from (replace(case, is_allocated=case.precision == "32-true") for case in cases)
     if group == "families":
-        yield from (replace(case, is_held_out=True) for case in _list_experts())
+        yield from _list_experts()
+        yield from _list_tiny()
 
 
 def _list_families() -> Iterator[Case]:
@@ -218,10 +223,53 @@ def _list_held_out() -> Iterator[Case]:
 
 def _list_experts() -> Iterator[Case]:
     """Yield mixtures of experts: in bfloat16, as fake tensors have no grouped product in float32."""
-    for family in ("qwen3_moe", "mixtral"):
-        yield Case(family=family, precision="bf16-true", world_size=2)
-        yield Case(family=family, rows=2, recompute="full")
-        yield Case(family=family, mode="lora", precision="bf16-true", world_size=1, rows=2)
+    for family in ("qwen3_moe", "mixtral", "qwen2_moe"):
+        # The expert for all tokens got its rule with the first of its cases.
+        yield Case(family=family, precision="bf16-true", world_size=2, is_held_out=family != "qwen2_moe")
+        yield Case(family=family, rows=2, recompute="full", is_held_out=True)
+        yield Case(family=family, mode="lora", precision="bf16-true", world_size=1, rows=2, is_held_out=True)
+
+
+def _list_tiny() -> Iterator[Case]:
+    """Yield tiny models of more families: the first shape of those that rules were written with, and others."""
+    for i, family in enumerate(TINY_FAMILIES):
+        is_held_out = family not in WRITTEN_WITH
+        yield Case(family=family, precision="32-true", world_size=2, rows=2, length=256, is_held_out=is_held_out)
+        yield Case(family=family, length=448, recompute="full", is_held_out=True)
+        mode, more = ("lora", {}) if i % 2 else ("nf4", {"reshard": False})
+        yield Case(
+            family=family,
+            mode=mode,
+            precision="bf16-true",
+            world_size=1 + i % 2,
+            rows=3,
+            length=200,
+            is_held_out=True,
+            **more,
+        )
+    llama = {**TINY, "vocab_size": 3000, "intermediate_size": 704, "num_key_value_heads": 2}
+    yield Case(family="llama", mode="dora", precision="bf16-true", world_size=2, rows=2, length=256, change=llama)
+    for family, precision in (("llama", "bf16-mixed"), ("qwen2", "32-true")):
+        held: dict[str, Any] = {"family": family, "mode": "dora", "change": llama, "is_held_out": True}
+        yield Case(**held, precision=precision, length=384, recompute="full")
+    yield from _list_dropped(llama)
+
+
+def _list_dropped(llama: dict[str, Any]) -> Iterator[Case]:
+    """Yield steps in which attention drops something, and what else kernels of CPUs and GPUs do otherwise."""
+    gpt2 = {"vocab_size": 3000, "n_embd": 256, "n_layer": 3, "n_head": 4, "attn_pdrop": 0.1}
+    vit = {**TINY, "intermediate_size": 704, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    for on_gpu in (False, True):
+        both: dict[str, Any] = {"on_gpu": on_gpu, "is_held_out": True}
+        yield Case(**{**both, "is_held_out": on_gpu}, family="gpt2", world_size=2, change=gpt2)
+        yield Case(**both, family="gpt2", precision="32-true", rows=2, length=320, recompute="full", change=gpt2)
+        yield Case(**both, family="gpt2", mode="lora", precision="bf16-true", world_size=1, rows=2, change=gpt2)
+        yield Case(**both, family="vit", world_size=2, rows=3, change=vit)
+        dropped = {**llama, "attention_dropout": 0.1}
+        yield Case(**both, family="llama", rows=2, length=256, is_packed=True, change=dropped)
+        yield Case(**both, family="llama", rows=2, length=256, change=dropped | {"attn_implementation": "eager"})
+        # Heads that are shared in float32, of which torch has no kernel for GPUs.
+        yield Case(**both, family="llama", precision="32-true", world_size=2, rows=2, length=320, change=llama)
 
 
 def _list_speech() -> Iterator[Case]:
@@ -303,7 +351,7 @@ def _list_mended(llama: dict[str, Any], half: dict[str, Any]) -> Iterator[Case]:
     yield Case(**{**head, "family": "mistral", "precision": "bf16-mixed", "world_size": 1}, loss_chunks=4)
 
 
-def _list_matrix(family: str) -> Iterator[Case]:
+def _list_matrix(family: str, *, is_whole: bool = False) -> Iterator[Case]:
     """Yield what trains x recomputation x resharding x ranks.
 
     Precision, and offload, chunked loss and 8-bit state, go round, so that each meets each of the others.
@@ -323,7 +371,9 @@ def _list_matrix(family: str) -> Iterator[Case]:
     modes = ("full", "lora") if family in SPEECH else ("full", "lora", "nf4")
     cells = product(modes, ("none", "full"), (True, False), (1, 2, 4, 8))
     for i, (mode, recompute, reshard, world_size) in enumerate(cells):
-        if (i + i // 4 + i // 8 + i // 16) % 2:  # every other one: each value still meets each of the others
+        # Every other one: each value still meets each of the others. Only these were run when rules were written.
+        is_new = (i + i // 4 + i // 8 + i // 16) % 2 == 1
+        if is_new and not is_whole:
             continue
         extra = extras[(i % 4 + 2 * (recompute == "full") + i // 16) % 4]
         # Offload on a single rank cannot be followed, and only language models have a loss in chunks.
@@ -332,5 +382,5 @@ def _list_matrix(family: str) -> Iterator[Case]:
         cell: dict[str, Any] = {"mode": mode, "recompute": recompute, "reshard": reshard, "world_size": world_size}
         precision = precisions[(i + i // 3) % 3]
         # The pixels that FSDP2 casts got their rule after a first run had been looked at.
-        is_held_out = family != "vit" or mode == "full" or precision == "32-true"
+        is_held_out = is_new or family != "vit" or mode == "full" or precision == "32-true"
         yield Case(family=family, precision=precision, is_held_out=is_held_out, **cell, **sizes[family], **extra)

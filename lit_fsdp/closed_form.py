@@ -87,7 +87,7 @@ def predict_step(
 ) -> StepPrediction:
     """Predict the step of the first rank, which has the largest shards.
 
-    ``sdpa`` counts as fused, compiled blocks as if they were not, which is more than they need.
+    ``sdpa`` counts as fused where there is a kernel, compiled blocks as if they were not, which is more than they need.
 
     Args:
         model: On the meta device, with adapters, quantized and cast as it will be.
@@ -99,7 +99,8 @@ def predict_step(
         world_size: How many ranks there are.
         ranks_per_node: How many of them each node has.
         num_micro_batches: Accumulated in a step.
-        device_type: Whose kernels: CPU's keep larger dropout masks.
+        device_type: Whose kernels: CPU's keep larger dropout masks, and all scores where attention drops some. CUDA's
+            keep these where heads are shared in float32.
 
     Raises:
         ValueError: A setting does not fit, or a module has no rule: an ``UnreadableModuleError``.
@@ -148,7 +149,7 @@ def _read_model(
 ) -> Tape:
     parameters = dict(model.named_parameters())
     compute = _find_compute_dtype(parameters, dtypes)
-    tape = Tape(itemsize=compute.itemsize, fused_masks=device_type != "cpu")
+    tape = Tape(itemsize=compute.itemsize, is_gpu=device_type != "cpu")
     names = {id(parameter): name for name, parameter in parameters.items()}
     reader = Reader(tape=tape, names=names, **vars(micro_batch))
     recomputed = _list_recomputed(settings.recompute, list(iterate_blocks(plan)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from lit_fsdp.adamw_8bit import make_code_books
 from lit_fsdp.assembly import shard_module
 from lit_fsdp.clipping import clip_grad_norm
 from lit_fsdp.flops import Flops
+from lit_fsdp.gpu_kernels import run_as_gpus
 from lit_fsdp.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.mesh import build_mesh
 from lit_fsdp.precision import MixedPrecision
@@ -76,6 +77,7 @@ def trace_training_step(
     ranks_per_node: int,
     num_micro_batches: int = 1,
     clip_norm: float | None = None,
+    device_type: str = "cuda",
 ) -> TracedStep:
     """Shard a module and run two steps of training on fake tensors; return what the second held and did.
 
@@ -94,6 +96,7 @@ def trace_training_step(
         ranks_per_node: For ``mesh.shard: node``.
         num_micro_batches: Accumulated in a step.
         clip_norm: Clip gradients by norm before the optimizer; ``None`` does not.
+        device_type: Whose kernels: those of ``cpu`` keep more where something is dropped.
     """
     sizes = {"world_size": dist.get_world_size(), "ranks_per_node": ranks_per_node}
     mesh = build_mesh(settings.mesh, device_type=_DEVICE.type, timeout_s=60.0, **sizes)
@@ -101,7 +104,8 @@ def trace_training_step(
     make_code_books(_DEVICE)
     plan = shard_module(module, settings, dtypes=dtypes, mesh=mesh, device=_DEVICE)
     # Non-fake inputs are constants that a model or library has made before.
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    kernels: AbstractContextManager[Any] = nullcontext() if device_type == "cpu" else run_as_gpus()
+    with FakeTensorMode(allow_non_fake_inputs=True), kernels:
         materialize(module, _DEVICE)
         register_steps(module, [step_name])
         optimizer = build_optimizer()

@@ -10,6 +10,7 @@ from lit_fsdp.quantized_layers import QuantizedExperts
 from lit_fsdp.reader import SAVES_INPUT, Reader, UnreadableModuleError
 from lit_fsdp.tape import FLOAT32
 
+_SHARED = {"shared_expert", "shared_expert_gate"}  # which are read elsewhere
 _INDEX = 8  # bytes of the number of a token
 
 
@@ -25,7 +26,7 @@ def read_mixture(reader: Reader, name: str, module: Any, x: int) -> int:
         UnreadableModuleError: It is of another kind.
     """
     router, experts = module.gate, module.experts
-    known = {"experts", "gate"} == {key for key, _ in module.named_children()}
+    known = {"experts", "gate"} == {key for key, _ in module.named_children()} - _SHARED
     implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     is_plain = getattr(experts, "has_gate", False) and not experts.has_bias and not experts.has_post_expert_norm
     if not known or not is_plain or not type(router).__name__.endswith("TopKRouter"):

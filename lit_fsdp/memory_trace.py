@@ -268,8 +268,9 @@ class MemoryTrace(TorchDispatchMode):
                 self._mark(tensor, "communication", unit)
         elif name.startswith("fsdp.chunk_cat"):
             self._mark(kwargs["out"] if "out" in kwargs else args[3], "communication", self._unit)
-        elif "reduce_scatter" in name:
+        elif name.startswith("profiler._record_function_exit"):  # such as of FSDP2's reduction
             self._move_arriving()
+        elif "reduce_scatter" in name:
             for tensor in tree_iter(args[0]):
                 if isinstance(tensor, Tensor):  # gradients are views of it, unless their dtype is another
                     self._mark(tensor, "gradients", self._unit)
@@ -278,7 +279,7 @@ class MemoryTrace(TorchDispatchMode):
         return copied
 
     def _move_arriving(self) -> None:
-        """Let gradients arrive on the host: they are copied while the next unit is computed."""
+        """Let gradients arrive on the host: once they are reduced, FSDP2 holds their copies only (torch 2.13)."""
         for block in self._arriving:
             if block.storage() is not None:
                 self._count(block, -block.num_bytes)

@@ -10,13 +10,15 @@ from typing import Any
 
 from torch import nn
 
-from lit_fsdp.block_reader import is_norm, read_block, read_embedding, read_norm
+from lit_fsdp.block_reader import read_block, read_embedding
 from lit_fsdp.linear_reader import find_linears, read_linear
-from lit_fsdp.reader import Reader, UnreadableModuleError
+from lit_fsdp.norm_reader import is_norm, read_norm
+from lit_fsdp.reader import Reader, UnreadableModuleError, check_dropouts, find_dropout
 from lit_fsdp.tape import FLOAT32, Tape
 from lit_fsdp.units import Unit, iterate_blocks
 
 INDEX = 8  # bytes of a token's number
+_DROPOUTS = ("drop", "emb_dropout", "embed_dropout", "embedding_dropout", "dropout")  # of embeddings
 
 
 @dataclass
@@ -59,7 +61,7 @@ class ModelReader:
         end = self._read_stack() if read_own is None else read_own(self)
         tape.mark("leave_unit", self._root, end)
         if self.recomputed:  # which keeps what it is called with; else they are gone when memory is at its largest
-            tape.tables["masks"] = sum(tape.masks.values())
+            tape.tables |= tape.passed
         return tape
 
     def run(self, module: nn.Module, x: int, reader: Reader | None = None) -> int:
@@ -163,8 +165,9 @@ class ModelReader:
         x = parts[0] if len(parts) == 1 else tape.add_sum(*parts)
         if getattr(next(iter(outside.values())), "embed_scale", None) is not None:
             x = tape.add_pointwise("mul", x)
-        drops = [m.p for m in self.model.get_submodule(base).children() if isinstance(m, nn.Dropout)]
-        return tape.add_dropout(x, drops[0] if drops else 0.0)
+        around = self.model.get_submodule(base)
+        check_dropouts(base, around, _DROPOUTS)
+        return tape.add_dropout(x, find_dropout(around, *_DROPOUTS))
 
     def _read_patches(self, base: str, convolutions: Sequence[str]) -> int:
         reader, tape = self.reader, self.reader.tape

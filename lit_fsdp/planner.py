@@ -297,6 +297,7 @@ def trace_exactly(step: PlannedStep) -> TracedStep:
                 ranks_per_node=step.ranks.per_node,
                 num_micro_batches=num_traced,
                 clip_norm=step.clip_norm,
+                device_type=step.device_type,
             )
     except RuntimeError as error:  # also what torch raises when values are asked for that fake tensors have not
         if is_debugging():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import sys
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import nn
 
 from lit_fsdp.tape import Tape
 
@@ -77,3 +81,32 @@ class Reader:
         """Return the names of those that train, with the bytes of their gradients."""
         size = self.tape.itemsize
         return [(self.names[id(p)], p.numel() * size) for p in parameters if p is not None and p.requires_grad]
+
+
+def find_dropout(module: Any, *names: str) -> float:
+    """Return with what probability a module drops: of the first attribute that it has, a layer or a number."""
+    found = next((value for name in names if (value := getattr(module, name, None)) is not None), 0.0)
+    return float(getattr(found, "p", found))
+
+
+def check_dropouts(name: str, module: nn.Module, known: Collection[str]) -> None:
+    """Refuse a module that drops something, where no rule looks.
+
+    Raises:
+        UnreadableModuleError: It has another dropout than those of the names.
+    """
+    for key, value in {**vars(module), **dict(module.named_children())}.items():
+        probability: Any = getattr(value, "p", value)
+        if "drop" in key and key not in known and isinstance(probability, float) and probability > 0:
+            raise UnreadableModuleError(name, f"a dropout {key} of {probability:g}")
+
+
+def find_source(module: Any, name: str) -> str:
+    """Return the code of a function in the file of a module's class; of one that is not there, nothing."""
+    function = getattr(sys.modules[type(module).__module__], name, None)
+    return "" if function is None else inspect.getsource(function)
+
+
+def list_children(module: nn.Module) -> str:
+    """Return what is directly inside a module, for messages."""
+    return ", ".join(f"{key} ({type(child).__name__})" for key, child in module.named_children())

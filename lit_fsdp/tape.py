@@ -81,17 +81,17 @@ class Tape:
 
     Args:
         itemsize: Bytes of a number of the dtype that is computed in.
-        fused_masks: Whether dropout keeps a byte for each number, as on GPUs, or a number of the same dtype.
+        is_gpu: Whether kernels are those of GPUs: masks of dropout, and what attention keeps, are others on CPUs.
         batch_bytes: Of the micro-batch, which stays for the whole step.
-        tables: Bytes of what blocks share: cosines and sines of positions, and masks that are kept.
-        masks: Bytes of each mask of attention that blocks share.
+        tables: Bytes of what blocks share and keep: cosines and sines of positions.
+        passed: Bytes of what blocks share and keep only to be computed again, such as masks of attention.
     """
 
     itemsize: int
-    fused_masks: bool = True
+    is_gpu: bool = True
     batch_bytes: int = 0
     tables: dict[str, int] = field(default_factory=dict)
-    masks: dict[tuple[bool, int], int] = field(default_factory=dict)
+    passed: dict[str, int] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=list)
     parts: list[str] = field(default_factory=list)
     needs_grad: list[bool] = field(default_factory=list)
@@ -221,4 +221,4 @@ class Tape:
         if not probability:
             return x
         size = self.sizes[x]
-        return self.add("dropout", (x,), size, extra=size // self.itemsize if self.fused_masks else size)
+        return self.add("dropout", (x,), size, extra=size // self.itemsize if self.is_gpu else size)

@@ -14,7 +14,7 @@ OTHER_FOLDERS = ("tests", "benchmarks", "configs", "docs", ".ci")
 
 # A module may import only from lines above its own; tasks and callbacks have rules of their own below.
 LAYERS = [
-    {"cli_errors", "processes", "manifest", "random_state", "signals", "clock", "tape", "gloo"},
+    {"cli_errors", "processes", "manifest", "random_state", "signals", "clock", "tape", "gloo", "gpu_kernels"},
     {"reader", "hardware", "flops", "spikes", "bad_steps", "timeline", "fabric"},
     {"links"},
     {"mesh", "units", "precision", "offload", "clipping", "quantization", "shard_optimizer"},
@@ -24,7 +24,8 @@ LAYERS = [
     {"sharding", "fsdp_internals", "tensor_files", "buffers"},
     {"memory"},
     {"memory_trace", "expert_reader", "norm_reader", "dora_reader", "step_parts"},
-    {"linear_reader"},
+    {"linear_reader", "rotary_reader"},
+    {"attention_reader"},
     {"block_reader"},
     {"model_reader", "step_walk"},
     {"conversion", "own_rows", "quantized_files"},

@@ -25,8 +25,8 @@ from lit_fsdp.search_process import RESULT, RequestReader, SearchProcess, Search
 from lit_fsdp.search_worker import answer
 from lit_fsdp.settings import Settings
 
-PHI = {"model_type": "phi", "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512}
-PHI |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+PERSIMMON = {"model_type": "persimmon", "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512}
+PERSIMMON |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 
 OWN = """
 import torch
@@ -92,7 +92,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delitem(sys.modules, "own_stack", raising=False)  # of the test before
     for name in OURS:
         monkeypatch.delenv(name, raising=False)
-    write_run(tmp_path, model={"config": PHI}, data={"batch_size": 1})
+    write_run(tmp_path, model={"config": PERSIMMON}, data={"batch_size": 1})
     (tmp_path / "own_stack.py").write_text(OWN)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     trainer = {"accelerator": "cpu", "max_steps": 3, "log_every_n_steps": 1, "strategy": "fsdp2_auto", **quiet}

@@ -70,6 +70,7 @@ def predict(
     length: int = 16,
     optimizer: Optimizer | None = None,
     num_micro_batches: int = 1,
+    device_type: str = "cpu",
     **settings: Any,
 ) -> StepPrediction:
     dtypes, chosen = read_precision(precision), Settings(**settings)
@@ -84,7 +85,7 @@ def predict(
         world_size=world_size,
         ranks_per_node=world_size,
         num_micro_batches=num_micro_batches,
-        device_type="cpu",
+        device_type=device_type,
     )
 
 
@@ -113,6 +114,17 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"world_size": 4, "length": 96, "num_micro_batches": 2, "sharding": Sharding(hold_gradients=True)},
     ),
     ({}, {"world_size": 4, "length": 64, "mesh": Mesh(replicate=2), "precision": "bf16-true"}),
+    # Reduced gradients are on the host before the next block is computed.
+    (
+        {"vocab_size": 300, "num_hidden_layers": 4},
+        {"world_size": 2, "precision": "bf16-mixed", "rows": 2, "length": 128, "offload": Offload()},
+    ),
+    # One expert for all tokens, and no window in the place of one of 0.
+    (
+        {"family": "qwen2_moe", "hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 8}
+        | {"shared_expert_intermediate_size": 768, "num_key_value_heads": 2},
+        {"world_size": 2, "length": 512, "precision": "bf16-true"},
+    ),
     (
         {"family": "qwen3_moe", "hidden_size": 512, "num_experts": 16, "moe_intermediate_size": 192},
         {"world_size": 4, "length": 1024, "precision": "bf16-true", "recompute": Recompute(mode="full")},
@@ -161,6 +173,7 @@ QUICK = (0, 8)  # run by default
 
 def trace(model: dict[str, Any], options: dict[str, Any]) -> TracedStep:
     options = dict(options)
+    device_type = options.pop("device_type", "cpu")
     precision, world_size = options.pop("precision", "32-true"), options.pop("world_size", 1)
     rows, length = options.pop("rows", 1), options.pop("length")
     num = options.pop("num_micro_batches", 1)
@@ -178,6 +191,7 @@ def trace(model: dict[str, Any], options: dict[str, Any]) -> TracedStep:
             step_name="step",
             ranks_per_node=world_size,
             num_micro_batches=num,
+            device_type=device_type,
         )
 
 
@@ -298,9 +312,13 @@ def test_norms_without_weights_have_no_rule_instead_of_an_error_of_python() -> N
 
 
 def test_what_has_no_rule_is_named() -> None:
-    shared = {"num_experts": 4, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    shared = {"n_routed_experts": 8, "moe_intermediate_size": 64, "first_k_dense_replace": 0, "pad_token_id": 0}
     with pytest.raises(UnreadableModuleError, match=r"layers.0.mlp: a mixture of .*shared_expert.*use the exact trace"):
-        predict(Model("qwen2_moe", **shared))
+        predict(Model("glm4_moe", **shared))
+    with pytest.raises(UnreadableModuleError, match=r"layers.0: a dropout layer_dropout of 0.2"):
+        model = Model()
+        model.model.model.layers[0].layer_dropout = 0.2
+        predict(model)
     with pytest.raises(UnreadableModuleError, match="a unit inside a block"):
         predict(Model(), units=Units(rule="min_size", min_num_params=1000))
 

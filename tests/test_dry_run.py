@@ -108,6 +108,7 @@ def compare(world_size: int, model: dict[str, Any], strategy: dict[str, Any], op
                 build_optimizer=lambda: make(module),
                 step_name="step",
                 ranks_per_node=world_size,
+                device_type="cpu",
                 **options,
             )
         traced.append(dry.memory)
@@ -132,6 +133,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {"recompute": Recompute(mode="selective")}, {}),
     ({"tie_word_embeddings": True}, {}, {}),
     ({"model_type": "qwen3_moe", **EXPERTS}, {}, {"dtypes": BF16}),
+    ({"attention_dropout": 0.1}, {"recompute": Recompute(mode="full")}, {"dtypes": BF16}),
 ]
 
 

@@ -94,6 +94,7 @@ def ask_both(
     example = module.make_batch(**(batch or {"rows": 2, "length": 40}))
     cast_parameters(same, dtypes, keep=find_adapter_parameters(same))
     sizes: dict[str, Any] = {"ranks_per_node": world_size, "num_micro_batches": num_micro_batches, "dtypes": dtypes}
+    sizes["device_type"] = "cpu"
     predicted = predict_step(
         same,
         plan_module(same, settings.units),
@@ -101,7 +102,6 @@ def ask_both(
         optimizer=Optimizer(),
         micro_batch=same.family.measure_batch(example),
         world_size=world_size,
-        device_type="cpu",
         **sizes,
     )
     with fake_ranks(world_size), keep_branches(example):
