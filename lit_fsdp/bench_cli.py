@@ -25,7 +25,7 @@ from lit_fsdp.cli_errors import ConfigError, describe_config_error, explain_unkn
 from lit_fsdp.fabric import COLLECTIVES, Collective, Line, Timing, fit_line, measure_fabric
 from lit_fsdp.processes import is_torchrun
 from lit_fsdp.scaling_cli import bench_scaling, check_out_folder
-from lit_fsdp.signals import hold_signals
+from lit_fsdp.signals import put_off_interrupt
 
 Backend = Literal["auto", "nccl", "gloo"]
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -142,7 +142,7 @@ def _run_ranks(world_size: int, body: tuple[Any, ...]) -> int:
     method = "spawn" if body[1] == "nccl" else "fork"
     processes: Sequence[Any] = ()
     try:
-        with hold_signals([signal.SIGINT]):  # else one that comes now would leave ranks that nobody knows
+        with put_off_interrupt():  # one that comes now would leave ranks that nobody knows
             context = start_processes(
                 _enter, args=(world_size, port, body), nprocs=world_size, join=False, start_method=method
             )
@@ -178,7 +178,6 @@ def _end(processes: Sequence[Any]) -> None:
 def _enter(rank: int, world_size: int, port: int, body: tuple[Any, ...]) -> None:
     # Ctrl-C reaches all of them: end at once, without a traceback each. Also what they get when their parent is gone.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in names.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -67,6 +67,22 @@ def hold_signals(signals: Collection[signal.Signals]) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+@contextmanager
+def put_off_interrupt() -> Iterator[None]:
+    """Raise the ``KeyboardInterrupt`` of a Ctrl-C inside this context when it ends, whichever thread gets it."""
+    came: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        if before is signal.default_int_handler:
+            signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
+
+
 def _shield() -> None:
     if _LISTENED:
         signals = frozenset(_LISTENED)
