@@ -245,7 +245,6 @@ def write_report(rows: Sequence[Row], group: str, seconds: Sequence[float], devi
         "form over what the trace sees.",
         "",
         *(missing if device.type == "cpu" else []),
-        "The task of speech has no quantized weights.",
         f"A tiny model has {', '.join(f'{key}={value}' for key, value in TINY.items())}.",
         "",
         "| | number | median | worst |",

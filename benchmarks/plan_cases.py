@@ -26,6 +26,7 @@ from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks import TextToSpeech
 from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, sum_chunked_losses
 from lit_fsdp.tasks.tts.families import parse_family
+from lit_fsdp.tasks.tts.quantizing import list_rest
 from lit_fsdp.units import Unit
 
 SMALL = {"vocab_size": 2000}
@@ -116,6 +117,8 @@ class SpeechModel(nn.Module):
         family, config = parse_family(raw)
         with torch.device("meta"):
             self.model: Any = family.build_model(config)
+        if case.mode == "nf4":
+            quantize_model(self.model, Quantization(), keep=list_rest(self.model, family))
         if case.mode != "full":
             add_adapters(self.model, LoRA(r=16, targets=family.linears))
         self._family, self._weights, self._raw = family, family.weigh_losses(config), raw
@@ -180,7 +183,7 @@ def list_cases(group: Literal["families", "settings", "matrix", "speech", "large
         yield from (*_list_matrix("llama", is_whole=True), *_list_matrix("vit", is_whole=True))
         return
     if group == "speech":
-        yield from (*_list_speech(), *_list_matrix("qwen3_tts"))
+        yield from (*_list_speech(), *_list_matrix("qwen3_tts", is_whole=True))
         return
     if group == "large":
         yield from (replace(case, is_allocated=False) for case in _list_large())
@@ -285,9 +288,11 @@ def _list_speech() -> Iterator[Case]:
         yield Case(**held, mode="lora", precision="32-true", length=100, reshard=False, num_micro_batches=2)
         holds = {"sharding": Sharding(hold_gradients=True)}
         yield Case(**held, precision="32-true", world_size=8, rows=2, length=150, num_micro_batches=2, settings=holds)
+        yield Case(**held, mode="nf4", precision="bf16-true", world_size=2, rows=2, length=100, recompute="full")
     large: dict[str, Any] = {"family": "qwen3_tts_0p6b", "is_held_out": True, "is_allocated": False}
     yield Case(**large, rows=4, length=120)
-    yield Case(**large, mode="lora", precision="bf16-true", world_size=1, rows=2, length=187, recompute="full")
+    for mode in ("lora", "nf4"):
+        yield Case(**large, mode=mode, precision="bf16-true", world_size=1, rows=2, length=187, recompute="full")
 
 
 def _list_large() -> Iterator[Case]:
@@ -368,8 +373,7 @@ def _list_matrix(family: str, *, is_whole: bool = False) -> Iterator[Case]:
         {"loss_chunks": 4},
         {"optimizer": "adamw_8bit"},
     )
-    modes = ("full", "lora") if family in SPEECH else ("full", "lora", "nf4")
-    cells = product(modes, ("none", "full"), (True, False), (1, 2, 4, 8))
+    cells = product(("full", "lora", "nf4"), ("none", "full"), (True, False), (1, 2, 4, 8))
     for i, (mode, recompute, reshard, world_size) in enumerate(cells):
         # Every other one: each value still meets each of the others. Only these were run when rules were written.
         is_new = (i + i // 4 + i // 8 + i // 16) % 2 == 1
