@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from rich import table as rich_table
 from rich.console import Console
+
+_WIDE = 200  # of a file or pipe, which has no width that cells would have to be cut to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,5 +137,10 @@ def print_table(table: Table) -> None:
         drawn.add_column(column, justify="right" if i else "left", overflow="fold")
     for row in table.rows:
         drawn.add_row(*row)
-    # A file or pipe has no width that the cells would have to be cut to.
-    Console(width=None if sys.stdout.isatty() else 200).print(drawn)
+    Console(width=find_width() or _WIDE).print(drawn)
+
+
+def find_width() -> int | None:
+    """Return how many columns the reader has: of the terminal, or as ``COLUMNS`` says; ``None`` if nobody knows."""
+    is_known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console().width if is_known else None

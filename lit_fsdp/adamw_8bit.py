@@ -114,8 +114,8 @@ class AdamW8bit(ShardOptimizer):
         rows = local.reshape(local.shape[0], -1)  # [rows, length of a row]; a copy if the layout is unusual
         update = self._update_8bit if is_8bit(parameter.shape) else self._update_32bit
         update(rows, gradient.to(local.dtype).reshape(rows.shape), state, group)
-        if rows.data_ptr() != local.data_ptr():
-            local.copy_(rows.view(local.shape))
+        if not local.is_contiguous():  # addresses are not compared: tensors without values have none
+            local.copy_(rows.reshape(local.shape))
 
     @override
     def name_state(self, parameter: Tensor) -> list[str]:

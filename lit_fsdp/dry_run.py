@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def trace_training_step(
     ``fake_ranks``, whose first rank is traced: the one with the largest shards.
 
     Args:
-        module: On the meta device.
+        module: Not sharded; parameters that are not on the meta device go there.
         settings: Of the strategy.
         batch: One micro-batch, real or on the meta device; only shapes and dtypes matter.
         dtypes: What the Trainer's precision comes to.
@@ -102,10 +103,13 @@ def trace_training_step(
     mesh = build_mesh(settings.mesh, device_type=_DEVICE.type, timeout_s=60.0, **sizes)
     prepare_tables(_DEVICE)
     make_code_books(_DEVICE)
+    _drop_values(module)
     plan = shard_module(module, settings, dtypes=dtypes, mesh=mesh, device=_DEVICE)
     # Non-fake inputs are constants that a model or library has made before.
     kernels: AbstractContextManager[Any] = nullcontext() if device_type == "cpu" else run_as_gpus()
-    with FakeTensorMode(allow_non_fake_inputs=True), kernels:
+    with FakeTensorMode(allow_non_fake_inputs=True), kernels, warnings.catch_warnings():
+        # For those who would change such a view in place; in a trace no value can go wrong.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         materialize(module, _DEVICE)
         register_steps(module, [step_name])
         optimizer = build_optimizer()
@@ -124,6 +128,20 @@ def trace_training_step(
         is_offloaded = settings.offload is not None
         trace = MemoryTrace(module, [optimizer], plan=plan, device=_DEVICE, is_offloaded=is_offloaded)
         return _follow(step, trace, fake)
+
+
+def _drop_values(module: nn.Module) -> None:
+    """Move plain parameters to the meta device, shared ones together: FSDP2 would ask fake shards for addresses."""
+    made: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if type(parameter) is not nn.Parameter or parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                empty = torch.empty_like(parameter, device="meta")
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                made[id(parameter)].__dict__.update(parameter.__dict__)
+            child._parameters[name] = made[id(parameter)]
 
 
 def _follow(step: Callable[[Callable[[str], None]], None], trace: MemoryTrace, batch: Mapping[str, Any]) -> TracedStep:

@@ -84,13 +84,22 @@ def find_gpu(name: str, memory_gib: float | None = None) -> Gpu | None:
         name: Of the GPU; case and punctuation do not matter.
         memory_gib: Where it is known, of several that fit the one that is nearest to it.
     """
-    words = _split(name)
-    fits = [gpu for gpu in GPUS if gpu.words <= words <= gpu.words | gpu.more_words | _NOISE]
+    fits = find_cards(name)
     if not fits:
         return None
     if memory_gib is not None:
         return min(fits, key=lambda gpu: (abs(gpu.memory_gib - memory_gib), gpu.fp16_tflops, gpu.bandwidth_gb_s))
     return min(fits, key=lambda gpu: (gpu.memory_gib, gpu.fp16_tflops, gpu.bandwidth_gb_s))
+
+
+def find_cards(name: str) -> list[Gpu]:
+    """Return all GPUs that a name can mean: several where it leaves memory or the kind of board open.
+
+    Args:
+        name: Of the GPU; case and punctuation do not matter.
+    """
+    words = _split(name)
+    return [gpu for gpu in GPUS if gpu.words <= words <= gpu.words | gpu.more_words | _NOISE]
 
 
 def find_usual_gpu(memory_gib: float) -> Gpu:

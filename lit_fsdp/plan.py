@@ -207,5 +207,10 @@ def parse_memory(text: str) -> int:
     return num_bytes
 
 
+def choose_unit(num_bytes: int) -> tuple[int, str]:
+    """Return the bytes of the unit that shows a number and all below it best, and its name."""
+    return (2**30, "GiB") if num_bytes >= 2**28 else (2**20, "MiB")
+
+
 def _fill(by_kind: Mapping[Kind, int]) -> dict[str, int]:
     return {kind: by_kind.get(kind, 0) for kind in KINDS}

@@ -19,7 +19,7 @@ from lit_fsdp.cli_errors import ConfigError, describe_exception, is_debugging
 from lit_fsdp.config_files import check_config_files
 from lit_fsdp.estimate import Hardware
 from lit_fsdp.forecast import NoForecastError, measure_batch
-from lit_fsdp.hardware import find_gpu, find_usual_gpu, suggest_gpus
+from lit_fsdp.hardware import find_cards, find_gpu, find_usual_gpu, suggest_gpus
 from lit_fsdp.links import choose_links, parse_links
 from lit_fsdp.plan import describe_plan, parse_memory
 from lit_fsdp.plan_report import draw_plan, print_report
@@ -46,7 +46,7 @@ def run_plan(args: Sequence[str]) -> int:
     """
     config_files = check_config_files(args)
     warnings.filterwarnings("ignore", message=".*LightningCLI's args parameter.*")
-    warnings.filterwarnings("ignore", category=UserWarning, module="torch.amp.grad_scaler")
+    warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA is not available.*")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     own = [_spell_option(arg) for arg in args]
     PlanCLI(own, default_run_name=config_files[0].stem if config_files else None)
@@ -106,7 +106,7 @@ class PlanTrainer(PlannedTrainer):
         else:
             step = prepare_step(self, model, datamodule)
         found = plan_step(step, exact=exact, hardware=hardware)
-        print_report(found, device_bytes)
+        print_report(found, device_bytes, other_gpus=_list_others(gpu, hardware))
         described = describe_plan(found, device_bytes)
         if device_bytes is not None and candidates:
             chosen = choose(candidates)
@@ -231,6 +231,13 @@ def find_hardware(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return Hardware(gpu=found, links=links)
+
+
+def _list_others(gpu: str | None, hardware: Hardware | None) -> list[str]:
+    """Return the GPUs that the name means as well as the one that was taken."""
+    if gpu is None or hardware is None:
+        return []
+    return [card.name for card in find_cards(gpu) if card is not hardware.gpu]
 
 
 def describe_problem(

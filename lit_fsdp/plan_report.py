@@ -9,7 +9,7 @@ from lit_fsdp.callbacks.plots import write_png
 from lit_fsdp.callbacks.sections import Table, print_table
 from lit_fsdp.callbacks.step_memory import plot_step
 from lit_fsdp.memory import KINDS
-from lit_fsdp.plan import HEADROOM, OUTSIDE_BYTES, Plan
+from lit_fsdp.plan import HEADROOM, OUTSIDE_BYTES, Plan, choose_unit
 from lit_fsdp.step_time import StepTime
 
 _GIB = 2**30
@@ -24,12 +24,13 @@ _MEANINGS = {
 }
 
 
-def print_report(plan: Plan, device_bytes: int | None) -> None:
+def print_report(plan: Plan, device_bytes: int | None, *, other_gpus: Sequence[str] = ()) -> None:
     """Print what a step takes, and whether it fits.
 
     Args:
         plan: The step.
         device_bytes: Memory of a device, where it is known.
+        other_gpus: That could have been meant as well as the one whose time is shown.
     """
     print_table(_make_memory_table(plan))
     if plan.memory.host_by_kind:
@@ -38,16 +39,11 @@ def print_report(plan: Plan, device_bytes: int | None) -> None:
         print_table(_make_activation_table(plan))
     print_table(_make_traffic_table(plan))
     if plan.time is not None:
-        time = plan.time
-        print_table(_make_time_table(time))
-        print(
-            f"speed: {time.tokens_per_s:,.0f} tokens/s, {time.tokens_per_s_per_gpu:,.0f} of each GPU, MFU "
-            f"{time.mfu_pct:.1f} %, bound by {time.bound}; with fewer than {time.crossover_tokens:,.0f} tokens in a "
-            "micro-batch of a rank, communication takes longer than compute"
-        )
+        print_table(_make_time_table(plan.time, other_gpus))
+        print(describe_speed(plan.time))
     if plan.closed_form_bytes is not None and plan.engine != "closed form":
         difference = 100 * (plan.closed_form_bytes / plan.memory.peak.num_bytes - 1)
-        size, name = _choose_unit(plan.memory.peak.num_bytes)
+        size, name = choose_unit(plan.memory.peak.num_bytes)
         print(f"closed form: {plan.closed_form_bytes / size:.2f} {name}, {difference:+.1f} %")
     for note in plan.notes:
         print(f"note: {note}")
@@ -70,6 +66,20 @@ def describe_fit(plan: Plan, device_bytes: int) -> str:
     )
 
 
+def describe_speed(time: StepTime) -> str:
+    """Return the line that says how fast a step is, and where anything is sent, when that takes longest."""
+    said = (
+        f"speed: {time.tokens_per_s:,.0f} tokens/s, {time.tokens_per_s_per_gpu:,.0f} of each GPU, MFU "
+        f"{time.mfu_pct:.1f} %, bound by {time.bound}"
+    )
+    if not time.communication_s:
+        return said
+    return (
+        f"{said}; with fewer than {time.crossover_tokens:,.0f} tokens in a micro-batch of a rank, communication takes "
+        "longer than compute"
+    )
+
+
 def draw_plan(plan: Plan, device_bytes: int | None, path: Path) -> None:
     """Write the memory over the step as a picture, with what tensors may take of a device, where that is known."""
     title = f"Memory of the planned step, rank 0 of {plan.ranks.world_size}, which holds most"
@@ -80,7 +90,7 @@ def draw_plan(plan: Plan, device_bytes: int | None, path: Path) -> None:
 
 def _make_memory_table(plan: Plan) -> Table:
     peak, ranks = plan.memory.peak, plan.ranks
-    size, name = _choose_unit(peak.num_bytes)
+    size, name = choose_unit(peak.num_bytes)
     rows = []
     for kind in KINDS:
         numbers = (peak.by_kind.get(kind, 0), max(plan.memory.by_kind[kind]))
@@ -96,7 +106,7 @@ def _make_memory_table(plan: Plan) -> Table:
 
 def _make_activation_table(plan: Plan) -> Table:
     total = sum(plan.activations.values())
-    size, name = _choose_unit(total)
+    size, name = choose_unit(total)
     parts = sorted(plan.activations.items(), key=lambda item: -item[1])
     rows = [[part, f"{value / size:.2f}", f"{100 * value / max(total, 1):.0f}"] for part, value in parts]
     where = "" if plan.engine == "closed form" else ", by the closed form"
@@ -105,7 +115,7 @@ def _make_activation_table(plan: Plan) -> Table:
 
 def _make_host_table(plan: Plan) -> Table:
     total = sum(plan.memory.host_by_kind.values())
-    size, name = _choose_unit(total)
+    size, name = choose_unit(total)
     rows = [[kind.replace("_", " "), f"{value / size:.2f}"] for kind, value in plan.memory.host_by_kind.items()]
     if plan.quantized_bytes:
         rows.insert(1, ["  of these quantized", f"{plan.quantized_bytes / size:.2f}"])
@@ -120,7 +130,7 @@ def _make_traffic_table(plan: Plan) -> Table:
         ("all-reduce between replicas", "all_reduce", plan.collectives.all_reduces),
     )
     sums = plan.sum_traffic()
-    size, name = _choose_unit(sum(sums.values()))
+    size, name = choose_unit(sum(sums.values()))
     rows = []
     for label, key, count in counts:
         largest = max((getattr(unit, key) for unit in plan.traffic), default=0)
@@ -131,8 +141,9 @@ def _make_traffic_table(plan: Plan) -> Table:
     return Table(title=title, columns=["collective", "calls", "in a step", "largest call"], rows=rows)
 
 
-def _make_time_table(time: StepTime) -> Table:
+def _make_time_table(time: StepTime, other_gpus: Sequence[str]) -> Table:
     factor, unit = (1, "seconds") if time.step_s >= 1 else (1000, "milliseconds")
+    also = f"; also known: {', '.join(other_gpus)}" if other_gpus else ""
     parts = [
         ("step", time.step_s),
         ("  compute", time.compute_s),
@@ -142,8 +153,4 @@ def _make_time_table(time: StepTime) -> Table:
         *((f"  {kind.replace('_', ' ')}", s) for kind, s in time.by_collective.items() if s),
     ]
     rows = [[name, f"{factor * seconds:.3f}"] for name, seconds in parts]
-    return Table(title="Time of a step", columns=["part", unit], rows=rows)
-
-
-def _choose_unit(num_bytes: int) -> tuple[float, str]:
-    return (_GIB, "GiB") if num_bytes >= _GIB / 4 else (_GIB / 1024, "MiB")
+    return Table(title=f"Time of a step on {time.gpu_name}{also}", columns=["part", unit], rows=rows)

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lit_fsdp.callbacks.sections import Table, print_table
-from lit_fsdp.plan import describe_time
+from lit_fsdp.callbacks.sections import Table, find_width, print_table
+from lit_fsdp.plan import choose_unit, describe_time
 from lit_fsdp.search import Candidate, format_changes
 from lit_fsdp.settings import PRESETS
 
 _GIB = 2**30
 _MAX_ROWS = 12
+_USUAL_WIDTH, _MAX_WIDTH = 80, 120  # of lists of settings; the first where nobody knows the reader's
 _CLASS, _AUTO_ONLY = "lit_fsdp.FSDP2Strategy", ("device_memory", "link")
 
 
@@ -25,16 +26,19 @@ def print_search(candidates: Sequence[Candidate], chosen: Candidate | None, devi
         device_bytes: Memory of one GPU.
     """
     configured, *others = candidates
+    shown: list[Candidate] = []
     for keeps_result, title in (
         (True, "The same training, other settings: fastest first"),
         (False, "Another training: adapters, 4-bit weights or 8-bit optimizer state"),
     ):
-        some = [candidate for candidate in others if candidate.keeps_result is keeps_result]
-        shown = _pick(some)
+        some = _pick([candidate for candidate in others if candidate.keeps_result is keeps_result])
         if keeps_result:
-            shown.insert(0, configured)
-        if shown:
-            print_table(_make_table(title, shown, configured, chosen, device_bytes))
+            some.insert(0, configured)
+        rows = dict(enumerate(some, start=len(shown) + 1))
+        if rows:
+            print_table(_make_table(title, rows, configured, chosen, device_bytes))
+            print("\n".join(list_settings(rows, chosen)), end="\n\n")
+        shown += some
     if chosen is None:
         nearest = min(candidates, key=lambda candidate: candidate.needed_bytes)
         missing = (nearest.needed_bytes - device_bytes) / _GIB
@@ -47,6 +51,25 @@ def print_search(candidates: Sequence[Candidate], chosen: Candidate | None, devi
     else:
         share = 100 * (chosen.time.step_s / configured.time.step_s - 1)
         print(f"chosen: {format_changes(chosen.changes)}: {share:+.0f} % of time for a step")
+
+
+def list_settings(rows: Mapping[int, Candidate], chosen: Candidate | None) -> list[str]:
+    """Return the lines that say what the numbers of a table stand for, one setting whole on a line.
+
+    Args:
+        rows: Candidates by their numbers.
+        chosen: Gets a star.
+    """
+    width, lines = min(find_width() or _USUAL_WIDTH, _MAX_WIDTH), []
+    for number, candidate in rows.items():
+        lines.append(f"{_mark(number, candidate, chosen):>4} ")
+        said = [format_changes({key: value}) for key, value in candidate.changes.items()] or [format_changes({})]
+        said = [*(f"{setting}," for setting in said[:-1]), said[-1] + ("" if candidate.fits else " (does not fit)")]
+        for setting in said:
+            if len(lines[-1]) + 1 + len(setting) > width and lines[-1].strip("* 0123456789"):
+                lines.append(" " * 5)
+            lines[-1] += f" {setting}"
+    return lines
 
 
 def describe_search(candidates: Sequence[Candidate], chosen: Candidate | None) -> dict[str, Any]:
@@ -118,33 +141,44 @@ def _pick(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _make_table(
     title: str,
-    shown: Sequence[Candidate],
+    rows: Mapping[int, Candidate],
     configured: Candidate,
     chosen: Candidate | None,
     device_bytes: int,
 ) -> Table:
-    rows = []
-    has_host = any(candidate.host_bytes for candidate in shown)
-    has_compiled = any(candidate.compiled_s is not None for candidate in shown)
-    for candidate in shown:
-        left = (device_bytes - candidate.needed_bytes) / _GIB
-        ratio = candidate.time.step_s / configured.time.step_s
-        cells = [
-            f"{'* ' if candidate is chosen else ''}{format_changes(candidate.changes)}",
-            f"{candidate.peak_bytes / _GIB:.2f}",
-            f"{left:.2f}" if candidate.fits else f"NO: {left:.2f}",
-            *([f"{candidate.host_bytes / _GIB:.1f}"] if has_host else []),
-            f"{candidate.time.step_s:.2f}",
-            *([_show_seconds(candidate.compiled_s)] if has_compiled else []),
-            f"{ratio:.2f}",
-            f"{candidate.time.tokens_per_s:,.0f}",
-            f"{candidate.time.mfu_pct:.0f}",
-        ]
-        rows.append(cells)
-    columns = ["settings", "peak GiB", "GiB left", *(["host GiB"] if has_host else []), "step s"]
-    columns += ["compiled s"] if has_compiled else []
-    return Table(title=title, columns=[*columns, "of now", "tokens/s", "MFU %"], rows=rows)
+    """Return the figures, narrow enough for 80 columns."""
+    shown = list(rows.values())
+    peaks, peak_unit = _format_bytes([c.peak_bytes for c in shown])
+    left, left_unit = _format_bytes([device_bytes - c.needed_bytes for c in shown])
+    host, host_unit = _format_bytes([c.host_bytes for c in shown])
+    slowest = max(max(c.time.step_s, c.compiled_s or 0.0) for c in shown)
+    factor, time_unit = (1, "s") if slowest >= 1 else (1000, "ms")
+    columns = {
+        "#": [_mark(number, candidate, chosen) for number, candidate in rows.items()],
+        f"peak\n{peak_unit}": peaks,
+        f"left\n{left_unit}": left,
+        f"host\n{host_unit}": host if any(c.host_bytes for c in shown) else None,
+        f"step\n{time_unit}": [_format(factor * c.time.step_s) for c in shown],
+        f"compiled\n{time_unit}": ["-" if c.compiled_s is None else _format(factor * c.compiled_s) for c in shown]
+        if any(c.compiled_s is not None for c in shown)
+        else None,
+        "of\nnow": [f"{c.time.step_s / configured.time.step_s:.2f}" for c in shown],
+        "tokens/s": [f"{c.time.tokens_per_s:,.0f}" for c in shown],
+        "MFU\n%": [f"{c.time.mfu_pct:.0f}" for c in shown],
+    }
+    given = {name: cells for name, cells in columns.items() if cells is not None}
+    return Table(title=title, columns=list(given), rows=list(zip(*given.values(), strict=True)))
 
 
-def _show_seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _mark(number: int, candidate: Candidate, chosen: Candidate | None) -> str:
+    return f"{'*' * (candidate is chosen)}{number}".rjust(3)
+
+
+def _format_bytes(numbers: Sequence[int]) -> tuple[list[str], str]:
+    """Return numbers of one column in the unit that is best for the largest, and its name."""
+    size, name = choose_unit(max(abs(number) for number in numbers))
+    return [_format(number / size) for number in numbers], name
+
+
+def _format(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 100 else f"{value:.1f}"

@@ -55,6 +55,7 @@ class StepTime:
         tokens_per_gather: Of a rank in a micro-batch.
         model_flops: Of a rank in a step, see Note [FLOPs].
         peak_tflops: Of its GPU, in the dtype of compute.
+        gpu_name: Of what it was predicted on.
         notes: What was assumed.
     """
 
@@ -68,6 +69,7 @@ class StepTime:
     tokens_per_gather: int
     model_flops: int
     peak_tflops: float
+    gpu_name: str
     notes: Sequence[str] = ()
 
     @property
@@ -246,6 +248,7 @@ def predict_time(work: Workload, machine: Machine) -> StepTime:
         tokens_per_gather=work.tokens,
         model_flops=work.flops.model,
         peak_tflops=machine.peak_tflops,
+        gpu_name=machine.gpu.name,
         notes=_list_notes(work, machine),
     )
 
@@ -296,11 +299,11 @@ def _time_compute(work: Workload, machine: Machine) -> float:
 
 def _list_notes(work: Workload, machine: Machine) -> list[str]:
     share = machine.product_tflops / machine.peak_tflops
-    notes = [
-        f"speed: products reach {100 * share:.0f} % of the peak of {machine.gpu.name}",
-        f"speed: a second of hidden communication costs compute {machine.hidden_cost:.2f} s",
-        *machine.links.notes,
-    ]
+    notes = [f"speed: products reach {100 * share:.0f} % of the peak of {machine.gpu.name}"]
+    if machine.num_replicas * machine.num_shards > 1 or work.offloaded_bytes:
+        notes.append(f"speed: a second of hidden communication costs compute {machine.hidden_cost:.2f} s")
+    if machine.num_replicas * machine.num_shards > 1:
+        notes += machine.links.notes
     if work.moved_bytes is None:
         notes.append("speed: what norms and activations move was not counted: as in models of 7 to 70 billion")
     if work.offloaded_bytes:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lit_fsdp.hardware import GPUS, find_gpu, suggest_gpus
+from lit_fsdp.hardware import GPUS, find_cards, find_gpu, suggest_gpus
 
 # As torch.cuda.get_device_name gives them, and short ones that people type.
 NAMES = {
@@ -73,6 +73,20 @@ def test_memory_tells_cards_of_one_name_apart() -> None:
         gpu = find_gpu("NVIDIA GeForce RTX 4060 Ti", memory_gib)
         assert gpu is not None
         assert gpu.name == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("H100", ["H100 PCIe", "H100 SXM"]),
+        ("A100 80GB", ["A100 PCIe 80GB", "A100 SXM 80GB"]),
+        ("H100 SXM", ["H100 SXM"]),
+        ("RTX 4090", ["RTX 4090"]),
+        ("H1000", []),
+    ],
+)
+def test_all_cards_that_a_name_can_mean_are_known(name: str, expected: list[str]) -> None:
+    assert [card.name for card in find_cards(name)] == expected
 
 
 def test_figures_are_dense_and_of_float32_accumulation() -> None:

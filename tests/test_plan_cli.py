@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import warnings
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ BIG: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+BIASED = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+BIASED |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 LORA = {"r": 4, "dtype": "float32"}
 
 
@@ -56,9 +59,15 @@ def main(args: list[str]) -> int | None:
 
 def _enter(args: list[str]) -> None:
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    warnings.showwarning = _print_warning  # pytest keeps them otherwise
     code = cli.main(args)
     assert not dist.is_initialized()
     sys.exit(code)
+
+
+def _print_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
+    if not issubclass(category, DeprecationWarning | PendingDeprecationWarning):
+        print(f"{category.__name__}: {message}", file=sys.stderr)
 
 
 def plan(*args: str, code: int = 0) -> dict[str, Any]:
@@ -296,6 +305,49 @@ def test_a_task_and_data_of_ones_own_need_one_method(folder: Path, capfd: pytest
         capfd.readouterr()
         assert main(["plan", *own, f"--model.{option}=true"]) == 2
         assert said in capfd.readouterr().err
+
+
+def test_a_model_with_values_is_planned_as_one_without(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for device in ("meta", "cpu"):
+        (folder / f"on_{device}.py").write_text(MINE.replace('"meta"', f'"{device}"'))
+        found.append(plan(f"--model=on_{device}.Net", f"--data=on_{device}.Data", "--devices=4"))
+        printed = capfd.readouterr()
+        assert ("this process has allocated it" in printed.out) is (device == "cpu")
+        assert "Warning" not in printed.err
+    assert found[0]["memory"] == found[1]["memory"]
+    assert found[0]["memory"]["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["--trainer.accelerator=gpu", "--trainer.precision=16-mixed"], id="scaler"),
+        pytest.param(["--model.optimizer.name=adamw_8bit", "--exact=true"], id="8bit"),
+        pytest.param([f"--model.config={json.dumps({**BIASED, 'model_type': 'phi'})}"], id="phi"),
+    ],
+)
+def test_libraries_do_not_warn_of_what_no_plan_does(options: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config=run.yaml", "--devices=2", *options]) == 0
+    assert "Warning" not in (said := capfd.readouterr().err), said
+    assert "GradScaler" not in said
+
+
+def test_a_time_names_its_gpu_and_one_rank_sends_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    def say(*options: str) -> str:
+        plan("--config=run.yaml", *options)
+        return capfd.readouterr().out
+
+    alone = say("--devices=1", "--gpu=H100")
+    assert "Time of a step on H100 PCIe; also known: H100 SXM" in alone
+    assert not any(words in alone for words in ("with fewer than", "link: ", "hidden communication", "collectives ach"))
+    several = say("--devices=2", "--gpu=H100 SXM")
+    assert "Time of a step on H100 SXM " in several
+    assert "also known" not in several
+    assert "takes longer than compute" in several
+    assert "link: nvlink4,ib400x2 is assumed for H100 SXM" in several
+    larger = say("--devices=2", "--gpu=A100", "--device-memory=80GiB")
+    assert "Time of a step on A100 PCIe 80GB" in larger
 
 
 def test_sizes_of_memory_have_units() -> None:
