@@ -202,7 +202,8 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         except NoForecastError as error:
             # A trace takes both from the module; what is left are estimates of time that go for all settings alike.
             reason = str(error)
-            micro_batch, optimizer = _count_rows(batch), Optimizer()
+            given = getattr(module, "optimizer_settings", None)
+            micro_batch, optimizer = _count_rows(batch), given if isinstance(given, Optimizer) else Optimizer()
         units = plan_module(module, self._configured.units)
         model = ModelToTrain(module=module, units=units, dtypes=dtypes, optimizer=optimizer)
         hardware, device_bytes = self._find_hardware()

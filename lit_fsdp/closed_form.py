@@ -24,7 +24,7 @@ from lit_fsdp.precision import MixedPrecision
 from lit_fsdp.reader import Reader, UnreadableModuleError
 from lit_fsdp.recompute import DEFAULT_SAVED_OPS, Recompute
 from lit_fsdp.settings import Settings
-from lit_fsdp.step_parts import MicroBatch, Moment, UnitSizes, WalkSettings
+from lit_fsdp.step_parts import OUTSIDE, MicroBatch, Moment, UnitSizes, WalkSettings
 from lit_fsdp.step_walk import Walk
 from lit_fsdp.tape import FLOAT32, RELEASE, Op, Tape
 from lit_fsdp.units import Unit, count_shard_bytes, iterate_blocks
@@ -227,7 +227,7 @@ def _measure_units(
         kept = gathered // reshard if reshards and not isinstance(reshard, bool) else 0
         sizes.append(
             UnitSizes(
-                label=label_unit(unit),
+                label=OUTSIDE if unit.kind == "root" else label_unit(unit),  # as an exact trace has it
                 gathered=gathered,
                 cast=cast // num_shards,
                 reduce=numel * reduce.itemsize,

@@ -105,11 +105,7 @@ def trace_training_step(
     make_code_books(_DEVICE)
     _drop_values(module)
     plan = shard_module(module, settings, dtypes=dtypes, mesh=mesh, device=_DEVICE)
-    # Non-fake inputs are constants that a model or library has made before.
-    kernels: AbstractContextManager[Any] = nullcontext() if device_type == "cpu" else run_as_gpus()
-    with FakeTensorMode(allow_non_fake_inputs=True), kernels, warnings.catch_warnings():
-        # For those who would change such a view in place; in a trace no value can go wrong.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    with _leave_out_values(device_type):
         materialize(module, _DEVICE)
         register_steps(module, [step_name])
         optimizer = build_optimizer()
@@ -128,6 +124,16 @@ def trace_training_step(
         is_offloaded = settings.offload is not None
         trace = MemoryTrace(module, [optimizer], plan=plan, device=_DEVICE, is_offloaded=is_offloaded)
         return _follow(step, trace, fake)
+
+
+@contextmanager
+def _leave_out_values(device_type: str) -> Iterator[None]:
+    # Non-fake inputs are constants that a model or library has made before.
+    kernels: AbstractContextManager[Any] = nullcontext() if device_type == "cpu" else run_as_gpus()
+    with FakeTensorMode(allow_non_fake_inputs=True), kernels, warnings.catch_warnings():
+        # For those who would change such a view in place; in a trace no value can go wrong.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        yield
 
 
 def _drop_values(module: nn.Module) -> None:

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from lit_fsdp.closed_form import StepPrediction, predict_step
 from lit_fsdp.estimate import ModelToTrain
 from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.overrides import find_overrides
 from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.strategy import FSDP2Strategy
@@ -40,6 +41,9 @@ def find_optimizer(module: LightningModule) -> Optimizer:
         NoForecastError: It builds one of its own, of which nothing is known.
     """
     optimizer = getattr(module, "optimizer_settings", None)
+    owner, replaced = find_overrides(module)
+    if "configure_optimizers" in replaced:
+        raise NoForecastError(f"{owner} overrides configure_optimizers, so it builds an optimizer of its own")
     if not isinstance(optimizer, Optimizer):
         raise NoForecastError(f"{_name(module)} builds an optimizer of its own")
     return optimizer

@@ -254,6 +254,20 @@ def check_trainer(trainer: pl.Trainer) -> None:
             )
 
 
+def refuse_overfit(trainer: pl.Trainer) -> None:
+    """Refuse a setting with which Lightning replaces the sampler of a loader; only ours is more than an order.
+
+    Raises:
+        ValueError: With what to set instead.
+    """
+    given: int | float = trainer.overfit_batches  # type: ignore[attr-defined]
+    if given:
+        raise ValueError(
+            f"overfit_batches: got {given}: Lightning would replace the sampler of the data, which resumes and gives "
+            f"each rank samples of its own; set limit_train_batches: {given} and data.shuffle: false instead"
+        )
+
+
 def warn_of_batch_norm(module: pl.LightningModule) -> None:
     """Say that training normalizes by the batch of one rank, where there is BatchNorm."""
     if dist.get_world_size() > 1 and has_statistics_of_ranks(module):

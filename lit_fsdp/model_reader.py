@@ -13,6 +13,7 @@ from torch import nn
 from lit_fsdp.block_reader import read_block, read_embedding
 from lit_fsdp.linear_reader import find_linears, read_linear
 from lit_fsdp.norm_reader import is_norm, read_norm
+from lit_fsdp.overrides import find_overrides
 from lit_fsdp.reader import Reader, UnreadableModuleError, check_dropouts, find_dropout
 from lit_fsdp.tape import FLOAT32, Tape
 from lit_fsdp.units import Unit, iterate_blocks
@@ -51,6 +52,9 @@ class ModelReader:
             UnreadableModuleError: Some of it has no rule.
         """
         tape = self.reader.tape
+        owner, replaced = find_overrides(self.model)
+        if replaced:
+            raise UnreadableModuleError(owner, f"overrides {', '.join(replaced)}, which the closed form cannot see")
         if not self.blocks:
             raise UnreadableModuleError(type(self.model).__name__, "no blocks")
         for unit in self.plan:

@@ -16,7 +16,8 @@ from lit_fsdp.traffic import Collectives, UnitBytes
 # Of published runs, what the allocator held over what tensors took, median; see docs/planning.md.
 HEADROOM = 1.15
 OUTSIDE_BYTES = 2**30  # of the CUDA context and NCCL, which belong to no allocator: half to one GiB
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +196,7 @@ def parse_memory(text: str) -> int:
     Raises:
         ValueError: It has no unit that is known, or is not above 0.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     units = {unit.lower(): factor for unit, factor in _UNITS.items()}
     if found is None or found[2].lower() not in units:
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +36,7 @@ from lit_fsdp.traced_search import make_tracer
 from lit_fsdp.trainer_cli import TrainerCLI
 
 _OWN_OPTIONS = {"--device-memory": "--device_memory"}
+_MAX_RANKS = 2**20
 _PLAN_KEYS = {"config", "devices", "nodes", "device_memory", "gpu", "link", "exact", "search", "write", "out"}
 
 
@@ -48,8 +50,7 @@ def run_plan(args: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", message=".*LightningCLI's args parameter.*")
     warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA is not available.*")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-    own = [_spell_option(arg) for arg in args]
-    PlanCLI(own, default_run_name=config_files[0].stem if config_files else None)
+    PlanCLI(_spell_options(args), default_run_name=config_files[0].stem if config_files else None)
     return 0
 
 
@@ -170,9 +171,17 @@ class PlanCLI(TrainerCLI):
         for name, value in given.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name}: got {value}: expected 1 or more")
+        if given["devices"] is None and trainer["devices"] in (-1, "-1"):
+            raise ConfigError(
+                "trainer.devices: got -1, all GPUs of a machine: a plan looks at none; add their number, such as "
+                "--devices 4"
+            )
         default = count_devices(trainer["devices"]) or self._get(self.config, "cpu_processes") or 1
         trainer["devices"] = default if given["devices"] is None else given["devices"]
         trainer["num_nodes"] = given["nodes"] or trainer["num_nodes"]
+        num_ranks = (count_devices(trainer["devices"]) or 1) * trainer["num_nodes"]
+        if num_ranks > _MAX_RANKS:
+            raise ConfigError(f"devices: {num_ranks:,} ranks on {trainer['num_nodes']:,} nodes: at most {_MAX_RANKS:,}")
         # Nothing of a run that would write, connect or listen is built.
         for name in ("callbacks", "profiler"):
             trainer[name] = None
@@ -308,6 +317,13 @@ def _check(parse: Callable[[str], int], text: str) -> int:
         raise ConfigError(str(error)) from None
 
 
-def _spell_option(arg: str) -> str:
-    name, sign, value = arg.partition("=")
-    return _OWN_OPTIONS.get(name, name) + sign + value
+def _spell_options(args: Sequence[str]) -> list[str]:
+    """Return the command line as the parser takes it, which would read a negative size as an option of its own."""
+    found: list[str] = []
+    for arg in args:
+        if found and found[-1] in _OWN_OPTIONS.values() and re.match(r"-[\d.]", arg):
+            found[-1] += f"={arg}"
+            continue
+        name, sign, value = arg.partition("=")
+        found.append(_OWN_OPTIONS.get(name, name) + sign + value)
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
@@ -13,27 +12,28 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 
-from lit_fsdp.adapters import LoRA, find_adapter_parameters
+from lit_fsdp.adapters import find_adapter_parameters
 from lit_fsdp.auto_strategy import AutoFSDP2Strategy
-from lit_fsdp.cli_errors import ConfigError, is_debugging
+from lit_fsdp.cli_errors import ConfigError
 from lit_fsdp.closed_form import StepPrediction
 from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step
 from lit_fsdp.estimate import Hardware, ModelToTrain, estimate_time
 from lit_fsdp.flops import Flops
 from lit_fsdp.forecast import NoForecastError, describe_model, forecast_step, measure_batch
+from lit_fsdp.lightning_internals import check_trainer, refuse_overfit
 from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.overrides import UNTRACED, find_overrides
 from lit_fsdp.plan import Plan, Ranks
 from lit_fsdp.precision import cast_parameters
-from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_layers import iterate_quantized
 from lit_fsdp.step_time import StepTime
 from lit_fsdp.strategy import FSDP2Strategy
+from lit_fsdp.trace_errors import compute_loss, explain_trace
 from lit_fsdp.traffic import predict_bytes, predict_collectives
 from lit_fsdp.units import plan_module
+from lit_fsdp.variants import list_variants
 
-_LOSS_CHUNKS, _LORA_RANK = 8, 16  # of what is tried in place of what is configured
 _MAX_TRACED = 2  # micro-batches: all after the second hold what it holds
 # Of the bytes that a trace sees moved, what the closed form counts, with which step_time.MEMORY_SHARE was fitted: 0.76
 # in the median of 120 steps of 300 tokens or more in benchmarks/results/plan_{accuracy,settings,matrix}, 0.36 to 0.91;
@@ -68,8 +68,16 @@ class PlannedStep:
     notes: Sequence[str]
 
 
-def prepare_step(trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> PlannedStep:
+def prepare_step(
+    trainer: Trainer, module: LightningModule, data: LightningDataModule | None, *, searches: bool = False
+) -> PlannedStep:
     """Build the model of a run on the meta device, and find out what its step is made of.
+
+    Args:
+        trainer: Of the run, with its strategy.
+        module: Not built yet.
+        data: That would give the data.
+        searches: Whether other settings will be tried as well.
 
     Raises:
         ConfigError: It is none that can be planned.
@@ -79,13 +87,15 @@ def prepare_step(trainer: Trainer, module: LightningModule, data: LightningDataM
         raise ConfigError(
             f"trainer.strategy: got {type(strategy).__name__}: only FSDP2Strategy can be planned; set fsdp2"
         )
+    _check_step(trainer, module, data)
     strategy.settings.check_accumulation(
         num_micro_batches=trainer.accumulate_grad_batches, is_automatic=module.automatic_optimization
     )
     notes = _prepare_module(trainer, module, data)
     batch = _make_batch(data)
     if isinstance(strategy, AutoFSDP2Strategy):
-        notes.append("fsdp2_auto chooses its settings when fit starts: here are those of fsdp2; add --search")
+        help_text = "" if searches else "; add --search"
+        notes.append(f"fsdp2_auto chooses its settings when fit starts: here are those of fsdp2{help_text}")
     return describe_step(trainer, module, batch, notes=notes)
 
 
@@ -118,59 +128,16 @@ def prepare_variants(
 
     What cannot be built is left out, and the reason is a note of the first.
     """
-    variants = _list_variants(module)
-    first = prepare_step(trainer, module, data)
+    variants = list_variants(module)
+    first = prepare_step(trainer, module, data, searches=True)
     steps, notes = [], list(first.notes)
     for variant, changes in variants:
         try:
-            steps.append((prepare_step(trainer, variant, data), changes))
+            steps.append((prepare_step(trainer, variant, data, searches=True), changes))
         except ValueError as error:
             notes.append(f"search: not tried: {', '.join(changes)}: {error}")
     trainer.strategy.connect(module)
     return [(replace(first, notes=notes), {}), *steps]
-
-
-def _list_variants(module: LightningModule) -> list[tuple[LightningModule, dict[str, Any]]]:
-    """Return copies of a module that would train otherwise, none of them built yet, with the settings for it.
-
-    A task says by its attributes ``loss_chunks``, ``lora`` and ``quantization`` what it can do, and by
-    ``frozen_names`` what its setting ``freeze`` has, which adapters take the place of.
-    """
-    chunks = {"model.loss_chunks": _LOSS_CHUNKS} if _takes_chunks(module) else {}
-    trainings: list[dict[str, Any]] = [{}]
-    if getattr(module, "lora", "") is None:
-        released: dict[str, Any] = {"model.freeze": []} if getattr(module, "frozen_names", ()) else {}
-        trainings.append({"model.lora": {"r": _LORA_RANK}, **released})
-        if getattr(module, "quantization", "") is None:
-            trainings.append({**trainings[-1], "model.quantization": {"type": "nf4"}})
-    found: list[tuple[LightningModule, dict[str, Any]]] = []
-    choices = [{**more, **training} for training in trainings for more in ([{}, chunks] if chunks else [{}])]
-    for changes in choices[1:]:
-        variant: Any = deepcopy(module)
-        if "model.loss_chunks" in changes:
-            variant.loss_chunks = changes["model.loss_chunks"]
-        if "model.lora" in changes:
-            variant.lora = LoRA(**changes["model.lora"])
-        if "model.freeze" in changes:
-            variant.frozen_names = ()
-        if "model.quantization" in changes:
-            variant.quantization = Quantization(**changes["model.quantization"])
-        found.append((variant, changes))
-    return found
-
-
-def _takes_chunks(module: LightningModule) -> bool:
-    task: Any = module
-    if getattr(module, "loss_chunks", None) != 1:
-        return False
-    try:
-        task.loss_chunks = _LOSS_CHUNKS
-        task.check_loss_chunks()
-    except ValueError:
-        return False
-    finally:
-        task.loss_chunks = 1
-    return True
 
 
 def find_model(step: PlannedStep) -> ModelToTrain:
@@ -203,6 +170,9 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     traffic = predict_bytes(step.module, units, settings.sharding, dtypes, num_shards=ranks.num_shards, **counts)
     quantized_bytes = _count_quantized(step.module, ranks.num_shards)
     prediction = _forecast(step, notes)
+    unseen = [name for name in find_overrides(step.module)[1] if name in UNTRACED]
+    if unseen:
+        notes.append(f"left out: what {', '.join(unseen)} of the task does, which no engine follows")
     traced = trace_exactly(step) if prediction is None or exact else None
     found = prediction or traced
     assert found is not None
@@ -284,36 +254,23 @@ def trace_exactly(step: PlannedStep) -> TracedStep:
     num_traced = min(step.num_micro_batches, _MAX_TRACED)
     find_context: Callable[..., AbstractContextManager[None]]
     find_context = getattr(module, "enter_dry_run", lambda _: nullcontext())
-    try:
-        with fake_ranks(step.ranks.world_size), find_context(step.batch):
-            traced = trace_training_step(
-                module,
-                strategy.settings,
-                step.batch,
-                dtypes=strategy.precision_plugin.mixed_precision,
-                compute_loss=lambda batch: _take_loss(module.training_step(batch, 0)),  # looked up when it is sharded
-                build_optimizer=step.build_optimizer,
-                step_name="training_step",
-                ranks_per_node=step.ranks.per_node,
-                num_micro_batches=num_traced,
-                clip_norm=step.clip_norm,
-                device_type=step.device_type,
-            )
-    except RuntimeError as error:  # also what torch raises when values are asked for that fake tensors have not
-        if is_debugging():
-            raise
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ConfigError(
-            f"plan: the step of {type(module).__name__.removeprefix('FSDP')} cannot run on tensors without values "
-            f"({reason}); see docs/planning.md"
-        ) from error
+    name = type(module).__name__.removeprefix("FSDP")
+    with explain_trace(name), fake_ranks(step.ranks.world_size), find_context(step.batch):
+        traced = trace_training_step(
+            module,
+            strategy.settings,
+            step.batch,
+            dtypes=strategy.precision_plugin.mixed_precision,
+            compute_loss=lambda batch: compute_loss(name, module.training_step, batch),  # looked up when it is sharded
+            build_optimizer=step.build_optimizer,
+            step_name="training_step",
+            ranks_per_node=step.ranks.per_node,
+            num_micro_batches=num_traced,
+            clip_norm=step.clip_norm,
+            device_type=step.device_type,
+        )
     share = step.num_micro_batches / num_traced
     return replace(traced, flops=traced.flops * share, moved_bytes=int(traced.moved_bytes * share))
-
-
-def _take_loss(output: Any) -> Tensor:
-    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
-    return loss
 
 
 def _make_batch(data: LightningDataModule | None) -> Mapping[str, Any]:
@@ -341,6 +298,7 @@ def _prepare_module(trainer: Trainer, module: LightningModule, data: LightningDa
             "cannot be planned"
         )
     enter_fit(trainer, module)
+    trainer.datamodule = data  # type: ignore[attr-defined]  # which models look at, such as for the size of images
     prepare: Any = getattr(module, "prepare_plan", lambda _: [])
     notes = list(prepare(data))
     module.configure_model()
@@ -348,6 +306,17 @@ def _prepare_module(trainer: Trainer, module: LightningModule, data: LightningDa
     if not any(parameter.is_meta for parameter in module.parameters()):
         notes.append("the model was not built on the meta device: this process has allocated it")
     return notes
+
+
+def _check_step(trainer: Trainer, module: LightningModule, data: LightningDataModule | None) -> None:
+    """Refuse what ``fit`` refuses before it reads data."""
+    trainer.state.fn = TrainerFn.FITTING
+    check_trainer(trainer)
+    if any(owner.__module__.startswith("lit_fsdp.tasks.") for owner in type(data).__mro__):  # which have our loaders
+        refuse_overfit(trainer)
+    for name in ("training_step", "configure_optimizers"):
+        if getattr(type(module), name) is getattr(LightningModule, name) and name not in vars(module):
+            raise ConfigError(f"model: {type(module).__name__} has no {name}, so it does not train; write one")
 
 
 def enter_fit(trainer: Trainer, module: LightningModule) -> None:

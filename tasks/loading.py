@@ -16,6 +16,8 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lit_fsdp.lightning_internals import refuse_overfit
+
 PADDING = -1  # stands for "no sample" where the last batch of an evaluation is not full
 
 
@@ -237,11 +239,8 @@ def build_train_loader(
         trainer: Gives rank and world size; without it there is one rank.
         what: Names the data in errors.
     """
-    if trainer is not None and trainer.overfit_batches:  # type: ignore[attr-defined]
-        raise ValueError(
-            f"overfit_batches {trainer.overfit_batches}: Lightning would give all ranks the same samples; "  # type: ignore[attr-defined]
-            "set limit_train_batches to that number and shuffle to false instead"
-        )
+    if trainer is not None:
+        refuse_overfit(trainer)
     rank, world_size = find_rank(trainer)
     if len(rows) < batch_size * world_size:
         raise ValueError(

@@ -15,7 +15,7 @@ OTHER_FOLDERS = ("tests", "benchmarks", "configs", "docs", ".ci")
 # A module may import only from lines above its own; tasks and callbacks have rules of their own below.
 LAYERS = [
     {"cli_errors", "processes", "manifest", "random_state", "signals", "clock", "tape", "gloo", "gpu_kernels"},
-    {"reader", "hardware", "flops", "spikes", "bad_steps", "timeline", "fabric"},
+    {"reader", "overrides", "hardware", "flops", "spikes", "bad_steps", "timeline", "fabric"},
     {"links"},
     {"mesh", "units", "precision", "offload", "clipping", "quantization", "shard_optimizer"},
     {"quantized_layers"},
@@ -43,7 +43,7 @@ LAYERS = [
     {"forecast"},
     {"search"},
     {"search_process"},
-    {"auto_strategy", "planned_trainer"},
+    {"auto_strategy", "planned_trainer", "trace_errors", "variants"},
     {"planner"},
     {"traced_search"},
     {"search_worker"},
@@ -61,7 +61,7 @@ DOORS = {
     "lightning": (
         *("strategy", "precision_plugin", "lightning_internals", "tasks", "callbacks"),
         *("forecast", "auto_strategy", "planner", "default_callbacks", "trainer_cli", "plan_cli"),
-        *("planned_trainer", "search_worker"),
+        *("planned_trainer", "search_worker", "variants"),
     ),
     "pytorch_lightning": (),  # a second copy of Lightning's classes
 }

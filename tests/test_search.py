@@ -330,6 +330,9 @@ from lit_fsdp.tasks import CausalLM
 class Mine(CausalLM):
     def sum_losses(self, output, labels):
         return super().sum_losses(output, labels)
+
+    def measure_batch(self, batch):  # holds what its parent does: no need to trace it
+        return super().measure_batch(batch)
 """
 
 

@@ -276,8 +276,9 @@ def test_prediction_tells_which_rows_are_real() -> None:
 
 
 def test_overfit_batches_is_refused_because_lightning_would_replace_the_sampler() -> None:
-    with pytest.raises(ValueError, match=r"overfit_batches 2: .* limit_train_batches"):
-        fit(Recorder(64, 8), overfit_batches=2)
+    for given in (2, 0.25):
+        with pytest.raises(ValueError, match=rf"overfit_batches: got {given}: .* limit_train_batches: {given} "):
+            fit(Recorder(64, 8), overfit_batches=given)
 
 
 def test_too_few_rows_for_a_global_batch_are_refused_with_the_numbers() -> None:

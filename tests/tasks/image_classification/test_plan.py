@@ -56,3 +56,36 @@ def test_a_plan_is_what_a_run_on_two_ranks_holds(
     assert planned["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.02)
     for kind in ("parameters", "optimizer_state", "gradients", "gathered"):
         assert planned["largest_bytes_by_kind"][kind] == real["largest_bytes_by_kind"][kind], kind
+
+
+def plan_size(model: dict[str, Any], size: int) -> int | None:
+    """Plan a run whose images become of this size, by a trace; return the exit code."""
+    run = {
+        "trainer": {"accelerator": "cpu", "max_steps": 4},
+        "model": {"class_path": "ImageClassification", "init_args": {"config": model, "num_classes": 2}},
+        "data": {"class_path": "ImageData", "init_args": {"train": "train", "processor": {"size": size}}},
+    }
+    Path("run.yaml").write_text(yaml.safe_dump(run))
+    args = ["plan", "--config=run.yaml", "--devices=2", "--exact=true", "--out=planned"]
+    process = get_context("fork").Process(target=main, args=(args,))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def test_a_plan_interpolates_positions_as_a_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert plan_size({**VIT, "image_size": 64}, 32) == 0
+    found = json.loads(Path("planned/plan.json").read_text())
+    assert found["closed_form_peak_bytes"] == pytest.approx(found["memory"]["peak_bytes"], rel=0.03)
+
+
+def test_images_of_a_size_that_a_model_does_not_take_are_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert plan_size({"model_type": "levit"}, 16) == 2
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "images become 16 x 16 pixels, and Levit" in line
