@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import accumulate
+from itertools import accumulate, groupby
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ from lit_fsdp.weights import init_weights, materialize
 MIB = 2**20
 # On CPUs these make copies, of rows that do not divide among ranks and of 8-bit state, which their GPU kernels do not.
 KERNELS = ("aten::_chunk_cat", "bitsandbytes::optimizer_update_8bit_blockwise")
+# What these take for themselves and give back depends on the CPU; on GPUs, their workspaces are kept small.
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm")
 torch.set_num_threads(1)  # a pool of threads would not survive the fork for each measurement
 
 
@@ -123,17 +125,26 @@ def measure(case: Case, device: torch.device) -> Allocated | None:
 
 
 def _find_highest(events: Sequence[Any]) -> int:
-    """Return the most bytes that were allocated at once, without what ``KERNELS`` take for themselves."""
+    """Return the most bytes that were allocated at once, without what kernels take for themselves."""
     spans = sorted(
-        (event.start_ns(), event.start_ns() + event.duration_ns()) for event in events if event.name() in KERNELS
+        (event.start_ns(), event.start_ns() + event.duration_ns(), event.name() in KERNELS)
+        for event in events
+        if event.name() in (*KERNELS, *PRODUCTS)
     )
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
 
-    def is_inside(time_ns: int) -> bool:
-        place = bisect_right(spans, (time_ns, time_ns)) - 1
-        return place >= 0 and spans[place][0] < time_ns < spans[place][1]
+    def find_span(change: tuple[int, int]) -> int | None:
+        place = bisect_right(spans, (change[0], change[0])) - 1
+        return place if place >= 0 and spans[place][0] < change[0] < spans[place][1] else None
 
-    return max(accumulate(change for time_ns, change in changes if not is_inside(time_ns)))
+    settled: list[int] = []
+    for place, inside in groupby(changes, find_span):
+        sizes = [num_bytes for _, num_bytes in inside]
+        if place is None:
+            settled += sizes
+        elif not spans[place][2]:  # all that is left of it is the output
+            settled.append(sum(sizes))
+    return max(accumulate(settled))
 
 
 def measure_alone(case: Case, device: torch.device) -> Allocated | None:
@@ -229,7 +240,7 @@ def write_report(rows: Sequence[Row], group: str, seconds: Sequence[float], devi
     missing = [
         "Not measured: any GPU; the allocator with offload, as both sides would be one device, and in half precision",
         "for larger models, as it is slow on CPUs; copies that two kernels make on CPUs only:",
-        f"{' and '.join(KERNELS)}.",
+        f"{' and '.join(KERNELS)}; what products ({', '.join(PRODUCTS)}) take for themselves and give back.",
     ]
     lines = [
         "# Closed form, exact trace and allocator",
