@@ -166,13 +166,14 @@ def _run_ranks(world_size: int, body: tuple[Any, ...]) -> int:
 
 
 def _end(processes: Sequence[Any]) -> None:
-    # Stopped first: whoever saw another one gone would say so, below the line that says why.
-    for process in processes:
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGSTOP)
-    for process in processes:
-        process.kill()
-        process.join()
+    with put_off_interrupt():  # one that comes now would leave ranks that were stopped
+        # Stopped first: whoever saw another one gone would say so, below the line that says why.
+        for process in processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGSTOP)
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def _enter(rank: int, world_size: int, port: int, body: tuple[Any, ...]) -> None:

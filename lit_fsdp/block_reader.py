@@ -120,6 +120,8 @@ def _read_experts(reader: Reader, name: str, module: Any, x: int) -> int:
         return read_mixture(reader, name, module, x)
     always = read_mlp(reader, f"{name}.shared_expert", shared, x)
     y = read_mixture(reader, name, module, x)
+    if getattr(module, "shared_expert_gate", None) is None:
+        raise UnreadableModuleError(name, "a shared expert without a gate")
     weight = read_linear(reader, f"{name}.shared_expert_gate", module.shared_expert_gate, x)
     weight = tape.add_pointwise("sigmoid", weight, saves_output=True)
     size = tape.sizes[always]

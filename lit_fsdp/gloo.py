@@ -40,8 +40,11 @@ def run_on_copies(operator: Callable[..., Any], args: tuple[Any, ...], kwargs: M
 
     def copy(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        _, copied = copies.setdefault(storage._cdata, (storage, storage.clone()))
-        alike = torch.empty(0, dtype=tensor.dtype).set_(copied, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if storage._cdata not in copies:
+            copies[storage._cdata] = storage, storage.clone()
+        copied = copies[storage._cdata][1]
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        alike = empty.set_(copied, tensor.storage_offset(), tensor.size(), tensor.stride())
         originals[id(alike)] = (tensor, alike)
         return alike
 

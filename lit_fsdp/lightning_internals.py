@@ -177,6 +177,7 @@ def delay_killing(patience_s: float = 15.0) -> None:
     """Let Lightning wait before it kills this process because a rank it started failed.
 
     It looks every five seconds, maybe just before this process sees the broken connection itself, says so and reports.
+    One that hangs in a collective of NCCL ends so much later.
     """
     for thread in threading.enumerate():
         if isinstance(thread, _ChildProcessObserver) and not isinstance(thread._terminate_all, partial):

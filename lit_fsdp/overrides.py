@@ -24,7 +24,7 @@ _HARMLESS = {
 _HARMLESS_PREFIXES = ("__", "on_", "validation_", "test_", "predict_")
 _LIBRARIES = {"lightning", "torch", "torchmetrics", "builtins", "abc", "typing"}
 # What follows a step on tensors without values leaves these out.
-UNTRACED = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
+_UNTRACED = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
 
 
 def find_overrides(module: nn.Module) -> tuple[str, list[str]]:
@@ -48,6 +48,16 @@ def find_overrides(module: nn.Module) -> tuple[str, list[str]]:
             owner_name = owner.__name__ if not found else owner_name
             found += [name for name in names if name not in found]
     return owner_name, found
+
+
+def find_untraced(module: nn.Module) -> list[str]:
+    """Return which methods of a user's class take part in a step, and are left out by whoever follows it."""
+    found = []
+    for name in _UNTRACED:
+        owner = next((owner for owner in type(module).__mro__ if name in vars(owner)), nn.Module)
+        if not _is_library(owner) and owner.__module__.partition(".")[0] != "lit_fsdp":
+            found.append(name)
+    return found
 
 
 def _list_methods(owner: type) -> Iterator[str]:

@@ -23,7 +23,7 @@ from lit_fsdp.flops import Flops
 from lit_fsdp.forecast import NoForecastError, describe_model, forecast_step, measure_batch
 from lit_fsdp.lightning_internals import check_trainer, refuse_overfit
 from lit_fsdp.optimizers import Optimizer
-from lit_fsdp.overrides import UNTRACED, find_overrides
+from lit_fsdp.overrides import find_untraced
 from lit_fsdp.plan import Plan, Ranks
 from lit_fsdp.precision import cast_parameters
 from lit_fsdp.quantized_layers import iterate_quantized
@@ -36,7 +36,7 @@ from lit_fsdp.variants import list_variants
 
 _MAX_TRACED = 2  # micro-batches: all after the second hold what it holds
 # Of the bytes that a trace sees moved, what the closed form counts, with which step_time.MEMORY_SHARE was fitted: 0.76
-# in the median of 120 steps of 300 tokens or more in benchmarks/results/plan_{accuracy,settings,matrix}, 0.36 to 0.91;
+# in the median of 242 steps of 300 tokens or more in benchmarks/results/plan_{accuracy,settings,matrix}, 0.29 to 0.91;
 # 0.78 of language models on several ranks; least of ViTs in full, and on one rank, where FSDP2's copies are seen too.
 COUNTED_SHARE = 0.75
 
@@ -170,8 +170,7 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     traffic = predict_bytes(step.module, units, settings.sharding, dtypes, num_shards=ranks.num_shards, **counts)
     quantized_bytes = _count_quantized(step.module, ranks.num_shards)
     prediction = _forecast(step, notes)
-    unseen = [name for name in find_overrides(step.module)[1] if name in UNTRACED]
-    if unseen:
+    if unseen := find_untraced(step.module):
         notes.append(f"left out: what {', '.join(unseen)} of the task does, which no engine follows")
     traced = trace_exactly(step) if prediction is None or exact else None
     found = prediction or traced

@@ -17,7 +17,7 @@ def find_part(module: Any, head_dim: int) -> int | None:
     settings = getattr(getattr(module, "config", None), "rope_parameters", None)
     # Families that can rotate a part have a factor in their settings, and join also where it is 1.
     factor = settings.get("partial_rotary_factor") if isinstance(settings, Mapping) else None
-    return None if factor is None else int(head_dim * factor)
+    return None if factor is None or "_pass" not in _find_source(module) else int(head_dim * factor)
 
 
 def rotate(reader: Reader, module: Any, values: tuple[int, int], head_dim: int) -> tuple[int, int]:

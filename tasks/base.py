@@ -96,7 +96,7 @@ class Task(LightningModule):
             saved = lora.modules_to_save if lora is not None else ()
             left = quantize_model(model, quantization, keep=(*saved, *keep))
             if left:
-                rank_zero_warn(f"quantization: not quantized: {', '.join(left[:10])}, {len(left)} in all")
+                rank_zero_warn(f"quantization: not quantized: {', '.join(left[:3])}, {len(left)} in all")
         if lora is not None:
             add_adapters(model, lora)
 

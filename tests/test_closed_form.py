@@ -168,7 +168,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"world_size": 2, "precision": "bf16-true", "length": 384, "recompute": Recompute(mode="full")},
     ),
 ]
-QUICK = (0, 8)  # run by default
+QUICK = (0, 10)  # run by default
 
 
 def trace(model: dict[str, Any], options: dict[str, Any]) -> TracedStep:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from launches import OURS, ROOT, fork_ranks, write_run
@@ -13,7 +14,7 @@ from test_auto_traced import Recorded, check_refused
 from test_plan_cli import main, plan
 from torch import nn
 
-from lit_fsdp.overrides import find_overrides
+from lit_fsdp.overrides import find_overrides, find_untraced
 from lit_fsdp.tasks import CausalLM, ImageClassification, TextToSpeech
 from lit_fsdp.tasks.base import Task
 
@@ -220,3 +221,16 @@ def test_what_no_engine_follows_is_said_and_what_changes_no_step_is_not() -> Non
     unseen, talking = (plan(*common, f"--model.class_path=own_tasks.{name}LM") for name in ("OwnBackward", "Talking"))
     assert "left out: what backward of the task does, which no engine follows" in unseen["notes"]
     assert (unseen["engine"], talking["engine"]) == ("exact trace", "closed form")
+
+
+def test_what_nobody_follows_is_found_in_any_class() -> None:
+    class Plain(pl.LightningModule):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+
+        def measure_batch(self, batch: Any) -> None:
+            return None
+
+    assert find_untraced(Plain()) == ["optimizer_step"]
+    for task in (CausalLM, ImageClassification, TextToSpeech):
+        assert find_untraced(task.__new__(task)) == []

@@ -32,6 +32,8 @@ class Net(pl.LightningModule):
             return None
         if self.trouble == "no loss":
             return {"x": x}
+        if self.trouble == "no forward":
+            return self(x).sum()
         if self.trouble == "shape":
             x = x @ torch.ones(3, 3)
         if self.trouble == "dim":
@@ -100,6 +102,10 @@ def test_what_fit_refuses_is_not_planned(option: str, said: str, capfd: pytest.C
     [
         ("none", "model: Net.training_step returned None: a plan needs a step that trains: return the loss"),
         ("no loss", "model: Net.training_step returned a dict without loss"),
+        (
+            "no forward",
+            'the step itself fails: Net: NotImplementedError: Module [FSDPNet] is missing the required "forward"',
+        ),
         ("shape", "the step itself fails: Net: RuntimeError: "),
         ("dim", "the step itself fails: Net: IndexError: Dimension out of range"),
         ("value", "the step itself fails: Net: ValueError: Input image size (32*32) doesn't match model (224*224)"),

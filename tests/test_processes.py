@@ -1,11 +1,13 @@
 import subprocess
 import sys
-import time
+import threading
+from types import SimpleNamespace
 
 import pytest
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from lit_fsdp import lightning_internals
 from lit_fsdp.cli_errors import describe_exception
 from lit_fsdp.lightning_internals import delay_killing
 from lit_fsdp.processes import describe_failed
@@ -32,21 +34,29 @@ def test_a_missing_gpu_is_named_with_the_way_out() -> None:
 
 
 @pytest.mark.parametrize("speaks", [True, False])
-def test_a_rank_that_others_failed_beside_has_time_to_say_why(speaks: bool) -> None:
+def test_a_rank_that_others_failed_beside_has_time_to_say_why(speaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, may_go = threading.Event(), threading.Event()
+
+    def wait(seconds: float) -> None:
+        assert seconds == 15.0
+        waits.set()
+        may_go.wait(60)
+
+    monkeypatch.setattr(lightning_internals, "time", SimpleNamespace(sleep=wait))
     failed = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
     failed.wait()
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as main:
-        observer = _ChildProcessObserver(main.pid, [failed], sleep_period=0)
-        observer._sleep_period = 0.2  # type: ignore[assignment]
-        begin = time.monotonic()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as main:
+        observer = _ChildProcessObserver(main.pid, [failed], sleep_period=1)
         observer.start()
         for _ in range(2):  # as of two fits in one process
-            delay_killing(patience_s=1.0)
+            delay_killing()
+        assert waits.wait(60)
+        assert main.poll() is None
         if speaks:  # as ``outlive_children`` has it
             observer._child_processes.clear()
-            observer.join(30)
+        may_go.set()
+        observer.join(60)
+        if speaks:
             assert main.poll() is None
             main.kill()
-        else:
-            assert main.wait(30) == -9
-            assert time.monotonic() - begin >= 1.0
+        assert main.wait(60) == -9

@@ -199,11 +199,11 @@ def train_sharded(folder: Path, tmp_path: Path, *, world_size: int, strategy: di
 
 
 def list_differences(run: Result, truth: Result) -> dict[str, float]:
-    """Return the largest differences to the truth, by what they are of."""
+    """Return the largest differences to the truth, by what they are of; of norms relative, as they may be large."""
     pairs: Iterator[tuple[float, float]] = zip(run.losses, truth.losses, strict=True)
     differences = {"loss": max(abs(a - b) for a, b in pairs)}
     norms = zip(run.grad_norms, truth.grad_norms, strict=True)
-    differences["grad_norm"] = max(abs(a - b) for a, b in norms)
+    differences["grad_norm"] = max(abs(a - b) / b for a, b in norms)
     # A tied weight is in the state dict under both its names.
     weights = ((run.weights[name] - weight).abs().max() for name, weight in truth.weights.items())
     differences["weight"] = float(max(weights))

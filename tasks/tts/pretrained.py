@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lit_fsdp.base_model import fetch_pretrained, find_pretrained
-from lit_fsdp.quantized_files import read_quantization
 from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
 
 CODEC_FOLDER = "speech_tokenizer"  # beside the model's own files
@@ -43,16 +44,20 @@ def find_speech_model(pretrained: str) -> Path:
     return find_pretrained(pretrained)
 
 
-def check_stored(pretrained: str) -> None:
-    """Refuse a model whose files hold quantized weights: exports need what they were made of.
+def check_stored(raw: Mapping[str, Any], pretrained: str) -> None:
+    """Refuse a model whose weights are stored quantized: exports need what they were made of.
+
+    Args:
+        raw: Its ``config.json``.
+        pretrained: Its name.
 
     Raises:
-        ValueError: They do.
+        ValueError: They are.
     """
-    if (stored := read_quantization(find_speech_model(pretrained))) is not None:
+    if raw.get("quantization_config") is not None:
         raise ValueError(
-            f"pretrained: got {pretrained!r}: its weights are stored as {stored.type}, which is not read for speech: "
-            f"set pretrained to the model that it was made of, and quantization: {{type: {stored.type}}}"
+            f"pretrained: got {pretrained!r}: its weights are stored quantized, which is not read for speech: "
+            "set pretrained to the model that it was made of, and quantization, such as {type: nf4}"
         )
 
 

@@ -180,6 +180,7 @@ class TextToSpeech(Task):
         if self._opened is None:
             if self.pretrained is not None:
                 self._opened = read_family(find_speech_model(self.pretrained))
+                check_stored(self._opened[1].raw, self.pretrained)
             else:
                 assert self.config_settings is not None
                 self._opened = parse_family(deepcopy(self.config_settings))
@@ -189,8 +190,6 @@ class TextToSpeech(Task):
     def setup(self, stage: str) -> None:
         family, config = self._open()
         self.complete_sampling()
-        if self.pretrained is not None:
-            check_stored(self.pretrained)
         if self.listening is not None:
             if not self.speak_rows and stage != "predict":
                 raise ValueError("listening: not used, as speak_rows is 0; set that, or leave it out")

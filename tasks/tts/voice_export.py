@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lit_fsdp.adapters import LoRA, add_adapters, iterate_adapters
 from lit_fsdp.base_model import BASE, LORA
 from lit_fsdp.checkpoint_reader import StoredCheckpoint, find_checkpoint, open_checkpoint
-from lit_fsdp.quantized_layers import ABSMAX
+from lit_fsdp.quantized_layers import ABSMAX, NESTED
 from lit_fsdp.tasks.tts.checkpoint_files import GENERATION, SPEECH
 from lit_fsdp.tasks.tts.families import parse_family
 from lit_fsdp.tasks.tts.family import Family
@@ -97,10 +97,7 @@ def read_checkpoint(path: Path, base: str | None = None) -> SpeechCheckpoint:
     weights = _read_tensors(stored)
     if base is not None and about["pretrained"] is None:
         raise ValueError(f"base: got {base!r}: {stored.path} started from no model; leave it out")
-    if any(name.endswith(ABSMAX) for name in weights):
-        raise ValueError(
-            f"checkpoint: {stored.path} holds quantized weights that are of no model: start from pretrained"
-        )
+    weights = _drop_quantized(weights, stored)
     pretrained = base or about["pretrained"]
     if LORA in stored.meta:
         folder = _open_base(pretrained, stored) if BASE in stored.meta else None
@@ -273,6 +270,17 @@ def _check_out(out: Path, *, overwrite: bool) -> None:
 
 def _read_tensors(stored: StoredCheckpoint) -> dict[str, Tensor]:
     return stored.read({name: stored.describe(name) for name in stored.tensors})
+
+
+def _drop_quantized(weights: dict[str, Tensor], stored: StoredCheckpoint) -> dict[str, Tensor]:
+    """Leave out what a checkpoint holds of a quantized base, which is read in full instead."""
+    quantized = {name.removesuffix(ABSMAX) for name in weights if name.endswith(ABSMAX)}
+    if quantized and BASE not in stored.meta:
+        raise ValueError(
+            f"checkpoint: {stored.path} holds quantized weights that are of no model: start from pretrained"
+        )
+    left_out = {name + end for name in quantized for end in ("", ABSMAX, NESTED)}
+    return {name: tensor for name, tensor in weights.items() if name not in left_out}
 
 
 def _merge(trained: dict[str, Tensor], lora: LoRA, opened: tuple[Family, Any], base: Path | None) -> dict[str, Tensor]:

@@ -216,6 +216,9 @@ def test_a_run_goes_on_over_the_same_base_and_is_exported_over_the_model_in_full
     assert max(float((rest.weights[n] - whole.weights[n]).abs().max()) for n in trained) <= TOLERANCE
     weights, before = read_checkpoint(tmp_path / "whole.ckpt").weights, load_file(root / "qwen3" / "model.safetensors")
     assert weights.keys() == before.keys()
+    train_sharded(root, "qwen3", tmp_path / "kept", 2, strategy={"save_frozen": True})
+    kept = read_checkpoint(tmp_path / "kept.ckpt").weights  # which has the base as it was quantized, too
+    assert all(torch.equal(kept[name], weights[name]) for name in weights)
     name = "talker.model.layers.1.mlp.down_proj"
     a, b = (whole.weights[f"{name}.lora_{part}.default.weight"] for part in "AB")
     torch.testing.assert_close(weights[f"{name}.weight"], before[f"{name}.weight"] + 2 * b @ a)
@@ -281,8 +284,10 @@ def test_a_model_that_is_stored_quantized_is_refused(root: Path, tmp_path: Path)
     settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     (folder / "config.json").write_text(json.dumps({**deepcopy(FAMILIES["csm"]), "quantization_config": settings}))
     build_byte_tokenizer().save_pretrained(folder)
+    with pytest.raises(ValueError, match="its weights are stored quantized"):
+        build_task(tmp_path, "csm").prepare_plan(build_data(root, "csm", 3))
     with pytest.raises(
-        ValueError, match=r"its weights are stored as nf4, which is not read for speech: set pretrained"
+        ValueError, match=r"its weights are stored quantized, which is not read for speech: set pretrained"
     ):
         build_trainer(max_steps=1).fit(build_task(tmp_path, "csm"), build_data(root, "csm", 3))
 
