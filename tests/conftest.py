@@ -2,8 +2,10 @@
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before the first import of torch or Transformers, which read these once.
 _CACHE = tempfile.TemporaryDirectory(prefix="lit_fsdp_tests_", ignore_cleanup_errors=True)
@@ -42,3 +44,14 @@ def no_process_group_is_left_behind() -> Iterator[None]:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("this test left a process group behind; call strategy.teardown() or use run_ranks")
+
+
+@pytest.fixture(autouse=True)
+def what_a_test_wrote_is_not_imported_by_the_next(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forget modules in the folder of the test: another one may write one of the same name."""
+    yield
+    folder: Path | None = request.node.funcargs.get("tmp_path")
+    for name, module in list(sys.modules.items()) if folder is not None else ():
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and Path(file).is_relative_to(folder or ""):
+            del sys.modules[name]

@@ -1,6 +1,5 @@
 """``fsdp2_auto`` for models without a closed form: what it chooses by traces, and how it ends where it cannot."""
 
-import sys
 import time
 from dataclasses import replace
 from io import BytesIO
@@ -89,7 +88,6 @@ if __name__ == "__main__":
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "own_stack", raising=False)  # of the test before
     for name in OURS:
         monkeypatch.delenv(name, raising=False)
     write_run(tmp_path, model={"config": PERSIMMON}, data={"batch_size": 1})

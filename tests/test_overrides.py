@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,6 @@ class TalkingLM(CausalLM):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("mytask", "own_tasks"):
-        monkeypatch.delitem(sys.modules, name, raising=False)  # of the test before
     for name in OURS:
         monkeypatch.delenv(name, raising=False)
     write_run(tmp_path, trainer={"enable_checkpointing": False}, data={"seq_length": 128})

@@ -1,7 +1,6 @@
 """What ``plan`` says in one line, with exit code 2, of what ``fit`` would refuse and of steps that fail."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,6 @@ class Data(pl.LightningDataModule):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
     for name in OURS:
         monkeypatch.delenv(name, raising=False)
     write_run(tmp_path)
