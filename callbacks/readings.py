@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Trainer
@@ -14,6 +15,20 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 _GIB = 2**30
 _RECORDING: set[int] = set()  # who wants allocations noted
 _PEAKS: dict[torch.device, int] = {}  # bytes, of the stretches that ended with take_peak_bytes
+
+
+@runtime_checkable
+class DropsSteps(Protocol):
+    """A callback that may keep bad steps from the weights."""
+
+    @property
+    def drops_bad_steps(self) -> bool:
+        """Whether it does."""
+
+
+def drops_bad_steps(trainer: Trainer) -> bool:
+    """Return whether weights are kept from steps without a finite loss, so that a last one does no harm."""
+    return any(isinstance(c, DropsSteps) and c.drops_bad_steps for c in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def find_run_folder(trainer: Trainer, fallback_dir: str | None = None) -> Path:

@@ -133,6 +133,11 @@ class StabilityMonitor(Callback):
         self._pending: _StepState | None = None
         self._error: str | None = None
 
+    @property
+    def drops_bad_steps(self) -> bool:
+        """Whether weights never see a bad step."""
+        return self.policy != "warn"
+
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._error = None

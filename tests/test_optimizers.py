@@ -112,7 +112,8 @@ def list_limits(name: str, truth: dict[str, Result]) -> dict[str, float]:
 def compare(run: Result, truth: Result) -> dict[str, float]:
     """Return the largest differences, that of gradient norms relative to the largest, and the mean one of weights."""
     differences = list_differences(run, truth)
-    differences["grad_norm"] /= max(truth.grad_norms)
+    norms = zip(run.grad_norms, truth.grad_norms, strict=True)
+    differences["grad_norm"] = max(abs(a - b) for a, b in norms) / max(truth.grad_norms)
     weights = torch.cat([(run.weights[n] - w).abs().flatten() for n, w in truth.weights.items()])
     return differences | {"mean_weight": float(weights.mean())}
 

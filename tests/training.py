@@ -1,6 +1,7 @@
 """Trains a tiny language model under the Trainer on forked ranks, and in a plain torch loop to compare with."""
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -203,7 +204,7 @@ def list_differences(run: Result, truth: Result) -> dict[str, float]:
     pairs: Iterator[tuple[float, float]] = zip(run.losses, truth.losses, strict=True)
     differences = {"loss": max(abs(a - b) for a, b in pairs)}
     norms = zip(run.grad_norms, truth.grad_norms, strict=True)
-    differences["grad_norm"] = max(abs(a - b) / b for a, b in norms)
+    differences["grad_norm"] = max(abs(a - b) / max(b, sys.float_info.min) for a, b in norms)
     # A tied weight is in the state dict under both its names.
     weights = ((run.weights[name] - weight).abs().max() for name, weight in truth.weights.items())
     differences["weight"] = float(max(weights))

@@ -4,7 +4,7 @@ import os
 import re
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from report_runs import RUN_NAME, Page, TinyTask, fit_tiny, fit_two_ranks, read_numbers
 
-from lit_fsdp.callbacks import Preemption, RunReport
+from lit_fsdp.callbacks import Preemption, RunReport, RunSummary, StabilityMonitor
 from lit_fsdp.callbacks.sections import Section
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "report.md"
@@ -115,15 +115,23 @@ def test_an_error_in_training_is_raised_unchanged_and_the_report_says_so(tmp_pat
     assert not any("anna" in (folder / name).read_text() for name in ("report.html", "report.md", "report.json"))
 
 
-def test_a_run_that_came_to_its_end_without_a_finite_loss_diverged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["warn", "skip"])
+def test_a_run_that_came_to_its_end_without_a_finite_loss_diverged_unless_such_steps_are_left_out(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, policy: Literal["warn", "skip"]
+) -> None:
     class Diverging(TinyTask):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
             self.log("train/loss", loss + (float("nan") if self.global_step >= 4 else 0.0))
             return loss
 
-    fit_tiny(tmp_path, Diverging(), max_steps=6, log_every_n_steps=1)
+    callbacks = [StabilityMonitor(policy), RunSummary()]
+    fit_tiny(tmp_path, Diverging(), max_steps=6, log_every_n_steps=1, callbacks=callbacks)
     run = read_numbers(tmp_path / "tiny" / "version_0")["run"]
+    assert any("ended with a train/loss of nan" in str(w.message) for w in recwarn) == (policy == "warn")
+    if policy == "skip":
+        assert (run["status"], run["message"]) == ("finished", "training came to its end at step 6.")
+        return
     lost = "but train/loss is nan (not finite for the first time at step 5)"
     assert (run["status"], run["message"]) == ("diverged", f"training came to its end at step 6, {lost}.")
 
