@@ -133,20 +133,22 @@ def read_losses(name: str) -> list[float]:
 
 @pytest.mark.slow
 def test_a_run_takes_what_the_search_of_plan_takes_and_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    common = ["--config=run.yaml", "--devices=2"]
+    config = ["--config=run.yaml", "--data.batch_size=4"]  # with fewer tokens, recomputation saves nothing
+    common = [*config, "--devices=2"]
     device_bytes = find_needed_bytes(plan(*common)["memory"]["peak_bytes"]) - 2**14  # a block less
     found = plan(*common, "--search=true", f"--device-memory={device_bytes}B", "--gpu=RTX 4090", "--link=pcie4")
     changes = found["search"]["candidates"][found["search"]["chosen"]]["changes"]
-    assert list(changes) == ["trainer.strategy.recompute.mode"]
+    assert "trainer.strategy.recompute.mode" in changes
+    assert "trainer.strategy.offload" not in changes
     monkeypatch.setattr("lit_fsdp.auto_strategy.find_usual_gpu", lambda _: find_gpu("RTX 4090"))
     strategy = "--trainer.strategy"
     options = [f"{strategy}=lit_fsdp.AutoFSDP2Strategy", f"{strategy}.device_memory={device_bytes}B"]
-    chosen = fork_ranks("fit", "--config=run.yaml", *options, f"{strategy}.link=pcie4", "--run_name=chosen")
+    chosen = fork_ranks("fit", *config, *options, f"{strategy}.link=pcie4", "--run_name=chosen")
     assert [rank.code for rank in chosen] == [0, 0], chosen[0].err
     spelled = [f"{key.removeprefix('trainer.strategy.')}={str(value).lower()}" for key, value in changes.items()]
     assert f"fsdp2_auto: {', '.join(spelled)}: " in chosen[0].err
     given = [f"--{key}={str(value).lower()}" for key, value in changes.items()]
-    plain = fork_ranks("fit", "--config=run.yaml", f"{strategy}=lit_fsdp.FSDP2Strategy", *given, "--run_name=plain")
+    plain = fork_ranks("fit", *config, f"{strategy}=lit_fsdp.FSDP2Strategy", *given, "--run_name=plain")
     assert [rank.code for rank in plain] == [0, 0], plain[0].err
     assert read_losses("chosen") == read_losses("plain")
 
