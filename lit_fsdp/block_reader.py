@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,17 @@ _DROPOUTS = ("dropout", "residual_dropout")  # of an MLP
 _DROP_MLP_ONLY = {"StableLmDecoderLayer", "PersimmonDecoderLayer"}
 
 
+@dataclass
+class _Children:
+    """What is directly inside a block, by what it does; of what is there for each part none, or as many as parts."""
+
+    norms: list[tuple[str, nn.Module]] = field(default_factory=list)
+    dropouts: list[float] = field(default_factory=list)
+    scales: list[nn.Module] = field(default_factory=list)
+    paths: list[float] = field(default_factory=list)
+    others: dict[str, nn.Module] = field(default_factory=dict)
+
+
 def read_block(reader: Reader, name: str, block: nn.Module, x: int) -> int:
     """Add a block with attention, an MLP and norms before, after or around both; return its output.
 
@@ -36,28 +48,20 @@ def read_block(reader: Reader, name: str, block: nn.Module, x: int) -> int:
     Raises:
         UnreadableModuleError: It is of another kind.
     """
-    norms, dropouts, others = [], [], {}
     kind = type(block).__name__.removeprefix("FSDP")
-    for key, child in block.named_children():
-        if is_norm(child):
-            norms.append((f"{name}.{key}", child))
-        elif isinstance(child, nn.Dropout):
-            dropouts.append(child.p)
-        elif any(True for _ in child.parameters()):
-            others[key] = child
+    num_parts = 2 if reader.context is None else 3
+    children = _sort_children(name, block, num_parts)
+    norms, others = children.norms, children.others
     attention = [key for key in others if "attn" in key or "attention" in key]
     rest = [key for key in others if key not in attention]
-    num_parts = 2 if reader.context is None else 3
     around, after = len(norms) == 2 * num_parts, len(norms) == 2 and "post_feed" in norms[1][0]
     num_parallel = _PARALLEL.get(kind, 0)
     is_parallel = getattr(block, "use_parallel_residual", num_parallel == 1)
     known = len(norms) == num_parallel if is_parallel else len(norms) in (num_parts, 2 * num_parts)
-    are_parts = len(attention) == num_parts - 1 and len(rest) == 1
-    if not are_parts or not known or len(dropouts) not in (0, 1, num_parts):
+    if len(attention) != num_parts - 1 or len(rest) != 1 or not known:
         raise UnreadableModuleError(name, f"a block of {list_children(block)}")
-    check_dropouts(name, block, dict(block.named_children()))
-    if len(dropouts) == 1:
-        dropouts = [0.0] * (kind in _DROP_MLP_ONLY) + dropouts * num_parts
+    if len(children.dropouts) == 1:
+        children.dropouts = [0.0] * (kind in _DROP_MLP_ONLY) + children.dropouts * num_parts
     parts, y = [], x
     for i, key in enumerate((*attention, *rest)):
         if not after and (i == 0 or len(norms) > 1):
@@ -68,10 +72,10 @@ def read_block(reader: Reader, name: str, block: nn.Module, x: int) -> int:
                 out = read_mlp(reader, part, others[key], y)
             else:
                 out = read_attention(reader, part, others[key], y, reader.context if i else None)
+        reader.tape.release(y)
         if around or after:
             out = read_norm(reader, *norms[2 * i + 1 if around else i], out)
-        for probability in dropouts[i : i + 1]:
-            out = reader.tape.add_dropout(out, probability)
+        out = _finish_part(reader, children, i, out)
         parts.append(out)
         if not is_parallel:
             x = y = reader.tape.add_sum(x, out)
@@ -79,6 +83,48 @@ def read_block(reader: Reader, name: str, block: nn.Module, x: int) -> int:
         return x
     first, last = ((parts[1], parts[0]), x) if kind in _ADD_PARTS_FIRST else ((x, parts[0]), parts[1])
     return reader.tape.add_sum(reader.tape.add_sum(*first), last)
+
+
+def _sort_children(name: str, block: nn.Module, num_parts: int) -> _Children:
+    found = _Children()
+    for key, child in block.named_children():
+        kind = type(child).__name__
+        if is_norm(child):
+            found.norms.append((f"{name}.{key}", child))
+        elif isinstance(child, nn.Dropout):
+            found.dropouts.append(child.p)
+        elif kind.endswith("LayerScale") and len(list(child.parameters())) == 1:
+            found.scales.append(child)
+        elif kind.endswith("DropPath"):
+            found.paths.append(find_dropout(block, key))
+        elif not isinstance(child, nn.Identity):
+            found.others[key] = child
+    repeated = (0, 1, num_parts)
+    own = [key for key, _ in block.named_parameters(recurse=False)]
+    are_known = len(found.dropouts) in repeated and len(found.paths) in repeated and not own
+    if not are_known or len(found.scales) not in (0, num_parts):
+        raise UnreadableModuleError(name, f"a block of {', '.join([list_children(block), *own])}")
+    check_dropouts(name, block, dict(block.named_children()))
+    found.paths *= num_parts if len(found.paths) == 1 else 1
+    return found
+
+
+def _finish_part(reader: Reader, children: _Children, i: int, x: int) -> int:
+    """Add what drops and scales the output of attention or the MLP, before it is added to what went in."""
+    tape, size = reader.tape, reader.tape.sizes[x]
+    for probability in children.dropouts[i : i + 1]:
+        x = tape.add_dropout(x, probability)
+    for scale in children.scales[i : i + 1]:
+        weights = reader.list_trained(*scale.parameters())
+        # Of a scale that does not train backward needs only the scale, up to which a block is computed again.
+        saves, temp = ((x,), size) if weights else ((tape.add_value(0),), 0)
+        x = tape.add("mul", (x,), size, saves=saves, weights=weights, backward_temp=temp)
+    if any(probability > 0 for probability in children.paths[i : i + 1]):
+        # All rows are made larger before some are dropped.
+        y = tape.add("mul", (tape.add_pointwise("div", x),), size, extra=reader.rows * tape.itemsize)
+        tape.release(x)
+        return y
+    return x
 
 
 def read_embedding(reader: Reader, module: nn.Embedding, ids: int) -> int:
