@@ -49,6 +49,7 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": _TINY,
     "granite": _TINY,
     "smollm3": _TINY,
+    "opt": _TINY | {"ffn_dim": 704, "word_embed_proj_dim": 256, "dropout": 0.1},
 }
 _TINY_IMAGES = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 IMAGE_FAMILIES: dict[str, dict[str, Any]] = {
@@ -63,7 +64,7 @@ IMAGE_TOKENS = {"vit": 197, "dinov2": 257, "dinov2_with_registers": 261, "deit":
 FAMILIES |= TINY_FAMILIES | IMAGE_FAMILIES
 # Of which a trace was looked at before the rules were finished; the other tiny ones first ran after that.
 WRITTEN_WITH = {"glm", "glm4", "olmo2", "olmo3", "exaone4", "gpt_neox", "cohere", "cohere2"}
-WRITTEN_WITH |= {"nemotron", "helium", "ernie4_5"}
+WRITTEN_WITH |= {"nemotron", "helium", "ernie4_5", "opt"}
 _TALKER = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
 _DIA = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
 _DIA_CROSS = {"cross_num_attention_heads": 8, "cross_num_key_value_heads": 8, "cross_head_dim": 32}

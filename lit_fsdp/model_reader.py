@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,11 +17,12 @@ from lit_fsdp.image_reader import count_tokens, find_embeddings, read_classifier
 from lit_fsdp.linear_reader import read_linear
 from lit_fsdp.norm_reader import is_norm, read_norm
 from lit_fsdp.overrides import find_overrides
-from lit_fsdp.reader import Reader, UnreadableModuleError, check_dropouts, find_dropout, list_filled
+from lit_fsdp.reader import Reader, UnreadableModuleError, check_dropouts, find_dropout, find_forward, list_filled
 from lit_fsdp.tape import FLOAT32, Tape
 from lit_fsdp.units import Unit, iterate_blocks
 
 INDEX = 8  # bytes of a token's number
+_OWN_MASK = r"\battention_mask = torch\.ones"  # which only its values could tell to be none
 _DROPOUTS = ("drop", "emb_dropout", "embed_dropout", "embedding_dropout", "dropout")  # of embeddings
 
 
@@ -168,16 +171,28 @@ class ModelReader:
         ids = tape.add_value(0)
         parts = []
         for i, (name, module) in enumerate(outside.items()):
-            rows = reader.rows if i == 0 else 1  # positions are those of one row
+            # Positions are those of one row, but where they depend on what is padded.
+            is_each = i == 0 or "attention_mask" in inspect.signature(type(module).forward).parameters
+            rows = reader.rows if is_each else 1
             with self.unit(name, ids) as leave:
                 parts.append(read_embedding(replace(reader, rows=rows), module, ids))
                 leave(parts[-1])
         x = parts[0] if len(parts) == 1 else tape.add_sum(*parts)
+        if len(parts) > 1:  # the model has names for them
+            tape.hold(*parts)
         if getattr(next(iter(outside.values())), "embed_scale", None) is not None:
             x = tape.add_pointwise("mul", x)
         around = self.model.get_submodule(base)
+        for key, child in around.named_children():
+            inside = [f"{base}.{key}" if base else key, *(f"{base}.{key}.{n}" for n, _ in child.named_modules() if n)]
+            is_known = is_norm(child) or any(n in outside or n in self.blocks for n in inside)
+            if not is_known and any(True for _ in child.parameters()):
+                raise UnreadableModuleError(base, f"{key} ({type(child).__name__}) beside its blocks")
         check_dropouts(base, around, _DROPOUTS)
-        return tape.add_dropout(x, find_dropout(around, *_DROPOUTS))
+        if re.search(_OWN_MASK, find_forward(around)):
+            raise UnreadableModuleError(base, "a mask of attention that it makes for every batch")
+        used = [name for name in _DROPOUTS if f"self.{name}" in find_forward(around)]
+        return tape.add_dropout(x, find_dropout(around, *used))
 
     def _read_patches(self, base: str, convolutions: Sequence[str]) -> int:
         reader, tape = self.reader, self.reader.tape

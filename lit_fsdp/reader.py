@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -112,6 +113,16 @@ def find_source(module: Any, name: str) -> str:
     """Return the code of a function in the file of a module's class; of one that is not there, nothing."""
     function = getattr(sys.modules[type(module).__module__], name, None)
     return "" if function is None else inspect.getsource(function)
+
+
+def find_forward(module: Any) -> str:
+    """Return the code of a module's ``forward``, which alone says what it does with its numbers."""
+    return _get_source(type(module).forward)
+
+
+@cache
+def _get_source(function: Any) -> str:
+    return inspect.getsource(function)
 
 
 def list_filled(module: nn.Module) -> list[str]:
