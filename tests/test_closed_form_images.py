@@ -42,6 +42,7 @@ class Classifier(nn.Module):
         attention: str | None = None,
         frozen: Sequence[str] = (),
         is_mixed: bool = False,
+        lora_dropout: float = 0.0,
         **sizes: Any,
     ) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class Classifier(nn.Module):
         if mode == "nf4":
             quantize_model(self.model, Quantization(), keep=["classifier"])
         if mode != "full":
-            add_adapters(self.model, LoRA(r=8))
+            add_adapters(self.model, LoRA(r=8, dropout=lora_dropout))
         freeze_modules(self.model, frozen, ["classifier"])
 
     def step(self, batch: dict[str, Tensor]) -> Tensor:
@@ -131,6 +132,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     (LARGER, {"precision": "bf16-mixed", "world_size": 4, "rows": 4, "recompute": FULL}, False),
     # A scale that does not train is still kept, and a block is computed again up to there.
     ({"mode": "nf4"}, {**HALF, "recompute": FULL}, True),
+    # What an adapter drops numbers of stays until it has returned.
+    ({**GATED, "mode": "nf4", "lora_dropout": 0.1}, {**HALF, "rows": 4, "recompute": FULL}, False),
     (
         {"mode": "lora", "drop_path_rate": 0.2},
         {"precision": "bf16-mixed", "world_size": 4, "recompute": SELECTIVE},
@@ -139,6 +142,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     ({**GATED, **LARGER}, {"world_size": 1, "rows": 3}, False),
     ({**GATED, "mode": "lora"}, {**HALF, "rows": 3, "sharding": Sharding(reshard_after_forward=False)}, False),
     (GATED, {"precision": "bf16-mixed", "world_size": 8, "offload": Offload()}, False),
+    # What was reduced in float32 is cast, and goes to the host then.
+    ({"num_hidden_layers": 6}, {**HALF, "world_size": 8, "recompute": FULL, "offload": Offload()}, True),
     # Of positions for larger images than these, the gradient is there until it was reduced.
     ({"num_hidden_layers": 2, "image_size": 1036}, {"precision": "bf16-mixed", "world_size": 4, "rows": 1}, True),
     ({"attention": "eager", "attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1}, {}, False),
