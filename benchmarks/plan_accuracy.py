@@ -26,17 +26,8 @@ from typing import Any
 import bitsandbytes
 import torch
 import transformers
-from plan_cases import (
-    GROUPS,
-    TINY,
-    Case,
-    list_cases,
-    make_batch,
-    make_micro_batch,
-    make_model,
-    make_optimizer,
-    make_settings,
-)
+from plan_cases import GROUPS, TINY, Case, list_cases
+from plan_steps import make_batch, make_micro_batch, make_model, make_optimizer, make_settings
 
 from lit_fsdp.adapters import find_adapter_parameters
 from lit_fsdp.assembly import shard_module

@@ -1,4 +1,4 @@
-"""The steps that ``plan_accuracy.py`` compares: models with their losses, batches, and settings."""
+"""The steps that ``plan_accuracy.py`` compares, and groups of them; ``plan_steps.py`` makes them."""
 
 from __future__ import annotations
 
@@ -7,33 +7,17 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal
 
-import torch
-from plan_models import FAMILIES, LARGE, SPEECH, TINY_FAMILIES, WRITTEN_WITH
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
+from plan_models import IMAGE_FAMILIES, IMAGE_TOKENS, LARGE, TINY_FAMILIES, WRITTEN_WITH
 
-from lit_fsdp.adapters import LoRA, add_adapters
 from lit_fsdp.mesh import Mesh
-from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.offload import Offload
-from lit_fsdp.optimizers import Optimizer
-from lit_fsdp.quantization import Quantization
-from lit_fsdp.quantized_layers import quantize_model
-from lit_fsdp.recompute import Recompute
-from lit_fsdp.settings import Settings
 from lit_fsdp.sharding import Sharding
-from lit_fsdp.step_parts import MicroBatch
-from lit_fsdp.tasks import TextToSpeech
-from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, sum_chunked_losses
-from lit_fsdp.tasks.tts.families import parse_family
-from lit_fsdp.tasks.tts.quantizing import list_rest
-from lit_fsdp.units import Unit
 
 SMALL = {"vocab_size": 2000}
 TINY = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
 WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "vocab_size": 8000}
 GROUPS = ("families", "settings", "matrix", "speech", "large")
-NUM_PATCHES = 14 * 14  # of an image of 224 x 224
+IMAGE = (3, 224, 224)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +48,8 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """Of a row: of an image its patches and one more, of speech its frames."""
-        return NUM_PATCHES + 1 if self.family == "vit" else self.length
+        """Of a row: of an image its patches and what is before them, of speech its frames."""
+        return IMAGE_TOKENS.get(self.family, self.length)
 
     def __str__(self) -> str:
         parts = [self.family, self.mode, self.precision, f"{self.world_size} ranks", f"{self.rows}x{self.num_tokens}"]
@@ -81,106 +65,11 @@ class Case:
         return ", ".join([*parts, *["tiny"] * (TINY.items() <= self.change.items()), *changed])
 
 
-class Model(nn.Module):
-    """A model of Transformers with the loss that it computes itself, on the meta device."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        sizes = {**FAMILIES[case.family], **case.change}
-        implementation = sizes.pop("attn_implementation", "sdpa")
-        kind = AutoModelForImageClassification if case.family == "vit" else AutoModelForCausalLM
-        with torch.device("meta"):
-            config = AutoConfig.for_model(case.family, **sizes)
-            self.model = kind.from_config(config, attn_implementation=implementation)
-        if case.mode in ("nf4", "int8"):
-            quantize_model(self.model, Quantization(type=case.mode))  # type: ignore[arg-type]
-        if case.mode != "full":
-            add_adapters(self.model, LoRA(r=16, dropout=case.dropout, dora=case.mode == "dora"))
-        self.is_chunked = case.loss_chunks > 1
-        if self.is_chunked:
-            install_chunked_loss(self.model, case.loss_chunks)
-
-    def step(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the loss."""
-        if self.is_chunked:
-            return sum_chunked_losses(self.model, {"input_ids": batch["input_ids"]}, batch["labels"])
-        cache = {"use_cache": False} if "input_ids" in batch else {}
-        return self.model(**batch, **cache).loss
-
-
-class SpeechModel(nn.Module):
-    """A speech model with its losses and FSDP units as those of its task, on the meta device."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        raw = {"model_type": case.family, **SPEECH[case.family]}
-        family, config = parse_family(raw)
-        with torch.device("meta"):
-            self.model: Any = family.build_model(config)
-        if case.mode == "nf4":
-            quantize_model(self.model, Quantization(), keep=list_rest(self.model, family))
-        if case.mode != "full":
-            add_adapters(self.model, LoRA(r=16, targets=family.linears))
-        self._family, self._weights, self._raw = family, family.weigh_losses(config), raw
-
-    def configure_units(self, model: nn.Module) -> list[Unit]:
-        """Return the units that the task plans."""
-        return TextToSpeech(config=self._raw).configure_units(model)
-
-    def read_step(self, step: ModelReader) -> int:
-        """Put a step on the tape of the closed form, as the task does."""
-        return self._family.read_step(self.model, step)
-
-    def step(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the loss."""
-        output, (own, other) = self.model(batch), self._weights
-        return own * output.talker_loss + other * output.predictor_loss
-
-
-def make_model(case: Case) -> Model | SpeechModel:
-    """Return the model of a case, on the meta device."""
-    return SpeechModel(case) if case.family in SPEECH else Model(case)
-
-
-def make_batch(case: Case) -> dict[str, Tensor]:
-    """Return a micro-batch of zeros."""
-    if case.family in SPEECH:
-        family, config = parse_family({"model_type": case.family, **SPEECH[case.family]})
-        sizes = {"batch_size": case.rows, "num_text_ids": case.length, "num_frames": case.length}
-        return family.make_example_batch(config, **sizes)
-    if case.family == "vit":
-        pixels = torch.zeros(case.rows, 3, 224, 224)
-        return {"pixel_values": pixels, "labels": torch.zeros(case.rows, dtype=torch.long)}
-    ids = torch.zeros(case.rows, case.length, dtype=torch.long)
-    positions = (torch.arange(case.length) % -(-case.length // 4)).expand_as(ids)
-    packed = {"position_ids": positions.clone()} if case.is_packed else {}
-    return {"input_ids": ids, "labels": ids.clone(), **packed}
-
-
-def make_micro_batch(case: Case) -> MicroBatch:
-    """Return the shape of a micro-batch."""
-    if case.family in SPEECH:
-        return parse_family({"model_type": case.family, **SPEECH[case.family]})[0].measure_batch(make_batch(case))
-    return MicroBatch(rows=case.rows, length=case.num_tokens, is_masked=case.is_packed)
-
-
-def make_settings(case: Case) -> Settings:
-    """Return the settings of the strategy."""
-    recompute: Any = Recompute(mode=case.recompute)  # type: ignore[arg-type]
-    return Settings(
-        **{"recompute": recompute, "sharding": Sharding(reshard_after_forward=case.reshard), **case.settings}
-    )
-
-
-def make_optimizer(case: Case) -> Optimizer:
-    """Return the settings of the optimizer."""
-    return Optimizer(name=case.optimizer)  # type: ignore[arg-type]
-
-
 def list_cases(group: Literal["families", "settings", "matrix", "speech", "large"]) -> Iterator[Case]:
     """Yield the cases of a group: tuned on first, then those held out."""
     if group == "matrix":
-        yield from (*_list_matrix("llama", is_whole=True), *_list_matrix("vit", is_whole=True))
+        for family in ("llama", "vit", "dinov2"):
+            yield from _list_matrix(family, is_whole=True)
         return
     if group == "speech":
         yield from (*_list_speech(), *_list_matrix("qwen3_tts", is_whole=True))
@@ -194,6 +83,7 @@ def list_cases(group: Literal["families", "settings", "matrix", "speech", "large
     if group == "families":
         yield from _list_experts()
         yield from _list_tiny()
+        yield from _list_images()
 
 
 def _list_families() -> Iterator[Case]:
@@ -258,6 +148,32 @@ def _list_tiny() -> Iterator[Case]:
     yield from _list_dropped(llama)
 
 
+def _list_images() -> Iterator[Case]:
+    """Yield vision transformers: the first of DINOv2 is one that rules were written with."""
+    yield Case(family="dinov2", rows=4)
+    dino: dict[str, Any] = {"family": "dinov2", "is_held_out": True}
+    gated = {**TINY, "use_swiglu_ffn": True, "drop_path_rate": 0.2}
+    held = {**dino, "change": gated}
+    yield Case(**held, precision="32-true", world_size=1, rows=3)
+    yield Case(**held, world_size=8, rows=5, recompute="selective")
+    yield Case(**held, mode="lora", precision="bf16-true", world_size=2, rows=6, reshard=False)
+    yield Case(**held, mode="nf4", precision="bf16-true", rows=4, recompute="selective", dropout=0.1)
+    yield Case(**held, precision="32-true", rows=3, num_micro_batches=2, recompute="full", optimizer="adamw_8bit")
+    yield Case(**held, world_size=2, rows=4, settings={"offload": Offload()})
+    dropped = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    for on_gpu in (False, True):
+        yield Case(**dino, world_size=2, rows=3, on_gpu=on_gpu, change={**TINY, **dropped})
+        yield Case(**dino, rows=2, on_gpu=on_gpu, change={**TINY, **dropped, "attn_implementation": "eager"})
+    yield Case(**dino, precision="32-true", world_size=8, change={**TINY, "image_size": 1022})
+    yield Case(**dino, world_size=4, rows=4, change=LARGE["dinov2"], is_allocated=False)
+    for i, family in enumerate(IMAGE_FAMILIES):
+        other: dict[str, Any] = {"family": family, "is_held_out": True}
+        if family != "dinov2":
+            yield Case(**other, precision="32-true", world_size=2, rows=3)
+            yield Case(**other, rows=4, recompute="full", reshard=i % 2 == 0)
+            yield Case(**other, mode="lora", precision="bf16-true", world_size=1 + i % 2, rows=2)
+
+
 def _list_dropped(llama: dict[str, Any]) -> Iterator[Case]:
     """Yield steps in which attention drops something, and what else kernels of CPUs and GPUs do otherwise."""
     gpt2 = {"vocab_size": 3000, "n_embd": 256, "n_layer": 3, "n_head": 4, "attn_pdrop": 0.1}
@@ -310,6 +226,9 @@ def _list_large() -> Iterator[Case]:
     vit = {"family": "vit", "change": LARGE["vit"], "rows": 32, **held_out}
     yield Case(**vit, world_size=2)
     yield Case(**vit, world_size=4, mode="lora", recompute="full")
+    dino = {"family": "dinov2", "change": LARGE["dinov2"], "rows": 32, **held_out}
+    yield Case(**dino, world_size=2, recompute="full")
+    yield Case(**dino, world_size=4, mode="nf4", precision="bf16-true")
     llama = {"family": "llama", "change": LARGE["llama"], "length": 2048, "recompute": "full", **held_out}
     for world_size in (1, 2):
         yield Case(**llama, world_size=world_size, mode="lora", precision="bf16-true")
@@ -364,6 +283,7 @@ def _list_matrix(family: str, *, is_whole: bool = False) -> Iterator[Case]:
     sizes: dict[str, dict[str, Any]] = {
         "llama": {"rows": 2, "length": 160, "change": {**TINY, "vocab_size": 3000, "intermediate_size": 704}},
         "vit": {"rows": 2, "change": {**TINY, "intermediate_size": 1024}},
+        "dinov2": {"rows": 2, "change": {**TINY, "drop_path_rate": 0.1}},
         "qwen3_tts": {"length": 32},
     }
     precisions = ("32-true", "bf16-mixed", "bf16-true")

@@ -1,4 +1,4 @@
-"""The models that ``plan_cases.py`` makes steps of."""
+"""The models that ``plan_steps.py`` makes steps of."""
 
 from __future__ import annotations
 
@@ -49,11 +49,22 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": _TINY,
     "granite": _TINY,
     "smollm3": _TINY,
+    "opt": _TINY | {"ffn_dim": 704, "word_embed_proj_dim": 256, "dropout": 0.1},
 }
-FAMILIES |= TINY_FAMILIES
+_TINY_IMAGES = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+IMAGE_FAMILIES: dict[str, dict[str, Any]] = {
+    "dinov2": _TINY_IMAGES | {"image_size": 518},
+    "dinov2_with_registers": _TINY_IMAGES | {"image_size": 518, "patch_size": 14},
+    "deit": _TINY_IMAGES | {"intermediate_size": 1024},
+    "vit_msn": _TINY_IMAGES | {"intermediate_size": 1024},
+    "ijepa": _TINY_IMAGES | {"intermediate_size": 1024},
+}
+# Of an image of 224 x 224: patches, and what is put before them.
+IMAGE_TOKENS = {"vit": 197, "dinov2": 257, "dinov2_with_registers": 261, "deit": 198, "vit_msn": 197, "ijepa": 196}
+FAMILIES |= TINY_FAMILIES | IMAGE_FAMILIES
 # Of which a trace was looked at before the rules were finished; the other tiny ones first ran after that.
 WRITTEN_WITH = {"glm", "glm4", "olmo2", "olmo3", "exaone4", "gpt_neox", "cohere", "cohere2"}
-WRITTEN_WITH |= {"nemotron", "helium", "ernie4_5"}
+WRITTEN_WITH |= {"nemotron", "helium", "ernie4_5", "opt"}
 _TALKER = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
 _DIA = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
 _DIA_CROSS = {"cross_num_attention_heads": 8, "cross_num_key_value_heads": 8, "cross_head_dim": 32}
@@ -118,10 +129,11 @@ SPEECH["qwen3_tts_0p6b"] = _TTS | {
     },
     "speaker_encoder_config": {"enc_dim": 1024},
 }
-LARGE: dict[str, dict[str, Any]] = {  # shapes of Qwen3 0.6B, Llama 3 8B and ViT-L
+LARGE: dict[str, dict[str, Any]] = {  # shapes of Qwen3 0.6B, Llama 3 8B, ViT-L and DINOv2-L
     "qwen3": {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
     | {"num_attention_heads": 16, "num_key_value_heads": 8},
     "llama": {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
     | {"num_attention_heads": 32},
     "vit": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
+    "dinov2": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16},
 }

@@ -13,6 +13,7 @@ from lit_fsdp.reader import (
     UnreadableModuleError,
     check_dropouts,
     find_dropout,
+    find_forward,
     find_source,
     list_children,
 )
@@ -20,6 +21,9 @@ from lit_fsdp.rotary_reader import find_part, rotate, rotate_views
 from lit_fsdp.tape import FLOAT32
 
 _DROPOUTS = ("attn_dropout", "attention_dropout")  # of what each token gives the others
+_KERNELS = "attention_interface"  # of Transformers, chosen by a setting; others write all of it down
+_DROPS_BY_NUMBER = "else self.dropout,"  # what it passes to the kernel
+_SCALED_QUERIES = "self.q_proj(hidden_states) * self.scaling"
 _LARGEST_SHARED = 256  # numbers in a head that kernels share
 _OUTPUT_DROPOUTS = ("resid_dropout", "residual_dropout")
 
@@ -38,15 +42,17 @@ def read_attention(reader: Reader, name: str, module: Any, x: int, context: Cont
         UnreadableModuleError: It is of another kind.
     """
     tape = reader.tape
-    # In the order of forward: Phi-3 has the last first.
-    linears = dict(sorted(find_linears(module).items(), key=lambda item: item[0] == "o_proj"))
+    # In the order of forward: Phi-3 has the last first, OPT the queries last.
+    linears = dict(sorted(find_linears(module).items(), key=lambda item: (item[0] == "o_proj", item[0] != "q_proj")))
     norms = [(f"{name}.{key}", child) for key, child in module.named_children() if is_norm(child)]
     known = len(linears) in ((2, 4) if context is None else (4,)) and len(norms) in (0, len(linears) - 2)
     head_dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     num_layers = sum(1 for child in module.children() if any(True for _ in child.parameters()))
     if not known or len(linears) + len(norms) < num_layers or head_dim is None:
         raise UnreadableModuleError(name, f"attention of {list_children(module)}")
-    check_dropouts(name, module, (*_DROPOUTS, *_OUTPUT_DROPOUTS))
+    if _KERNELS not in find_forward(module):
+        raise UnreadableModuleError(name, f"a {type(module).__name__}, which attends by itself")
+    check_dropouts(name, module, (*_list_dropouts(module), *_OUTPUT_DROPOUTS))
     *inner, (out_name, out) = [(f"{name}.{key}", child) for key, child in linears.items()]
     query = get_features(out)[0]
     key_width = (sum(get_features(child)[1] for _, child in inner) - query) // 2
@@ -59,6 +65,8 @@ def read_attention(reader: Reader, name: str, module: Any, x: int, context: Cont
     else:
         other = x if context is None else context.value
         q, k, v = (read_linear(reader, n, child, y) for (n, child), y in zip(inner, (x, other, other), strict=True))
+        if _SCALED_QUERIES in find_forward(module):  # others leave it to the kernel
+            q = tape.add_pointwise("mul", q)
         if norms:
             q, k = read_norm(reader, *norms[0], q), read_norm(reader, *norms[1], k)
         if is_rotated:
@@ -72,6 +80,10 @@ def read_attention(reader: Reader, name: str, module: Any, x: int, context: Cont
 def _rotates(module: Any) -> bool:
     """Whether it uses the positions that it gets: of Cohere 2, only layers with a window do."""
     return type(module).__name__ != "Cohere2Attention" or module.sliding_window is not None
+
+
+def _list_dropouts(module: Any) -> tuple[str, ...]:
+    return (*_DROPOUTS, "dropout") if _DROPS_BY_NUMBER in find_forward(module) else _DROPOUTS
 
 
 def _find_implementation(module: Any) -> str:
@@ -106,7 +118,7 @@ def _attend(
         tape.passed[f"mask {is_local} {mask}"] = mask
     # Transformers leaves it to the kernel to share heads where it believes that there is one that can.
     repeats = groups > 1 and implementation == "sdpa" and (has_mask or head_dim > _LARGEST_SHARED)
-    drops = find_dropout(module, *_DROPOUTS) > 0
+    drops = find_dropout(module, *_list_dropouts(module)) > 0
     has_no_kernel = groups > 1 and not repeats and tape.itemsize == FLOAT32 if tape.is_gpu else drops
     if implementation == "sdpa" and has_no_kernel:
         return _attend_in_float32(reader, qkv, groups, length, (num_heads, size), products, drops=drops)
@@ -151,7 +163,7 @@ def _attend_eagerly(
     s = tape.add("add", (s,), scores, shares_grad=True)
     wide = FLOAT32 if _widens_scores(module) else tape.itemsize
     s = tape.add_pointwise("softmax", tape.add_cast(s, tape.itemsize, wide), saves_output=True)
-    s = tape.add_dropout(tape.add_cast(s, wide, tape.itemsize), find_dropout(module, *_DROPOUTS))
+    s = tape.add_dropout(tape.add_cast(s, wide, tape.itemsize), find_dropout(module, *_list_dropouts(module)))
     return tape.add("bmm", (s, v), size, saves=(s, v), **half)
 
 

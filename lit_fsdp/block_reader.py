@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from lit_fsdp.attention_reader import read_attention
 from lit_fsdp.expert_reader import is_mixture, read_mixture
-from lit_fsdp.linear_reader import find_linears, get_features, read_linear
+from lit_fsdp.linear_reader import get_features, is_linear, read_linear
 from lit_fsdp.norm_reader import is_norm, read_norm
 from lit_fsdp.reader import (
     SAVES_INPUT,
@@ -16,6 +17,7 @@ from lit_fsdp.reader import (
     UnreadableModuleError,
     check_dropouts,
     find_dropout,
+    find_forward,
     list_children,
 )
 
@@ -28,6 +30,17 @@ _DROPOUTS = ("dropout", "residual_dropout")  # of an MLP
 _DROP_MLP_ONLY = {"StableLmDecoderLayer", "PersimmonDecoderLayer"}
 
 
+@dataclass
+class _Children:
+    """What is directly inside a block, by what it does; of what is there for each part none, or as many as parts."""
+
+    norms: list[tuple[str, nn.Module]] = field(default_factory=list)
+    dropouts: list[float] = field(default_factory=list)
+    scales: list[nn.Module] = field(default_factory=list)
+    paths: list[float] = field(default_factory=list)
+    others: dict[str, nn.Module] = field(default_factory=dict)
+
+
 def read_block(reader: Reader, name: str, block: nn.Module, x: int) -> int:
     """Add a block with attention, an MLP and norms before, after or around both; return its output.
 
@@ -36,42 +49,33 @@ def read_block(reader: Reader, name: str, block: nn.Module, x: int) -> int:
     Raises:
         UnreadableModuleError: It is of another kind.
     """
-    norms, dropouts, others = [], [], {}
     kind = type(block).__name__.removeprefix("FSDP")
-    for key, child in block.named_children():
-        if is_norm(child):
-            norms.append((f"{name}.{key}", child))
-        elif isinstance(child, nn.Dropout):
-            dropouts.append(child.p)
-        elif any(True for _ in child.parameters()):
-            others[key] = child
+    num_parts = 2 if reader.context is None else 3
+    children = _sort_children(name, block, num_parts)
+    norms, others = children.norms, children.others
     attention = [key for key in others if "attn" in key or "attention" in key]
     rest = [key for key in others if key not in attention]
-    num_parts = 2 if reader.context is None else 3
     around, after = len(norms) == 2 * num_parts, len(norms) == 2 and "post_feed" in norms[1][0]
     num_parallel = _PARALLEL.get(kind, 0)
     is_parallel = getattr(block, "use_parallel_residual", num_parallel == 1)
     known = len(norms) == num_parallel if is_parallel else len(norms) in (num_parts, 2 * num_parts)
-    are_parts = len(attention) == num_parts - 1 and len(rest) == 1
-    if not are_parts or not known or len(dropouts) not in (0, 1, num_parts):
+    if len(attention) != num_parts - 1 or len(rest) not in (1, 3) or not known:
         raise UnreadableModuleError(name, f"a block of {list_children(block)}")
-    check_dropouts(name, block, dict(block.named_children()))
-    if len(dropouts) == 1:
-        dropouts = [0.0] * (kind in _DROP_MLP_ONLY) + dropouts * num_parts
+    if len(children.dropouts) == 1:
+        children.dropouts = [0.0] * (kind in _DROP_MLP_ONLY) + children.dropouts * num_parts
     parts, y = [], x
-    for i, key in enumerate((*attention, *rest)):
+    for i, key in enumerate((*attention, None)):
         if not after and (i == 0 or len(norms) > 1):
             y = read_norm(reader, *norms[2 * i if around else i], x)
-        part = f"{name}.{key}"
-        with reader.tape.part("MLP" if key in rest else "attention"):
-            if key in rest:
-                out = read_mlp(reader, part, others[key], y)
+        with reader.tape.part("attention" if key else "MLP"):
+            if key is None:
+                out = _read_rest(reader, name, {key: others[key] for key in rest}, y)
             else:
-                out = read_attention(reader, part, others[key], y, reader.context if i else None)
+                out = read_attention(reader, f"{name}.{key}", others[key], y, reader.context if i else None)
+        reader.tape.release(y)
         if around or after:
             out = read_norm(reader, *norms[2 * i + 1 if around else i], out)
-        for probability in dropouts[i : i + 1]:
-            out = reader.tape.add_dropout(out, probability)
+        out = _finish_part(reader, children, i, out)
         parts.append(out)
         if not is_parallel:
             x = y = reader.tape.add_sum(x, out)
@@ -79,6 +83,51 @@ def read_block(reader: Reader, name: str, block: nn.Module, x: int) -> int:
         return x
     first, last = ((parts[1], parts[0]), x) if kind in _ADD_PARTS_FIRST else ((x, parts[0]), parts[1])
     return reader.tape.add_sum(reader.tape.add_sum(*first), last)
+
+
+def _sort_children(name: str, block: nn.Module, num_parts: int) -> _Children:
+    found = _Children()
+    for key, child in block.named_children():
+        kind = type(child).__name__
+        if is_norm(child):
+            found.norms.append((f"{name}.{key}", child))
+        elif isinstance(child, nn.Dropout):
+            found.dropouts.append(child.p)
+        elif kind.endswith("LayerScale") and len(list(child.parameters())) == 1:
+            found.scales.append(child)
+        elif kind.endswith("DropPath"):
+            found.paths.append(find_dropout(block, key))
+        elif not isinstance(child, nn.Identity):
+            found.others[key] = child
+    drops = find_forward(block).count("p=self.dropout,") == num_parts
+    if drops:  # after each part, without a layer for it
+        found.dropouts += [find_dropout(block, "dropout")] * num_parts
+    repeated = (0, 1, num_parts)
+    own = [key for key, _ in block.named_parameters(recurse=False)]
+    are_known = len(found.dropouts) in repeated and len(found.paths) in repeated and not own
+    if not are_known or len(found.scales) not in (0, num_parts):
+        raise UnreadableModuleError(name, f"a block of {', '.join([list_children(block), *own])}")
+    check_dropouts(name, block, [key for key, _ in block.named_children()] + ["dropout"] * drops)
+    found.paths *= num_parts if len(found.paths) == 1 else 1
+    return found
+
+
+def _finish_part(reader: Reader, children: _Children, i: int, x: int) -> int:
+    """Add what drops and scales the output of attention or the MLP, before it is added to what went in."""
+    tape, size = reader.tape, reader.tape.sizes[x]
+    for probability in children.dropouts[i : i + 1]:
+        x = tape.add_dropout(x, probability)
+    for scale in children.scales[i : i + 1]:
+        weights = reader.list_trained(*scale.parameters())
+        # Of a scale that does not train backward needs only the scale, up to which a block is computed again.
+        saves, temp = ((x,), size) if weights else ((tape.add_value(0),), 0)
+        x = tape.add("mul", (x,), size, saves=saves, weights=weights, backward_temp=temp)
+    if any(probability > 0 for probability in children.paths[i : i + 1]):
+        # All rows are made larger before some are dropped.
+        y = tape.add("mul", (tape.add_pointwise("div", x),), size, extra=reader.rows * tape.itemsize)
+        tape.release(x)
+        return y
+    return x
 
 
 def read_embedding(reader: Reader, module: nn.Embedding, ids: int) -> int:
@@ -95,13 +144,27 @@ def read_mlp(reader: Reader, name: str, module: Any, x: int) -> int:
     """
     if is_mixture(module):
         return _read_experts(reader, name, module, x)
-    tape = reader.tape
     check_dropouts(name, module, _DROPOUTS)
-    linears = find_linears(module)
-    others = [c for key, c in module.named_children() if key not in linears and not isinstance(c, nn.Dropout)]
+    layers = {key: child for key, child in module.named_children() if not isinstance(child, nn.Dropout)}
+    y = _read_layers(reader, name, layers, x)
+    return reader.tape.add_dropout(y, find_dropout(module, *_DROPOUTS))
+
+
+def _read_rest(reader: Reader, name: str, rest: dict[str, nn.Module], x: int) -> int:
+    """Add what a block has besides attention: one module, or the layers of an MLP themselves."""
+    if len(rest) > 1:
+        return _read_layers(reader, name, rest, x)
+    ((key, module),) = rest.items()
+    return read_mlp(reader, f"{name}.{key}", module, x)
+
+
+def _read_layers(reader: Reader, name: str, layers: dict[str, nn.Module], x: int) -> int:
+    tape, others = reader.tape, [child for child in layers.values() if not is_linear(child)]
+    linears = [(f"{name}.{key}", child) for key, child in layers.items() if is_linear(child)]
     if len(linears) not in (2, 3) or len(others) != 1 or any(True for _ in others[0].parameters()):
-        raise UnreadableModuleError(name, f"an MLP of {list_children(module)}")
-    *inner, (down_name, down) = [(f"{name}.{key}", child) for key, child in linears.items()]
+        found = ", ".join(f"{key} ({type(child).__name__})" for key, child in layers.items())
+        raise UnreadableModuleError(name, f"an MLP of {found}")
+    *inner, (down_name, down) = linears
     joined = read_linear(reader, *inner[0], x)
     if get_features(inner[0][1])[1] == 2 * get_features(down)[0]:
         y = _gate(reader, name, others[0], joined)
@@ -109,8 +172,7 @@ def read_mlp(reader: Reader, name: str, module: Any, x: int) -> int:
         y = _activate(reader, name, others[0], joined)
     if len(inner) > 1:
         y = tape.add_product(y, read_linear(reader, *inner[1], x))
-    y = read_linear(reader, down_name, down, y)
-    return tape.add_dropout(y, find_dropout(module, *_DROPOUTS))
+    return read_linear(reader, down_name, down, y)
 
 
 def _read_experts(reader: Reader, name: str, module: Any, x: int) -> int:

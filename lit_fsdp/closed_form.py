@@ -212,7 +212,7 @@ def _measure_units(
     first = next((i for i, unit in enumerate(plan) if unit.num_trainable), len(plan))
     sizes = []
     for i, unit in enumerate(plan):
-        gathered = cast = numel = gradient = last = 0
+        gathered = cast = numel = gradient = 0
         for name in unit.parameters:
             parameter = parameters[name]
             padded = _pad(parameter, num_shards)
@@ -222,7 +222,8 @@ def _measure_units(
             if parameter.requires_grad:
                 numel += padded
                 gradient += padded // num_shards * parameter.element_size()
-                last = parameter.numel() * dtype.itemsize
+        last = _find_last([name for name in unit.parameters if parameters[name].requires_grad], unit.names[-1])
+        last_gradient = parameters[last].numel() * (compute or parameters[last].dtype).itemsize if last else 0
         reshards = unit.kind in ("block", "embedding") and reshard is not False
         kept = gathered // reshard if reshards and not isinstance(reshard, bool) else 0
         sizes.append(
@@ -234,7 +235,7 @@ def _measure_units(
                 reduced=numel // num_shards * reduce.itemsize,
                 gradient=gradient,
                 kept=kept,
-                last_gradient=last if num_shards > 1 else 0,
+                last_gradient=last_gradient if num_shards > 1 else 0,
                 reshards=reshards,
                 trains=bool(numel),
                 is_root=unit.kind == "root",
@@ -244,6 +245,16 @@ def _measure_units(
             )
         )
     return sizes
+
+
+def _find_last(names: Sequence[str], module: str) -> str:
+    """Return which of the parameters of a unit FSDP2 has last, as it lists those of children first; "" if none."""
+    prefix = f"{module}." if module else ""
+    inner = [name.removeprefix(prefix).partition(".") for name in names if name.startswith(prefix)]
+    own = [key for key, dot, _ in inner if not dot]
+    if own or not inner:
+        return f"{prefix}{own[-1]}" if own else ""
+    return _find_last(names, f"{prefix}{inner[-1][0]}")
 
 
 def _pad(parameter: torch.Tensor, num_shards: int) -> int:

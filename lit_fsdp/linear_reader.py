@@ -85,4 +85,5 @@ def _read_adapted(reader: Reader, name: str, module: Any, x: int) -> int:
             y = read_lengths(reader, module, key, (y, low), get_features(module))
         else:
             y = tape.add_sum(y, tape.add_pointwise("mul", low))
+    tape.release(x)  # also of what was dropped
     return y

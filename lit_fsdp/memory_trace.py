@@ -205,7 +205,7 @@ class MemoryTrace(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 is_on_host = self._is_offloaded and phase == "optimizer"
                 self._add(tensor, self._choose_kind(phase), self._unit, is_on_host=is_on_host)
-        hidden = count_hidden_bytes(func, args, kwargs) + self._mark_communication(func, args, kwargs)
+        hidden = count_hidden_bytes(func, args, kwargs) + self._mark_communication(func, args, kwargs, out)
         if phase == "backward" and func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
             self._summands = self._find_summands(*args)
         if self._summands is None:
@@ -253,7 +253,7 @@ class MemoryTrace(TorchDispatchMode):
             for gradient in list_unreduced_gradients(sharded):
                 self._mark(gradient, "gradients", self._unit)
 
-    def _mark_communication(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    def _mark_communication(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> int:
         """Tell the buffers of collectives by the operators that FSDP2 fills and empties them with.
 
         Returns:
@@ -273,14 +273,19 @@ class MemoryTrace(TorchDispatchMode):
         elif "reduce_scatter" in name:
             for tensor in tree_iter(args[0]):
                 if isinstance(tensor, Tensor):  # gradients are views of it, unless their dtype is another
-                    self._mark(tensor, "gradients", self._unit)
-                    if self._is_offloaded and (block := self._find(tensor)):
-                        self._arriving.append(block)
+                    self._mark_reduced(tensor)
+        elif name.startswith("aten._to_copy") and any(block is self._find(args[0]) for block in self._arriving):
+            self._mark_reduced(out)  # cast to the dtype of the parameters
         return copied
+
+    def _mark_reduced(self, tensor: Tensor) -> None:
+        self._mark(tensor, "gradients", self._unit)
+        if block := self._find(tensor):
+            self._arriving.append(block)
 
     def _move_arriving(self) -> None:
         """Let gradients arrive on the host: once they are reduced, FSDP2 holds their copies only (torch 2.13)."""
-        for block in self._arriving:
+        for block in self._arriving if self._is_offloaded else ():
             if block.storage() is not None:
                 self._count(block, -block.num_bytes)
                 block.is_on_host = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,14 +13,16 @@ from typing import Any
 from torch import nn
 
 from lit_fsdp.block_reader import read_block, read_embedding
-from lit_fsdp.linear_reader import find_linears, read_linear
+from lit_fsdp.image_reader import count_tokens, find_embeddings, read_classifier, read_patches, read_pixels, read_tokens
+from lit_fsdp.linear_reader import read_linear
 from lit_fsdp.norm_reader import is_norm, read_norm
 from lit_fsdp.overrides import find_overrides
-from lit_fsdp.reader import Reader, UnreadableModuleError, check_dropouts, find_dropout
+from lit_fsdp.reader import Reader, UnreadableModuleError, check_dropouts, find_dropout, find_forward, list_filled
 from lit_fsdp.tape import FLOAT32, Tape
 from lit_fsdp.units import Unit, iterate_blocks
 
 INDEX = 8  # bytes of a token's number
+_OWN_MASK = r"\battention_mask = torch\.ones"  # which only its values could tell to be none
 _DROPOUTS = ("drop", "emb_dropout", "embed_dropout", "embedding_dropout", "dropout")  # of embeddings
 
 
@@ -115,6 +119,7 @@ class ModelReader:
             if is_recomputed:
                 tape.mark("leave_block", self.blocks.index(name), y)
             leave(y)
+        tape.release(x)  # by who called it
         return y
 
     @contextmanager
@@ -142,11 +147,15 @@ class ModelReader:
             return self._read_classifier(base, x) if convolutions else self._read_head(base, x)
 
     def _find_base(self) -> str:
-        """Return the name of the module around the list of blocks."""
+        """Return the name of the module around the list of blocks, and what else they need."""
         around = {name.rpartition(".")[0].rpartition(".")[0] for name in self.blocks}
         if len(around) > 1:
             raise UnreadableModuleError(", ".join(sorted(around)), "several stacks of blocks")
-        return around.pop()
+        base = around.pop()
+        while base and len(list_filled(module := self.model.get_submodule(base))) == 1:
+            check_dropouts(base, module, ())
+            base = base.rpartition(".")[0]
+        return base
 
     def _read_embeddings(self, base: str) -> int:
         reader, tape = self.reader, self.reader.tape
@@ -162,45 +171,52 @@ class ModelReader:
         ids = tape.add_value(0)
         parts = []
         for i, (name, module) in enumerate(outside.items()):
-            rows = reader.rows if i == 0 else 1  # positions are those of one row
+            # Positions are those of one row, but where they depend on what is padded.
+            is_each = i == 0 or "attention_mask" in inspect.signature(type(module).forward).parameters
+            rows = reader.rows if is_each else 1
             with self.unit(name, ids) as leave:
                 parts.append(read_embedding(replace(reader, rows=rows), module, ids))
                 leave(parts[-1])
         x = parts[0] if len(parts) == 1 else tape.add_sum(*parts)
+        if len(parts) > 1:  # the model has names for them
+            tape.hold(*parts)
         if getattr(next(iter(outside.values())), "embed_scale", None) is not None:
             x = tape.add_pointwise("mul", x)
         around = self.model.get_submodule(base)
+        for key, child in around.named_children():
+            inside = [f"{base}.{key}" if base else key, *(f"{base}.{key}.{n}" for n, _ in child.named_modules() if n)]
+            is_known = is_norm(child) or any(n in outside or n in self.blocks for n in inside)
+            if not is_known and any(True for _ in child.parameters()):
+                raise UnreadableModuleError(base, f"{key} ({type(child).__name__}) beside its blocks")
         check_dropouts(base, around, _DROPOUTS)
-        return tape.add_dropout(x, find_dropout(around, *_DROPOUTS))
+        if re.search(_OWN_MASK, find_forward(around)):
+            raise UnreadableModuleError(base, "a mask of attention that it makes for every batch")
+        used = [name for name in _DROPOUTS if f"self.{name}" in find_forward(around)]
+        return tape.add_dropout(x, find_dropout(around, *used))
 
     def _read_patches(self, base: str, convolutions: Sequence[str]) -> int:
         reader, tape = self.reader, self.reader.tape
         if len(convolutions) > 1:
             raise UnreadableModuleError(convolutions[1], "a second convolution")
         name = convolutions[0]
+        around = find_embeddings(self.model, name)
+        if around is None or around.rpartition(".")[0] != base:
+            raise UnreadableModuleError(name, f"patches that {base} makes tokens of")
         convolution: Any = self.model.get_submodule(name)
-        width, area = convolution.out_channels, convolution.kernel_size[0] * convolution.kernel_size[1]
-        num_patches = reader.length - 1
-        pixels = reader.rows * num_patches * area * convolution.in_channels
-        tape.batch_bytes = pixels * FLOAT32 + reader.rows * INDEX
-        is_cast = tape.itemsize != FLOAT32
-        x = tape.add("to", (), pixels * tape.itemsize) if is_cast else tape.add_value(0)
-        if is_cast:  # FSDP2 passes it to the root, which holds what it was called with
-            tape.hold(x)
-        size = reader.rows * num_patches * width * tape.itemsize
-        owner = next((n for n in (name, *_list_parents(name)) if n in self._units), name)
-        with self.unit(owner, x) as leave:
-            weights = reader.list_trained(convolution.weight, convolution.bias)
-            flops = 2 * pixels * width
-            options: dict[str, Any] = {"flops": flops, "backward_flops": flops * bool(weights)}
-            y = tape.add("convolution", (x,), size, saves=(x,), weights=weights, **options)
-            leave(y)
-        tokens = tape.add("cat", (y,), reader.count_bytes(width))
-        around = getattr(self.model.get_submodule(base), "embeddings", None)
-        direct = [] if around is None else list(around.parameters(recurse=False))
-        weights = reader.list_trained(*direct)
-        summed = tape.add("add", (tokens,), reader.count_bytes(width), weights=weights, shares_grad=True)
-        embedded = tape.add_dropout(summed, getattr(getattr(around, "dropout", None), "p", 0.0))
+        embeddings = self.model.get_submodule(around)
+        num_patches = reader.length - count_tokens(embeddings, convolution.out_channels)
+        owners = [n for n in (name, *_list_parents(name)) if n in self._units]
+        if len(owners) > 1:
+            raise UnreadableModuleError(name, f"a unit inside {owners[1]}")
+        x = read_pixels(reader, convolution, num_patches)
+        is_inside = not owners or not f"{around}.".startswith(f"{owners[0]}.")
+        with self.unit(owners[0] if owners else name, x) as leave:
+            y = read_patches(reader, convolution, x, num_patches)
+            if is_inside:
+                leave(y)
+            embedded = read_tokens(reader, around, embeddings, y, num_patches)
+            if not is_inside:
+                leave(embedded)
         tape.hold(embedded)  # as does the model around the blocks
         return embedded
 
@@ -293,22 +309,15 @@ class ModelReader:
         return tape.add("nll_loss", (logs,), FLOAT32, saves=(logs,))
 
     def _read_classifier(self, base: str, x: int) -> int:
-        reader, tape = self.reader, self.reader.tape
         norm_name, norm = self._find_final_norm(base)
+        if len(children := list_filled(self.model.get_submodule(base))) != 3:
+            raise UnreadableModuleError(base, f"blocks beside {', '.join(children)}")
         with self.unit(norm_name, x) as leave:
-            y = read_norm(reader, norm_name, norm, x)
+            y = read_norm(self.reader, norm_name, norm, x)
             leave(y)
-        tape.hold(y)
-        parent = self.model.get_submodule(base.rpartition(".")[0])
-        heads = list(find_linears(parent).items())
-        if len(heads) != 1:
-            raise UnreadableModuleError(base, f"{len(heads)} heads")
-        prefix = base.rpartition(".")[0]
-        name, head = heads[0]
-        one = tape.sizes[y] // reader.length
-        first = tape.add("select", (y,), one)
-        logits = read_linear(reader, f"{prefix}.{name}" if prefix else name, head, first)
-        return self._read_loss(logits)
+        self.reader.tape.hold(y)
+        parent = base.rpartition(".")[0]
+        return self._read_loss(read_classifier(self.reader, parent, self.model.get_submodule(parent), y))
 
 
 def _list_parents(name: str) -> list[str]:

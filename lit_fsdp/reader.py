@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -56,6 +57,7 @@ class Reader:
         is_masked: Whether some of the tokens must not see each other, besides those after them.
         shapes: As of ``MicroBatch``.
         num_bytes: As of ``MicroBatch``.
+        is_mixed: As of ``MicroBatch``.
         context: What every block attends to besides its own tokens, such as the states of an encoder.
     """
 
@@ -66,6 +68,7 @@ class Reader:
     is_masked: bool = False
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     num_bytes: int = 0
+    is_mixed: bool = False
     context: Context | None = None
 
     @property
@@ -86,7 +89,7 @@ class Reader:
 def find_dropout(module: Any, *names: str) -> float:
     """Return with what probability a module drops: of the first attribute that it has, a layer or a number."""
     found = next((value for name in names if (value := getattr(module, name, None)) is not None), 0.0)
-    return float(getattr(found, "p", found))
+    return float(_find_probability(found))
 
 
 def check_dropouts(name: str, module: nn.Module, known: Collection[str]) -> None:
@@ -96,15 +99,35 @@ def check_dropouts(name: str, module: nn.Module, known: Collection[str]) -> None
         UnreadableModuleError: It has another dropout than those of the names.
     """
     for key, value in {**vars(module), **dict(module.named_children())}.items():
-        probability: Any = getattr(value, "p", value)
+        probability = _find_probability(value)
         if "drop" in key and key not in known and isinstance(probability, float) and probability > 0:
             raise UnreadableModuleError(name, f"a dropout {key} of {probability:g}")
+
+
+def _find_probability(value: Any) -> Any:
+    """Return that of a layer that drops numbers or whole rows; what is no such layer comes back."""
+    return getattr(value, "p", getattr(value, "drop_prob", value))
 
 
 def find_source(module: Any, name: str) -> str:
     """Return the code of a function in the file of a module's class; of one that is not there, nothing."""
     function = getattr(sys.modules[type(module).__module__], name, None)
     return "" if function is None else inspect.getsource(function)
+
+
+def find_forward(module: Any) -> str:
+    """Return the code of a module's ``forward``, which alone says what it does with its numbers."""
+    return _get_source(type(module).forward)
+
+
+@cache
+def _get_source(function: Any) -> str:
+    return inspect.getsource(function)
+
+
+def list_filled(module: nn.Module) -> list[str]:
+    """Return the children that may do something besides dropping."""
+    return [key for key, child in module.named_children() if not isinstance(child, nn.Dropout | nn.Identity)]
 
 
 def list_children(module: nn.Module) -> str:

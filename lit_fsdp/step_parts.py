@@ -16,10 +16,11 @@ class MicroBatch:
 
     Args:
         rows: How many.
-        length: Tokens of each; of an image, its patches and one more.
+        length: Tokens of each; of an image, its patches and what the model puts before them.
         is_masked: Whether attention needs a mask: rows hold several documents, or are padded.
         shapes: Of its tensors, by name, for a model that reads its own step (``read_step``).
         num_bytes: Of its tensors, for such a model.
+        is_mixed: Whether the step makes other images of those of the batch, and gives them to the model.
     """
 
     rows: int
@@ -27,6 +28,7 @@ class MicroBatch:
     is_masked: bool = False
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     num_bytes: int = 0
+    is_mixed: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rows", "length"):

@@ -259,16 +259,25 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _add_ends(modules: dict[str, nn.Module], found: Iterable[Unit], units: Units) -> list[Unit]:
     """Add embeddings and heads, which the model names itself, where they are in no unit yet; in module order."""
-    found = list(found)
-    embeddings = _find_ends(modules, "", "get_input_embeddings") if units.own_embeddings else []
+    inputs = _find_ends(modules, "", "get_input_embeddings")
+    found = _tell_embeddings(list(found), inputs, keeps=units.own_embeddings or bool(units.classes))
     # Of images, it is a small convolution inside of what also adds positions.
-    embeddings = [name for name in embeddings if isinstance(modules[name], nn.Embedding)]
+    embeddings = [name for name in inputs if units.own_embeddings and isinstance(modules[name], nn.Embedding)]
     heads = _find_ends(modules, "", "get_output_embeddings")
     kinds: dict[str, Kind] = dict.fromkeys(heads, "head")
     kinds |= dict.fromkeys(embeddings, "embedding")
     found += [Unit(names=(name,), kind=kind) for name, kind in kinds.items() if _find_owner(f"{name}.", found) is None]
     order = {name: i for i, name in enumerate(modules)}
     return sorted(found, key=lambda unit: order[unit.names[0]])
+
+
+def _tell_embeddings(found: list[Unit], inputs: Sequence[str], *, keeps: bool) -> list[Unit]:
+    """Tell what embeds the inputs from blocks, among which Transformers names it: nothing repeats or recomputes it."""
+    names = [name for unit in found for name in unit.names]
+    around = {n for n in names if any(f"{end}.".startswith(f"{n}.") for end in inputs)}
+    around -= {n for n in names if any(other.startswith(f"{n}.") for other in names)}  # holds the blocks as well
+    told = [replace(u, kind="embedding") if u.kind == "block" and set(u.names) & around else u for u in found]
+    return [unit for unit in told if keeps or unit.kind != "embedding"]
 
 
 def _find_ends(modules: dict[str, nn.Module], root: str, getter: str) -> list[str]:

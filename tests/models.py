@@ -75,10 +75,11 @@ def build_language_model(family: str, device: str = "meta", **config: Any) -> An
         return AutoModelForCausalLM.from_config(settings)
 
 
-def build_image_model(device: str = "meta") -> Any:
+def build_image_model(device: str = "meta", model_type: str = "vit", **sizes: Any) -> Any:
     """Return a tiny vision transformer."""
     config = {k: v for k, v in _WIDTH.items() if k.startswith(("hidden", "num"))}
-    settings = AutoConfig.for_model("vit", **config, intermediate_size=64, image_size=16, patch_size=8)
+    config |= {"image_size": 16, "patch_size": 8, **({"intermediate_size": 64} if model_type == "vit" else {}), **sizes}
+    settings = AutoConfig.for_model(model_type, **config)
     with torch.device(device):
         return AutoModelForImageClassification.from_config(settings)
 

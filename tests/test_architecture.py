@@ -25,7 +25,7 @@ LAYERS = [
     {"memory"},
     {"memory_trace", "expert_reader", "norm_reader", "dora_reader", "step_parts"},
     {"linear_reader", "rotary_reader"},
-    {"attention_reader"},
+    {"attention_reader", "image_reader"},
     {"block_reader"},
     {"model_reader", "step_walk"},
     {"conversion", "own_rows", "quantized_files"},

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from test_closed_form import Model, compare, predict
 
+from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.recompute import Recompute
 from ranks import run_ranks
 
@@ -13,6 +14,8 @@ GPT2 = {"family": "gpt2", "n_embd": 256, "n_layer": 3, "n_head": 4, "attn_pdrop"
 PARTS = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 RECOMPUTED = {"precision": "bf16-true", "rows": 2, "length": 512, "recompute": Recompute(mode="full")}
 ON_GPUS = {"world_size": 2, "precision": "bf16-true", "length": 448, "device_type": "cuda"}
+
+OPT = {"family": "opt", "ffn_dim": 704, "word_embed_proj_dim": 256, "pad_token_id": 0, "dropout": 0.1}
 
 # A model, how its step goes, and whether the test is a quick one.
 CASES: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
@@ -32,6 +35,15 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     (
         {"attention_dropout": 0.1, "attn_implementation": "eager", **SHARED},
         {"length": 384, "precision": "bf16-true", "device_type": "cuda"},
+        False,
+    ),
+    # Layers of the MLP are in the block itself; queries are scaled before the kernel, positions are those of each row.
+    (OPT, {"rows": 2, "length": 384, "world_size": 2}, True),
+    ({**OPT, "mode": "nf4", "tie_word_embeddings": False}, RECOMPUTED, False),
+    ({**OPT, "attention_dropout": 0.1}, ON_GPUS, False),
+    (
+        {**OPT, "attention_dropout": 0.1, "attn_implementation": "eager"},
+        {"length": 384, "precision": "bf16-true"},
         False,
     ),
     # No kernel of GPUs shares heads in float32.
@@ -57,3 +69,20 @@ def test_attention_that_drops_keeps_its_scores_on_cpus_only() -> None:
     )
     assert on_gpu == without
     assert on_cpu - on_gpu == pytest.approx(3 * scores, rel=0.1)  # before and after some are dropped, and which
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        # What was left out in silence, or would be.
+        ({"family": "mpt", "d_model": 256, "n_heads": 4, "n_layers": 3}, "a MptAttention, which attends by itself"),
+        ({**OPT, "word_embed_proj_dim": 128}, r"decoder: project_out \(Linear\) beside its blocks"),
+        ({**OPT, "do_layer_norm_before": False}, "0 norms beside its blocks"),
+        ({**OPT, "layerdrop": 0.1}, "a dropout layerdrop of 0.1"),
+        ({"family": "biogpt"}, "a mask of attention that it makes for every batch"),
+    ],
+    ids=["alibi", "projections", "norms of sums", "layers", "mask"],
+)
+def test_what_has_no_rule_is_traced_and_not_left_out(model: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnreadableModuleError, match=reason):
+        predict(Model(**model))

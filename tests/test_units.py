@@ -125,6 +125,20 @@ def test_embeddings_stay_in_the_root_when_asked() -> None:
         assert any(unit.kind == "head" for unit in plan)
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_makes_tokens_of_images_is_no_block_although_transformers_lists_it_as_one(keeps: bool) -> None:
+    model = build_image_model(model_type="dinov2", mlp_ratio=1)
+    assert "Dinov2Embeddings" in model._no_split_modules
+    plan = plan_units(model, Units(own_embeddings=keeps))
+    assert list(iterate_blocks(plan)) == [f"dinov2.encoder.layer.{i}" for i in range(3)]
+    assert shape_of(plan)[0] == (
+        ("embedding", ("dinov2.embeddings",)) if keeps else ("block", ("dinov2.encoder.layer.0",))
+    )
+    assert ("dinov2.embeddings.cls_token" in plan[-1].parameters) is not keeps
+    named = plan_units(model, Units(classes=["Dinov2Layer", "Dinov2Embeddings"], own_embeddings=keeps))
+    assert ("embedding", ("dinov2.embeddings",)) in shape_of(named)
+
+
 def test_frozen_parameters_are_owned_but_not_counted_as_trainable() -> None:
     model = build_language_model("llama")
     for layer in model.model.layers:

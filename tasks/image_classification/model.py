@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForImageClassification, PreTrained
 
 from lit_fsdp.adapters import LoRA, clean_name
 from lit_fsdp.base_model import find_pretrained
+from lit_fsdp.image_reader import count_tokens, find_embeddings
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.pretrained import drop_quantization
 
@@ -371,16 +372,21 @@ def measure_distances(model: nn.Module, blocks: Sequence[str], layer_decay: floa
     return {clean_name(name): last - depth for name, depth in depths.items()}
 
 
-def measure_images(model: nn.Module, pixels: Tensor) -> MicroBatch | None:
-    """Return how many images there are, and their tokens: patches, and one more.
+def measure_images(model: nn.Module, pixels: Tensor, *, is_mixed: bool = False) -> MicroBatch | None:
+    """Return how many images there are, and their tokens: patches, and those that the model puts before them.
 
     Args:
         model: A transformer over patches; for models of another kind the result is ``None``.
         pixels: [images, channels, height, width].
+        is_mixed: Whether the model gets mixtures of them.
     """
-    convolution = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    if convolution is None or convolution.kernel_size != convolution.stride:
+    found = next(((name, m) for name, m in model.named_modules() if isinstance(m, nn.Conv2d)), None)
+    if found is None or found[1].kernel_size != found[1].stride:
         return None
+    name, convolution = found
     rows, _, height, width = pixels.shape
     high, wide = convolution.kernel_size
-    return MicroBatch(rows=rows, length=(height // high) * (width // wide) + 1)
+    around = find_embeddings(model, name)
+    # Where there is no such module, no tokens are known.
+    num_own = 0 if around is None else count_tokens(model.get_submodule(around), convolution.out_channels)
+    return MicroBatch(rows=rows, length=(height // high) * (width // wide) + num_own, is_mixed=is_mixed)

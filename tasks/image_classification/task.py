@@ -166,7 +166,7 @@ class ImageClassification(Task):
     @override
     def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch | None:
         assert self.model is not None
-        return measure_images(self.model, batch["pixel_values"])
+        return measure_images(self.model, batch["pixel_values"], is_mixed=self.mixing is not None)
 
     @override
     def setup(self, stage: str) -> None:
