@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, get_args, get_type_hints
 
 _KILLED_WORKER = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: Killed")
+_LATE_CHECK = re.compile(r"`val_check_interval` \((\d+)\) must be .* number of the training batches \((\d+)\)")
 _EXTRAS = {"wandb": "wandb", "mlflow": "mlflow"}
 _NOISE = re.compile(
     r"(Does not validate|Errors:|Given value type|Subclass types expect|an? (class path|dict with)|"
@@ -144,6 +145,11 @@ def describe_exception(error: BaseException, *, trusted: Iterable[str] = ("lit_f
         return f"out of memory: {line.splitlines()[0]}"  # where it was is in the report
     if killed := _KILLED_WORKER.search(line):
         return f"{killed[0]}: the kernel does so when host memory runs out; set num_workers of the data lower"
+    if late := _LATE_CHECK.search(line):  # Lightning knows it once the data is there
+        return (
+            f"trainer.val_check_interval: got {late[1]}: an epoch has {late[2]} batches: set it to {late[2]} or less, "
+            "or check_val_every_n_epoch: null, to count batches of all epochs"
+        )
     frames = list(_walk(error.__traceback__))
     if not frames or not _is_inside(frames[-1].tb_frame.f_code.co_filename, trusted):
         return None

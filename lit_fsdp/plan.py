@@ -75,6 +75,8 @@ class Plan:
         traffic: Bytes of each unit in an optimizer step.
         collectives: Their number in an optimizer step.
         num_micro_batches: Accumulated in a step.
+        num_weights: Of the model, those of quantized layers and of adapters included.
+        num_trained: How many of them train.
         quantized_bytes: Of the parameters that are stored as 4 or 8 bits, a part of ``parameters``.
         engine: What the memory was found with.
         closed_form_bytes: The peak that the closed form says, whatever the engine; ``None`` if it has no rules for it.
@@ -89,6 +91,8 @@ class Plan:
     traffic: Sequence[UnitBytes]
     collectives: Collectives
     num_micro_batches: int
+    num_weights: int
+    num_trained: int
     quantized_bytes: int
     engine: str
     closed_form_bytes: int | None = None
@@ -134,6 +138,7 @@ def describe_plan(plan: Plan, device_bytes: int | None) -> dict[str, Any]:
             "shards": ranks.num_shards,
         },
         "micro_batches": plan.num_micro_batches,
+        "model": {"weights": plan.num_weights, "trained": plan.num_trained},
         "memory": {
             "peak_bytes": peak.num_bytes,
             "peak_phase": peak.phase,

@@ -22,7 +22,7 @@ from lit_fsdp.estimate import Hardware
 from lit_fsdp.forecast import NoForecastError, measure_batch
 from lit_fsdp.hardware import find_cards, find_gpu, find_usual_gpu, suggest_gpus
 from lit_fsdp.links import choose_links, parse_links
-from lit_fsdp.plan import describe_plan, parse_memory
+from lit_fsdp.plan import Plan, choose_unit, describe_plan, parse_memory
 from lit_fsdp.plan_report import draw_plan, print_report
 from lit_fsdp.planned_trainer import PlannedGpu, PlannedTrainer
 from lit_fsdp.planner import PlannedStep, find_model, plan_step, prepare_step, prepare_variants
@@ -107,6 +107,7 @@ class PlanTrainer(PlannedTrainer):
         else:
             step = prepare_step(self, model, datamodule)
         found = plan_step(step, exact=exact, hardware=hardware)
+        found = replace(found, notes=[*found.notes, *self._list_uncounted(found)])
         print_report(found, device_bytes, other_gpus=_list_others(gpu, hardware))
         described = describe_plan(found, device_bytes)
         if device_bytes is not None and candidates:
@@ -140,6 +141,15 @@ class PlanTrainer(PlannedTrainer):
         except UnreadableModuleError as error:
             print(f"note: {error.name}: {error.reason}: no closed form, so each setting is traced, up to a minute each")
         return step, search_all(replace(problem, trace=make_tracer([step for step, _ in steps], data)))
+
+    def _list_uncounted(self, found: Plan) -> list[str]:
+        """Return what is said of callbacks that keep tensors of their own."""
+        names = [callback["class_path"] for callback in self.given_config.get("trainer", {}).get("callbacks") or []]
+        if "lit_fsdp.callbacks.EMA" not in names:
+            return []
+        num_bytes = 4 * found.num_trained // found.ranks.num_shards
+        size, name = choose_unit(num_bytes)
+        return [f"EMA: its average, {num_bytes / size:.2f} {name} of each GPU in float32, is not counted"]
 
     def _write_config(self, path: Path, chosen: Candidate | None) -> None:
         if chosen is None:
@@ -192,7 +202,7 @@ class PlanCLI(TrainerCLI):
         """Return the configuration as ``fit`` takes it, without what is as by default."""
         assert self.subcommand is not None
         parser = self._subcommand_parsers[self.subcommand]
-        given = yaml.safe_load(parser.dump(self.config[self.subcommand], skip_default=True)) or {}
+        given = yaml.safe_load(parser.dump(self.config[self.subcommand], skip_default=True, skip_unset=False)) or {}
         for key, name in (("devices", "devices"), ("nodes", "num_nodes")):
             if given.get(key) is not None:
                 given.setdefault("trainer", {})[name] = given[key]

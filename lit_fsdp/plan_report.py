@@ -32,6 +32,7 @@ def print_report(plan: Plan, device_bytes: int | None, *, other_gpus: Sequence[s
         device_bytes: Memory of a device, where it is known.
         other_gpus: That could have been meant as well as the one whose time is shown.
     """
+    print(f"parameters: {plan.num_weights:,}, of which {plan.num_trained:,} train")
     print_table(_make_memory_table(plan))
     if plan.memory.host_by_kind:
         print_table(_make_host_table(plan))

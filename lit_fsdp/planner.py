@@ -26,7 +26,7 @@ from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.overrides import find_untraced
 from lit_fsdp.plan import Plan, Ranks
 from lit_fsdp.precision import cast_parameters
-from lit_fsdp.quantized_layers import iterate_quantized
+from lit_fsdp.quantized_layers import count_weights, iterate_quantized
 from lit_fsdp.step_time import StepTime
 from lit_fsdp.strategy import FSDP2Strategy
 from lit_fsdp.trace_errors import compute_loss, explain_trace
@@ -168,6 +168,8 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     counts = {"num_replicas": ranks.num_replicas, "num_micro_batches": step.num_micro_batches}
     units, dtypes = plan_module(step.module, settings.units), step.strategy.precision_plugin.mixed_precision
     traffic = predict_bytes(step.module, units, settings.sharding, dtypes, num_shards=ranks.num_shards, **counts)
+    weights = count_weights(step.module)
+    num_trained = sum(weights[name] for name, p in step.module.named_parameters() if p.requires_grad)
     quantized_bytes = _count_quantized(step.module, ranks.num_shards)
     prediction = _forecast(step, notes)
     if unseen := find_untraced(step.module):
@@ -191,6 +193,8 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
         traffic=traffic,
         collectives=predict_collectives(units, settings.sharding, num_shards=ranks.num_shards, **counts),
         num_micro_batches=step.num_micro_batches,
+        num_weights=sum(weights.values()),
+        num_trained=num_trained,
         quantized_bytes=quantized_bytes,
         engine="closed form" if traced is None else "exact trace",
         closed_form_bytes=None if prediction is None else prediction.peak.num_bytes,

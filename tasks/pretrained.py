@@ -3,18 +3,54 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from lit_fsdp.adapters import LoRA
-from lit_fsdp.base_model import describe_base
+from lit_fsdp.base_model import describe_base, find_pretrained
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.quantized_files import read_quantization
+
+
+def load_config(pretrained: str) -> PreTrainedConfig:
+    """Return the configuration of a model, a folder or of the Hub.
+
+    Raises:
+        ValueError: There is none, or no model has such a one.
+    """
+    try:
+        return drop_quantization(AutoConfig.from_pretrained(find_pretrained(pretrained)))
+    except StrictDataclassError as error:
+        raise ValueError(f"pretrained: {pretrained}: config.json: {error.__cause__ or error}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"pretrained: got {pretrained!r}: {str(error).strip().splitlines()[0]}") from error
+
+
+def make_config(settings: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return the configuration that settings describe, ``model_type`` among them.
+
+    Raises:
+        ValueError: No model has such a one.
+    """
+    settings = dict(settings)
+    model_type = settings.pop("model_type")
+    try:
+        config = AutoConfig.for_model(model_type)
+    except ValueError:
+        raise ValueError(f"config.model_type: got {model_type!r}: Transformers has no such model") from None
+    if unknown := sorted(name for name in settings if not hasattr(config, name)):
+        raise ValueError(f"config: {', '.join(unknown)}: no settings of {type(config).__name__}")
+    try:
+        return AutoConfig.for_model(model_type, **settings)
+    except StrictDataclassError as error:
+        raise ValueError(f"config: {error.__cause__ or error}") from error
 
 
 def choose_quantization(folder: Path, model: nn.Module, given: Quantization | None) -> Quantization | None:

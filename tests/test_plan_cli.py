@@ -125,13 +125,23 @@ def test_a_plan_is_what_a_run_on_two_ranks_holds(
 
 
 def test_the_quickstart_plans_on_the_processes_that_it_starts(capfd: pytest.CaptureFixture[str]) -> None:
-    found = plan(f"--config={ROOT / 'configs' / 'quickstart.yaml'}")
+    Path("ema.yaml").write_text("trainer: {callbacks: [{class_path: lit_fsdp.callbacks.EMA}]}")
+    found = plan(f"--config={ROOT / 'configs' / 'quickstart.yaml'}", "--config=ema.yaml")
+    assert found["model"] == {"weights": 1_049_728, "trained": 1_049_728}
+    assert "EMA: its average, 2.00 MiB of each GPU in float32, is not counted" in found["notes"]
     assert found["ranks"] == {"world_size": 2, "nodes": 1, "devices": 2, "replicas": 1, "shards": 2}
     assert found["memory"]["peak_bytes"] == sum(found["memory"]["peak_bytes_by_kind"].values())
     assert found["device"] is None
     assert Path("planned/plan.png").read_bytes().startswith(b"\x89PNG")
     printed = capfd.readouterr().out
-    for words in ("optimizer state", "at the peak", "all-gather of parameters", "CUDA context", "1 x 2 ranks"):
+    for words in (
+        "optimizer state",
+        "at the peak",
+        "all-gather of parameters",
+        "CUDA context",
+        "1 x 2 ranks",
+        "parameters: 1,049,728",
+    ):
         assert words in printed
     assert "fits:" not in printed
 

@@ -3,9 +3,13 @@ import sys
 import threading
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from report_runs import TinyTask
+from torch.utils.data import DataLoader
 
 from lit_fsdp import lightning_internals
 from lit_fsdp.cli_errors import describe_exception
@@ -31,6 +35,16 @@ def test_a_killed_reader_of_data_is_one_line() -> None:
 def test_a_missing_gpu_is_named_with_the_way_out() -> None:
     line = describe_exception(MisconfigurationException("No supported gpu backend found!"))
     assert line == "accelerator: No supported gpu backend found! torch sees none on this machine; set it to auto"
+
+
+def test_an_evaluation_after_the_end_of_an_epoch_is_one_line() -> None:
+    data = DataLoader(torch.ones(4, 4))
+    trainer = pl.Trainer(accelerator="cpu", val_check_interval=9, logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match="must be less than or equal") as raised:
+        trainer.fit(TinyTask(), data, data)
+    line = describe_exception(raised.value)
+    assert line is not None
+    assert line.startswith("trainer.val_check_interval: got 9: an epoch has 4 batches: set it to 4 or less")
 
 
 @pytest.mark.parametrize("speaks", [True, False])

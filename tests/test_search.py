@@ -229,6 +229,7 @@ def test_the_written_configuration_takes_what_the_search_said(
     # More than the headroom, less than what is configured.
     device_bytes = find_needed_bytes(plan("--config=run.yaml", "--devices=2")["memory"]["peak_bytes"]) - MIB
     options = ["--config=run.yaml", "--devices=2", f"--device-memory={device_bytes}B", "--search=true"]
+    options += ["--trainer.check_val_every_n_epoch=null"]  # by default 1
     found = plan(*options, "--write=chosen/mine.yaml")
     assert not found["device"]["fits"]
     candidates, chosen = found["search"]["candidates"], found["search"]["chosen"]
@@ -247,6 +248,7 @@ def test_the_written_configuration_takes_what_the_search_said(
     assert main(["plan", *options, "--write=chosen/mine.yaml"]) == 2
     assert "it exists; choose another file" in capfd.readouterr().err
     written = yaml.safe_load(Path("chosen/mine.yaml").read_text())
+    assert written["trainer"]["check_val_every_n_epoch"] is None
     assert not {"search", "write", "out", "devices", "config"} & written.keys()
 
 

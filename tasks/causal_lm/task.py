@@ -8,11 +8,10 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.import_utils import is_flash_attn_2_available
 from typing_extensions import override
 
@@ -36,7 +35,8 @@ from lit_fsdp.tasks.pretrained import (
     check_base,
     check_lora,
     choose_quantization,
-    drop_quantization,
+    load_config,
+    make_config,
     plan_quantization,
 )
 from lit_fsdp.tasks.schedule import Schedule
@@ -212,24 +212,9 @@ class CausalLM(Task):
     def read_config(self) -> PreTrainedConfig:
         """Return the model's configuration."""
         if self.pretrained is not None:
-            try:
-                return drop_quantization(AutoConfig.from_pretrained(find_pretrained(self.pretrained)))
-            except (OSError, ValueError) as error:
-                reason = str(error).strip().splitlines()[0]
-                raise ValueError(f"pretrained: got {self.pretrained!r}: {reason}") from error
+            return load_config(self.pretrained)
         assert self.config_settings is not None
-        settings = dict(self.config_settings)
-        model_type = settings.pop("model_type")
-        try:
-            config = AutoConfig.for_model(model_type)
-        except ValueError:
-            raise ValueError(f"config.model_type: got {model_type!r}: Transformers has no such model") from None
-        if unknown := sorted(name for name in settings if not hasattr(config, name)):
-            raise ValueError(f"config: {', '.join(unknown)}: no settings of {type(config).__name__}")
-        try:
-            return AutoConfig.for_model(model_type, **settings)
-        except StrictDataclassError as error:
-            raise ValueError(f"config: {error.__cause__ or error}") from error
+        return make_config(self.config_settings)
 
     # Steps
 

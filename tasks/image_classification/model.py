@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
@@ -17,7 +16,7 @@ from lit_fsdp.adapters import LoRA, clean_name
 from lit_fsdp.base_model import find_pretrained
 from lit_fsdp.image_reader import count_tokens, find_embeddings
 from lit_fsdp.step_parts import MicroBatch
-from lit_fsdp.tasks.pretrained import drop_quantization
+from lit_fsdp.tasks.pretrained import load_config, make_config
 
 BACKBONE = "backbone"  # in freeze: all but the head
 
@@ -78,7 +77,7 @@ def read_config(
     Raises:
         ValueError: There is no such model or setting.
     """
-    config = _load_config(pretrained) if pretrained is not None else _make_config(dict(settings or {}))
+    config = load_config(pretrained) if pretrained is not None else make_config(settings or {})
     if drop_path is not None:
         if not hasattr(config, "drop_path_rate"):
             raise ValueError(
@@ -89,27 +88,6 @@ def read_config(
     config.id2label = dict(enumerate(class_names))
     config.label2id = {name: i for i, name in enumerate(class_names)}
     return config
-
-
-def _load_config(pretrained: str) -> PreTrainedConfig:
-    try:
-        return drop_quantization(AutoConfig.from_pretrained(find_pretrained(pretrained)))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"pretrained: got {pretrained!r}: {str(error).strip().splitlines()[0]}") from error
-
-
-def _make_config(settings: dict[str, Any]) -> PreTrainedConfig:
-    model_type = settings.pop("model_type")
-    try:
-        config = AutoConfig.for_model(model_type)
-    except ValueError:
-        raise ValueError(f"config.model_type: got {model_type!r}: Transformers has no such model") from None
-    if unknown := sorted(name for name in settings if not hasattr(config, name)):
-        raise ValueError(f"config: {', '.join(unknown)}: no settings of {type(config).__name__}")
-    try:
-        return AutoConfig.for_model(model_type, **settings)
-    except StrictDataclassError as error:
-        raise ValueError(f"config: {error.__cause__ or error}") from error
 
 
 def build_classifier(config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:

@@ -254,6 +254,9 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.
             CausalLM(pretrained=name).prepare_data()
     with pytest.raises(ValueError, match="pretrained: got 'no/such': no such folder, and the Hub says"):
         CausalLM(pretrained="no/such").prepare_data()
+    Path("models/mine/config.json").write_text('{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 5}')
+    with pytest.raises(ValueError, match=r"pretrained: models/mine: config.json: The hidden size \(32\) is not a mul"):
+        CausalLM(pretrained="models/mine").read_config()
 
 
 def test_a_second_run_of_the_same_object_keeps_its_weights(tmp_path: Path) -> None:
