@@ -106,8 +106,7 @@ class PlanTrainer(PlannedTrainer):
             step, candidates = self._search(model, datamodule, hardware, device_bytes)
         else:
             step = prepare_step(self, model, datamodule)
-        found = plan_step(step, exact=exact, hardware=hardware)
-        found = replace(found, notes=[*found.notes, *self._list_uncounted(found)])
+        found = self._note_uncounted(plan_step(step, exact=exact, hardware=hardware))
         print_report(found, device_bytes, other_gpus=_list_others(gpu, hardware))
         described = describe_plan(found, device_bytes)
         if device_bytes is not None and candidates:
@@ -142,14 +141,15 @@ class PlanTrainer(PlannedTrainer):
             print(f"note: {error.name}: {error.reason}: no closed form, so each setting is traced, up to a minute each")
         return step, search_all(replace(problem, trace=make_tracer([step for step, _ in steps], data)))
 
-    def _list_uncounted(self, found: Plan) -> list[str]:
-        """Return what is said of callbacks that keep tensors of their own."""
+    def _note_uncounted(self, found: Plan) -> Plan:
+        """Say what callbacks keep that no engine knows of."""
         names = [callback["class_path"] for callback in self.given_config.get("trainer", {}).get("callbacks") or []]
         if "lit_fsdp.callbacks.EMA" not in names:
-            return []
+            return found
         num_bytes = 4 * found.num_trained // found.ranks.num_shards
         size, name = choose_unit(num_bytes)
-        return [f"EMA: its average, {num_bytes / size:.2f} {name} of each GPU in float32, is not counted"]
+        note = f"EMA: its average, {num_bytes / size:.2f} {name} of each GPU in float32, is not counted"
+        return replace(found, notes=[*found.notes, note])
 
     def _write_config(self, path: Path, chosen: Candidate | None) -> None:
         if chosen is None:
