@@ -51,8 +51,8 @@ class MemoryLogger(Callback):
     In one step it notes after every operator which tensors are alive: parameters, gathered parameters, gradients,
     optimizer state, buffers of collectives, activations, and the rest, by FSDP unit. That step takes about
     twice as long, and computes the same. Not with ``compile``, whose code such a look would not see. Beside it stands
-    what the closed form of ``plan`` says of the same step, where it has rules for the model; a difference above
-    ``warn_pct`` is warned of.
+    what the closed form of ``plan`` says of the same step and batch, where it has rules for the model, else why not; a
+    difference above ``warn_pct`` is warned of.
 
     At the end of ``fit`` it prints a table and writes ``memory/step.png`` and ``memory/run.png`` into the run's folder.
 
@@ -240,16 +240,18 @@ class MemoryLogger(Callback):
         return True
 
     def _measure_batch(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
-        if not isinstance(trainer.strategy, FSDP2Strategy) or not trainer.is_global_zero:
+        if not trainer.is_global_zero:
             return
         try:
+            if not isinstance(trainer.strategy, FSDP2Strategy):
+                raise NoForecastError(f"the strategy is {type(trainer.strategy).__name__}")
             found = measure_batch(pl_module, batch)
         except NoForecastError as error:
             self._note_missing(error)
             return
-        largest = self._micro_batch
-        if largest is None or found.rows * found.length > largest.rows * largest.length:
-            self._micro_batch = found
+        # A mask is a matter of square lengths, so of two alike the one with it holds more.
+        known = [] if self._micro_batch is None else [self._micro_batch]
+        self._micro_batch = max([*known, found], key=lambda one: (one.rows * one.length, one.is_masked))
 
     def _compare(self, trainer: Trainer, pl_module: LightningModule, values: Mapping[str, float]) -> None:
         strategy, memory = trainer.strategy, self._step_memory
@@ -278,6 +280,8 @@ class MemoryLogger(Callback):
         found = Comparison(predicted=predicted.memory.peak, measured_bytes=allocated or memory.peak.num_bytes)
         self._comparison = found
         self._notes.append(f"Step {self._traced_step}, rank 0: {found.describe()}.")
+        shape = f"{'the largest micro-batch' if num_micro_batches > 1 else 'the batch'}, {self._micro_batch.describe()}"
+        self._notes.append(f"Predicted for {shape}, of that step and rank; plan counts the largest that may come.")
         if abs(found.difference_pct) > self.warn_pct:
             rank_zero_warn(f"memory of step {self._traced_step}: {found.describe()}: a plan of this run would mislead")
 
@@ -311,6 +315,8 @@ class MemoryLogger(Callback):
     def _report(self) -> None:
         for table in self._make_tables()[:2]:
             print_table(table)
+        for note in self._notes:
+            print(note)
         self._folder.mkdir(parents=True, exist_ok=True)
         for name, plot in zip(("run", "step"), self._make_plots(), strict=False):
             write_png(plot, self._folder / f"{name}.png")

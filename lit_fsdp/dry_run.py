@@ -25,6 +25,7 @@ from lit_fsdp.flops import Flops
 from lit_fsdp.gpu_kernels import run_as_gpus
 from lit_fsdp.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.mesh import build_mesh
+from lit_fsdp.overrides import keeps_gradients
 from lit_fsdp.precision import MixedPrecision
 from lit_fsdp.quantization import prepare_tables
 from lit_fsdp.settings import Settings
@@ -118,6 +119,7 @@ def trace_training_step(
             compute_loss=partial(compute_loss, fake),
             num_micro_batches=num_micro_batches,
             is_held=settings.sharding.hold_gradients,
+            is_kept=keeps_gradients(module),
             clip_norm=clip_norm,
         )
         step(lambda _: None, num_micro_batches=1)  # makes the state of the optimizer
@@ -171,11 +173,14 @@ def _run_step(
     compute_loss: Callable[[], Tensor],
     num_micro_batches: int,
     is_held: bool,
+    is_kept: bool,
     clip_norm: float | None,
 ) -> None:
     for i in range(num_micro_batches):
         begin_phase("forward")
         loss = compute_loss()
+        if is_kept and i == 0:  # the gradients of the step before
+            optimizer.zero_grad()
         begin_phase("backward")
         with hold_gradients(*(find_roots(module) if is_held and i + 1 < num_micro_batches else [])):
             loss.backward()
@@ -184,4 +189,5 @@ def _run_step(
     if clip_norm is not None:
         clip_grad_norm(module.parameters(), clip_norm)
     optimizer.step()
-    optimizer.zero_grad()
+    if not is_kept:
+        optimizer.zero_grad()

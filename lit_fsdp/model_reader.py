@@ -16,7 +16,7 @@ from lit_fsdp.block_reader import read_block, read_embedding
 from lit_fsdp.image_reader import count_tokens, find_embeddings, read_classifier, read_patches, read_pixels, read_tokens
 from lit_fsdp.linear_reader import read_linear
 from lit_fsdp.norm_reader import is_norm, read_norm
-from lit_fsdp.overrides import find_overrides
+from lit_fsdp.overrides import find_overrides, keeps_gradients
 from lit_fsdp.reader import Reader, UnreadableModuleError, check_dropouts, find_dropout, find_forward, list_filled
 from lit_fsdp.tape import FLOAT32, Tape
 from lit_fsdp.units import Unit, iterate_blocks
@@ -59,6 +59,10 @@ class ModelReader:
         owner, replaced = find_overrides(self.model)
         if replaced:
             raise UnreadableModuleError(owner, f"overrides {', '.join(replaced)}, which the closed form cannot see")
+        if keeps_gradients(self.model):
+            raise UnreadableModuleError(
+                type(self.model).__name__, "keeps gradients through the next forward (no releases_gradients)"
+            )
         if not self.blocks:
             raise UnreadableModuleError(type(self.model).__name__, "no blocks")
         for unit in self.plan:

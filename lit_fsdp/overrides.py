@@ -60,6 +60,18 @@ def find_untraced(module: nn.Module) -> list[str]:
     return found
 
 
+def keeps_gradients(module: nn.Module) -> bool:
+    """Return whether gradients live until the backward of the next step, as in Lightning's loop (2.6).
+
+    It lets go of them only before backward, unless the module itself does after the optimizer step, and says so by
+    ``releases_gradients``. A module that is none of Lightning's has a loop of its own, which is taken to let go.
+
+    Args:
+        module: Of any class.
+    """
+    return hasattr(module, "optimizer_zero_grad") and not getattr(module, "releases_gradients", False)
+
+
 def _list_methods(owner: type) -> Iterator[str]:
     for name, value in vars(owner).items():
         is_method = callable(value) or isinstance(value, property | cached_property | staticmethod | classmethod)

@@ -35,6 +35,11 @@ class MicroBatch:
             if getattr(self, name) < 1:
                 raise ValueError(f"micro_batch.{name}: got {getattr(self, name)}: expected 1 or more")
 
+    def describe(self) -> str:
+        """Return a few words."""
+        rows = f"{self.rows:,} row{'s' * (self.rows > 1)} of {self.length:,} tokens"
+        return f"{rows}, {'with' if self.is_masked else 'without'} a mask of attention"
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitSizes:

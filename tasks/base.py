@@ -54,6 +54,7 @@ class Task(LightningModule):
 
     target_name = "tokens"  # what is counted in train/<target_name>_seen
     has_perplexity = True  # whether the loss is one cross-entropy of tokens
+    releases_gradients = True  # after the optimizer step, for plans: in optimizer_step
 
     def __init__(self, optimizer: Optimizer | None = None, schedule: Schedule | None = None) -> None:
         super().__init__()

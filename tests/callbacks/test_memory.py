@@ -12,6 +12,7 @@ from training import EVEN, GLOBAL_BATCH, LENGTH, Recorder, Rows, build_task, bui
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks import MemoryLogger
 from lit_fsdp.memory import measure_states
+from lit_fsdp.offload import Offload
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks import CausalLM
 from ranks import run_ranks
@@ -53,6 +54,9 @@ def fit(folder: Path, out: Path, options: dict[str, Any], settings: dict[str, An
         assert predicted["peak_bytes_by_kind"]["optimizer_state"] == step["peak_bytes_by_kind"]["optimizer_state"]
         assert section.tables[1].columns[1] == "predicted peak"
         assert any("peak predicted" in note for note in section.notes)
+        which = "the largest micro-batch" if options.get("accumulate_grad_batches", 1) > 1 else "the batch"
+        shape = f"{batch_size} rows of {LENGTH} tokens, without a mask of attention"
+        assert f"Predicted for {which}, {shape}, of that step and rank; plan counts" in section.notes[1]
     assert step["largest_bytes_by_kind"]["parameters"] == sizes.held["parameters"]
     assert step["peak_bytes"] == sum(step["peak_bytes_by_kind"].values())
     assert step["peak_bytes_by_unit"]["model.model.layers.0"]["parameters"] > 0
@@ -106,20 +110,69 @@ def test_a_step_far_from_its_prediction_is_warned_of(
     run_ranks(body, world_size=1)
 
 
-def test_without_rules_for_a_model_the_reason_is_noted(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def replace_measuring(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CausalLM, "measure_batch", lambda *_: None)
+
+
+def replace_step(patch: pytest.MonkeyPatch) -> None:
+    class Mine(CausalLM):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx)
+
+    patch.setattr("training.CausalLM", Mine)
+
+
+@pytest.mark.parametrize(
+    ("change", "strategy", "reason"),
+    [
+        (replace_measuring, {}, "CausalLM does not say what shape its batches have (measure_batch)"),
+        (replace_step, {}, "Mine: overrides training_step, which the closed form cannot see"),
+        (None, {"offload": Offload()}, "on a CPU, offload moves nothing"),
+        (None, None, "the strategy is SingleDeviceStrategy"),
+    ],
+)
+def test_where_nothing_is_predicted_the_reason_is_said(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    change: Any,
+    strategy: dict[str, Any] | None,
+    reason: str,
 ) -> None:
-    monkeypatch.setattr(CausalLM, "measure_batch", lambda *_: None)
+    if change is not None:
+        change(monkeypatch)
 
     def body() -> None:
         memory = MemoryLogger()
         options: dict[str, Any] = {"max_steps": 3, "default_root_dir": tmp_path}
-        trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[memory], **options)
-        trainer.fit(build_task(folder), Rows(EVEN["vocab_size"], GLOBAL_BATCH))
+        chosen = "auto" if strategy is None else FSDP2Strategy(print_plan=False, **strategy)
+        build_trainer(chosen, callbacks=[memory], **options).fit(
+            build_task(folder), Rows(EVEN["vocab_size"], GLOBAL_BATCH)
+        )
         section = memory.make_section()
         assert section is not None
         assert "predicted" not in section.numbers
-        assert "CausalLM does not say what shape its batches have" in section.notes[0]
+        assert section.notes == [f"Nothing was predicted: {reason}."]
+
+    run_ranks(body, world_size=1)
+    assert f"Nothing was predicted: {reason}." in capfd.readouterr().out
+
+
+def test_of_micro_batches_alike_the_one_with_a_mask_is_predicted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = (MicroBatch(rows=2, length=LENGTH, is_masked=is_masked) for is_masked in (False, True))
+    monkeypatch.setattr(CausalLM, "measure_batch", lambda *_: next(shapes))
+
+    def body() -> None:
+        memory = MemoryLogger(warn_pct=1000)
+        options: dict[str, Any] = {"max_steps": 2, "accumulate_grad_batches": 2, "default_root_dir": tmp_path}
+        trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[memory], **options)
+        trainer.fit(build_task(folder), Rows(EVEN["vocab_size"], 2))
+        section = memory.make_section()
+        assert section is not None
+        assert f"2 rows of {LENGTH} tokens, with a mask of attention" in section.notes[1]
 
     run_ranks(body, world_size=1)
 

@@ -1,0 +1,128 @@
+"""``plan`` of LightningModules that are no tasks of ours, beside what ``fit`` of the same module holds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from launches import OURS, fork_ranks
+from test_plan_cli import plan
+
+MINE = """
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+from lit_fsdp.optimizers import Optimizer, build_optimizer
+from lit_fsdp.step_parts import MicroBatch
+
+
+class Classifier(LightningModule):
+    def configure_model(self):
+        sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+        with torch.device("meta"):
+            self.model = BertForSequenceClassification(BertConfig(vocab_size=8000, **sizes))
+
+    def training_step(self, batch, batch_idx):
+        return self.model(**batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class LettingGo(Classifier):
+    releases_gradients = True
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        optimizer.zero_grad()
+
+
+class Counted(LightningModule):
+    optimizer_settings = Optimizer(learning_rate=1e-4)
+
+    def configure_model(self):
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        with torch.device("meta"):
+            self.model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+
+    def training_step(self, batch, batch_idx):
+        return self.model(input_ids=batch["input_ids"], labels=batch["input_ids"], use_cache=False).loss
+
+    def measure_batch(self, batch):
+        return MicroBatch(rows=batch["input_ids"].shape[0], length=batch["input_ids"].shape[1])
+
+    def configure_optimizers(self):
+        return build_optimizer(self.parameters(), self.optimizer_settings, is_scaled=False)
+
+
+class CountedLettingGo(Counted):
+    releases_gradients = True
+
+
+class Rows(LightningDataModule):
+    def make_example_batch(self):
+        return {"input_ids": torch.zeros(8, 64, dtype=torch.long), "labels": torch.zeros(8, dtype=torch.long)}
+
+    def train_dataloader(self):
+        rows = [{"input_ids": torch.full((64,), i), "labels": torch.tensor(i % 2)} for i in range(64)]
+        return DataLoader(rows, batch_size=8)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a user works, with modules of their own."""
+    monkeypatch.chdir(tmp_path)
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "mine.py").write_text(MINE)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer: dict[str, Any] = {"accelerator": "cpu", "strategy": "fsdp2", "max_steps": 2, "log_every_n_steps": 1}
+    run = {"trainer": trainer | quiet, "model": "mine.Classifier", "data": "mine.Rows"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Classifier", []),
+        ("Classifier", ["--trainer.accumulate_grad_batches=2", "--trainer.gradient_clip_val=1.0"]),
+        ("LettingGo", []),
+    ],
+)
+def test_a_plan_holds_gradients_as_long_as_the_run_does(folder: Path, name: str, options: list[str]) -> None:
+    options = ["--config=run.yaml", f"--model=mine.{name}", *options]
+    ended = fork_ranks("fit", *options, "--monitoring=true")
+    assert [rank.code for rank in ended] == [0, 0], ended[0].err
+    report = json.loads(next(folder.glob("runs/run/**/report.json")).read_text())["sections"]
+    real, planned = report["memory"]["numbers"]["step"], plan(*options, "--devices=2")["memory"]
+    assert f"Nothing was predicted: {name} does not say what shape its batches have" in " ".join(ended[0].out.split())
+    assert planned["peak_bytes"] == pytest.approx(real["peak_bytes"], rel=0.01)
+    assert (planned["peak_phase"], planned["peak_unit"]) == (real["peak_phase"], real["peak_unit"])
+    for kind in ("parameters", "optimizer_state", "gathered"):
+        assert planned["largest_bytes_by_kind"][kind] == real["largest_bytes_by_kind"][kind], kind
+    for kind in ("optimizer_state", "gradients"):
+        assert planned["peak_bytes_by_kind"][kind] == real["peak_bytes_by_kind"][kind], kind
+
+
+def test_gradients_that_are_kept_lie_where_their_shards_do() -> None:
+    for offload, is_on_gpu in (([], True), (["--trainer.strategy=fsdp2_offload"], False)):
+        kept, let_go = (
+            plan("--config=run.yaml", f"--model=mine.{name}", "--devices=2", *offload)
+            for name in ("Classifier", "LettingGo")
+        )
+        assert (kept["memory"]["peak_bytes"] > 1.03 * let_go["memory"]["peak_bytes"]) is is_on_gpu
+        assert kept["host"] == let_go["host"]
+    assert kept["memory"] == let_go["memory"]
+
+
+def test_the_closed_form_counts_no_module_that_keeps_gradients() -> None:
+    kept, let_go = (
+        plan("--config=run.yaml", f"--model=mine.{name}", "--devices=2") for name in ("Counted", "CountedLettingGo")
+    )
+    assert (kept["engine"], let_go["engine"]) == ("exact trace", "closed form")
+    assert "Counted: keeps gradients through the next forward" in kept["notes"][0]
