@@ -18,19 +18,17 @@ from typing_extensions import override
 from lit_fsdp.adapters import find_adapter_parameters
 from lit_fsdp.checkpoint_writer import CheckpointFormat
 from lit_fsdp.estimate import Hardware, ModelToTrain
-from lit_fsdp.forecast import NoForecastError, find_optimizer, measure_batch
+from lit_fsdp.forecast import NoForecastError, find_optimizer, guess_optimizer, guess_shape, measure_batch
 from lit_fsdp.hardware import find_gpu, find_usual_gpu
 from lit_fsdp.lightning_internals import count_micro_batches
 from lit_fsdp.links import choose_links, parse_links
 from lit_fsdp.mesh import build_mesh
-from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.plan import Ranks, parse_memory
 from lit_fsdp.precision import MixedPrecision, cast_parameters
 from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.search import Candidate, Problem, Variant, choose, count_tries, format_changes, search
 from lit_fsdp.search_process import NotPicklableError, SearchProcess, SearchRequest, pack_request
 from lit_fsdp.sharding import Compile, find_roots
-from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.strategy import FSDP2Strategy, find_used_settings
 from lit_fsdp.units import Units, plan_module
 
@@ -202,8 +200,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         except NoForecastError as error:
             # A trace takes both from the module; what is left are estimates of time that go for all settings alike.
             reason = str(error)
-            given = getattr(module, "optimizer_settings", None)
-            micro_batch, optimizer = _count_rows(batch), given if isinstance(given, Optimizer) else Optimizer()
+            micro_batch, optimizer = guess_shape(batch), guess_optimizer(module)
         units = plan_module(module, self._configured.units)
         model = ModelToTrain(module=module, units=units, dtypes=dtypes, optimizer=optimizer)
         hardware, device_bytes = self._find_hardware()
@@ -244,7 +241,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             f"{smallest.needed_bytes / _GIB:.2f} GiB with headroom, of {device_bytes / _GIB:.2f} GiB"
         )
         help_text = (
-            "take more GPUs or a smaller batch, or see plan --search, which tries adapters and 4-bit weights too"
+            "take more GPUs or a smaller batch, or see plan --search true, which tries adapters and 4-bit weights too"
         )
         if smallest.peak_bytes > device_bytes:
             raise ValueError(f"{NAME}: nothing fits: {sizes}; {help_text}")
@@ -270,11 +267,6 @@ def _make_batch(module: pl.LightningModule) -> Mapping[str, Any]:
     if not isinstance(batch, Mapping):
         raise NoForecastError(f"make_example_batch of the data returned a {type(batch).__name__}: expected a dict")
     return batch
-
-
-def _count_rows(batch: Mapping[str, Any]) -> MicroBatch:
-    tensors = [value for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
-    return MicroBatch(rows=len(tensors[0]) if tensors else 1, length=1)
 
 
 def _count_host_bytes() -> int:

@@ -7,6 +7,7 @@ matters is the deepest. :func:`describe_config_error` reads that text back, seen
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import difflib
@@ -91,6 +92,16 @@ def explain_unknown_key(message: str, known: Iterable[str]) -> str:
             return f'Unknown key "{prefix}{part}": {_suggest_key(part, siblings, known)}'
         prefix += f"{part}."
     return message
+
+
+def explain_bare_flag(message: str, actions: Iterable[argparse.Action]) -> str:
+    """Rewrite the refusal of an option without a value, where that is true or false."""
+    # Private, seen in jsonargparse 4.53: the type of an option, which argparse is not told.
+    flags = {action.dest for action in actions if getattr(action, "_typehint", None) is bool}
+    found = re.fullmatch(r"argument --(\S+): expected one argument", message.strip())
+    if found is None or found[1] not in flags:
+        return message
+    return f"argument --{found[1]}: expected true or false, such as --{found[1]} true"
 
 
 def describe_config_error(message: str, *, subcommand: str | None = None) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
 from lit_fsdp.closed_form import StepPrediction, predict_step
 from lit_fsdp.estimate import ModelToTrain
@@ -47,6 +48,18 @@ def find_optimizer(module: LightningModule) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise NoForecastError(f"{_name(module)} builds an optimizer of its own")
     return optimizer
+
+
+def guess_shape(batch: Mapping[str, Any]) -> MicroBatch:
+    """Return what a search by traces takes for the shape of a micro-batch that nobody measures: rows of one token."""
+    tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]
+    return MicroBatch(rows=len(tensors[0]) if tensors else 1, length=1)
+
+
+def guess_optimizer(module: LightningModule) -> Optimizer:
+    """Return what a search by traces times in place of an optimizer of the module's own."""
+    given = getattr(module, "optimizer_settings", None)
+    return given if isinstance(given, Optimizer) else Optimizer()
 
 
 def describe_model(module: LightningModule, strategy: FSDP2Strategy) -> ModelToTrain:

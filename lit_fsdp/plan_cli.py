@@ -18,14 +18,14 @@ from typing_extensions import override
 
 from lit_fsdp.cli_errors import ConfigError, describe_exception, is_debugging
 from lit_fsdp.config_files import check_config_files
-from lit_fsdp.estimate import Hardware
-from lit_fsdp.forecast import NoForecastError, measure_batch
+from lit_fsdp.estimate import Hardware, ModelToTrain
+from lit_fsdp.forecast import NoForecastError, describe_model, guess_optimizer, guess_shape, measure_batch
 from lit_fsdp.hardware import find_cards, find_gpu, find_usual_gpu, suggest_gpus
 from lit_fsdp.links import choose_links, parse_links
 from lit_fsdp.plan import Plan, choose_unit, describe_plan, parse_memory
 from lit_fsdp.plan_report import draw_plan, print_report
 from lit_fsdp.planned_trainer import PlannedGpu, PlannedTrainer
-from lit_fsdp.planner import PlannedStep, find_model, plan_step, prepare_step, prepare_variants
+from lit_fsdp.planner import PlannedStep, plan_step, prepare_step, prepare_variants
 from lit_fsdp.processes import count_devices
 from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.search import Candidate, Problem, Variant, choose, format_changes
@@ -34,9 +34,11 @@ from lit_fsdp.search_report import apply_changes, describe_search, print_search
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.traced_search import make_tracer
 from lit_fsdp.trainer_cli import TrainerCLI
+from lit_fsdp.units import plan_module
 
 _OWN_OPTIONS = {"--device-memory": "--device_memory"}
 _MAX_RANKS = 2**20
+Steps = Sequence[tuple[PlannedStep, Mapping[str, Any]]]  # the configured one first; with the settings for each
 _PLAN_KEYS = {"config", "devices", "nodes", "device_memory", "gpu", "link", "exact", "search", "write", "out"}
 
 
@@ -102,17 +104,17 @@ class PlanTrainer(PlannedTrainer):
         if out is not None:
             _make_folder(out)
         candidates: list[Candidate] = []
+        speed_unit = ""
         if search:
-            step, candidates = self._search(model, datamodule, hardware, device_bytes)
+            steps = prepare_variants(self, model, datamodule)
+            candidates, speed_unit = self._search(steps, datamodule, hardware, device_bytes)
         else:
-            step = prepare_step(self, model, datamodule)
-        found = self._note_uncounted(plan_step(step, exact=exact, hardware=hardware))
+            steps = [(prepare_step(self, model, datamodule), {})]
+        found = self._note_uncounted(plan_step(steps[0][0], exact=exact, hardware=hardware))
         print_report(found, device_bytes, other_gpus=_list_others(gpu, hardware))
         described = describe_plan(found, device_bytes)
         if device_bytes is not None and candidates:
-            chosen = choose(candidates)
-            print_search(candidates, chosen, device_bytes)
-            described["search"] = describe_search(candidates, chosen)
+            described["search"] = _report_search(steps, candidates, device_bytes, speed_unit)
         if out is not None:
             (out / "plan.json").write_text(json.dumps(described, indent=1) + "\n")
             draw_plan(found, device_bytes, out / "plan.png")
@@ -122,24 +124,28 @@ class PlanTrainer(PlannedTrainer):
 
     def _search(
         self,
-        model: LightningModule,
+        steps: Steps,
         data: LightningDataModule | None,
         hardware: Hardware | None,
         device_bytes: int | None,
-    ) -> tuple[PlannedStep, list[Candidate]]:
-        """Return the configured step, and what a search around it finds."""
+    ) -> tuple[list[Candidate], str]:
+        """Return what a search around the configured step finds, and the unit of its speeds."""
         assert hardware is not None
         assert device_bytes is not None
-        steps = prepare_variants(self, model, data)
         step = steps[0][0]
-        problem = describe_problem(steps, hardware, device_bytes)
-        if _splits_batch(self, model, data):
+        try:
+            problem = describe_problem(steps, hardware, device_bytes)
+        except NoForecastError as error:
+            print(f"note: {error}: each setting is traced, up to a minute each, and batch and model stay as they are")
+            problem, unit = describe_unread_problem(step, hardware, device_bytes)
+            return search_all(replace(problem, trace=make_tracer([step], None))), unit
+        if _splits_batch(self, step.module, data):
             problem = replace(problem, splits_batch=True, measure=partial(_measure_rows, step, data))
         try:
-            return step, search_all(problem)
+            return search_all(problem), "tokens/s"
         except UnreadableModuleError as error:
             print(f"note: {error.name}: {error.reason}: no closed form, so each setting is traced, up to a minute each")
-        return step, search_all(replace(problem, trace=make_tracer([step for step, _ in steps], data)))
+        return search_all(replace(problem, trace=make_tracer([step for step, _ in steps], data))), "tokens/s"
 
     def _note_uncounted(self, found: Plan) -> Plan:
         """Say what callbacks keep that no engine knows of."""
@@ -155,7 +161,7 @@ class PlanTrainer(PlannedTrainer):
         if chosen is None:
             raise ConfigError(f"write: {path} is not written, as nothing fits")
         settings = apply_changes(self.given_config, chosen.changes)
-        head = f"# Chosen by `plan --search`: {format_changes(chosen.changes)}.\n"
+        head = f"# Chosen by `plan --search true`: {format_changes(chosen.changes)}.\n"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(head + yaml.safe_dump(settings, sort_keys=False))
@@ -259,21 +265,48 @@ def _list_others(gpu: str | None, hardware: Hardware | None) -> list[str]:
     return [card.name for card in find_cards(gpu) if card is not hardware.gpu]
 
 
-def describe_problem(
-    steps: Sequence[tuple[PlannedStep, Mapping[str, Any]]], hardware: Hardware, device_bytes: int
-) -> Problem:
+def describe_problem(steps: Steps, hardware: Hardware, device_bytes: int) -> Problem:
     """Return the search around the first of the steps, with the models of the others in its place.
 
     Raises:
-        ConfigError: The closed form knows nothing of these batches or this optimizer.
+        NoForecastError: Nobody says what shape these batches have, or what this optimizer does.
     """
     configured = steps[0][0]
+    micro_batch = measure_batch(configured.module, configured.batch)
+    models = [describe_model(step.module, step.strategy) for step, _ in steps]
+    variants = [Variant(model=model, changes=changes) for model, (_, changes) in zip(models, steps, strict=True)]
+    return _make_problem(configured, variants, micro_batch, hardware, device_bytes)
+
+
+def describe_unread_problem(step: PlannedStep, hardware: Hardware, device_bytes: int) -> tuple[Problem, str]:
+    """Return the search around a step that only a trace can read, as ``fsdp2_auto`` has it, and its unit of speed.
+
+    Its optimizer is timed as AdamW where it is one of the module's own, which goes for all settings alike.
+    """
+    unit = "tokens/s"
     try:
-        micro_batch = measure_batch(configured.module, configured.batch)
-    except NoForecastError as error:
-        raise ConfigError(f"search: {error}, so nothing can be counted; see docs/planning.md") from error
+        micro_batch = measure_batch(step.module, step.batch)
+    except NoForecastError:
+        micro_batch, unit = guess_shape(step.batch), "rows/s"
+    model = ModelToTrain(
+        module=step.module,
+        units=plan_module(step.module, step.strategy.settings.units),
+        dtypes=step.strategy.precision_plugin.mixed_precision,
+        optimizer=guess_optimizer(step.module),
+    )
+    problem = _make_problem(step, [Variant(model=model)], micro_batch, hardware, device_bytes)
+    return replace(problem, tries_optimizers=False), unit
+
+
+def _make_problem(
+    configured: PlannedStep,
+    variants: Sequence[Variant],
+    micro_batch: MicroBatch,
+    hardware: Hardware,
+    device_bytes: int,
+) -> Problem:
     return Problem(
-        variants=[Variant(model=find_model(step), changes=changes) for step, changes in steps],
+        variants=variants,
         settings=configured.strategy.settings,
         ranks=configured.ranks,
         micro_batch=micro_batch,
@@ -283,6 +316,21 @@ def describe_problem(
         device_bytes=device_bytes,
         device_type=configured.device_type,
     )
+
+
+def _report_search(steps: Steps, candidates: Sequence[Candidate], device_bytes: int, speed_unit: str) -> dict[str, Any]:
+    """Print what a search has found, and return it for programs."""
+    chosen = choose(candidates)
+    notes, per_node = _find_notes(steps, chosen), steps[0][0].ranks.per_node
+    print_search(candidates, chosen, device_bytes, ranks_per_node=per_node, speed_unit=speed_unit, notes=notes)
+    return describe_search(candidates, chosen, notes)
+
+
+def _find_notes(steps: Steps, chosen: Candidate | None) -> list[str]:
+    """Return what is to be known of the chosen model and was not said of the configured one."""
+    changes = {} if chosen is None else chosen.changes
+    step, own = max((pair for pair in steps if pair[1].items() <= changes.items()), key=lambda pair: len(pair[1]))
+    return list(step.notes) if own else []
 
 
 def _measure_rows(step: PlannedStep, data: Any, rows: int) -> MicroBatch:

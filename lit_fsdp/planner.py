@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from lit_fsdp.auto_strategy import AutoFSDP2Strategy
 from lit_fsdp.cli_errors import ConfigError
 from lit_fsdp.closed_form import StepPrediction
 from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step
-from lit_fsdp.estimate import Hardware, ModelToTrain, estimate_time
+from lit_fsdp.estimate import Hardware, estimate_time
 from lit_fsdp.flops import Flops
 from lit_fsdp.forecast import NoForecastError, describe_model, forecast_step, measure_batch
 from lit_fsdp.lightning_internals import check_trainer, refuse_overfit
@@ -94,7 +95,7 @@ def prepare_step(
     notes = _prepare_module(trainer, module, data)
     batch = _make_batch(data)
     if isinstance(strategy, AutoFSDP2Strategy):
-        help_text = "" if searches else "; add --search"
+        help_text = "" if searches else "; add --search true"
         notes.append(f"fsdp2_auto chooses its settings when fit starts: here are those of fsdp2{help_text}")
     return describe_step(trainer, module, batch, notes=notes)
 
@@ -126,30 +127,32 @@ def prepare_variants(
 ) -> list[tuple[PlannedStep, dict[str, Any]]]:
     """Return the step of a run, and those of what could be trained in its place, with the settings for it.
 
-    What cannot be built is left out, and the reason is a note of the first.
+    What cannot be built is left out, and the reason is a note of the first. What building another says is kept as its
+    notes, where it was not said of the first.
     """
     variants = list_variants(module)
-    first = prepare_step(trainer, module, data, searches=True)
+    first, warned = _prepare_quietly(trainer, module, data)
+    for warning in warned:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     steps, notes = [], list(first.notes)
+    said = {*notes, *(str(warning.message) for warning in warned)}
     for variant, changes in variants:
         try:
-            steps.append((prepare_step(trainer, variant, data, searches=True), changes))
+            step, warned = _prepare_quietly(trainer, variant, data)
         except ValueError as error:
             notes.append(f"search: not tried: {', '.join(changes)}: {error}")
+            continue
+        own = [*step.notes, *(str(warning.message) for warning in warned)]
+        steps.append((replace(step, notes=[note for note in own if note not in said]), changes))
     trainer.strategy.connect(module)
     return [(replace(first, notes=notes), {}), *steps]
 
 
-def find_model(step: PlannedStep) -> ModelToTrain:
-    """Return the model of a step, for estimates.
-
-    Raises:
-        ConfigError: Its optimizer is none of ours, so nothing is known of it.
-    """
-    try:
-        return describe_model(step.module, step.strategy)
-    except NoForecastError as error:
-        raise ConfigError(f"model: {error}, so its cost is unknown") from error
+def _prepare_quietly(
+    trainer: Trainer, module: LightningModule, data: LightningDataModule | None
+) -> tuple[PlannedStep, list[warnings.WarningMessage]]:
+    with warnings.catch_warnings(record=True) as caught:
+        return prepare_step(trainer, module, data, searches=True), caught
 
 
 def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = None) -> Plan:

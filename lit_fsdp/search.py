@@ -25,6 +25,7 @@ from lit_fsdp.units import iterate_blocks
 
 _STRATEGY = "trainer.strategy"
 _CHANGES_RESULT = {"model.lora", "model.quantization", "model.optimizer.name"}
+_SMALLER, _MAX_ROWS = 0.95, 12  # a slower row is worth showing below so much of the peak of the one before it
 
 
 class StepCost(Protocol):
@@ -117,10 +118,11 @@ class Candidate:
 
 
 def search(problem: Problem) -> list[Candidate]:
-    """Estimate every combination; return the configured one first, then the others, fastest first.
+    """Estimate every combination; return the configured one first, then what is worth a look, fastest first.
 
-    Of others only those are returned to which no other is both faster and smaller. The global batch stays as it is.
-    Offload is only tried where nothing fits without.
+    Of what computes the same, that is the fastest that fits, and each that takes at least 5 % less than the one before
+    it. Of every other training it is the fastest that fits and the smallest. Where none of a training fits, it is the
+    nearest to it. The global batch stays as it is. Offload is only tried where nothing fits without.
     """
     configured = _estimate(problem, problem.variants[0], problem.settings, (problem.micro_batch.rows, {}))
     found: list[Candidate] = []
@@ -133,11 +135,8 @@ def search(problem: Problem) -> list[Candidate]:
             # Of a variant that trains otherwise, anything that fits will do.
             if any(c.fits and (c.keeps_result or _CHANGES_RESULT & variant.changes.keys()) for c in tried):
                 break
-    kept: list[Candidate] = []
-    for keeps_result in (True, False):
-        some = [candidate for candidate in found if candidate.keeps_result is keeps_result]
-        kept += [candidate for candidate in _drop_beaten(some) if candidate.changes]
-    return [configured, *sorted(kept, key=lambda candidate: (not candidate.keeps_result, candidate.time.step_s))]
+    kept = [candidate for candidate in _pick(found) if candidate.changes]
+    return [configured, *sorted(kept, key=lambda c: (not c.keeps_result, not c.fits, c.time.step_s))]
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
@@ -344,12 +343,19 @@ def _list_changes(given: Settings, chosen: Settings) -> dict[str, Any]:
     return changes
 
 
-def _drop_beaten(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Keep those to which no other is both faster and smaller; of equals the one with the fewest changes."""
-    kept: list[Candidate] = []
+def _pick(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Keep of each training what :func:`search` says; of equals the one with the fewest changes."""
+    trainings: dict[frozenset[str], list[Candidate]] = {}
     for candidate in sorted(candidates, key=lambda c: (c.time.step_s, c.needed_bytes, len(c.changes))):
-        if not kept or candidate.needed_bytes < kept[-1].needed_bytes:
-            kept.append(candidate)
+        trainings.setdefault(frozenset(_CHANGES_RESULT & candidate.changes.keys()), []).append(candidate)
+    kept: list[Candidate] = []
+    for changed, tried in trainings.items():
+        fitting = [candidate for candidate in tried if candidate.fits]
+        rows = fitting[:1] or [min(tried, key=lambda candidate: candidate.needed_bytes)]
+        for candidate in fitting[1:]:
+            if candidate.peak_bytes <= _SMALLER * rows[-1].peak_bytes:
+                rows.append(candidate)
+        kept += [rows[0], *rows[1:][-1:]] if changed else rows[:_MAX_ROWS]
     return kept
 
 

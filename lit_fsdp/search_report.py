@@ -12,18 +12,28 @@ from lit_fsdp.search import Candidate, format_changes
 from lit_fsdp.settings import PRESETS
 
 _GIB = 2**30
-_MAX_ROWS = 12
 _USUAL_WIDTH, _MAX_WIDTH = 80, 120  # of lists of settings; the first where nobody knows the reader's
 _CLASS, _AUTO_ONLY = "lit_fsdp.FSDP2Strategy", ("device_memory", "link")
 
 
-def print_search(candidates: Sequence[Candidate], chosen: Candidate | None, device_bytes: int) -> None:
+def print_search(
+    candidates: Sequence[Candidate],
+    chosen: Candidate | None,
+    device_bytes: int,
+    *,
+    ranks_per_node: int,
+    speed_unit: str = "tokens/s",
+    notes: Sequence[str] = (),
+) -> None:
     """Print what is configured, what would be faster or smaller, and which to take.
 
     Args:
         candidates: From ``search``.
         chosen: Of them.
         device_bytes: Memory of one GPU.
+        ranks_per_node: How many ranks share the memory of a host.
+        speed_unit: Of what the search took for tokens.
+        notes: What to know about the chosen one.
     """
     configured, *others = candidates
     shown: list[Candidate] = []
@@ -31,12 +41,12 @@ def print_search(candidates: Sequence[Candidate], chosen: Candidate | None, devi
         (True, "The same training, other settings: fastest first"),
         (False, "Another training: adapters, 4-bit weights or 8-bit optimizer state"),
     ):
-        some = _pick([candidate for candidate in others if candidate.keeps_result is keeps_result])
+        some = [candidate for candidate in others if candidate.keeps_result is keeps_result]
         if keeps_result:
             some.insert(0, configured)
         rows = dict(enumerate(some, start=len(shown) + 1))
         if rows:
-            print_table(_make_table(title, rows, configured, chosen, device_bytes))
+            print_table(_make_table(title, rows, configured, chosen, device_bytes, speed_unit))
             print("\n".join(list_settings(rows, chosen)), end="\n\n")
         shown += some
     if chosen is None:
@@ -50,7 +60,11 @@ def print_search(candidates: Sequence[Candidate], chosen: Candidate | None, devi
         print("chosen: what is configured fits, and nothing that computes the same is faster by 2 %")
     else:
         share = 100 * (chosen.time.step_s / configured.time.step_s - 1)
-        print(f"chosen: {format_changes(chosen.changes)}: {share:+.0f} % of time for a step")
+        host_gib = chosen.host_bytes * ranks_per_node / _GIB
+        host = f"; {host_gib:.2f} GiB of host memory on each node" if chosen.host_bytes else ""
+        print(f"chosen: {format_changes(chosen.changes)}: {share:+.0f} % of time for a step{host}")
+    for note in notes:
+        print(f"note: chosen: {note}")
 
 
 def list_settings(rows: Mapping[int, Candidate], chosen: Candidate | None) -> list[str]:
@@ -72,7 +86,9 @@ def list_settings(rows: Mapping[int, Candidate], chosen: Candidate | None) -> li
     return lines
 
 
-def describe_search(candidates: Sequence[Candidate], chosen: Candidate | None) -> dict[str, Any]:
+def describe_search(
+    candidates: Sequence[Candidate], chosen: Candidate | None, notes: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the numbers for programs, as documented in docs/planning.md."""
     return {
         "candidates": [
@@ -89,6 +105,7 @@ def describe_search(candidates: Sequence[Candidate], chosen: Candidate | None) -
             for candidate in candidates
         ],
         "chosen": None if chosen is None else candidates.index(chosen),
+        "notes": list(notes),
     }
 
 
@@ -132,19 +149,13 @@ def _copy(node: Any) -> Any:
     return {key: _copy(value) for key, value in node.items()} if isinstance(node, Mapping) else node
 
 
-def _pick(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the fastest that fit, and where few do, those that miss by least."""
-    fitting = [candidate for candidate in candidates if candidate.fits][:_MAX_ROWS]
-    others = sorted((c for c in candidates if not c.fits), key=lambda c: c.needed_bytes)
-    return fitting + others[: max(0, 3 - len(fitting))]
-
-
 def _make_table(
     title: str,
     rows: Mapping[int, Candidate],
     configured: Candidate,
     chosen: Candidate | None,
     device_bytes: int,
+    speed_unit: str,
 ) -> Table:
     """Return the figures, narrow enough for 80 columns."""
     shown = list(rows.values())
@@ -157,13 +168,13 @@ def _make_table(
         "#": [_mark(number, candidate, chosen) for number, candidate in rows.items()],
         f"peak\n{peak_unit}": peaks,
         f"left\n{left_unit}": left,
-        f"host\n{host_unit}": host if any(c.host_bytes for c in shown) else None,
+        f"host\n{host_unit}/rank": host if any(c.host_bytes for c in shown) else None,
         f"step\n{time_unit}": [_format(factor * c.time.step_s) for c in shown],
         f"compiled\n{time_unit}": ["-" if c.compiled_s is None else _format(factor * c.compiled_s) for c in shown]
         if any(c.compiled_s is not None for c in shown)
         else None,
         "of\nnow": [f"{c.time.step_s / configured.time.step_s:.2f}" for c in shown],
-        "tokens/s": [f"{c.time.tokens_per_s:,.0f}" for c in shown],
+        speed_unit: [f"{c.time.tokens_per_s:,.0f}" for c in shown],
         "MFU\n%": [f"{c.time.mfu_pct:.0f}" for c in shown],
     }
     given = {name: cells for name, cells in columns.items() if cells is not None}

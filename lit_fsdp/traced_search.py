@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import get_context
@@ -27,7 +28,7 @@ def make_tracer(
     Args:
         steps: One for each model of the search, whose modules stay as they are.
         data: The data module, whose ``batch_size`` is set where rows are not those of the steps; ``None`` if they
-            always are.
+            always are, as where the module does not say how many those are.
         who: Searches, for the line that each trace prints.
     """
     by_module = {id(step.module): step for step in steps}
@@ -83,6 +84,7 @@ def _run_apart(work: Callable[[], TracedStep], who: str) -> TracedStep:
 
 
 def _send(sender: Connection, work: Callable[[], TracedStep], who: str) -> None:
+    warnings.simplefilter("ignore")  # who builds the module has said them
     try:
         sender.send(work())
     except ConfigError as error:

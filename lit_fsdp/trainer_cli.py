@@ -32,6 +32,7 @@ from lit_fsdp.cli_errors import (
     ConfigError,
     describe_config_error,
     describe_exception,
+    explain_bare_flag,
     explain_unknown_key,
     is_debugging,
     nearest,
@@ -83,8 +84,8 @@ class RunParser(LightningArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise instead of printing the usage; a nested parser hands its line to the one that holds it."""
         parser = getattr(ex, "subcommand_parser", None) or self
-        known = [action.dest for action in parser._actions if action.dest != argparse.SUPPRESS]
-        message = explain_unknown_key(message, set(known) - {"help", "config", "print_config"})
+        known = {action.dest for action in parser._actions} - {argparse.SUPPRESS, "help", "config", "print_config"}
+        message = explain_bare_flag(explain_unknown_key(message, known), parser._actions)
         if not self.exit_on_error:
             raise argparse.ArgumentError(None, message) from ex
         subcommand = getattr(parser, "subcommand", "fit")

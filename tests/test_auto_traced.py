@@ -182,6 +182,26 @@ def test_a_search_ends_where_the_one_of_plan_does(monkeypatch: pytest.MonkeyPatc
     assert chosen.changes == {"trainer.strategy.sharding.reshard_after_forward": False}
 
 
+def test_the_search_of_plan_takes_what_that_of_a_run_takes_for_a_module_that_is_no_task(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lit_fsdp.auto_strategy.SearchProcess", Recorded)
+    fork_ranks("fit", "--config=own.yaml")
+    by_run = answer(Path("packed").read_bytes())
+    assert isinstance(by_run, list)
+    capfd.readouterr()
+    found = plan("--config=own.yaml", "--devices=2", "--device-memory=8GiB", "--search=true")
+    candidates = found["search"]["candidates"]
+    assert candidates[0]["peak_bytes"] == found["memory"]["peak_bytes"] == by_run[0].peak_bytes
+    taken = choose(by_run)
+    assert taken is not None
+    assert candidates[found["search"]["chosen"]]["changes"] == taken.changes
+    said = capfd.readouterr().out
+    assert "Stack does not say what shape its batches have (measure_batch): each setting is traced" in said
+    assert "rows/s" in said
+    assert "tokens/s" not in said
+
+
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [("values", "the step of Stack cannot run on tensors without values"), ("error", "KeyError: 'no such thing'")],

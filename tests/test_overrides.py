@@ -10,7 +10,7 @@ import pytest
 import torch
 from launches import OURS, ROOT, fork_ranks, write_run
 from test_auto_traced import Recorded, check_refused
-from test_plan_cli import main, plan
+from test_plan_cli import plan
 from torch import nn
 
 from lit_fsdp.overrides import find_overrides, find_untraced
@@ -209,8 +209,12 @@ def test_an_optimizer_of_ones_own_is_traced_and_has_no_time(capfd: pytest.Captur
     assert found["memory"]["largest_bytes_by_kind"]["optimizer_state"] == 0
     assert "no time of a step: OwnOptimizerLM overrides configure_optimizers" in " ".join(found["notes"])
     capfd.readouterr()
-    assert main(["plan", *own, "--search=true"]) == 2
-    assert "OwnOptimizerLM overrides configure_optimizers" in capfd.readouterr().err
+    searched = plan(*own, "--search=true")["search"]["candidates"]
+    assert searched[0]["peak_bytes"] == found["memory"]["peak_bytes"]
+    assert not any({"model.optimizer.name", "data.batch_size"} & candidate["changes"].keys() for candidate in searched)
+    said = capfd.readouterr()
+    assert "OwnOptimizerLM overrides configure_optimizers" in said.out
+    assert "search: traced 2: " in said.err
 
 
 def test_what_no_engine_follows_is_said_and_what_changes_no_step_is_not() -> None:

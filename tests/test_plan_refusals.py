@@ -153,8 +153,14 @@ def test_devices_of_the_plan_stand_in_for_all_of_a_machine() -> None:
 def test_the_note_about_fsdp2_auto_says_what_is_left_to_do() -> None:
     auto = ["--config=run.yaml", "--devices=2", "--trainer.strategy=fsdp2_auto", "--device-memory=8GiB"]
     plain, searched = (plan(*auto, *more)["notes"] for more in ((), ("--search=true",)))
-    assert any(note.endswith("those of fsdp2; add --search") for note in plain)
+    assert any(note.endswith("those of fsdp2; add --search true") for note in plain)
     assert any(note.endswith("those of fsdp2") for note in searched)
+
+
+def test_a_flag_without_a_value_is_refused_with_how_it_is_written(capfd: pytest.CaptureFixture[str]) -> None:
+    for args in (["--config=run.yaml", "--search"], ["--search", "--config=run.yaml"]):
+        check_refused(args, "search: no value given: expected true or false, such as --search true", capfd)
+    check_refused(["--config=run.yaml", "--gpu"], "gpu: no value given: expected one argument", capfd)
 
 
 def test_both_engines_call_the_place_of_the_peak_alike() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,13 @@ def roomy(problem: dict[str, Any] | None = None) -> list[Candidate]:
     return search(describe(2**40, **(problem or {})))
 
 
-def test_each_candidate_is_beaten_by_no_other() -> None:
+def test_each_candidate_is_slower_and_clearly_smaller_than_the_one_before() -> None:
     _, *others = roomy()
     same = [candidate for candidate in others if candidate.keeps_result]
     assert len(same) > 2
-    times = [candidate.time.step_s for candidate in same]
-    assert times == sorted(times)
-    sizes = [candidate.needed_bytes for candidate in same]
-    assert sizes == sorted(sizes, reverse=True)
+    for faster, smaller in pairwise(same):
+        assert faster.time.step_s < smaller.time.step_s
+        assert smaller.peak_bytes <= 0.95 * faster.peak_bytes
 
 
 def test_the_fastest_that_fits_and_computes_the_same_is_chosen() -> None:
@@ -148,9 +148,11 @@ def test_nodes_with_a_slow_link_replicate_where_parameters_are_gathered_often() 
     assert chosen.time.by_collective["all_reduce"] > 0
 
 
-def test_over_several_nodes_the_second_gather_may_stay_inside_a_node() -> None:
+def test_over_several_nodes_the_second_gather_may_stay_inside_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_fsdp.search._pick", list)  # this model is small, and all it keeps is less than 5 %
     key = "trainer.strategy.sharding.reshard_after_forward"
-    found = {c.changes.get(key, True): c for c in roomy({"num_nodes": 4, "splits_batch": False}) if c.keeps_result}
+    tried = [c for c in roomy({"num_nodes": 4, "splits_batch": False}) if c.changes.keys() <= {key}]
+    found = {c.changes.get(key, True): c for c in tried}
     regathered, full = (found[value] for value in (4, True))
     assert regathered.settings.sharding.reshard_after_forward == 4
     assert regathered.time.step_s < full.time.step_s
@@ -159,7 +161,7 @@ def test_over_several_nodes_the_second_gather_may_stay_inside_a_node() -> None:
 
 
 def test_second_gathers_are_tried_among_ranks_that_divide_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_fsdp.search._drop_beaten", list)
+    monkeypatch.setattr("lit_fsdp.search._pick", list)
     uneven = Settings(mesh=Mesh(replicate=2, shard=6), sharding=Sharding(reshard_after_forward=3))
     found = roomy({"num_nodes": 3, "splits_batch": False, "settings": uneven})
     tried = {(c.settings.sharding.reshard_after_forward, c.settings.recompute.mode) for c in found}
@@ -225,7 +227,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_written_configuration_takes_what_the_search_said(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lit_fsdp.search._drop_beaten", list)  # to see all that was tried
+    monkeypatch.setattr("lit_fsdp.search._pick", list)  # to see all that was tried
     # More than the headroom, less than what is configured.
     device_bytes = find_needed_bytes(plan("--config=run.yaml", "--devices=2")["memory"]["peak_bytes"]) - MIB
     options = ["--config=run.yaml", "--devices=2", f"--device-memory={device_bytes}B", "--search=true"]

@@ -33,7 +33,7 @@ def scale(candidate: Candidate, *, seconds: float, num_bytes: int) -> Candidate:
 
 def show(candidates: Sequence[Candidate], capsys: pytest.CaptureFixture[str], device_bytes: int = 24 * GIB) -> str:
     capsys.readouterr()
-    print_search(candidates, choose(candidates), device_bytes)
+    print_search(candidates, choose(candidates), device_bytes, ranks_per_node=4)
     return capsys.readouterr().out
 
 
@@ -84,7 +84,7 @@ def test_a_column_has_the_unit_of_its_largest_figure(
         "#",
         f"peak {size}",
         "left GiB",
-        f"host {size}",
+        f"host {size}/rank",
         f"step {time}",
         f"compiled {time}",
     ]
@@ -92,6 +92,17 @@ def test_a_column_has_the_unit_of_its_largest_figure(
     cells = [cell.strip() for cell in row.split("│")[1:-1]]
     assert cells[1] == cells[3] == ("60.00" if size == "MiB" else "6.00")
     assert cells[4] == cells[5] == "2.00"
+
+
+def test_host_memory_is_of_a_rank_in_the_table_and_of_a_node_for_the_chosen(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first, *others = search(describe(24 * GIB))
+    chosen = scale(others[0], seconds=0.001, num_bytes=3 * GIB)
+    printed = show([replace(first, fits=False), chosen], capsys)
+    assert "host GiB/rank" in find_header(printed)
+    assert printed.endswith("; 12.00 GiB of host memory on each node\n")
+    assert "host" not in show([replace(first, fits=False), replace(chosen, host_bytes=0)], capsys)
 
 
 def test_a_table_in_a_pipe_is_as_wide_as_said(
