@@ -22,13 +22,13 @@ class DropsSteps(Protocol):
     """A callback that may keep bad steps from the weights."""
 
     @property
-    def drops_bad_steps(self) -> bool:
-        """Whether it does."""
+    def has_dropped_last_step(self) -> bool:
+        """Whether weights have not seen the last step, as it was bad."""
 
 
-def drops_bad_steps(trainer: Trainer) -> bool:
-    """Return whether weights are kept from steps without a finite loss, so that a last one does no harm."""
-    return any(isinstance(c, DropsSteps) and c.drops_bad_steps for c in trainer.callbacks)  # type: ignore[attr-defined]
+def has_dropped_last_step(trainer: Trainer) -> bool:
+    """Return whether the last step was bad and kept from the weights, so that its loss says nothing of them."""
+    return any(isinstance(c, DropsSteps) and c.has_dropped_last_step for c in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def find_run_folder(trainer: Trainer, fallback_dir: str | None = None) -> Path:

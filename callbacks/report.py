@@ -21,7 +21,7 @@ from typing_extensions import override
 from lit_fsdp.callbacks import curves, run_facts
 from lit_fsdp.callbacks.environment import read_environment
 from lit_fsdp.callbacks.history import Series
-from lit_fsdp.callbacks.readings import drops_bad_steps, find_run_folder
+from lit_fsdp.callbacks.readings import find_run_folder, has_dropped_last_step
 from lit_fsdp.callbacks.redaction import hide_hosts, hide_paths, shorten_path
 from lit_fsdp.callbacks.report_files import HTML, Part, Report, draw_section, make_plain, write_report
 from lit_fsdp.callbacks.sections import HasSection, Section
@@ -125,7 +125,9 @@ class RunReport(Callback):
         if trainer.should_stop and step < planned:
             of = f" of {planned:,}" if math.isfinite(planned) else ""
             self._write(trainer, "stopped", f"training was stopped early, at step {step:,}{of}.")
-        elif not drops_bad_steps(trainer) and (lost := self._find_lost()):
+        elif has_dropped_last_step(trainer):
+            self._write(trainer, "finished", f"training came to its end at step {step:,}, which was left out as bad.")
+        elif lost := self._find_lost():
             self._write(trainer, "diverged", f"training came to its end at step {step:,}, but {lost}.")
         else:
             self._write(trainer, "finished", f"training came to its end at step {step:,}.")

@@ -132,11 +132,12 @@ class StabilityMonitor(Callback):
         self._notes: list[str] = []
         self._pending: _StepState | None = None
         self._error: str | None = None
+        self._num_bad = 0  # in a row
 
     @property
-    def drops_bad_steps(self) -> bool:
-        """Whether weights never see a bad step."""
-        return self.policy != "warn"
+    def has_dropped_last_step(self) -> bool:
+        """Whether weights have not seen the last step, as it was bad."""
+        return self.policy != "warn" and self._num_bad > 0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -147,7 +148,7 @@ class StabilityMonitor(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._state, self._pending = _StepState(), None
-        self._num_bad = 0  # in a row
+        self._num_bad = 0
         self._notes = []
         self._loader: Any = None
         self._clock = Clock(trainer.strategy.root_device)

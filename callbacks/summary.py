@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from lit_fsdp.callbacks.readings import drops_bad_steps, read_metric, read_peak_gib, reset_peak
+from lit_fsdp.callbacks.readings import has_dropped_last_step, read_metric, read_peak_gib, reset_peak
 
 
 class RunSummary(Callback):
@@ -86,7 +86,7 @@ class RunSummary(Callback):
             return
         _print_table("Run summary", self._collect(trainer, peaks, log_dir))
         loss = read_metric(trainer, "train/loss")
-        if loss is not None and not math.isfinite(loss) and not drops_bad_steps(trainer):
+        if loss is not None and not math.isfinite(loss) and not has_dropped_last_step(trainer):
             rank_zero_warn(
                 f"the run ended with a train/loss of {loss}, so its last checkpoint is likely worthless: go on from "
                 "an earlier one, with a lower learning rate, or with StabilityMonitor and policy: skip or stop"

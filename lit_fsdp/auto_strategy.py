@@ -40,9 +40,9 @@ _PATIENCE_S = 10.0
 class AutoFSDP2Strategy(FSDP2Strategy):
     """FSDP2Strategy that chooses ``mesh``, ``sharding``, ``recompute`` and ``offload`` itself when a run starts.
 
-    It predicts memory and time of a step for every combination, as ``plan --search`` does, takes the fastest that fits
-    the GPU with the least memory, and prints what and why. All of these compute the same. What changes the training
-    (batch, adapters, 4-bit weights, optimizer) stays as configured; ``plan --search`` tries that as well. Needs data
+    It predicts memory and time of a step for every combination, as the search of ``plan`` does, takes the fastest that
+    fits the GPU with the least memory, and prints what and why. All of these compute the same. What changes training
+    (batch, adapters, 4-bit weights, optimizer) stays as configured; ``plan --search true`` tries that too. Needs data
     with ``make_example_batch``. Where the closed form has no rules for a model, ``fit`` traces some of the settings on
     the first rank, up to a minute each, and refuses what cannot be traced; evaluation takes the defaults. A module
     that is sharded already stays as it is.

@@ -155,8 +155,8 @@ def _read_model(
     recomputed = _list_recomputed(settings.recompute, list(iterate_blocks(plan)))
     try:
         return ModelReader(model=model, plan=plan, recomputed=recomputed, reader=reader).read()
-    except (AttributeError, KeyError, IndexError, TypeError, StopIteration) as error:
-        # Parts by the names that rules know, but made otherwise.
+    except (AttributeError, KeyError, IndexError, TypeError, StopIteration, OSError) as error:
+        # Parts by the names that rules know, but made otherwise, or of code that is in no file.
         raise UnreadableModuleError(type(model).__name__, f"{type(error).__name__}: {error}") from error
 
 

@@ -193,6 +193,8 @@ class ModelReader:
             if not is_known and any(True for _ in child.parameters()):
                 raise UnreadableModuleError(base, f"{key} ({type(child).__name__}) beside its blocks")
         check_dropouts(base, around, _DROPOUTS)
+        if "super().forward" in find_forward(around):
+            raise UnreadableModuleError(base, f"a {type(around).__name__}, part of whose forward is that of its parent")
         if re.search(_OWN_MASK, find_forward(around)):
             raise UnreadableModuleError(base, "a mask of attention that it makes for every batch")
         used = [name for name in _DROPOUTS if f"self.{name}" in find_forward(around)]

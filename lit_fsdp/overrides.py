@@ -64,12 +64,19 @@ def keeps_gradients(module: nn.Module) -> bool:
     """Return whether gradients live until the backward of the next step, as in Lightning's loop (2.6).
 
     It lets go of them only before backward, unless the module itself does after the optimizer step, and says so by
-    ``releases_gradients``. A module that is none of Lightning's has a loop of its own, which is taken to let go.
+    ``releases_gradients``, which holds up to a class that has another ``optimizer_step``. A module that is none of
+    Lightning's has a loop of its own, which is taken to let go.
 
     Args:
         module: Of any class.
     """
-    return hasattr(module, "optimizer_zero_grad") and not getattr(module, "releases_gradients", False)
+    if not hasattr(module, "optimizer_zero_grad"):
+        return False
+    classes = type(module).__mro__
+    said = next((i for i, owner in enumerate(classes) if "releases_gradients" in vars(owner)), None)
+    if said is None or any("optimizer_step" in vars(owner) for owner in classes[:said]):
+        return not vars(module).get("releases_gradients", False)
+    return not module.releases_gradients
 
 
 def _list_methods(owner: type) -> Iterator[str]:

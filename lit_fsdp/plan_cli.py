@@ -149,12 +149,14 @@ class PlanTrainer(PlannedTrainer):
 
     def _note_uncounted(self, found: Plan) -> Plan:
         """Say what callbacks keep that no engine knows of."""
-        names = [callback["class_path"] for callback in self.given_config.get("trainer", {}).get("callbacks") or []]
-        if "lit_fsdp.callbacks.EMA" not in names:
+        given = self.given_config.get("trainer", {}).get("callbacks") or []
+        given = given if isinstance(given, list) else [given]
+        if "lit_fsdp.callbacks.EMA" not in [callback["class_path"] for callback in given]:
             return found
         num_bytes = 4 * found.num_trained // found.ranks.num_shards
         size, name = choose_unit(num_bytes)
-        note = f"EMA: its average, {num_bytes / size:.2f} {name} of each GPU in float32, is not counted"
+        where = "host memory for each rank" if found.memory.host_by_kind else "each GPU"
+        note = f"EMA: its average, {num_bytes / size:.2f} {name} of {where} in float32, is not counted"
         return replace(found, notes=[*found.notes, note])
 
     def _write_config(self, path: Path, chosen: Candidate | None) -> None:

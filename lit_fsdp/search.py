@@ -355,7 +355,9 @@ def _pick(candidates: Sequence[Candidate]) -> list[Candidate]:
         for candidate in fitting[1:]:
             if candidate.peak_bytes <= _SMALLER * rows[-1].peak_bytes:
                 rows.append(candidate)
-        kept += [rows[0], *rows[1:][-1:]] if changed else rows[:_MAX_ROWS]
+        smallest = min(rows[:1] + fitting, key=lambda candidate: candidate.peak_bytes)
+        is_smaller = smallest.peak_bytes <= _SMALLER * rows[0].peak_bytes
+        kept += [rows[0], *([smallest] if is_smaller else [])] if changed else rows[:_MAX_ROWS]
     return kept
 
 

@@ -49,6 +49,8 @@ def print_search(
             print_table(_make_table(title, rows, configured, chosen, device_bytes, speed_unit))
             print("\n".join(list_settings(rows, chosen)), end="\n\n")
         shown += some
+    host_gib = 0.0 if chosen is None else chosen.host_bytes * ranks_per_node / _GIB
+    host = f"; {host_gib:.2f} GiB of host memory on each node" if host_gib else ""
     if chosen is None:
         nearest = min(candidates, key=lambda candidate: candidate.needed_bytes)
         missing = (nearest.needed_bytes - device_bytes) / _GIB
@@ -57,11 +59,9 @@ def print_search(
             f"GPU has ({format_changes(nearest.changes)}); take more GPUs, shorter rows or a smaller model"
         )
     elif chosen is configured:
-        print("chosen: what is configured fits, and nothing that computes the same is faster by 2 %")
+        print(f"chosen: what is configured fits, and nothing that computes the same is faster by 2 %{host}")
     else:
         share = 100 * (chosen.time.step_s / configured.time.step_s - 1)
-        host_gib = chosen.host_bytes * ranks_per_node / _GIB
-        host = f"; {host_gib:.2f} GiB of host memory on each node" if chosen.host_bytes else ""
         print(f"chosen: {format_changes(chosen.changes)}: {share:+.0f} % of time for a step{host}")
     for note in notes:
         print(f"note: chosen: {note}")

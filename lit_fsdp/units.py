@@ -276,6 +276,8 @@ def _tell_embeddings(found: list[Unit], inputs: Sequence[str], *, keeps: bool) -
     names = [name for unit in found for name in unit.names]
     around = {n for n in names if any(f"{end}.".startswith(f"{n}.") for end in inputs)}
     around -= {n for n in names if any(other.startswith(f"{n}.") for other in names)}  # holds the blocks as well
+    if not any(unit.kind == "block" and not set(unit.names) & around for unit in found):
+        return found  # no blocks beside it: they may be inside
     told = [replace(u, kind="embedding") if u.kind == "block" and set(u.names) & around else u for u in found]
     return [unit for unit in told if keeps or unit.kind != "embedding"]
 

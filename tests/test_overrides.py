@@ -13,7 +13,7 @@ from test_auto_traced import Recorded, check_refused
 from test_plan_cli import plan
 from torch import nn
 
-from lit_fsdp.overrides import find_overrides, find_untraced
+from lit_fsdp.overrides import find_overrides, find_untraced, keeps_gradients
 from lit_fsdp.tasks import CausalLM, ImageClassification, TextToSpeech
 from lit_fsdp.tasks.base import Task
 
@@ -55,6 +55,21 @@ class Scaled(CausalLM):
     def sum_losses(self, output: Any, labels: Any) -> Any:
         loss_sum, num_targets = super().sum_losses(output, labels)
         return 2 * loss_sum, num_targets
+
+
+class Stepping(CausalLM):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Another one, of which nobody knows whether it lets go of gradients."""
+
+
+class SteppingAndReleasing(Stepping):
+    releases_gradients = True
+
+
+@pytest.mark.parametrize(("kind", "keeps"), [(Scaled, False), (Stepping, True), (SteppingAndReleasing, False)])
+def test_a_step_of_an_optimizer_of_ones_own_may_keep_gradients(kind: type[CausalLM], keeps: bool) -> None:
+    config = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    assert keeps_gradients(kind(config=config)) == keeps
 
 
 class ScaledTwice(Scaled):

@@ -125,7 +125,7 @@ def test_a_plan_is_what_a_run_on_two_ranks_holds(
 
 
 def test_the_quickstart_plans_on_the_processes_that_it_starts(capfd: pytest.CaptureFixture[str]) -> None:
-    Path("ema.yaml").write_text("trainer: {callbacks: [{class_path: lit_fsdp.callbacks.EMA}]}")
+    Path("ema.yaml").write_text("trainer: {callbacks: {class_path: lit_fsdp.callbacks.EMA}}")
     found = plan(f"--config={ROOT / 'configs' / 'quickstart.yaml'}", "--config=ema.yaml")
     assert found["model"] == {"weights": 1_049_728, "trained": 1_049_728}
     assert "EMA: its average, 2.00 MiB of each GPU in float32, is not counted" in found["notes"]

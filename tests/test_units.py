@@ -117,6 +117,11 @@ def test_a_plan_that_fits_in_part_gets_the_ends_it_lacks() -> None:
     ]
 
 
+def test_a_class_that_holds_embeddings_and_all_layers_is_a_block() -> None:
+    plan = plan_units(build_language_model("llama", tie_word_embeddings=False), Units(classes=("LlamaModel",)))
+    assert (plan[0].kind, plan[0].names) == ("block", ("model",))
+
+
 def test_embeddings_stay_in_the_root_when_asked() -> None:
     for rule in (Units(own_embeddings=False), Units(rule="no_split_modules", own_embeddings=False)):
         plan = plan_units(build_language_model("llama"), rule)
