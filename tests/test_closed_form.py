@@ -328,3 +328,26 @@ def test_shapes_and_meshes_that_cannot_be_are_refused() -> None:
         MicroBatch(rows=1, length=0)
     with pytest.raises(ValueError, match="must divide the 4 shards"):
         predict(Model(), world_size=4, sharding=Sharding(reshard_after_forward=3))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("layers.0.self_attn", "OSError"), ("", "a Made, part of whose forward is that of its parent")],
+    ids=["attention without a file", "a forward around another"],
+)
+def test_code_that_cannot_be_read_is_traced(name: str, reason: str) -> None:
+    model = Model()
+    found: Any = model.model.model.get_submodule(name)
+    if name:
+        made: dict[str, Any] = {"Parent": type(found)}
+        exec("class Made(Parent):\n    def forward(self, *args, **kwargs):\n        return Parent.forward(self)", made)
+        found.__class__ = made["Made"]
+    else:
+
+        class Made(type(found)):  # type: ignore[misc]
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                return super().forward(*args, **kwargs)
+
+        found.__class__ = Made
+    with pytest.raises(UnreadableModuleError, match=reason):
+        predict(model)
