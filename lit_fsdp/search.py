@@ -24,7 +24,8 @@ from lit_fsdp.step_time import StepTime
 from lit_fsdp.units import iterate_blocks
 
 _STRATEGY = "trainer.strategy"
-_CHANGES_RESULT = {"model.lora", "model.quantization", "model.optimizer.name"}
+_ADAPTERS = {"model.lora", "model.quantization"}
+_CHANGES_RESULT = {*_ADAPTERS, "model.optimizer.name"}
 _SMALLER, _MAX_ROWS = 0.95, 12  # a slower row is worth showing below so much of the peak of the one before it
 
 
@@ -347,7 +348,9 @@ def _pick(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Keep of each training what :func:`search` says; of equals the one with the fewest changes."""
     trainings: dict[frozenset[str], list[Candidate]] = {}
     for candidate in sorted(candidates, key=lambda c: (c.time.step_s, c.needed_bytes, len(c.changes))):
-        trainings.setdefault(frozenset(_CHANGES_RESULT & candidate.changes.keys()), []).append(candidate)
+        changed = frozenset(_CHANGES_RESULT & candidate.changes.keys())
+        # With adapters there is little state of the optimizer.
+        trainings.setdefault(changed & _ADAPTERS or changed, []).append(candidate)
     kept: list[Candidate] = []
     for changed, tried in trainings.items():
         fitting = [candidate for candidate in tried if candidate.fits]

@@ -30,8 +30,8 @@ def search_trainings(device_bytes: int, **more: Any) -> list[Candidate]:
 def split_trainings(candidates: list[Candidate]) -> dict[tuple[str, ...], list[Candidate]]:
     found: dict[tuple[str, ...], list[Candidate]] = {}
     for candidate in candidates[1:]:
-        changed = {"model.lora", "model.optimizer.name"} & candidate.changes.keys()
-        found.setdefault(tuple(sorted(changed)), []).append(candidate)
+        kind = next((name for name in ("model.lora", "model.optimizer.name") if name in candidate.changes), None)
+        found.setdefault(() if kind is None else (kind,), []).append(candidate)
     return found
 
 
