@@ -37,7 +37,7 @@ from lit_fsdp.variants import list_variants
 
 _MAX_TRACED = 2  # micro-batches: all after the second hold what it holds
 # Of the bytes that a trace sees moved, what the closed form counts, with which step_time.MEMORY_SHARE was fitted: 0.76
-# in the median of 242 steps of 300 tokens or more in benchmarks/results/plan_{accuracy,settings,matrix}, 0.29 to 0.91;
+# in the median of 317 steps of 300 tokens or more in benchmarks/results/plan_{accuracy,settings,matrix}, 0.29 to 0.91;
 # 0.78 of language models on several ranks; least of ViTs in full, and on one rank, where FSDP2's copies are seen too.
 COUNTED_SHARE = 0.75
 
