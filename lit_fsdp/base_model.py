@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from lit_fsdp.cli_errors import nearest
+from lit_fsdp.errors import nearest
 from lit_fsdp.quantization import Quantization
 from lit_fsdp.tensor_files import compute_fingerprint
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from lit_fsdp.cli_errors import ConfigError, describe_exception, is_debugging, nearest, report_error
+from lit_fsdp.errors import ConfigError, describe_exception, is_debugging, nearest, report_error
 
 
 @dataclass(frozen=True, kw_only=True)

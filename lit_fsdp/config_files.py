@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from lit_fsdp.cli_errors import ConfigError, nearest
+from lit_fsdp.errors import ConfigError, nearest
 
 # jsonargparse drops a scalar given for one of these groups without a word, seen in 4.53.
 _SECTIONS = ("trainer", "progress_bar")

@@ -9,7 +9,7 @@ from typing import NoReturn
 import jsonargparse
 from typing_extensions import override
 
-from lit_fsdp.cli_errors import ConfigError, describe_config_error, explain_unknown_key
+from lit_fsdp.errors import ConfigError, describe_config_error, explain_unknown_key
 from lit_fsdp.export import export_model
 
 

@@ -16,8 +16,8 @@ import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from typing_extensions import override
 
-from lit_fsdp.cli_errors import ConfigError, describe_exception, is_debugging
 from lit_fsdp.config_files import check_config_files
+from lit_fsdp.errors import ConfigError, describe_exception, is_debugging
 from lit_fsdp.estimate import Hardware, ModelToTrain
 from lit_fsdp.forecast import NoForecastError, describe_model, guess_optimizer, guess_shape, measure_batch
 from lit_fsdp.hardware import find_cards, find_gpu, find_usual_gpu, suggest_gpus

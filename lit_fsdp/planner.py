@@ -16,9 +16,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_fsdp.adapters import find_adapter_parameters
 from lit_fsdp.auto_strategy import AutoFSDP2Strategy
-from lit_fsdp.cli_errors import ConfigError
 from lit_fsdp.closed_form import StepPrediction
 from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step
+from lit_fsdp.errors import ConfigError
 from lit_fsdp.estimate import Hardware, estimate_time
 from lit_fsdp.flops import Flops
 from lit_fsdp.forecast import NoForecastError, describe_model, forecast_step, measure_batch

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from lit_fsdp.cli_errors import ConfigError
+from lit_fsdp.errors import ConfigError
 from lit_fsdp.export_cli import ExportParser
 from lit_fsdp.tasks.tts.audio import Limits
 from lit_fsdp.tasks.tts.formants import SPOKEN

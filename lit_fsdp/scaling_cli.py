@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.cli_errors import ConfigError
+from lit_fsdp.errors import ConfigError
 from lit_fsdp.processes import is_torchrun
 
 _MIN_STEPS = 8  # fewer leave none after the warm-up of the callbacks that measure

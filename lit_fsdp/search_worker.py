@@ -22,7 +22,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningModule
 
 from lit_fsdp.auto_strategy import NAME
-from lit_fsdp.cli_errors import ConfigError
+from lit_fsdp.errors import ConfigError
 from lit_fsdp.planned_trainer import PlannedGpu, PlannedTrainer
 from lit_fsdp.planner import describe_step, enter_fit
 from lit_fsdp.search import Candidate, search

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_fsdp.cli_errors import ConfigError, is_debugging
+from lit_fsdp.errors import ConfigError, is_debugging
 
 # Where torch defines what fake tensors raise, and what it logs beside it; seen in torch 2.13.
 _FAKE_TENSORS = "torch._subclasses.fake_tensor"

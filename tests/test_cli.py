@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lit_fsdp.cli import format_help, main
-from lit_fsdp.cli_errors import describe_exception, nearest
+from lit_fsdp.errors import describe_exception, nearest
 from lit_fsdp.processes import choose_processes
 
 ROOT = Path(__file__).parent.parent

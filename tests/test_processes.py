@@ -12,7 +12,7 @@ from report_runs import TinyTask
 from torch.utils.data import DataLoader
 
 from lit_fsdp import lightning_internals
-from lit_fsdp.cli_errors import describe_exception
+from lit_fsdp.errors import describe_exception
 from lit_fsdp.lightning_internals import delay_killing
 from lit_fsdp.processes import describe_failed
 
