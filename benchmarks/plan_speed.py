@@ -30,8 +30,8 @@ from lit_fsdp.links import LINKS, Interconnect, parse_links
 from lit_fsdp.mesh import Mesh
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.precision import MixedPrecision, cast_parameters
-from lit_fsdp.quantization import Quantization
-from lit_fsdp.quantized_layers import quantize_model
+from lit_fsdp.quantization.layers import quantize_model
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.recompute import Recompute
 from lit_fsdp.settings import Settings
 from lit_fsdp.step_time import (

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lit_fsdp.adapters import LoRA, add_adapters
 from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.optimizers import Optimizer
-from lit_fsdp.quantization import Quantization
-from lit_fsdp.quantized_layers import quantize_model
+from lit_fsdp.quantization.layers import quantize_model
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.recompute import Recompute
 from lit_fsdp.settings import Settings
 from lit_fsdp.sharding import Sharding

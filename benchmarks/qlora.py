@@ -175,7 +175,7 @@ def train_ours(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
     from lit_fsdp import FSDP2Strategy, Recompute
     from lit_fsdp.adapters import LoRA
-    from lit_fsdp.quantization import Quantization
+    from lit_fsdp.quantization.quantize import Quantization
     from lit_fsdp.tasks import CausalLM, Schedule
 
     class Clock(pl.Callback):
@@ -242,7 +242,7 @@ def count_bytes(model: Any, optimizer: Any) -> dict[str, int]:
 
 def predict_bytes(task: Any, ranks: int) -> dict[str, float]:
     """Return what a rank should hold, from shapes alone: 4 bits a weight, 8 bits per 64 weights, 4 bytes per 16,384."""
-    from lit_fsdp.quantized_layers import iterate_quantized
+    from lit_fsdp.quantization.layers import iterate_quantized
 
     weights = sum(shape.numel() for _, layer in iterate_quantized(task) for shape in layer.dense_shapes.values())
     nested = sum(

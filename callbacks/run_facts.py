@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lit_fsdp.callbacks.redaction import hide_paths, hide_secrets, shorten_path
 from lit_fsdp.callbacks.sections import Section, Table
 from lit_fsdp.plan_table import COLUMNS, list_rows
-from lit_fsdp.quantized_layers import count_weights
+from lit_fsdp.quantization.layers import count_weights
 from lit_fsdp.strategy import FSDP2Strategy
 
 _TRAINER_KEYS = (

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.pytorch_utils import Conv1D
 
-from lit_fsdp.quantized_layers import QuantizedLayer, iterate_quantized
+from lit_fsdp.quantization.layers import QuantizedLayer, iterate_quantized
 
 _HELD = "held"  # the model, in what peft is given
 ADAPTER = "default"  # the name under which peft keeps it

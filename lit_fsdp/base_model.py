@@ -11,7 +11,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from lit_fsdp.errors import nearest
-from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tensor_files import compute_fingerprint
 
 BASE = "base"  # in the metadata of a checkpoint: the model below its adapters

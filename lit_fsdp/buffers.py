@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lit_fsdp.quantized_layers import iterate_quantized
+from lit_fsdp.quantization.layers import iterate_quantized
 
 
 @torch.no_grad()

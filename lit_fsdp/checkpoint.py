@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lit_fsdp.manifest import check_contents, check_sizes, describe_files, write_manifest
-from lit_fsdp.quantized_layers import iterate_quantized
+from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.random_state import collect_random_state, reseed, restore_random_state
 
 META = "meta.pt"  # everything that is not a tensor of model or optimizer: plain types, loads with weights_only

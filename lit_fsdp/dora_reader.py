@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lit_fsdp.quantized_layers import QuantizedLinear
+from lit_fsdp.quantization.layers import QuantizedLinear
 from lit_fsdp.reader import Reader
 from lit_fsdp.tape import FLOAT32
 

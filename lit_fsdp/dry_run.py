@@ -27,7 +27,7 @@ from lit_fsdp.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.mesh import build_mesh
 from lit_fsdp.overrides import keeps_gradients
 from lit_fsdp.precision import MixedPrecision
-from lit_fsdp.quantization import prepare_tables
+from lit_fsdp.quantization.quantize import prepare_tables
 from lit_fsdp.settings import Settings
 from lit_fsdp.sharding import find_roots, hold_gradients, register_steps
 from lit_fsdp.weights import materialize

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lit_fsdp.quantized_layers import QuantizedExperts
+from lit_fsdp.quantization.layers import QuantizedExperts
 from lit_fsdp.reader import SAVES_INPUT, Reader, UnreadableModuleError
 from lit_fsdp.tape import FLOAT32
 

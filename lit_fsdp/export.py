@@ -27,7 +27,7 @@ from lit_fsdp.merging import AdaptedWeights, BaseWeights, find_aliases, open_bas
 from lit_fsdp.model_card import write_model_card
 from lit_fsdp.model_folder import ADAPTER_CONFIG, check_out, list_files, make_beside, write_model, write_small_files
 from lit_fsdp.positions import ResizedCheckpoint, explain_size, resize_positions
-from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.quantized_export import Quantizer
 
 Dtype = Literal["keep", "float32", "bfloat16", "float16"]

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lit_fsdp.dora_reader import read_lengths
-from lit_fsdp.quantized_layers import QuantizedLinear
+from lit_fsdp.quantization.layers import QuantizedLinear
 from lit_fsdp.reader import Reader, UnreadableModuleError
 from lit_fsdp.tape import FLOAT32
 

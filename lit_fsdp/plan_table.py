@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lit_fsdp.quantized_layers import count_weights
+from lit_fsdp.quantization.layers import count_weights
 from lit_fsdp.units import Unit, count_shard_bytes
 
 COLUMNS = ("unit", "parameters", "trainable", "bytes per rank")

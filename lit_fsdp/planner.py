@@ -27,7 +27,7 @@ from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.overrides import find_untraced
 from lit_fsdp.plan import Plan, Ranks
 from lit_fsdp.precision import cast_parameters
-from lit_fsdp.quantized_layers import count_weights, iterate_quantized
+from lit_fsdp.quantization.layers import count_weights, iterate_quantized
 from lit_fsdp.step_time import StepTime
 from lit_fsdp.strategy import FSDP2Strategy
 from lit_fsdp.trace_errors import compute_loss, explain_trace

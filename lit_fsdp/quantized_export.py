@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_fsdp.quantization import Quantization, count_4bit_parts, pack_4bit, quantize_rows
-from lit_fsdp.quantized_layers import QuantizedLinear, find_candidates, quantize_model
+from lit_fsdp.quantization.layers import QuantizedLinear, find_candidates, quantize_model
+from lit_fsdp.quantization.quantize import Quantization, count_4bit_parts, pack_4bit, quantize_rows
 
 
 class Quantizer:

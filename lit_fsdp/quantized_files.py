@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lit_fsdp.quantization import NESTED_BLOCK_SIZE, Quantization, dequantize
-from lit_fsdp.quantized_layers import ABSMAX, NESTED, find_candidates
+from lit_fsdp.quantization.layers import ABSMAX, NESTED, find_candidates
+from lit_fsdp.quantization.quantize import NESTED_BLOCK_SIZE, Quantization, dequantize
 from lit_fsdp.tensor_files import StoredTensor, TensorFiles
 
 _STATE = ".quant_state.bitsandbytes__"

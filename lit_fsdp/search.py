@@ -15,7 +15,7 @@ from lit_fsdp.mesh import Mesh
 from lit_fsdp.offload import Offload
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.plan import Ranks, find_needed_bytes
-from lit_fsdp.quantized_layers import iterate_quantized
+from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.recompute import Recompute
 from lit_fsdp.settings import Settings
 from lit_fsdp.sharding import Compile

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from lit_fsdp.adapters import LoRA
-from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantization.quantize import Quantization
 
 _LOSS_CHUNKS, _LORA_RANK = 8, 16
 

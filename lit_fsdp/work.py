@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_iter
 from typing_extensions import override
 
 from lit_fsdp.flops import FlopCounter, has_formula
-from lit_fsdp.quantization import count_hidden_bytes
+from lit_fsdp.quantization.quantize import count_hidden_bytes
 
 _ELSEWHERE = ("fsdp", "c10d", "_c10d_functional", "profiler", "higher_order", "prim")  # not of the model
 _NOTHING = ("aten.empty", "aten.new_empty", "aten._unsafe_view", "aten.detach", "aten.lift_fresh")  # of no values

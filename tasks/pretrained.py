@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.base_model import describe_base, find_pretrained
-from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.quantized_files import read_quantization
 
 

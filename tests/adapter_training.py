@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters import LoRA
-from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantization.quantize import Quantization
 from ranks import run_ranks
 
 # Rows of 64 and 192 weights make blocks; 32, 67 and 192 rows on 3 ranks make uneven shards.

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from lit_fsdp import FSDP2Strategy, Mesh
 from lit_fsdp.adapters import LoRA, is_adapter_name
 from lit_fsdp.last_checkpoint import find_last_checkpoint
-from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantization.quantize import Quantization
 from ranks import RankError, run_ranks
 
 # Rows of 64 and 192 weights make blocks; 67 and 192 rows on 3 ranks make uneven shards.

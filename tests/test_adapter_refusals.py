@@ -13,8 +13,8 @@ from training import Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy, Units
 from lit_fsdp.adapters import LoRA, add_adapters, iterate_adapters
-from lit_fsdp.quantization import Quantization
-from lit_fsdp.quantized_layers import quantize_model
+from lit_fsdp.quantization.layers import quantize_model
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks import CausalLM
 from ranks import run_ranks
 

@@ -4,8 +4,8 @@ import pytest
 from models import build_language_model
 
 from lit_fsdp.adapters import LoRA, add_adapters, iterate_adapters
-from lit_fsdp.quantization import Quantization
-from lit_fsdp.quantized_layers import quantize_model
+from lit_fsdp.quantization.layers import quantize_model
+from lit_fsdp.quantization.quantize import Quantization
 
 SMALL = Quantization(block_size=32)
 

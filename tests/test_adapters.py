@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lit_fsdp.adapters import LoRA, add_adapters, clean_name, find_adapter_parameters, iterate_adapters
-from lit_fsdp.quantization import Quantization
-from lit_fsdp.quantized_layers import quantize_model
+from lit_fsdp.quantization.layers import quantize_model
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding import Sharding, shard_model
 from lit_fsdp.units import Units, plan_units
 from lit_fsdp.weights import init_weights, materialize

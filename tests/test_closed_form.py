@@ -14,8 +14,8 @@ from lit_fsdp.mesh import Mesh
 from lit_fsdp.offload import Offload
 from lit_fsdp.optimizers import Optimizer, build_optimizer
 from lit_fsdp.precision import cast_parameters, read_precision
-from lit_fsdp.quantization import Quantization
-from lit_fsdp.quantized_layers import quantize_model
+from lit_fsdp.quantization.layers import quantize_model
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.recompute import Recompute
 from lit_fsdp.settings import Settings

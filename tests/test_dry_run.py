@@ -15,8 +15,8 @@ from lit_fsdp.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.mesh import Mesh, build_mesh
 from lit_fsdp.optimizers import Optimizer, build_optimizer
 from lit_fsdp.precision import MixedPrecision
-from lit_fsdp.quantization import Quantization, count_hidden_bytes
-from lit_fsdp.quantized_layers import quantize_model
+from lit_fsdp.quantization.layers import quantize_model
+from lit_fsdp.quantization.quantize import Quantization, count_hidden_bytes
 from lit_fsdp.recompute import Recompute
 from lit_fsdp.settings import Settings
 from lit_fsdp.sharding import Sharding, hold_gradients, register_steps

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.export import export_model
-from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks import CausalLM
 from ranks import run_ranks
 

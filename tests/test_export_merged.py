@@ -24,7 +24,7 @@ from lit_fsdp.export import export_model
 from lit_fsdp.export_adapter import describe_adapters
 from lit_fsdp.manifest import MANIFEST
 from lit_fsdp.model_folder import ADAPTER_CONFIG
-from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.weights import init_weights
 from ranks import run_ranks
 

@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lit_fsdp.adapters import LoRA, add_adapters
 from lit_fsdp.flops import FlopCounter, Flops, is_compiled
-from lit_fsdp.quantization import Quantization
-from lit_fsdp.quantized_layers import quantize_model
+from lit_fsdp.quantization.layers import quantize_model
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.recompute import Recompute, apply_recompute
 from lit_fsdp.units import Units, iterate_blocks, plan_units
 from lit_fsdp.weights import init_weights, materialize

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp import Mesh
 from lit_fsdp.adapters import LoRA
-from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantization.quantize import Quantization
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import torch
 from bitsandbytes import functional
 from torch import Tensor, nn
 
-from lit_fsdp import quantization
-from lit_fsdp.quantization import (
+from lit_fsdp.quantization import quantize as quantization
+from lit_fsdp.quantization.quantize import (
     BLOCK_SIZES,
     Quantization,
     compress_absmax,

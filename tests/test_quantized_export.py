@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from lit_fsdp.checkpoint import join_states, save_checkpoint
 from lit_fsdp.checkpoint_reader import EXPORT
 from lit_fsdp.export import export_model
-from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantization.quantize import Quantization
 from ranks import run_ranks
 
 KINDS: dict[str, tuple[Quantization, dict[str, Any]]] = {

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.export import export_model
-from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.quantized_files import QuantizedFiles, read_quantization
 from lit_fsdp.tensor_files import TensorFiles
 from lit_fsdp.weights import load_weights

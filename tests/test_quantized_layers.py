@@ -7,8 +7,8 @@ import torch
 from models import build_language_model, make_tokens
 from torch import nn
 
-from lit_fsdp.quantization import Quantization, dequantize
-from lit_fsdp.quantized_layers import QuantizedExperts, QuantizedLinear, iterate_quantized, quantize_model
+from lit_fsdp.quantization.layers import QuantizedExperts, QuantizedLinear, iterate_quantized, quantize_model
+from lit_fsdp.quantization.quantize import Quantization, dequantize
 from lit_fsdp.weights import init_weights, materialize
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}

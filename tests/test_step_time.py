@@ -12,8 +12,8 @@ from lit_fsdp.hardware import GPUS, Gpu, find_gpu, get_product_share
 from lit_fsdp.links import Group, Interconnect, Link, parse_links
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.precision import cast_parameters, read_precision
-from lit_fsdp.quantization import Quantization
-from lit_fsdp.quantized_layers import quantize_model
+from lit_fsdp.quantization.layers import quantize_model
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.recompute import Recompute
 from lit_fsdp.settings import Settings
 from lit_fsdp.step_time import CONTENTION, Machine, StepTime, Workload, count_update_bytes, find_crossover, predict_time

@@ -12,7 +12,7 @@ from lit_fsdp.adapters import LoRA
 from lit_fsdp.base_model import BASE, LORA
 from lit_fsdp.export_adapter import describe_adapters
 from lit_fsdp.model_folder import ADAPTER_CONFIG
-from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.image_classification.preprocessing import PROCESSOR_FILE, Preprocessing
 from lit_fsdp.tasks.pretrained import check_base, check_lora
 

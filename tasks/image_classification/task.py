@@ -17,7 +17,7 @@ from lit_fsdp.base_model import BASE, IMAGE_SIZE, LORA, describe_base, fetch_con
 from lit_fsdp.buffers import unify_buffers
 from lit_fsdp.checkpoint_reader import EXPORT
 from lit_fsdp.optimizers import Optimizer
-from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.quantized_files import read_quantization
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.strategy import FSDP2Strategy

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from lit_fsdp.quantized_layers import count_weights
+from lit_fsdp.quantization.layers import count_weights
 from lit_fsdp.tasks.tts.family import Family
 
 

@@ -18,7 +18,7 @@ from lit_fsdp.adapters import LoRA
 from lit_fsdp.base_model import fetch_config
 from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.optimizers import Optimizer
-from lit_fsdp.quantization import Quantization
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.masks import keep_branches

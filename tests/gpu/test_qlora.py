@@ -11,7 +11,7 @@ from training import NUM_STEPS, Result, Rows, build_task, build_trainer, save_mo
 
 from lit_fsdp import FSDP2Strategy, Offload
 from lit_fsdp.adapters import LoRA
-from lit_fsdp.quantization import Quantization, compress_absmax, dequantize, quantize_rows
+from lit_fsdp.quantization.quantize import Quantization, compress_absmax, dequantize, quantize_rows
 from ranks import run_ranks
 
 pytestmark = pytest.mark.gpu

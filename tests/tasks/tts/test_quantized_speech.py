@@ -26,8 +26,8 @@ from lit_fsdp import FSDP2Strategy, Offload, Recompute
 from lit_fsdp.adapters import LoRA
 from lit_fsdp.base_model import BASE
 from lit_fsdp.checkpoint_reader import open_checkpoint
-from lit_fsdp.quantization import Quantization
-from lit_fsdp.quantized_layers import iterate_quantized
+from lit_fsdp.quantization.layers import iterate_quantized
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks import Sampling, Schedule, SpeechData, TextToSpeech
 from lit_fsdp.tasks.tts.families import parse_family
 from lit_fsdp.tasks.tts.layout import Utterance

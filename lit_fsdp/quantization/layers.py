@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.conv import _ConvNd  # private, seen in torch 2.13: what all convolutions are
 from transformers.pytorch_utils import Conv1D
 
-from lit_fsdp.quantization import Quantization, dequantize, multiply
+from lit_fsdp.quantization.quantize import Quantization, dequantize, multiply
 
 ABSMAX, NESTED = "_absmax", "_nested"  # what stands beside the codes of a weight
 
