@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp.adapters import LoRA, add_adapters, find_adapter_parameters
+from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
 from lit_fsdp.closed_form import MicroBatch, predict_step
 from lit_fsdp.hardware import Gpu, find_gpu, get_product_share
 from lit_fsdp.links import LINKS, Interconnect, parse_links

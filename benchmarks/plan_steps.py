@@ -10,7 +10,7 @@ from plan_models import FAMILIES, IMAGE_TOKENS, SPEECH
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp.adapters import LoRA, add_adapters
+from lit_fsdp.adapters.lora import LoRA, add_adapters
 from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.quantization.layers import quantize_model

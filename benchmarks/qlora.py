@@ -174,7 +174,7 @@ def train_ours(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
     from torch.utils.data import DataLoader
 
     from lit_fsdp import FSDP2Strategy, Recompute
-    from lit_fsdp.adapters import LoRA
+    from lit_fsdp.adapters.lora import LoRA
     from lit_fsdp.quantization.quantize import Quantization
     from lit_fsdp.tasks import CausalLM, Schedule
 

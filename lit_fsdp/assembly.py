@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lit_fsdp.adapters import check_units, find_adapter_parameters
+from lit_fsdp.adapters.lora import check_units, find_adapter_parameters
 from lit_fsdp.offload import build_offload_policy
 from lit_fsdp.precision import MixedPrecision, cast_parameters
 from lit_fsdp.recompute import apply_recompute

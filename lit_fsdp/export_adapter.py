@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_fsdp.adapters import ADAPTER, LoRA, clean_name, is_adapter_name
+from lit_fsdp.adapters.lora import ADAPTER, LoRA, clean_name, is_adapter_name
 from lit_fsdp.merging import AdaptedWeights, BaseWeights
 from lit_fsdp.model_folder import ADAPTER_CONFIG, check_room
 from lit_fsdp.tensor_writer import TensorWriter

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_fsdp.adapters import (
+from lit_fsdp.adapters.lora import (
     LoRA,
     add_adapters,
     clean_name,

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_fsdp.adapters import find_adapter_parameters
+from lit_fsdp.adapters.lora import find_adapter_parameters
 from lit_fsdp.auto_strategy import AutoFSDP2Strategy
 from lit_fsdp.closed_form import StepPrediction
 from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step

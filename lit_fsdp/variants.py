@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.quantize import Quantization
 
 _LOSS_CHUNKS, _LORA_RANK = 8, 16

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lit_fsdp.adapters import clean_name, is_adapter_name, is_decomposed, iterate_adapters, reset_adapter
+from lit_fsdp.adapters.lora import clean_name, is_adapter_name, is_decomposed, iterate_adapters, reset_adapter
 from lit_fsdp.conversion import Conversion, convert_rows, describe_sources, find_optional, plan_conversions
 from lit_fsdp.own_rows import OwnRows, find_rows, init_magnitudes
 from lit_fsdp.quantization.layers import iterate_quantized

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
-from lit_fsdp.adapters import LoRA, add_adapters
+from lit_fsdp.adapters.lora import LoRA, add_adapters
 from lit_fsdp.clipping import clip_grad_norm, clip_grad_value, compute_grad_norm, scale_gradients
 from lit_fsdp.lightning_internals import forget_train_loader, log_again
 from lit_fsdp.optimizers import Optimizer, build_optimizer

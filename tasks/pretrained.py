@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.base_model import describe_base, find_pretrained
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.quantized_files import read_quantization

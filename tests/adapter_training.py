@@ -23,7 +23,7 @@ from training import (
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.quantize import Quantization
 from ranks import run_ranks
 

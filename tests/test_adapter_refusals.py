@@ -12,7 +12,7 @@ from models import build_language_model
 from training import Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy, Units
-from lit_fsdp.adapters import LoRA, add_adapters, iterate_adapters
+from lit_fsdp.adapters.lora import LoRA, add_adapters, iterate_adapters
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks import CausalLM

@@ -3,7 +3,7 @@
 import pytest
 from models import build_language_model
 
-from lit_fsdp.adapters import LoRA, add_adapters, iterate_adapters
+from lit_fsdp.adapters.lora import LoRA, add_adapters, iterate_adapters
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 

@@ -10,7 +10,7 @@ from peft.tuners.lora import LoraLayer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from lit_fsdp.adapters import LoRA, add_adapters, clean_name, find_adapter_parameters, iterate_adapters
+from lit_fsdp.adapters.lora import LoRA, add_adapters, clean_name, find_adapter_parameters, iterate_adapters
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding import Sharding, shard_model

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, masking_utils
 
-from lit_fsdp.adapters import LoRA, add_adapters, find_adapter_parameters
+from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
 from lit_fsdp.closed_form import StepPrediction, predict_step
 from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step
 from lit_fsdp.flops import FlopCounter

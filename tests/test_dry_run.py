@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp.adapters import LoRA, add_adapters
+from lit_fsdp.adapters.lora import LoRA, add_adapters
 from lit_fsdp.assembly import shard_module
 from lit_fsdp.dry_run import fake_ranks, trace_training_step
 from lit_fsdp.memory_trace import MemoryTrace, StepMemory

@@ -16,7 +16,7 @@ from training import OPTIMIZER, Rows, build_trainer
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.export import export_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks import CausalLM

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from test_export_adapter import PLAIN, save_base, train
 from transformers import AutoModelForCausalLM
 
-from lit_fsdp.adapters import LoRA, add_adapters
+from lit_fsdp.adapters.lora import LoRA, add_adapters
 from lit_fsdp.base_model import BASE, LORA, describe_base
 from lit_fsdp.checkpoint import join_states, save_checkpoint
 from lit_fsdp.checkpoint_reader import EXPORT

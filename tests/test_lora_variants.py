@@ -14,7 +14,7 @@ from training import (
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp import Mesh
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.quantize import Quantization
 
 

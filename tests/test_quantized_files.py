@@ -18,7 +18,7 @@ from training import OPTIMIZER, Rows, build_trainer, collate, gather_weights, ma
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.export import export_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.quantized_files import QuantizedFiles, read_quantization

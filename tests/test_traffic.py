@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import EVEN, TIED, UNEVEN, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy, Mesh, MixedPrecision, Offload, Recompute, Sharding
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.fabric import Collective
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.traffic import predict_bytes, predict_collectives

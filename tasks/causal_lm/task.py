@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.import_utils import is_flash_attn_2_available
 from typing_extensions import override
 
-from lit_fsdp.adapters import LoRA, iterate_adapters
+from lit_fsdp.adapters.lora import LoRA, iterate_adapters
 from lit_fsdp.base_model import BASE, LORA, describe_base, fetch_config, fetch_pretrained, find_pretrained
 from lit_fsdp.checkpoint_reader import EXPORT
 from lit_fsdp.optimizers import Optimizer

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.base_model import BASE, LORA
 from lit_fsdp.export_adapter import describe_adapters
 from lit_fsdp.model_folder import ADAPTER_CONFIG

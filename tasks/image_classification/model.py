@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
 
-from lit_fsdp.adapters import LoRA, clean_name
+from lit_fsdp.adapters.lora import LoRA, clean_name
 from lit_fsdp.base_model import find_pretrained
 from lit_fsdp.image_reader import count_tokens, find_embeddings
 from lit_fsdp.step_parts import MicroBatch

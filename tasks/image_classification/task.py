@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import override
 
-from lit_fsdp.adapters import LoRA, clean_name
+from lit_fsdp.adapters.lora import LoRA, clean_name
 from lit_fsdp.base_model import BASE, IMAGE_SIZE, LORA, describe_base, fetch_config, fetch_pretrained, find_pretrained
 from lit_fsdp.buffers import unify_buffers
 from lit_fsdp.checkpoint_reader import EXPORT

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.base_model import BASE, LORA, describe_base
 from lit_fsdp.checkpoint_reader import EXPORT
 from lit_fsdp.quantization.quantize import Quantization

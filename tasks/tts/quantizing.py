@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.tts.family import Family
 

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.base_model import fetch_config
 from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.optimizers import Optimizer

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lit_fsdp.adapters import LoRA, add_adapters, iterate_adapters
+from lit_fsdp.adapters.lora import LoRA, add_adapters, iterate_adapters
 from lit_fsdp.base_model import BASE, LORA
 from lit_fsdp.checkpoint_reader import StoredCheckpoint, find_checkpoint, open_checkpoint
 from lit_fsdp.quantization.layers import ABSMAX, NESTED

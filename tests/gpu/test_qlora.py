@@ -10,7 +10,7 @@ from adapter_training import BASES, BATCH, LORA, SIZES, compare, fit, train_shar
 from training import NUM_STEPS, Result, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy, Offload
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.quantize import Quantization, compress_absmax, dequantize, quantize_rows
 from ranks import run_ranks
 

@@ -12,7 +12,7 @@ from training import EVEN, GLOBAL_BATCH, LENGTH, TIED, UNEVEN, Recorder, Rows, b
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.callbacks import MemoryLogger
 from lit_fsdp.tasks import CausalLM
 from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, sum_chunked_losses

@@ -14,7 +14,7 @@ from training import build_trainer, gather_weights
 from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks import ImageClassification, ImageData, Mixing, Pixels
 from lit_fsdp.tasks.image_classification.mixing import mix

@@ -10,7 +10,7 @@ from speech_families import CSM, DEPTH, DIA
 from speech_golden import CONFIG
 from torch import nn
 
-from lit_fsdp.adapters import LoRA, add_adapters, find_adapter_parameters
+from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
 from lit_fsdp.closed_form import StepPrediction, predict_step
 from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step
 from lit_fsdp.memory_trace import StepMemory

@@ -15,7 +15,7 @@ from speech_families import CSM, build_data, build_task, fit, make_checkpoint
 from speech_training import build_trainer
 from transformers import CsmForConditionalGeneration
 
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.cli import main
 from lit_fsdp.tasks import Listening, Sampling, SpeechData, TextToSpeech
 from lit_fsdp.tasks.tts.audio import Limits

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from training import OPTIMIZER, Recorder, Result, gather_weights
 
 from lit_fsdp import FSDP2Strategy, Offload, Recompute
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.base_model import BASE
 from lit_fsdp.checkpoint_reader import open_checkpoint
 from lit_fsdp.quantization.layers import iterate_quantized

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.cli import main
 from lit_fsdp.tasks import TextToSpeech
 from lit_fsdp.tasks.tts.formants import build_small_codec

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from training import OPTIMIZER, Recorder, Result
 
 from lit_fsdp import FSDP2Strategy, Sharding
-from lit_fsdp.adapters import LoRA
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.tasks import Listening, Sampling, TextToSpeech
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.layout import Utterance, collate_training, encode_text

@@ -1,0 +1,1 @@
+"""LoRA and its relatives through peft: settings, injection, decompositions."""
