@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from plan_models import IMAGE_FAMILIES, IMAGE_TOKENS, LARGE, TINY_FAMILIES, WRITTEN_WITH
 
-from lit_fsdp.mesh import Mesh
-from lit_fsdp.offload import Offload
-from lit_fsdp.sharding import Sharding
+from lit_fsdp.sharding.cpu_offload import Offload
+from lit_fsdp.sharding.mesh import Mesh
+from lit_fsdp.sharding.shard import Sharding
 
 SMALL = {"vocab_size": 2000}
 TINY = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from lit_fsdp.sharding import Sharding, shard_model
-from lit_fsdp.units import Units, plan_units
+from lit_fsdp.sharding.shard import Sharding, shard_model
+from lit_fsdp.sharding.wrap import Units, plan_units
 from lit_fsdp.weights import load_weights, materialize
 
 FAMILIES: dict[str, dict[str, Any]] = {

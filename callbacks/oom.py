@@ -25,8 +25,8 @@ from lit_fsdp.callbacks.readings import (
 )
 from lit_fsdp.lightning_internals import outlive_children
 from lit_fsdp.memory import KINDS, Kind, is_on, iterate_states, measure_states
+from lit_fsdp.sharding.wrap import Unit
 from lit_fsdp.strategy import FSDP2Strategy
-from lit_fsdp.units import Unit
 
 _GIB = 2**30
 _MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cannot allocate memory")

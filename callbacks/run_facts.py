@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_fsdp.callbacks.redaction import hide_paths, hide_secrets, shorten_path
 from lit_fsdp.callbacks.sections import Section, Table
-from lit_fsdp.plan_table import COLUMNS, list_rows
 from lit_fsdp.quantization.layers import count_weights
+from lit_fsdp.sharding.unit_table import COLUMNS, list_rows
 from lit_fsdp.strategy import FSDP2Strategy
 
 _TRAINER_KEYS = (

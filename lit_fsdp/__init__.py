@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lit_fsdp.auto_strategy import AutoFSDP2Strategy
-    from lit_fsdp.mesh import Mesh
-    from lit_fsdp.offload import Offload
-    from lit_fsdp.precision import MixedPrecision
-    from lit_fsdp.recompute import Recompute
-    from lit_fsdp.sharding import Compile, Sharding
+    from lit_fsdp.sharding.activation_checkpointing import Recompute
+    from lit_fsdp.sharding.cpu_offload import Offload
+    from lit_fsdp.sharding.mesh import Mesh
+    from lit_fsdp.sharding.mixed_precision import MixedPrecision
+    from lit_fsdp.sharding.shard import Compile, Sharding
+    from lit_fsdp.sharding.wrap import Unit, Units
     from lit_fsdp.strategy import FSDP2Strategy
-    from lit_fsdp.units import Unit, Units
 
 __all__ = [
     "AutoFSDP2Strategy",
@@ -36,15 +36,15 @@ __version__ = version("lit_fsdp")
 
 _HOMES = {
     "AutoFSDP2Strategy": "auto_strategy",
-    "Compile": "sharding",
+    "Compile": "sharding.shard",
     "FSDP2Strategy": "strategy",
-    "Mesh": "mesh",
-    "MixedPrecision": "precision",
-    "Offload": "offload",
-    "Recompute": "recompute",
-    "Sharding": "sharding",
-    "Unit": "units",
-    "Units": "units",
+    "Mesh": "sharding.mesh",
+    "MixedPrecision": "sharding.mixed_precision",
+    "Offload": "sharding.cpu_offload",
+    "Recompute": "sharding.activation_checkpointing",
+    "Sharding": "sharding.shard",
+    "Unit": "sharding.wrap",
+    "Units": "sharding.wrap",
 }
 
 

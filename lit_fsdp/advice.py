@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lit_fsdp.memory import Kind
-from lit_fsdp.settings import Settings
+from lit_fsdp.sharding.settings import Settings
 
 
 @dataclass(frozen=True, kw_only=True)

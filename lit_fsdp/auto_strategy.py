@@ -22,15 +22,15 @@ from lit_fsdp.forecast import NoForecastError, find_optimizer, guess_optimizer, 
 from lit_fsdp.hardware import find_gpu, find_usual_gpu
 from lit_fsdp.lightning_internals import count_micro_batches
 from lit_fsdp.links import choose_links, parse_links
-from lit_fsdp.mesh import build_mesh
 from lit_fsdp.plan import Ranks, parse_memory
-from lit_fsdp.precision import MixedPrecision, cast_parameters
 from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.search import Candidate, Problem, Variant, choose, count_tries, format_changes, search
 from lit_fsdp.search_process import NotPicklableError, SearchProcess, SearchRequest, pack_request
-from lit_fsdp.sharding import Compile, find_roots
+from lit_fsdp.sharding.mesh import build_mesh
+from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
+from lit_fsdp.sharding.shard import Compile, find_roots
+from lit_fsdp.sharding.wrap import Units, plan_module
 from lit_fsdp.strategy import FSDP2Strategy, find_used_settings
-from lit_fsdp.units import Units, plan_module
 
 NAME = "fsdp2_auto"
 _GIB = 2**30

@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 
 from lit_fsdp.manifest import check_contents, check_sizes, describe_files, write_manifest
 from lit_fsdp.quantization.layers import iterate_quantized
-from lit_fsdp.random_state import collect_random_state, reseed, restore_random_state
+from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
 
 META = "meta.pt"  # everything that is not a tensor of model or optimizer: plain types, loads with weights_only
 LEAVES_OUT_FROZEN = "leaves_out_frozen"  # in meta: whether it holds only what trains

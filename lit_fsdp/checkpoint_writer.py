@@ -26,7 +26,7 @@ from lit_fsdp.checkpoint import (
     save_checkpoint,
     to_plain,
 )
-from lit_fsdp.random_state import collect_random_state
+from lit_fsdp.sharding.random_state import collect_random_state
 from lit_fsdp.single_file import gather_model_state, gather_optimizer_state, save_single_file
 
 CheckpointFormat = Literal["sharded", "single_file"]

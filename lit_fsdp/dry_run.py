@@ -19,17 +19,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from lit_fsdp.adamw_8bit import make_code_books
-from lit_fsdp.assembly import shard_module
-from lit_fsdp.clipping import clip_grad_norm
 from lit_fsdp.flops import Flops
 from lit_fsdp.gpu_kernels import run_as_gpus
 from lit_fsdp.memory_trace import MemoryTrace, StepMemory
-from lit_fsdp.mesh import build_mesh
 from lit_fsdp.overrides import keeps_gradients
-from lit_fsdp.precision import MixedPrecision
 from lit_fsdp.quantization.quantize import prepare_tables
-from lit_fsdp.settings import Settings
-from lit_fsdp.sharding import find_roots, hold_gradients, register_steps
+from lit_fsdp.sharding.grad_clipping import clip_grad_norm
+from lit_fsdp.sharding.mesh import build_mesh
+from lit_fsdp.sharding.mixed_precision import MixedPrecision
+from lit_fsdp.sharding.parallelize import shard_module
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.shard import find_roots, hold_gradients, register_steps
 from lit_fsdp.weights import materialize
 from lit_fsdp.work import WorkCounter
 

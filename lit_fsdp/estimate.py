@@ -12,11 +12,11 @@ from lit_fsdp.hardware import Gpu
 from lit_fsdp.links import Interconnect
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.plan import Ranks
-from lit_fsdp.precision import MixedPrecision
-from lit_fsdp.settings import Settings
+from lit_fsdp.sharding.mixed_precision import MixedPrecision
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.wrap import Unit, count_shard_bytes
 from lit_fsdp.step_time import Machine, StepTime, Workload, count_update_bytes, predict_time
 from lit_fsdp.traffic import predict_bytes
-from lit_fsdp.units import Unit, count_shard_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ from lit_fsdp.estimate import ModelToTrain
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.overrides import find_overrides
 from lit_fsdp.reader import UnreadableModuleError
+from lit_fsdp.sharding.wrap import plan_module
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.strategy import FSDP2Strategy
-from lit_fsdp.units import plan_module
 
 
 class NoForecastError(ValueError):

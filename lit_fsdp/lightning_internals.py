@@ -26,7 +26,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lit_fsdp.buffers import has_statistics_of_ranks
+from lit_fsdp.sharding.buffers import has_statistics_of_ranks
 from lit_fsdp.signals import hold_signals
 
 

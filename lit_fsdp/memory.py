@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lit_fsdp.fsdp_internals import find_shard, iterate_sharded, list_gathered, list_unreduced_gradients
-from lit_fsdp.units import Unit
+from lit_fsdp.sharding.torch_internals import find_shard, iterate_sharded, list_gathered, list_unreduced_gradients
+from lit_fsdp.sharding.wrap import Unit
 
 Kind = Literal["parameters", "gathered", "gradients", "optimizer_state", "communication", "activations", "rest"]
 # From what stays longest to what comes and goes.

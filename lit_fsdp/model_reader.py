@@ -18,8 +18,8 @@ from lit_fsdp.linear_reader import read_linear
 from lit_fsdp.norm_reader import is_norm, read_norm
 from lit_fsdp.overrides import find_overrides, keeps_gradients
 from lit_fsdp.reader import Reader, UnreadableModuleError, check_dropouts, find_dropout, find_forward, list_filled
+from lit_fsdp.sharding.wrap import Unit, iterate_blocks
 from lit_fsdp.tape import FLOAT32, Tape
-from lit_fsdp.units import Unit, iterate_blocks
 
 INDEX = 8  # bytes of a token's number
 _OWN_MASK = r"\battention_mask = torch\.ones"  # which only its values could tell to be none

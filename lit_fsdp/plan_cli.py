@@ -31,10 +31,10 @@ from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.search import Candidate, Problem, Variant, choose, format_changes
 from lit_fsdp.search import search as search_all
 from lit_fsdp.search_report import apply_changes, describe_search, print_search
+from lit_fsdp.sharding.wrap import plan_module
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.traced_search import make_tracer
 from lit_fsdp.trainer_cli import TrainerCLI
-from lit_fsdp.units import plan_module
 
 _OWN_OPTIONS = {"--device-memory": "--device_memory"}
 _MAX_RANKS = 2**20

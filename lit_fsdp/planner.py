@@ -26,13 +26,13 @@ from lit_fsdp.lightning_internals import check_trainer, refuse_overfit
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.overrides import find_untraced
 from lit_fsdp.plan import Plan, Ranks
-from lit_fsdp.precision import cast_parameters
 from lit_fsdp.quantization.layers import count_weights, iterate_quantized
+from lit_fsdp.sharding.mixed_precision import cast_parameters
+from lit_fsdp.sharding.wrap import plan_module
 from lit_fsdp.step_time import StepTime
 from lit_fsdp.strategy import FSDP2Strategy
 from lit_fsdp.trace_errors import compute_loss, explain_trace
 from lit_fsdp.traffic import predict_bytes, predict_collectives
-from lit_fsdp.units import plan_module
 from lit_fsdp.variants import list_variants
 
 _MAX_TRACED = 2  # micro-batches: all after the second hold what it holds

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_fsdp.clipping import clip_grad_norm, clip_grad_value
-from lit_fsdp.precision import MixedPrecision, ShardedGradScaler, read_precision
+from lit_fsdp.sharding.grad_clipping import clip_grad_norm, clip_grad_value
+from lit_fsdp.sharding.mixed_precision import MixedPrecision, ShardedGradScaler, read_precision
 
 
 class FSDP2Precision(Precision):

@@ -11,17 +11,17 @@ from lit_fsdp.closed_form import predict_step
 from lit_fsdp.estimate import Hardware, ModelToTrain, estimate_time
 from lit_fsdp.flops import Flops
 from lit_fsdp.memory_trace import StepMemory
-from lit_fsdp.mesh import Mesh
-from lit_fsdp.offload import Offload
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.plan import Ranks, find_needed_bytes
 from lit_fsdp.quantization.layers import iterate_quantized
-from lit_fsdp.recompute import Recompute
-from lit_fsdp.settings import Settings
-from lit_fsdp.sharding import Compile
+from lit_fsdp.sharding.activation_checkpointing import Recompute
+from lit_fsdp.sharding.cpu_offload import Offload
+from lit_fsdp.sharding.mesh import Mesh
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.shard import Compile
+from lit_fsdp.sharding.wrap import iterate_blocks
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.step_time import StepTime
-from lit_fsdp.units import iterate_blocks
 
 _STRATEGY = "trainer.strategy"
 _ADAPTERS = {"model.lora", "model.quantization"}

@@ -9,7 +9,7 @@ from typing import Any
 from lit_fsdp.callbacks.sections import Table, find_width, print_table
 from lit_fsdp.plan import choose_unit, describe_time
 from lit_fsdp.search import Candidate, format_changes
-from lit_fsdp.settings import PRESETS
+from lit_fsdp.sharding.settings import PRESETS
 
 _GIB = 2**30
 _USUAL_WIDTH, _MAX_WIDTH = 80, 120  # of lists of settings; the first where nobody knows the reader's

@@ -29,8 +29,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_fsdp.assembly import shard_module
-from lit_fsdp.buffers import unify_buffers
 from lit_fsdp.checkpoint import find_random_state, load_checkpoint
 from lit_fsdp.checkpoint_writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.lightning_internals import (
@@ -44,17 +42,19 @@ from lit_fsdp.lightning_internals import (
     use_no_grad,
     warn_of_batch_norm,
 )
-from lit_fsdp.mesh import Mesh, build_mesh
-from lit_fsdp.offload import Offload
-from lit_fsdp.plan_table import print_plan
-from lit_fsdp.precision import MixedPrecision
 from lit_fsdp.precision_plugin import FSDP2Precision, translate_precision
-from lit_fsdp.random_state import collect_random_state, reseed
-from lit_fsdp.recompute import Recompute
-from lit_fsdp.settings import PRESETS, Settings
-from lit_fsdp.sharding import Compile, Sharding, find_roots, hold_gradients, register_steps
+from lit_fsdp.sharding.activation_checkpointing import Recompute
+from lit_fsdp.sharding.buffers import unify_buffers
+from lit_fsdp.sharding.cpu_offload import Offload
+from lit_fsdp.sharding.mesh import Mesh, build_mesh
+from lit_fsdp.sharding.mixed_precision import MixedPrecision
+from lit_fsdp.sharding.parallelize import shard_module
+from lit_fsdp.sharding.random_state import collect_random_state, reseed
+from lit_fsdp.sharding.settings import PRESETS, Settings
+from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, hold_gradients, register_steps
+from lit_fsdp.sharding.unit_table import print_plan
+from lit_fsdp.sharding.wrap import Unit, Units
 from lit_fsdp.single_file import load_single_file
-from lit_fsdp.units import Unit, Units
 from lit_fsdp.weights import init_weights, iterate_meta, materialize
 
 # What each module was sharded with: a second run of it may be under another strategy object.

@@ -17,7 +17,7 @@ from lit_fsdp.errors import ConfigError
 from lit_fsdp.estimate import ModelToTrain
 from lit_fsdp.forecast import measure_batch
 from lit_fsdp.planner import COUNTED_SHARE, PlannedStep, trace_exactly
-from lit_fsdp.settings import Settings
+from lit_fsdp.sharding.settings import Settings
 
 
 def make_tracer(

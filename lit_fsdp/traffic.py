@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lit_fsdp.precision import MixedPrecision
-from lit_fsdp.sharding import Sharding
-from lit_fsdp.units import Unit
+from lit_fsdp.sharding.mixed_precision import MixedPrecision
+from lit_fsdp.sharding.shard import Sharding
+from lit_fsdp.sharding.wrap import Unit
 
 
 @dataclass(frozen=True, kw_only=True)

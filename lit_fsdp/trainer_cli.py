@@ -42,7 +42,7 @@ from lit_fsdp.errors import (
 )
 from lit_fsdp.last_checkpoint import describe_interruption, find_last_checkpoint
 from lit_fsdp.processes import choose_processes, describe_failed, stop_children
-from lit_fsdp.settings import PRESETS
+from lit_fsdp.sharding.settings import PRESETS
 
 _KNOWN_WARNINGS = (
     ".*LightningCLI's args parameter.*",  # advice for scripts

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from lit_fsdp.units import Units, plan_module
+from lit_fsdp.sharding.wrap import Units, plan_module
 
 
 class UnitWatch:

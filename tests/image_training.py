@@ -18,7 +18,7 @@ from training import GLOBAL_BATCH, NUM_STEPS, OPTIMIZER, Recorder, Result, build
 from transformers import AutoConfig, AutoModelForImageClassification
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.buffers import unify_buffers
+from lit_fsdp.sharding.buffers import unify_buffers
 from lit_fsdp.tasks import ImageClassification, ImageData, Pixels, Schedule
 from lit_fsdp.tasks.image_classification.metrics import list_predictions
 from lit_fsdp.tasks.loading import build_train_loader

@@ -2,7 +2,7 @@
 
 from lit_fsdp.closed_form import StepPrediction, predict_step
 from lit_fsdp.estimate import ModelToTrain
-from lit_fsdp.settings import Settings
+from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.step_parts import MicroBatch
 
 

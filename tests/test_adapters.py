@@ -13,8 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_sh
 from lit_fsdp.adapters.lora import LoRA, add_adapters, clean_name, find_adapter_parameters, iterate_adapters
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.sharding import Sharding, shard_model
-from lit_fsdp.units import Units, plan_units
+from lit_fsdp.sharding.shard import Sharding, shard_model
+from lit_fsdp.sharding.wrap import Units, plan_units
 from lit_fsdp.weights import init_weights, materialize
 from ranks import run_ranks
 

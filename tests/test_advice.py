@@ -3,11 +3,11 @@ from dataclasses import replace
 import pytest
 
 from lit_fsdp.advice import Situation, suggest_settings
-from lit_fsdp.mesh import Mesh
-from lit_fsdp.offload import Offload
-from lit_fsdp.recompute import Recompute
-from lit_fsdp.settings import Settings
-from lit_fsdp.sharding import Sharding
+from lit_fsdp.sharding.activation_checkpointing import Recompute
+from lit_fsdp.sharding.cpu_offload import Offload
+from lit_fsdp.sharding.mesh import Mesh
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.shard import Sharding
 
 GB = 10**9
 # 1 B parameters in fp32 with AdamW on 4 ranks.

@@ -67,7 +67,7 @@ def is_inside(module: str, *packages: str) -> bool:
 
 
 def room_of(module: str) -> str:
-    """``sharding`` of ``lit_fsdp.sharding.mesh``; empty for the package itself and what starts it."""
+    """``sharding`` of ``lit_fsdp.sharding.shard.mesh``; empty for the package itself and what starts it."""
     parts = module.split(".")
     return "" if len(parts) == 1 or parts[1] == "__main__" else parts[1]
 

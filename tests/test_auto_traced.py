@@ -22,7 +22,7 @@ from lit_fsdp.plan import find_needed_bytes
 from lit_fsdp.search import Candidate, StepCost, Variant, choose, search
 from lit_fsdp.search_process import RESULT, RequestReader, SearchProcess, SearchRequest, pack_request
 from lit_fsdp.search_worker import answer
-from lit_fsdp.settings import Settings
+from lit_fsdp.sharding.settings import Settings
 
 PERSIMMON = {"model_type": "persimmon", "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512}
 PERSIMMON |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}

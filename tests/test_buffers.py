@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training import build_trainer
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.buffers import has_statistics_of_ranks, unify_buffers
+from lit_fsdp.sharding.buffers import has_statistics_of_ranks, unify_buffers
 from ranks import run_ranks
 
 

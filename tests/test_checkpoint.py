@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from lit_fsdp.checkpoint import META, join_states, load_checkpoint, save_checkpoint, to_plain
 from lit_fsdp.manifest import MANIFEST
-from lit_fsdp.sharding import Sharding, shard_model
-from lit_fsdp.units import Units, plan_units
+from lit_fsdp.sharding.shard import Sharding, shard_model
+from lit_fsdp.sharding.wrap import Units, plan_units
 from ranks import run_ranks
 
 

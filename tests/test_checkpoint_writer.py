@@ -26,7 +26,7 @@ from lit_fsdp import FSDP2Strategy
 from lit_fsdp.checkpoint import agree
 from lit_fsdp.checkpoint_writer import CheckpointWriter
 from lit_fsdp.manifest import check_contents, check_sizes, describe_files, is_complete, write_manifest
-from lit_fsdp.random_state import collect_random_state, reseed, restore_random_state
+from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
 from lit_fsdp.tasks import CausalLM, Schedule
 from ranks import run_ranks
 

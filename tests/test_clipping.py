@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from lit_fsdp.clipping import clip_grad_norm, clip_grad_value, compute_grad_norm, scale_gradients
+from lit_fsdp.sharding.grad_clipping import clip_grad_norm, clip_grad_value, compute_grad_norm, scale_gradients
 from ranks import run_ranks
 
 SHAPES = [(7, 5), (1, 9), (2,), (4, 3, 2), (1,), (13,)]  # some with fewer rows than ranks

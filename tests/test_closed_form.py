@@ -10,19 +10,19 @@ from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
 from lit_fsdp.closed_form import StepPrediction, predict_step
 from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step
 from lit_fsdp.flops import FlopCounter
-from lit_fsdp.mesh import Mesh
-from lit_fsdp.offload import Offload
 from lit_fsdp.optimizers import Optimizer, build_optimizer
-from lit_fsdp.precision import cast_parameters, read_precision
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.reader import UnreadableModuleError
-from lit_fsdp.recompute import Recompute
-from lit_fsdp.settings import Settings
-from lit_fsdp.sharding import Sharding
+from lit_fsdp.sharding.activation_checkpointing import Recompute
+from lit_fsdp.sharding.cpu_offload import Offload
+from lit_fsdp.sharding.mesh import Mesh
+from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.shard import Sharding
+from lit_fsdp.sharding.wrap import Units, plan_module
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, sum_chunked_losses
-from lit_fsdp.units import Units, plan_module
 from ranks import run_ranks
 
 SMALL = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3}

@@ -6,7 +6,7 @@ import pytest
 from test_closed_form import Model, compare, predict
 
 from lit_fsdp.reader import UnreadableModuleError
-from lit_fsdp.recompute import Recompute
+from lit_fsdp.sharding.activation_checkpointing import Recompute
 from ranks import run_ranks
 
 SHARED = {"num_key_value_heads": 2, "pad_token_id": 0}

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lit_fsdp.dry_run import fake_ranks
 from lit_fsdp.optimizers import Optimizer, build_optimizer
-from lit_fsdp.precision import read_precision
 from lit_fsdp.reader import UnreadableModuleError
-from lit_fsdp.recompute import Recompute
-from lit_fsdp.settings import Settings
+from lit_fsdp.sharding.activation_checkpointing import Recompute
+from lit_fsdp.sharding.mixed_precision import read_precision
+from lit_fsdp.sharding.settings import Settings
 from ranks import run_ranks
 
 QWEN = {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}

@@ -12,18 +12,18 @@ from transformers import AutoConfig
 from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
 from lit_fsdp.closed_form import StepPrediction, predict_step
 from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step
-from lit_fsdp.offload import Offload
 from lit_fsdp.optimizers import Optimizer, build_optimizer
-from lit_fsdp.precision import cast_parameters, read_precision
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.reader import UnreadableModuleError
-from lit_fsdp.recompute import Recompute
-from lit_fsdp.settings import Settings
-from lit_fsdp.sharding import Sharding
+from lit_fsdp.sharding.activation_checkpointing import Recompute
+from lit_fsdp.sharding.cpu_offload import Offload
+from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.shard import Sharding
+from lit_fsdp.sharding.wrap import plan_module
 from lit_fsdp.tasks.image_classification.mixing import Mixing, mix
 from lit_fsdp.tasks.image_classification.model import build_classifier, freeze_modules, measure_images
-from lit_fsdp.units import plan_module
 from ranks import run_ranks
 
 SMALL = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}

@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp.adapters.lora import LoRA, add_adapters
-from lit_fsdp.assembly import shard_module
 from lit_fsdp.dry_run import fake_ranks, trace_training_step
 from lit_fsdp.memory_trace import MemoryTrace, StepMemory
-from lit_fsdp.mesh import Mesh, build_mesh
 from lit_fsdp.optimizers import Optimizer, build_optimizer
-from lit_fsdp.precision import MixedPrecision
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization, count_hidden_bytes
-from lit_fsdp.recompute import Recompute
-from lit_fsdp.settings import Settings
-from lit_fsdp.sharding import Sharding, hold_gradients, register_steps
+from lit_fsdp.sharding.activation_checkpointing import Recompute
+from lit_fsdp.sharding.mesh import Mesh, build_mesh
+from lit_fsdp.sharding.mixed_precision import MixedPrecision
+from lit_fsdp.sharding.parallelize import shard_module
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.shard import Sharding, hold_gradients, register_steps
 from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.weights import init_weights, materialize
 from ranks import run_ranks

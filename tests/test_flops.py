@@ -16,8 +16,8 @@ from lit_fsdp.adapters.lora import LoRA, add_adapters
 from lit_fsdp.flops import FlopCounter, Flops, is_compiled
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.recompute import Recompute, apply_recompute
-from lit_fsdp.units import Units, iterate_blocks, plan_units
+from lit_fsdp.sharding.activation_checkpointing import Recompute, apply_recompute
+from lit_fsdp.sharding.wrap import Units, iterate_blocks, plan_units
 from lit_fsdp.weights import init_weights, materialize
 from ranks import run_ranks
 

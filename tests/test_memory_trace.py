@@ -10,10 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp.memory import KINDS, measure_states
 from lit_fsdp.memory_trace import MemoryTrace, StepMemory
-from lit_fsdp.mesh import Mesh, build_mesh
-from lit_fsdp.recompute import Recompute, apply_recompute
-from lit_fsdp.sharding import Sharding, shard_model
-from lit_fsdp.units import Unit, Units, iterate_blocks, plan_units
+from lit_fsdp.sharding.activation_checkpointing import Recompute, apply_recompute
+from lit_fsdp.sharding.mesh import Mesh, build_mesh
+from lit_fsdp.sharding.shard import Sharding, shard_model
+from lit_fsdp.sharding.wrap import Unit, Units, iterate_blocks, plan_units
 from ranks import run_ranks
 
 CPU = torch.device("cpu")

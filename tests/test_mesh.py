@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lit_fsdp.mesh import Mesh, build_mesh
+from lit_fsdp.sharding.mesh import Mesh, build_mesh
 from ranks import run_ranks
 
 

@@ -9,8 +9,8 @@ from models import Block, Parent, build_language_model, compute_loss, make_token
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lit_fsdp.recompute import Recompute, apply_recompute
-from lit_fsdp.units import Units, iterate_blocks, plan_units
+from lit_fsdp.sharding.activation_checkpointing import Recompute, apply_recompute
+from lit_fsdp.sharding.wrap import Units, iterate_blocks, plan_units
 
 SETTINGS = {
     "none": Recompute(),

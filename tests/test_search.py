@@ -17,18 +17,18 @@ from lit_fsdp.closed_form import StepPrediction
 from lit_fsdp.estimate import Hardware, ModelToTrain
 from lit_fsdp.hardware import find_gpu
 from lit_fsdp.links import parse_links
-from lit_fsdp.mesh import Mesh
-from lit_fsdp.offload import Offload
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.plan import Ranks, find_needed_bytes
-from lit_fsdp.precision import cast_parameters, read_precision
 from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.search import Candidate, Problem, Variant, choose, search
 from lit_fsdp.search_report import apply_changes
-from lit_fsdp.settings import Settings
-from lit_fsdp.sharding import Compile, Sharding
+from lit_fsdp.sharding.cpu_offload import Offload
+from lit_fsdp.sharding.mesh import Mesh
+from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.shard import Compile, Sharding
+from lit_fsdp.sharding.wrap import plan_module
 from lit_fsdp.step_parts import MicroBatch
-from lit_fsdp.units import plan_module
 
 MIB = 2**20
 BIGGER = {"model_type": "llama", "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512}

@@ -11,10 +11,10 @@ from test_closed_form import Model
 from test_plan_cli import plan
 from test_search import BIGGER, describe
 
-from lit_fsdp.precision import cast_parameters
 from lit_fsdp.search import Candidate, Variant, choose, search
-from lit_fsdp.settings import Settings
-from lit_fsdp.units import plan_module
+from lit_fsdp.sharding.mixed_precision import cast_parameters
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.wrap import plan_module
 
 
 def search_trainings(device_bytes: int, **more: Any) -> list[Candidate]:

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from lit_fsdp.recompute import Recompute, apply_recompute
-from lit_fsdp.sharding import (
+from lit_fsdp.sharding.activation_checkpointing import Recompute, apply_recompute
+from lit_fsdp.sharding.shard import (
     Compile,
     Sharding,
     broadcast_parameters,
@@ -25,7 +25,7 @@ from lit_fsdp.sharding import (
     shard_model,
     split_by_child,
 )
-from lit_fsdp.units import Unit, Units, iterate_blocks, plan_units
+from lit_fsdp.sharding.wrap import Unit, Units, iterate_blocks, plan_units
 from ranks import run_ranks
 
 

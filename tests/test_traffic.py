@@ -189,7 +189,7 @@ def test_the_prediction_for_three_blocks_is_what_the_docs_say() -> None:
     # embedding + 3 blocks twice, head once; the root of a LightningModule holds nothing
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lit_fsdp.units import Units, plan_units
+    from lit_fsdp.sharding.wrap import Units, plan_units
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=3, **EVEN))

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric
 from transformers import AutoModelForCausalLM
 
-from lit_fsdp.recompute import Recompute, apply_recompute
-from lit_fsdp.sharding import Sharding, shard_model
-from lit_fsdp.units import Units, iterate_blocks, plan_units
+from lit_fsdp.sharding.activation_checkpointing import Recompute, apply_recompute
+from lit_fsdp.sharding.shard import Sharding, shard_model
+from lit_fsdp.sharding.wrap import Units, iterate_blocks, plan_units
 from lit_fsdp.weights import init_weights, iterate_meta, load_weights, materialize
 from ranks import run_ranks
 

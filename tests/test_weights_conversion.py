@@ -25,10 +25,10 @@ from transformers.core_model_loading import Chunk, Concatenate, ConversionOps, T
 from lit_fsdp import tensor_files, weights
 from lit_fsdp.base_model import find_pretrained
 from lit_fsdp.conversion import clean_name
-from lit_fsdp.recompute import Recompute, apply_recompute
-from lit_fsdp.sharding import Sharding, shard_model
+from lit_fsdp.sharding.activation_checkpointing import Recompute, apply_recompute
+from lit_fsdp.sharding.shard import Sharding, shard_model
+from lit_fsdp.sharding.wrap import Units, iterate_blocks, plan_units
 from lit_fsdp.tensor_files import TensorFiles
-from lit_fsdp.units import Units, iterate_blocks, plan_units
 from lit_fsdp.weights import load_weights, materialize
 from ranks import run_ranks
 

@@ -19,6 +19,7 @@ from lit_fsdp.base_model import fetch_config
 from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.optimizers import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.sharding.wrap import Unit, Units, plan_units
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.masks import keep_branches
@@ -48,7 +49,6 @@ from lit_fsdp.tasks.tts.pretrained import check_stored, fetch_speech_model, find
 from lit_fsdp.tasks.tts.quantizing import check_adapters, list_rest
 from lit_fsdp.tasks.tts.speaking import SpeechReport, Spoken, describe_spoken
 from lit_fsdp.tasks.tts.step_counts import count_step
-from lit_fsdp.units import Unit, Units, plan_units
 from lit_fsdp.weights import init_weights
 
 _MAX_RATIO = 3  # speech of validation is at most so many times as long as what was recorded

@@ -16,20 +16,20 @@ from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step
 from lit_fsdp.memory_trace import StepMemory
 from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.optimizers import Optimizer, build_optimizer
-from lit_fsdp.precision import cast_parameters, read_precision
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.reader import UnreadableModuleError
-from lit_fsdp.recompute import Recompute
-from lit_fsdp.settings import Settings
-from lit_fsdp.sharding import Sharding
+from lit_fsdp.sharding.activation_checkpointing import Recompute
+from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.shard import Sharding
+from lit_fsdp.sharding.wrap import Unit, plan_module
 from lit_fsdp.tasks import TextToSpeech
 from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.tasks.tts.families import parse_family
 from lit_fsdp.tasks.tts.family import Family
 from lit_fsdp.tasks.tts.parts import freeze_parts
 from lit_fsdp.tasks.tts.quantizing import list_rest
-from lit_fsdp.units import Unit, plan_module
 from ranks import run_ranks
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from lit_fsdp.mesh import Mesh
-from lit_fsdp.offload import Offload, build_offload_policy
-from lit_fsdp.precision import MixedPrecision
-from lit_fsdp.recompute import Recompute
-from lit_fsdp.sharding import Compile, Sharding
-from lit_fsdp.units import Units
+from lit_fsdp.sharding.activation_checkpointing import Recompute
+from lit_fsdp.sharding.cpu_offload import Offload, build_offload_policy
+from lit_fsdp.sharding.mesh import Mesh
+from lit_fsdp.sharding.mixed_precision import MixedPrecision
+from lit_fsdp.sharding.shard import Compile, Sharding
+from lit_fsdp.sharding.wrap import Units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Settings:
         if not is_automatic:
             raise ValueError(
                 "sharding.hold_gradients: got true: under manual optimization training_step decides when to reduce; "
-                "use lit_fsdp.sharding.hold_gradients there and leave the setting out"
+                "use lit_fsdp.sharding.shard.hold_gradients there and leave the setting out"
             )
         if num_micro_batches == 1:
             raise ValueError(

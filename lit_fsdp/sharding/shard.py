@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from lit_fsdp.units import Unit
+from lit_fsdp.sharding.wrap import Unit
 
 _WITH_STEPS: WeakSet[nn.Module] = WeakSet()
 

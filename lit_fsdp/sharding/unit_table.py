@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lit_fsdp.quantization.layers import count_weights
-from lit_fsdp.units import Unit, count_shard_bytes
+from lit_fsdp.sharding.wrap import Unit, count_shard_bytes
 
 COLUMNS = ("unit", "parameters", "trainable", "bytes per rank")
 

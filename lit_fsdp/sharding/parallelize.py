@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lit_fsdp.adapters.lora import check_units, find_adapter_parameters
-from lit_fsdp.offload import build_offload_policy
-from lit_fsdp.precision import MixedPrecision, cast_parameters
-from lit_fsdp.recompute import apply_recompute
-from lit_fsdp.settings import Settings
-from lit_fsdp.sharding import broadcast_parameters, compile_blocks, shard_model, split_by_child
-from lit_fsdp.units import Unit, iterate_blocks, plan_module
+from lit_fsdp.sharding.activation_checkpointing import apply_recompute
+from lit_fsdp.sharding.cpu_offload import build_offload_policy
+from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.shard import broadcast_parameters, compile_blocks, shard_model, split_by_child
+from lit_fsdp.sharding.wrap import Unit, iterate_blocks, plan_module
 
 
 def shard_module(

@@ -1,0 +1,1 @@
+"""A model becomes FSDP2 units on a mesh of ranks. Nothing here knows Lightning."""
