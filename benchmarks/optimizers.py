@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lit_fsdp.optimizers import Optimizer, build_optimizer
+from lit_fsdp.optim.factory import Optimizer, build_optimizer
 
 NAMES = ("adamw", "adamw_8bit", "adafactor")
 

@@ -27,7 +27,7 @@ from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
 from lit_fsdp.closed_form import MicroBatch, predict_step
 from lit_fsdp.hardware import Gpu, find_gpu, get_product_share
 from lit_fsdp.links import LINKS, Interconnect, parse_links
-from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.activation_checkpointing import Recompute

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
-from lit_fsdp.adamw_8bit import make_code_books
 from lit_fsdp.flops import Flops
 from lit_fsdp.gpu_kernels import run_as_gpus
 from lit_fsdp.memory_trace import MemoryTrace, StepMemory
+from lit_fsdp.optim.adamw_8bit import make_code_books
 from lit_fsdp.overrides import keeps_gradients
 from lit_fsdp.quantization.quantize import prepare_tables
 from lit_fsdp.sharding.grad_clipping import clip_grad_norm

@@ -10,7 +10,7 @@ from torch import nn
 from lit_fsdp.flops import Flops
 from lit_fsdp.hardware import Gpu
 from lit_fsdp.links import Interconnect
-from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.plan import Ranks
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.settings import Settings

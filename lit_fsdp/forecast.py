@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_fsdp.closed_form import StepPrediction, predict_step
 from lit_fsdp.estimate import ModelToTrain
-from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.overrides import find_overrides
 from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.sharding.wrap import plan_module

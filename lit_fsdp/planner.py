@@ -23,7 +23,7 @@ from lit_fsdp.estimate import Hardware, estimate_time
 from lit_fsdp.flops import Flops
 from lit_fsdp.forecast import NoForecastError, describe_model, forecast_step, measure_batch
 from lit_fsdp.lightning_internals import check_trainer, refuse_overfit
-from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.overrides import find_untraced
 from lit_fsdp.plan import Plan, Ranks
 from lit_fsdp.quantization.layers import count_weights, iterate_quantized

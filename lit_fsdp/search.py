@@ -11,7 +11,7 @@ from lit_fsdp.closed_form import predict_step
 from lit_fsdp.estimate import Hardware, ModelToTrain, estimate_time
 from lit_fsdp.flops import Flops
 from lit_fsdp.memory_trace import StepMemory
-from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.plan import Ranks, find_needed_bytes
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.sharding.activation_checkpointing import Recompute

@@ -1,6 +1,6 @@
 """Tasks: what is trained, on what data, by which loss."""
 
-from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.causal_lm import CausalLM, TextData, TrainTokenizer
 from lit_fsdp.tasks.image_classification import Augmentation, ImageClassification, ImageData, Mixing, Pixels

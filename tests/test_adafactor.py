@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from lit_fsdp.adafactor import Adafactor
+from lit_fsdp.optim.adafactor import Adafactor
 from ranks import run_ranks
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}

@@ -26,7 +26,7 @@ from training import (
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp import FSDP2Strategy, Mesh, MixedPrecision, Offload
-from lit_fsdp.optimizers import Optimizer, build_optimizer
+from lit_fsdp.optim.factory import Optimizer, build_optimizer
 from lit_fsdp.sharding.mixed_precision import ShardedGradScaler
 from lit_fsdp.tasks import CausalLM, Schedule
 from ranks import run_ranks

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from lit_fsdp.optimizers import Optimizer, build_optimizer
+from lit_fsdp.optim.factory import Optimizer, build_optimizer
 from lit_fsdp.step_parts import MicroBatch
 
 

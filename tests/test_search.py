@@ -17,7 +17,7 @@ from lit_fsdp.closed_form import StepPrediction
 from lit_fsdp.estimate import Hardware, ModelToTrain
 from lit_fsdp.hardware import find_gpu
 from lit_fsdp.links import parse_links
-from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.plan import Ranks, find_needed_bytes
 from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.search import Candidate, Problem, Variant, choose, search

@@ -10,7 +10,7 @@ from lit_fsdp.closed_form import MicroBatch, StepPrediction, predict_step
 from lit_fsdp.flops import Flops
 from lit_fsdp.hardware import GPUS, Gpu, find_gpu, get_product_share
 from lit_fsdp.links import Group, Interconnect, Link, parse_links
-from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.activation_checkpointing import Recompute

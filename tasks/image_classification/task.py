@@ -15,7 +15,7 @@ from typing_extensions import override
 from lit_fsdp.adapters.lora import LoRA, clean_name
 from lit_fsdp.base_model import BASE, IMAGE_SIZE, LORA, describe_base, fetch_config, fetch_pretrained, find_pretrained
 from lit_fsdp.checkpoint_reader import EXPORT
-from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.quantized_files import read_quantization
 from lit_fsdp.sharding.buffers import unify_buffers

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.base_model import fetch_config
 from lit_fsdp.model_reader import ModelReader
-from lit_fsdp.optimizers import Optimizer
+from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.wrap import Unit, Units, plan_units
 from lit_fsdp.step_parts import MicroBatch

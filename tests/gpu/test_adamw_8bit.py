@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from lit_fsdp.adamw_8bit import AdamW8bit
+from lit_fsdp.optim.adamw_8bit import AdamW8bit
 from ranks import run_ranks
 
 pytestmark = pytest.mark.gpu

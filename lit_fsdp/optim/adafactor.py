@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lit_fsdp.shard_optimizer import ShardOptimizer, make_zeros, read_steps, sum_over_shards, to_local
+from lit_fsdp.optim.sharded_optimizer import ShardOptimizer, make_zeros, read_steps, sum_over_shards, to_local
 
 _EPS2 = 1e-3  # least scale of a parameter: else one that starts at zero would stay there
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lit_fsdp.adafactor import Adafactor
-from lit_fsdp.adamw_8bit import AdamW8bit
+from lit_fsdp.optim.adafactor import Adafactor
+from lit_fsdp.optim.adamw_8bit import AdamW8bit
 
 OptimizerName = Literal["adamw", "adamw_8bit", "adamw_8bit_paged", "adafactor"]
 

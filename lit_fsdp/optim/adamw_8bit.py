@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from lit_fsdp.shard_optimizer import ShardOptimizer, make_zeros, read_steps, to_local
+from lit_fsdp.optim.sharded_optimizer import ShardOptimizer, make_zeros, read_steps, to_local
 
 BLOCK_SIZE = 256  # fixed in the kernels of bitsandbytes
 MIN_8BIT_SIZE = 4096  # as in bitsandbytes, but of the whole parameter, not of a shard

@@ -1,0 +1,1 @@
+"""Optimizers whose state shards with the parameters."""
