@@ -41,7 +41,7 @@ from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.shard import find_roots, hold_gradients, register_steps
 from lit_fsdp.sharding.wrap import plan_module
 from lit_fsdp.tasks.masks import keep_branches
-from lit_fsdp.weights import init_weights, materialize
+from lit_fsdp.weights.load import init_weights, materialize
 
 MIB = 2**20
 # On CPUs these make copies, of rows that do not divide among ranks and of 8-bit state, which their GPU kernels do not.

@@ -32,7 +32,7 @@ from transformers.distributed import DistributedConfig
 
 from lit_fsdp.sharding.shard import Sharding, shard_model
 from lit_fsdp.sharding.wrap import Units, plan_units
-from lit_fsdp.weights import load_weights, materialize
+from lit_fsdp.weights.load import load_weights, materialize
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 16000, "num_attention_heads": 16},

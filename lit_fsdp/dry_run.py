@@ -30,7 +30,7 @@ from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import find_roots, hold_gradients, register_steps
-from lit_fsdp.weights import materialize
+from lit_fsdp.weights.load import materialize
 from lit_fsdp.work import WorkCounter
 
 _DEVICE = torch.device("cpu")  # where fake tensors say they are: torch cannot fake a GPU without CUDA

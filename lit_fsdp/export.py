@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_fsdp.base_model import BASE, LORA
 from lit_fsdp.checkpoint_reader import StoredCheckpoint, build_on_meta, find_checkpoint, find_run, open_checkpoint
 from lit_fsdp.export_adapter import double_ranks, needs_base, write_adapter
-from lit_fsdp.hub_names import Part, list_saved_names, plan_parts
 from lit_fsdp.merging import AdaptedWeights, BaseWeights, find_aliases, open_base, read_lora, read_quantization
 from lit_fsdp.model_card import write_model_card
 from lit_fsdp.model_folder import ADAPTER_CONFIG, check_out, list_files, make_beside, write_model, write_small_files
 from lit_fsdp.positions import ResizedCheckpoint, explain_size, resize_positions
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.quantized_export import Quantizer
+from lit_fsdp.weights.base_weights import BASE, LORA
+from lit_fsdp.weights.hub_names import Part, list_saved_names, plan_parts
 
 Dtype = Literal["keep", "float32", "bfloat16", "float16"]
 _MAX_SHARD_GB = 5.0

@@ -26,13 +26,13 @@ from lit_fsdp.adapters.lora import (
     is_decomposed,
     iterate_adapters,
 )
-from lit_fsdp.base_model import BASE, LORA, fetch_pretrained, find_pretrained
 from lit_fsdp.checkpoint_reader import StoredCheckpoint, build_on_meta
-from lit_fsdp.conversion import Conversion, convert_rows, plan_conversions
 from lit_fsdp.quantization.layers import iterate_quantized, quantize_model
 from lit_fsdp.quantization.quantize import Quantization, requantize
-from lit_fsdp.quantized_files import QuantizedFiles
-from lit_fsdp.tensor_files import compute_fingerprint
+from lit_fsdp.weights.base_weights import BASE, LORA, fetch_pretrained, find_pretrained
+from lit_fsdp.weights.convert import Conversion, convert_rows, plan_conversions
+from lit_fsdp.weights.prequantized import QuantizedFiles
+from lit_fsdp.weights.safetensors_io import compute_fingerprint
 
 
 class BaseWeights:

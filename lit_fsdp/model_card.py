@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.base_model import BASE, LORA
+from lit_fsdp.weights.base_weights import BASE, LORA
 
 _TAGS = {"ForCausalLM": "text-generation", "ForImageClassification": "image-classification"}
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lit_fsdp.base_model import IMAGE_SIZE
 from lit_fsdp.checkpoint_reader import StoredCheckpoint, build_on_meta
+from lit_fsdp.weights.base_weights import IMAGE_SIZE
 
 _FLAG = "interpolate_pos_encoding"
 

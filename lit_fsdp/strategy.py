@@ -55,7 +55,7 @@ from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, hold_gradient
 from lit_fsdp.sharding.unit_table import print_plan
 from lit_fsdp.sharding.wrap import Unit, Units
 from lit_fsdp.single_file import load_single_file
-from lit_fsdp.weights import init_weights, iterate_meta, materialize
+from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
 
 # What each module was sharded with: a second run of it may be under another strategy object.
 _SHARDED_WITH: WeakKeyDictionary[pl.LightningModule, Settings] = WeakKeyDictionary()

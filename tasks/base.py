@@ -36,7 +36,7 @@ from lit_fsdp.sharding.grad_clipping import clip_grad_norm, clip_grad_value, com
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.strategy import FSDP2Strategy
 from lit_fsdp.tasks.schedule import ConfiguredLR, Schedule
-from lit_fsdp.weights import init_weights, materialize
+from lit_fsdp.weights.load import init_weights, materialize
 
 LOSS_UNIT = 1024
 

@@ -14,9 +14,9 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.base_model import describe_base, find_pretrained
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.quantized_files import read_quantization
+from lit_fsdp.weights.base_weights import describe_base, find_pretrained
+from lit_fsdp.weights.prequantized import read_quantization
 
 
 def load_config(pretrained: str) -> PreTrainedConfig:

@@ -17,7 +17,7 @@ from lit_fsdp.tasks.tts.generation import Sampling
 from lit_fsdp.tasks.tts.layout import Utterance
 from lit_fsdp.tasks.tts.prepared import PreparedRow
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
-from lit_fsdp.weights import init_weights, materialize
+from lit_fsdp.weights.load import init_weights, materialize
 
 MIMI = {
     "model_type": "mimi", "hidden_size": 32, "num_filters": 4, "codebook_size": 64, "codebook_dim": 16,

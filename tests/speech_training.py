@@ -18,7 +18,7 @@ from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.formants import build_codec_config, build_small_codec
 from lit_fsdp.tasks.tts.model import Qwen3TTS
 from lit_fsdp.tasks.tts.prepared import PreparedRow
-from lit_fsdp.weights import init_weights, materialize
+from lit_fsdp.weights.load import init_weights, materialize
 
 NUM_STEPS, GLOBAL_BATCH = 3, 6
 

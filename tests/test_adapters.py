@@ -15,7 +15,7 @@ from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.shard import Sharding, shard_model
 from lit_fsdp.sharding.wrap import Units, plan_units
-from lit_fsdp.weights import init_weights, materialize
+from lit_fsdp.weights.load import init_weights, materialize
 from ranks import run_ranks
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}

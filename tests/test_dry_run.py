@@ -21,7 +21,7 @@ from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Sharding, hold_gradients, register_steps
 from lit_fsdp.tasks.masks import keep_branches
-from lit_fsdp.weights import init_weights, materialize
+from lit_fsdp.weights.load import init_weights, materialize
 from ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.activation_checkpointing import Recompute, apply_recompute
 from lit_fsdp.sharding.wrap import Units, iterate_blocks, plan_units
-from lit_fsdp.weights import init_weights, materialize
+from lit_fsdp.weights.load import init_weights, materialize
 from ranks import run_ranks
 
 LAYERS, HEADS, HEAD_SIZE = 3, 4, 8

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping
 from transformers.core_model_loading import GroupWeightRename
 
-from lit_fsdp.hub_names import Part, convert_part, list_saved_names, plan_parts
+from lit_fsdp.weights.hub_names import Part, convert_part, list_saved_names, plan_parts
 
 GATED = LANGUAGE_MODELS["llama"]
 EXPERTS = {**GATED, "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}

@@ -17,7 +17,7 @@ from lit_fsdp.callbacks import ThroughputLogger
 from lit_fsdp.callbacks.step_forecast import StepForecast
 from lit_fsdp.hardware import find_gpu
 from lit_fsdp.plan import HEADROOM, OUTSIDE_BYTES, parse_memory
-from lit_fsdp.tensor_files import TensorFiles
+from lit_fsdp.weights.safetensors_io import TensorFiles
 
 QWEN3 = {"model_type": "qwen3", "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 QWEN3 |= {"vocab_size": 151936, "num_hidden_layers": 36, "max_position_embeddings": 40960}

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageClassification
 
-from lit_fsdp.base_model import IMAGE_SIZE
 from lit_fsdp.checkpoint import save_checkpoint
 from lit_fsdp.checkpoint_reader import EXPORT
 from lit_fsdp.export import Exported, export_model
 from lit_fsdp.tasks.image_classification.model import check_size
+from lit_fsdp.weights.base_weights import IMAGE_SIZE
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 IMAGES = {"image_size": 16, "patch_size": 4}

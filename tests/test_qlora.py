@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from lit_fsdp import FSDP2Strategy, Mesh, Offload, Recompute, Sharding
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.shard import Compile
-from lit_fsdp.tensor_files import TensorFiles
+from lit_fsdp.weights.safetensors_io import TensorFiles
 from ranks import run_ranks
 
 

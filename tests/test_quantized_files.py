@@ -21,9 +21,9 @@ from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.export import export_model
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.quantized_files import QuantizedFiles, read_quantization
-from lit_fsdp.tensor_files import TensorFiles
-from lit_fsdp.weights import load_weights
+from lit_fsdp.weights.load import load_weights
+from lit_fsdp.weights.prequantized import QuantizedFiles, read_quantization
+from lit_fsdp.weights.safetensors_io import TensorFiles
 from ranks import RankError, run_ranks
 
 KINDS: dict[str, tuple[Quantization, dict[str, Any]]] = {

@@ -9,7 +9,7 @@ from torch import nn
 
 from lit_fsdp.quantization.layers import QuantizedExperts, QuantizedLinear, iterate_quantized, quantize_model
 from lit_fsdp.quantization.quantize import Quantization, dequantize
-from lit_fsdp.weights import init_weights, materialize
+from lit_fsdp.weights.load import init_weights, materialize
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 EXPERTS: dict[str, dict[str, Any]] = {

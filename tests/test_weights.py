@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from lit_fsdp.sharding.activation_checkpointing import Recompute, apply_recompute
 from lit_fsdp.sharding.shard import Sharding, shard_model
 from lit_fsdp.sharding.wrap import Units, iterate_blocks, plan_units
-from lit_fsdp.weights import init_weights, iterate_meta, load_weights, materialize
+from lit_fsdp.weights.load import init_weights, iterate_meta, load_weights, materialize
 from ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -22,14 +22,15 @@ from training import list_differences, train_plainly, train_sharded
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, ConversionOps, Transpose, WeightConverter
 
-from lit_fsdp import tensor_files, weights
-from lit_fsdp.base_model import find_pretrained
-from lit_fsdp.conversion import clean_name
 from lit_fsdp.sharding.activation_checkpointing import Recompute, apply_recompute
 from lit_fsdp.sharding.shard import Sharding, shard_model
 from lit_fsdp.sharding.wrap import Units, iterate_blocks, plan_units
-from lit_fsdp.tensor_files import TensorFiles
-from lit_fsdp.weights import load_weights, materialize
+from lit_fsdp.weights import load as weights
+from lit_fsdp.weights import safetensors_io as tensor_files
+from lit_fsdp.weights.base_weights import find_pretrained
+from lit_fsdp.weights.convert import clean_name
+from lit_fsdp.weights.load import load_weights, materialize
+from lit_fsdp.weights.safetensors_io import TensorFiles
 from ranks import run_ranks
 
 EXPERTS = ("mixtral", "qwen3_moe")

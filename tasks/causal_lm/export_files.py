@@ -8,10 +8,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.base_model import find_pretrained
 from lit_fsdp.export_adapter import describe_adapters
 from lit_fsdp.model_folder import ADAPTER_CONFIG
 from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id, read_tokenizer_files
+from lit_fsdp.weights.base_weights import find_pretrained
 
 GENERATION = "generation_config.json"
 

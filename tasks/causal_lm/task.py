@@ -16,11 +16,9 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from typing_extensions import override
 
 from lit_fsdp.adapters.lora import LoRA, iterate_adapters
-from lit_fsdp.base_model import BASE, LORA, describe_base, fetch_config, fetch_pretrained, find_pretrained
 from lit_fsdp.checkpoint_reader import EXPORT
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.quantized_files import read_quantization
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.causal_lm.chunked_loss import check_chunked_loss, install_chunked_loss, sum_chunked_losses
@@ -40,7 +38,9 @@ from lit_fsdp.tasks.pretrained import (
     plan_quantization,
 )
 from lit_fsdp.tasks.schedule import Schedule
-from lit_fsdp.weights import init_weights, load_weights
+from lit_fsdp.weights.base_weights import BASE, LORA, describe_base, fetch_config, fetch_pretrained, find_pretrained
+from lit_fsdp.weights.load import init_weights, load_weights
+from lit_fsdp.weights.prequantized import read_quantization
 
 
 class CausalLM(Task):

@@ -9,12 +9,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.base_model import BASE, LORA
 from lit_fsdp.export_adapter import describe_adapters
 from lit_fsdp.model_folder import ADAPTER_CONFIG
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.image_classification.preprocessing import PROCESSOR_FILE, Preprocessing
 from lit_fsdp.tasks.pretrained import check_base, check_lora
+from lit_fsdp.weights.base_weights import BASE, LORA
 
 CLASSES = "classes"  # in the metadata of a checkpoint: their names, in the order of the model's outputs
 

@@ -16,7 +16,6 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lit_fsdp.base_model import fetch_processor
 from lit_fsdp.tasks.image_classification.augmentation import Augmentation
 from lit_fsdp.tasks.image_classification.metrics import IGNORED
 from lit_fsdp.tasks.image_classification.preprocessing import Pixels, Preprocessing, load_processor
@@ -31,6 +30,7 @@ from lit_fsdp.tasks.image_classification.sources import (
     sort_labels,
 )
 from lit_fsdp.tasks.loading import PADDING, GlobalSampler, ResumableLoader, build_eval_loader, build_train_loader
+from lit_fsdp.weights.base_weights import fetch_processor
 
 Batch = dict[str, Any]
 

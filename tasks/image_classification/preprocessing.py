@@ -17,8 +17,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from PIL import Image
 from torch import Tensor
 
-from lit_fsdp.base_model import fetch_processor, find_processor
 from lit_fsdp.tasks.image_classification.augmentation import Augmentation, change_colors, crop_and_flip, erase
+from lit_fsdp.weights.base_weights import fetch_processor, find_processor
 
 PROCESSOR_FILE = "preprocessor_config.json"
 

@@ -13,11 +13,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import override
 
 from lit_fsdp.adapters.lora import LoRA, clean_name
-from lit_fsdp.base_model import BASE, IMAGE_SIZE, LORA, describe_base, fetch_config, fetch_pretrained, find_pretrained
 from lit_fsdp.checkpoint_reader import EXPORT
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.quantized_files import read_quantization
 from lit_fsdp.sharding.buffers import unify_buffers
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.strategy import FSDP2Strategy
@@ -50,7 +48,17 @@ from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing, com
 from lit_fsdp.tasks.image_classification.skipped import SkippedImages
 from lit_fsdp.tasks.pretrained import choose_quantization, plan_quantization
 from lit_fsdp.tasks.schedule import Schedule
-from lit_fsdp.weights import init_weights, load_weights
+from lit_fsdp.weights.base_weights import (
+    BASE,
+    IMAGE_SIZE,
+    LORA,
+    describe_base,
+    fetch_config,
+    fetch_pretrained,
+    find_pretrained,
+)
+from lit_fsdp.weights.load import init_weights, load_weights
+from lit_fsdp.weights.prequantized import read_quantization
 
 _PLANNED_CLASSES = 1000  # where a plan cannot know
 

@@ -12,12 +12,12 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.base_model import BASE, LORA, describe_base
 from lit_fsdp.checkpoint_reader import EXPORT
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.pretrained import check_base, check_lora
 from lit_fsdp.tasks.tts.family import FamilyConfig
 from lit_fsdp.tasks.tts.pretrained import find_speech_model
+from lit_fsdp.weights.base_weights import BASE, LORA, describe_base
 
 SPEECH = "speech"
 GENERATION = "generation_config.json"

@@ -20,8 +20,8 @@ from lit_fsdp.tasks.tts.family import Family, Voice, check_english, parse_hub_co
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
 from lit_fsdp.tasks.tts.hub_codec import CODEC
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
-from lit_fsdp.tensor_files import TensorFiles
-from lit_fsdp.weights import load_weights
+from lit_fsdp.weights.load import load_weights
+from lit_fsdp.weights.safetensors_io import TensorFiles
 
 if TYPE_CHECKING:
     from lit_fsdp.tasks.tts.prepared import PreparedRow

@@ -12,7 +12,7 @@ from torch import nn
 from lit_fsdp.tasks.tts.config import CONFIG, MODEL_TYPE, read_raw_config
 from lit_fsdp.tasks.tts.family import Family, FamilyConfig
 from lit_fsdp.tasks.tts.qwen3 import Qwen3Family
-from lit_fsdp.weights import materialize
+from lit_fsdp.weights.load import materialize
 
 MODEL_TYPES = (MODEL_TYPE, "csm", "dia")
 

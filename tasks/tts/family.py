@@ -26,7 +26,7 @@ from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.tts.layout import Batch, Utterance
 from lit_fsdp.tasks.tts.speech_tape import describe_batch
-from lit_fsdp.weights import load_weights
+from lit_fsdp.weights.load import load_weights
 
 if TYPE_CHECKING:
     from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
 from lit_fsdp.tasks.tts.frame_codec import FrameCodec
-from lit_fsdp.weights import load_weights, materialize
+from lit_fsdp.weights.load import load_weights, materialize
 
 MODEL_TYPES = ("mimi", "dac")
 WITH_CODEC = "csm"  # the type of model whose checkpoint has Mimi in it

@@ -123,7 +123,7 @@ def load_model(folder: Path, *, attention: str = "sdpa", dtype: torch.dtype = to
         ValueError: The files do not fit, tensor by tensor.
     """
     from lit_fsdp.tasks.tts.config import read_config
-    from lit_fsdp.weights import load_weights, materialize
+    from lit_fsdp.weights.load import load_weights, materialize
 
     with torch.device("meta"):
         model = Qwen3TTS(read_config(folder), attention).to(dtype)

@@ -23,7 +23,7 @@ from lit_fsdp.tasks.tts.prepared import PreparedRow
 from lit_fsdp.tasks.tts.pretrained import find_codec, find_speech_model
 from lit_fsdp.tasks.tts.speaker_encoder import SpeakerEncoder, compute_mels, load_speaker_encoder
 from lit_fsdp.tasks.tts.transcribing import find_transcriber, load_transcriber
-from lit_fsdp.tensor_files import compute_fingerprint
+from lit_fsdp.weights.safetensors_io import compute_fingerprint
 
 if TYPE_CHECKING:  # it takes an eighth of a second, and most runs have no use for it
     from lit_fsdp.tasks.tts.frame_codec import FrameCodec

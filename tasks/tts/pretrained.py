@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.base_model import fetch_pretrained, find_pretrained
 from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
+from lit_fsdp.weights.base_weights import fetch_pretrained, find_pretrained
 
 CODEC_FOLDER = "speech_tokenizer"  # beside the model's own files
 _CONFIG = (CONFIG,)

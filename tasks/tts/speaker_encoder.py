@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_fsdp.tasks.tts.config import SpeakerEncoderConfig
-from lit_fsdp.tensor_files import TensorFiles
+from lit_fsdp.weights.safetensors_io import TensorFiles
 
 _EPS = 1e-12
 _FFT, _HOP = 1024, 256

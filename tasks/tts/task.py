@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.base_model import fetch_config
 from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
@@ -49,7 +48,8 @@ from lit_fsdp.tasks.tts.pretrained import check_stored, fetch_speech_model, find
 from lit_fsdp.tasks.tts.quantizing import check_adapters, list_rest
 from lit_fsdp.tasks.tts.speaking import SpeechReport, Spoken, describe_spoken
 from lit_fsdp.tasks.tts.step_counts import count_step
-from lit_fsdp.weights import init_weights
+from lit_fsdp.weights.base_weights import fetch_config
+from lit_fsdp.weights.load import init_weights
 
 _MAX_RATIO = 3  # speech of validation is at most so many times as long as what was recorded
 Part = Literal["talker", "text_embedding", "audio_embedding", "code_predictor", "encoder", "decoder"]

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from lit_fsdp.base_model import fetch_pretrained, find_pretrained
 from lit_fsdp.tasks.tts.audio import Audio
 from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
+from lit_fsdp.weights.base_weights import fetch_pretrained, find_pretrained
 
 Transcribe = Callable[[Sequence[Audio], int, Sequence[str]], list[str]]
 _SECONDS = 30  # that it hears at once

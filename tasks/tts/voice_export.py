@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from lit_fsdp.adapters.lora import LoRA, add_adapters, iterate_adapters
-from lit_fsdp.base_model import BASE, LORA
 from lit_fsdp.checkpoint_reader import StoredCheckpoint, find_checkpoint, open_checkpoint
 from lit_fsdp.quantization.layers import ABSMAX, NESTED
 from lit_fsdp.tasks.tts.checkpoint_files import GENERATION, SPEECH
 from lit_fsdp.tasks.tts.families import parse_family
 from lit_fsdp.tasks.tts.family import Family
 from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, fetch_speech_model, find_speech_model, has_codec
-from lit_fsdp.tensor_files import TensorFiles, compute_fingerprint
-from lit_fsdp.weights import materialize
+from lit_fsdp.weights.base_weights import BASE, LORA
+from lit_fsdp.weights.load import materialize
+from lit_fsdp.weights.safetensors_io import TensorFiles, compute_fingerprint
 
 FIRST_ROW = 3000  # of the codec embedding, where official fine-tuning puts its voice
 _CODEC_EMBEDDING = "talker.model.codec_embedding.weight"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
-from lit_fsdp import base_model
 from lit_fsdp.tasks.tts.layout import encode_text
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
+from lit_fsdp.weights import base_weights as base_model
 
 BESIDE = ["config.json", "generation_config.json", "tokenizer.json", "ckpt.pt", "pytorch_model.bin"]
 

@@ -24,7 +24,6 @@ from training import OPTIMIZER, Recorder, Result, gather_weights
 
 from lit_fsdp import FSDP2Strategy, Offload, Recompute
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.base_model import BASE
 from lit_fsdp.checkpoint_reader import open_checkpoint
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.quantization.quantize import Quantization
@@ -34,6 +33,7 @@ from lit_fsdp.tasks.tts.layout import Utterance
 from lit_fsdp.tasks.tts.prepared import write_shard
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
 from lit_fsdp.tasks.tts.voice_export import export_voice, read_checkpoint
+from lit_fsdp.weights.base_weights import BASE
 from ranks import run_ranks
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # rows of 64 weights make blocks

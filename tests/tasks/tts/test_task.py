@@ -36,7 +36,7 @@ from lit_fsdp.tasks.tts.prepared import PreparedRow, average_speakers, read_rows
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
 from lit_fsdp.traffic import predict_bytes
 from lit_fsdp.traffic_meter import TrafficMeter
-from lit_fsdp.weights import init_weights, materialize
+from lit_fsdp.weights.load import init_weights, materialize
 from ranks import run_ranks
 
 GREEDY = Sampling(do_sample=False, predictor_do_sample=False, max_frames=6)

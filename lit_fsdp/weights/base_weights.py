@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from lit_fsdp.errors import nearest
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.tensor_files import compute_fingerprint
+from lit_fsdp.weights.safetensors_io import compute_fingerprint
 
 BASE = "base"  # in the metadata of a checkpoint: the model below its adapters
 LORA = "lora"  # there too: the settings of the adapters

@@ -37,7 +37,7 @@ from transformers.core_model_loading import (
 )
 
 from lit_fsdp.adapters.lora import clean_name
-from lit_fsdp.tensor_files import StoredTensor
+from lit_fsdp.weights.safetensors_io import StoredTensor
 
 Rows = Literal["stacked", "joined", "inside"]
 Read = Callable[[str, int, int], Tensor]

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lit_fsdp.adapters.lora import clean_name, is_adapter_name, is_decomposed, iterate_adapters, reset_adapter
-from lit_fsdp.conversion import Conversion, convert_rows, describe_sources, find_optional, plan_conversions
-from lit_fsdp.own_rows import OwnRows, find_rows, init_magnitudes
 from lit_fsdp.quantization.layers import iterate_quantized
-from lit_fsdp.quantized_files import QuantizedFiles
-from lit_fsdp.tensor_files import MAX_BLOCK_BYTES, StoredTensor, TensorFiles
+from lit_fsdp.weights.convert import Conversion, convert_rows, describe_sources, find_optional, plan_conversions
+from lit_fsdp.weights.prequantized import QuantizedFiles
+from lit_fsdp.weights.safetensors_io import MAX_BLOCK_BYTES, StoredTensor, TensorFiles
+from lit_fsdp.weights.shard_writer import OwnRows, find_rows, init_magnitudes
 
 
 def materialize(model: nn.Module, device: torch.device, *, parameter_device: torch.device | None = None) -> None:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lit_fsdp.quantization.layers import ABSMAX, NESTED, find_candidates
 from lit_fsdp.quantization.quantize import NESTED_BLOCK_SIZE, Quantization, dequantize
-from lit_fsdp.tensor_files import StoredTensor, TensorFiles
+from lit_fsdp.weights.safetensors_io import StoredTensor, TensorFiles
 
 _STATE = ".quant_state.bitsandbytes__"
 _INT8_MAXIMA, _INT8_LAYOUT = ".SCB", ".weight_format"

@@ -1,0 +1,1 @@
+"""Safetensors files in: each rank reads, converts and quantizes only the rows it keeps."""
