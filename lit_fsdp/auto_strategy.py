@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lit_fsdp.adapters.lora import find_adapter_parameters
-from lit_fsdp.checkpoint_writer import CheckpointFormat
+from lit_fsdp.checkpoint.writer import CheckpointFormat
 from lit_fsdp.estimate import Hardware, ModelToTrain
 from lit_fsdp.forecast import NoForecastError, find_optimizer, guess_optimizer, guess_shape, measure_batch
 from lit_fsdp.hardware import find_gpu, find_usual_gpu

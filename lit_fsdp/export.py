@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_fsdp.checkpoint_reader import StoredCheckpoint, build_on_meta, find_checkpoint, find_run, open_checkpoint
+from lit_fsdp.checkpoint.reader import StoredCheckpoint, build_on_meta, find_checkpoint, find_run, open_checkpoint
 from lit_fsdp.export_adapter import double_ranks, needs_base, write_adapter
 from lit_fsdp.merging import AdaptedWeights, BaseWeights, find_aliases, open_base, read_lora, read_quantization
 from lit_fsdp.model_card import write_model_card

@@ -26,7 +26,7 @@ from lit_fsdp.adapters.lora import (
     is_decomposed,
     iterate_adapters,
 )
-from lit_fsdp.checkpoint_reader import StoredCheckpoint, build_on_meta
+from lit_fsdp.checkpoint.reader import StoredCheckpoint, build_on_meta
 from lit_fsdp.quantization.layers import iterate_quantized, quantize_model
 from lit_fsdp.quantization.quantize import Quantization, requantize
 from lit_fsdp.weights.base_weights import BASE, LORA, fetch_pretrained, find_pretrained

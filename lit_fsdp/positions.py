@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lit_fsdp.checkpoint_reader import StoredCheckpoint, build_on_meta
+from lit_fsdp.checkpoint.reader import StoredCheckpoint, build_on_meta
 from lit_fsdp.weights.base_weights import IMAGE_SIZE
 
 _FLAG = "interpolate_pos_encoding"

@@ -29,8 +29,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_fsdp.checkpoint import find_random_state, load_checkpoint
-from lit_fsdp.checkpoint_writer import CheckpointFormat, CheckpointWriter
+from lit_fsdp.checkpoint.single_file import load_single_file
+from lit_fsdp.checkpoint.state import find_random_state, load_checkpoint
+from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.lightning_internals import (
     check_trainer,
     count_micro_batches,
@@ -54,7 +55,6 @@ from lit_fsdp.sharding.settings import PRESETS, Settings
 from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, hold_gradients, register_steps
 from lit_fsdp.sharding.unit_table import print_plan
 from lit_fsdp.sharding.wrap import Unit, Units
-from lit_fsdp.single_file import load_single_file
 from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
 
 # What each module was sharded with: a second run of it may be under another strategy object.

@@ -28,6 +28,7 @@ import lit_fsdp.strategy  # registers `strategy: fsdp2`
 import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by its short name
 from lit_fsdp.auto_strategy import NAME
 from lit_fsdp.callbacks import Preemption, ProgressBar
+from lit_fsdp.checkpoint.latest import describe_interruption, find_last_checkpoint
 from lit_fsdp.config_files import check_config_files
 from lit_fsdp.default_callbacks import Defaults, choose_callbacks
 from lit_fsdp.errors import (
@@ -40,7 +41,6 @@ from lit_fsdp.errors import (
     nearest,
     report_error,
 )
-from lit_fsdp.last_checkpoint import describe_interruption, find_last_checkpoint
 from lit_fsdp.processes import choose_processes, describe_failed, stop_children
 from lit_fsdp.sharding.settings import PRESETS
 

@@ -25,10 +25,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from lit_fsdp.checkpoint import join_states, load_checkpoint, save_checkpoint
+from lit_fsdp.checkpoint.single_file import (
+    gather_model_state,
+    gather_optimizer_state,
+    load_single_file,
+    save_single_file,
+)
+from lit_fsdp.checkpoint.state import join_states, load_checkpoint, save_checkpoint
 from lit_fsdp.optim import adamw_8bit
 from lit_fsdp.optim.adamw_8bit import AdamW8bit, is_8bit
-from lit_fsdp.single_file import gather_model_state, gather_optimizer_state, load_single_file, save_single_file
 from ranks import run_ranks
 
 OPTIONS = {"lr": 1e-3, "weight_decay": 0.1}

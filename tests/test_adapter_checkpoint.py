@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_fsdp import FSDP2Strategy, Mesh
 from lit_fsdp.adapters.lora import LoRA, is_adapter_name
-from lit_fsdp.last_checkpoint import find_last_checkpoint
+from lit_fsdp.checkpoint.latest import find_last_checkpoint
 from lit_fsdp.quantization.quantize import Quantization
 from ranks import RankError, run_ranks
 

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from lit_fsdp.checkpoint import META, join_states, load_checkpoint, save_checkpoint, to_plain
-from lit_fsdp.manifest import MANIFEST
+from lit_fsdp.checkpoint.manifest import MANIFEST
+from lit_fsdp.checkpoint.state import META, join_states, load_checkpoint, save_checkpoint, to_plain
 from lit_fsdp.sharding.shard import Sharding, shard_model
 from lit_fsdp.sharding.wrap import Units, plan_units
 from ranks import run_ranks
@@ -172,7 +172,7 @@ def test_an_older_checkpoint_is_replaced_whole(tmp_path: Path) -> None:
 def test_a_save_that_fails_keeps_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "last"
     save_stack(path, meta={"epoch": 1})
-    monkeypatch.setattr("lit_fsdp.checkpoint.to_plain", lambda _: 1 / 0)
+    monkeypatch.setattr("lit_fsdp.checkpoint.state.to_plain", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         save_stack(path, meta={"epoch": 2})
     monkeypatch.undo()

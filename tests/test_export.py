@@ -15,10 +15,10 @@ from training import OPTIMIZER, Rows, build_trainer, save_model
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.checkpoint import META, join_states, save_checkpoint
-from lit_fsdp.checkpoint_reader import EXPORT
+from lit_fsdp.checkpoint.manifest import MANIFEST
+from lit_fsdp.checkpoint.reader import EXPORT
+from lit_fsdp.checkpoint.state import META, join_states, save_checkpoint
 from lit_fsdp.export import export_model
-from lit_fsdp.manifest import MANIFEST
 from lit_fsdp.tasks import CausalLM
 from ranks import run_ranks
 

@@ -17,11 +17,11 @@ from test_export_adapter import PLAIN, save_base, train
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp.adapters.lora import LoRA, add_adapters
-from lit_fsdp.checkpoint import join_states, save_checkpoint
-from lit_fsdp.checkpoint_reader import EXPORT
+from lit_fsdp.checkpoint.manifest import MANIFEST
+from lit_fsdp.checkpoint.reader import EXPORT
+from lit_fsdp.checkpoint.state import join_states, save_checkpoint
 from lit_fsdp.export import export_model
 from lit_fsdp.export_adapter import describe_adapters
-from lit_fsdp.manifest import MANIFEST
 from lit_fsdp.model_folder import ADAPTER_CONFIG
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.weights.base_weights import BASE, LORA, describe_base

@@ -13,7 +13,7 @@ import pytest
 from launches import Ended, fork_ranks, run_processes, torchrun, write_run
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from lit_fsdp.manifest import check_contents, check_sizes, is_complete
+from lit_fsdp.checkpoint.manifest import check_contents, check_sizes, is_complete
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from lit_fsdp.last_checkpoint import find_last_checkpoint
-from lit_fsdp.manifest import MANIFEST, describe_files, write_manifest
+from lit_fsdp.checkpoint.latest import find_last_checkpoint
+from lit_fsdp.checkpoint.manifest import MANIFEST, describe_files, write_manifest
 
 
 def make(path: Path, second: int, *, is_whole: bool = True) -> Path:

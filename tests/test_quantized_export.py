@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from test_export_adapter import PLAIN, run_model, save_base, train
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from lit_fsdp.checkpoint import join_states, save_checkpoint
-from lit_fsdp.checkpoint_reader import EXPORT
+from lit_fsdp.checkpoint.reader import EXPORT
+from lit_fsdp.checkpoint.state import join_states, save_checkpoint
 from lit_fsdp.export import export_model
 from lit_fsdp.quantization.quantize import Quantization
 from ranks import run_ranks

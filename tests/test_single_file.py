@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from training import EVEN, TIED, Recorder, Result, Rows, build_task, build_trainer, gather_weights, save_model
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.checkpoint_writer import CheckpointWriter
+from lit_fsdp.checkpoint.writer import CheckpointWriter
 from ranks import run_ranks
 
 Make = Callable[[], Any]

@@ -15,8 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from training import EVEN, Recorder, Rows, build_task, build_trainer, gather_weights, save_model
 
-from lit_fsdp import FSDP2Strategy, Mesh, MixedPrecision, Offload, Recompute, Sharding, Units, checkpoint_writer
-from lit_fsdp.manifest import is_complete
+from lit_fsdp import FSDP2Strategy, Mesh, MixedPrecision, Offload, Recompute, Sharding, Units
+from lit_fsdp.checkpoint import writer as checkpoint_writer
+from lit_fsdp.checkpoint.manifest import is_complete
 from lit_fsdp.precision_plugin import FSDP2Precision
 from lit_fsdp.sharding.wrap import Unit, plan_units
 from lit_fsdp.tasks import CausalLM

@@ -16,7 +16,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 from typing_extensions import override
 
 from lit_fsdp.adapters.lora import LoRA, iterate_adapters
-from lit_fsdp.checkpoint_reader import EXPORT
+from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.step_parts import MicroBatch

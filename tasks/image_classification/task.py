@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import override
 
 from lit_fsdp.adapters.lora import LoRA, clean_name
-from lit_fsdp.checkpoint_reader import EXPORT
+from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.buffers import unify_buffers

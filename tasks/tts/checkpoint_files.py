@@ -12,7 +12,7 @@ import numpy as np
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.checkpoint_reader import EXPORT
+from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.pretrained import check_base, check_lora
 from lit_fsdp.tasks.tts.family import FamilyConfig

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lit_fsdp.manifest import describe_files
+from lit_fsdp.checkpoint.manifest import describe_files
 from lit_fsdp.tasks.tts.manifest import ManifestRow, read_manifest
 from lit_fsdp.tasks.tts.prepared import SUMMARY, ShardFormat, write_shard, write_text
 from lit_fsdp.tasks.tts.preparing import Preparer, Rejected

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_fsdp.adapters.lora import LoRA, add_adapters, iterate_adapters
-from lit_fsdp.checkpoint_reader import StoredCheckpoint, find_checkpoint, open_checkpoint
+from lit_fsdp.checkpoint.reader import StoredCheckpoint, find_checkpoint, open_checkpoint
 from lit_fsdp.quantization.layers import ABSMAX, NESTED
 from lit_fsdp.tasks.tts.checkpoint_files import GENERATION, SPEECH
 from lit_fsdp.tasks.tts.families import parse_family

@@ -24,7 +24,7 @@ from training import OPTIMIZER, Recorder, Result, gather_weights
 
 from lit_fsdp import FSDP2Strategy, Offload, Recompute
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.checkpoint_reader import open_checkpoint
+from lit_fsdp.checkpoint.reader import open_checkpoint
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks import Sampling, Schedule, SpeechData, TextToSpeech

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoConfig, PreTrainedModel
 
-from lit_fsdp.checkpoint import META
-from lit_fsdp.last_checkpoint import find_last_checkpoint
-from lit_fsdp.manifest import check_contents, check_sizes
+from lit_fsdp.checkpoint.latest import find_last_checkpoint
+from lit_fsdp.checkpoint.manifest import check_contents, check_sizes
+from lit_fsdp.checkpoint.state import META
 
 EXPORT = "export"  # in the metadata of a checkpoint: the small files of the folder, by name
 

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lit_fsdp.checkpoint import (
+from lit_fsdp.checkpoint.single_file import gather_model_state, gather_optimizer_state, save_single_file
+from lit_fsdp.checkpoint.state import (
     EXTRA,
     LEAVES_OUT_FROZEN,
     agree,
@@ -27,7 +28,6 @@ from lit_fsdp.checkpoint import (
     to_plain,
 )
 from lit_fsdp.sharding.random_state import collect_random_state
-from lit_fsdp.single_file import gather_model_state, gather_optimizer_state, save_single_file
 
 CheckpointFormat = Literal["sharded", "single_file"]
 _SPARE_BYTES = 64 * 2**20  # for metadata, and so that the disk is not filled to the last byte

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from lit_fsdp.manifest import check_contents, check_sizes, describe_files, write_manifest
+from lit_fsdp.checkpoint.manifest import check_contents, check_sizes, describe_files, write_manifest
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
 

@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from lit_fsdp.manifest import MANIFEST, is_complete
+from lit_fsdp.checkpoint.manifest import MANIFEST, is_complete
 
 
 def find_last_checkpoint(folders: Iterable[Path], report: Callable[[str], None] = print) -> Path | None:
