@@ -28,6 +28,7 @@ from lit_fsdp.closed_form import MicroBatch, predict_step
 from lit_fsdp.hardware import Gpu, find_gpu, get_product_share
 from lit_fsdp.links import LINKS, Interconnect, parse_links
 from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.profiling.expected_communication import predict_bytes
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.activation_checkpointing import Recompute
@@ -46,7 +47,6 @@ from lit_fsdp.step_time import (
     find_crossover,
     predict_time,
 )
-from lit_fsdp.traffic import predict_bytes
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, key_heads: int, vocabulary: int) -> dict[str, Any]:

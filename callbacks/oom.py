@@ -24,7 +24,7 @@ from lit_fsdp.callbacks.readings import (
     stop_recording,
 )
 from lit_fsdp.lightning_internals import outlive_children
-from lit_fsdp.memory import KINDS, Kind, is_on, iterate_states, measure_states
+from lit_fsdp.profiling.memory import KINDS, Kind, is_on, iterate_states, measure_states
 from lit_fsdp.sharding.wrap import Unit
 from lit_fsdp.strategy import FSDP2Strategy
 

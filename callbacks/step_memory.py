@@ -8,8 +8,8 @@ from typing import Any
 
 from lit_fsdp.callbacks.exchange import Spread
 from lit_fsdp.callbacks.sections import Curve, Plot, Table
-from lit_fsdp.memory import KINDS, Kind
-from lit_fsdp.memory_trace import Peak, StepMemory
+from lit_fsdp.profiling.memory import KINDS, Kind
+from lit_fsdp.profiling.memory_trace import Peak, StepMemory
 
 _GIB = 2**30
 _MAX_UNITS = 24  # rows of the table by unit

@@ -18,13 +18,13 @@ from lit_fsdp.callbacks.exchange import RankExchange, Spread
 from lit_fsdp.callbacks.readings import is_logging_step, read_metric
 from lit_fsdp.callbacks.sections import Curve, Plot, Section, Table, print_table
 from lit_fsdp.callbacks.step_forecast import StepForecast, compare_times, find_compute_dtype, read_gpu
-from lit_fsdp.clock import Clock
-from lit_fsdp.flops import FlopCounter, Flops, is_compiled
 from lit_fsdp.forecast import NoForecastError
 from lit_fsdp.lightning_internals import watch_fetches
 from lit_fsdp.links import parse_links
+from lit_fsdp.profiling.clock import Clock
+from lit_fsdp.profiling.flops import FlopCounter, Flops, is_compiled
+from lit_fsdp.profiling.timeline import Step, Timeline
 from lit_fsdp.step_time import StepTime
-from lit_fsdp.timeline import Step, Timeline
 
 PARTS = ("data", "forward", "backward", "optimizer", "other")
 _TIMES = ("step_s", *(f"{part}_s" for part in PARTS))
@@ -43,7 +43,7 @@ class ThroughputLogger(Callback):
 
     Throughput is how ``train/tokens_seen`` or ``train/samples_seen``, which a task logs with the counts of all ranks,
     grows over this time. MFU is model FLOPs / (step time x peak FLOP/s), HFU the same with what is computed again in
-    backward; see ``lit_fsdp/flops.py`` for what is counted, ``lit_fsdp/hardware.py`` for peaks. FLOPs are counted in
+    backward; see ``lit_fsdp/profiling/flops.py`` for what is counted, ``lit_fsdp/hardware.py`` for peaks. FLOPs are counted in
     the first step of a run; later steps are taken to cost as many for each element of their batches, padding
     included.
 

@@ -15,10 +15,10 @@ from typing_extensions import override
 from lit_fsdp.callbacks.exchange import RankExchange
 from lit_fsdp.callbacks.sections import Section, print_table
 from lit_fsdp.callbacks.traffic_section import NUMBERS, SHORT_NAMES, Interval, make_traffic_section
-from lit_fsdp.fabric import COLLECTIVES, Collective
+from lit_fsdp.profiling.collectives import COLLECTIVES, Collective
+from lit_fsdp.profiling.communication_meter import StepTraffic, TrafficMeter, UnitTraffic
+from lit_fsdp.profiling.expected_communication import UnitBytes, predict_bytes, predict_collectives
 from lit_fsdp.strategy import FSDP2Strategy
-from lit_fsdp.traffic import UnitBytes, predict_bytes, predict_collectives
-from lit_fsdp.traffic_meter import StepTraffic, TrafficMeter, UnitTraffic
 
 _MAX_INTERVALS = 1000  # of which every second one goes when there are more
 _UNLOGGED_STEPS = 50  # in an interval, where the Trainer logs nothing
@@ -28,7 +28,7 @@ class TrafficLogger(Callback):
     """Log what FSDP2 sends in a step, how long it takes, and how much of that time compute waits for it.
 
     Every all-gather, reduce-scatter and all-reduce of FSDP2 is timed where it runs, without waiting for it:
-    ``lit_fsdp.traffic_meter``. Every ``log_every_n_steps`` steps the medians since the last time are logged, as means
+    ``lit_fsdp.profiling.communication_meter``. Every ``log_every_n_steps`` steps the medians since the last time are logged, as means
     over all ranks, one such interval later: ``comm/gather_gib``, ``comm/reduce_scatter_gib``, ``comm/all_reduce_gib``
     (full sizes), ``comm/collective_s``, ``comm/exposed_s``, ``comm/overlapped_s``, ``comm/exposed_pct`` (of the
     step, without the time between batches) and ``comm/bandwidth_gb_s`` (bus bandwidth). When ``fit`` ends, a table is

@@ -10,8 +10,8 @@ from typing import Any
 
 from lit_fsdp.callbacks.exchange import Spread
 from lit_fsdp.callbacks.sections import Curve, Plot, Section, Table
-from lit_fsdp.fabric import COLLECTIVES, Collective
-from lit_fsdp.traffic_meter import Totals, UnitTraffic
+from lit_fsdp.profiling.collectives import COLLECTIVES, Collective
+from lit_fsdp.profiling.communication_meter import Totals, UnitTraffic
 
 SHORT_NAMES: dict[Collective, str] = {
     "all_gather": "gather",

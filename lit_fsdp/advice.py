@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from lit_fsdp.memory import Kind
+from lit_fsdp.profiling.memory import Kind
 from lit_fsdp.sharding.settings import Settings
 
 

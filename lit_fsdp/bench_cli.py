@@ -22,8 +22,8 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from typing_extensions import override
 
 from lit_fsdp.errors import ConfigError, describe_config_error, explain_unknown_key, nearest, report_error
-from lit_fsdp.fabric import COLLECTIVES, Collective, Line, Timing, fit_line, measure_fabric
 from lit_fsdp.processes import is_torchrun
+from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, Line, Timing, fit_line, measure_fabric
 from lit_fsdp.scaling_cli import bench_scaling, check_out_folder
 from lit_fsdp.signals import put_off_interrupt
 

@@ -14,12 +14,12 @@ from math import ceil, prod
 import torch
 from torch import nn
 
-from lit_fsdp.flops import Flops
-from lit_fsdp.memory import KINDS, Kind, label_unit
-from lit_fsdp.memory_trace import Peak, StepMemory
 from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.optim.adamw_8bit import BLOCK_SIZE, is_8bit
 from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.profiling.flops import Flops
+from lit_fsdp.profiling.memory import KINDS, Kind, label_unit
+from lit_fsdp.profiling.memory_trace import Peak, StepMemory
 from lit_fsdp.reader import Reader, UnreadableModuleError
 from lit_fsdp.sharding.activation_checkpointing import DEFAULT_SAVED_OPS, Recompute
 from lit_fsdp.sharding.mixed_precision import MixedPrecision

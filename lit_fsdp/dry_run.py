@@ -18,11 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
-from lit_fsdp.flops import Flops
 from lit_fsdp.gpu_kernels import run_as_gpus
-from lit_fsdp.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.optim.adamw_8bit import make_code_books
 from lit_fsdp.overrides import keeps_gradients
+from lit_fsdp.profiling.flops import Flops
+from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
+from lit_fsdp.profiling.work import WorkCounter
 from lit_fsdp.quantization.quantize import prepare_tables
 from lit_fsdp.sharding.grad_clipping import clip_grad_norm
 from lit_fsdp.sharding.mesh import build_mesh
@@ -31,7 +32,6 @@ from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import find_roots, hold_gradients, register_steps
 from lit_fsdp.weights.load import materialize
-from lit_fsdp.work import WorkCounter
 
 _DEVICE = torch.device("cpu")  # where fake tensors say they are: torch cannot fake a GPU without CUDA
 

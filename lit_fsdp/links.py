@@ -29,8 +29,8 @@ from math import ceil, log2
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.fabric import COLLECTIVES, Collective, Line, count_wire_bytes
 from lit_fsdp.hardware import Gpu
+from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, Line, count_wire_bytes
 
 CALL_S = 8.4e-6
 _HOP_S = {"nvlink": 3.4e-6, "pcie": 5.7e-6, "network": 14.0e-6}

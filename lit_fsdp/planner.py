@@ -20,19 +20,19 @@ from lit_fsdp.closed_form import StepPrediction
 from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.estimate import Hardware, estimate_time
-from lit_fsdp.flops import Flops
 from lit_fsdp.forecast import NoForecastError, describe_model, forecast_step, measure_batch
 from lit_fsdp.lightning_internals import check_trainer, refuse_overfit
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.overrides import find_untraced
 from lit_fsdp.plan import Plan, Ranks
+from lit_fsdp.profiling.expected_communication import predict_bytes, predict_collectives
+from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.quantization.layers import count_weights, iterate_quantized
 from lit_fsdp.sharding.mixed_precision import cast_parameters
 from lit_fsdp.sharding.wrap import plan_module
 from lit_fsdp.step_time import StepTime
 from lit_fsdp.strategy import FSDP2Strategy
 from lit_fsdp.trace_errors import compute_loss, explain_trace
-from lit_fsdp.traffic import predict_bytes, predict_collectives
 from lit_fsdp.variants import list_variants
 
 _MAX_TRACED = 2  # micro-batches: all after the second hold what it holds

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from lit_fsdp.closed_form import predict_step
 from lit_fsdp.estimate import Hardware, ModelToTrain, estimate_time
-from lit_fsdp.flops import Flops
-from lit_fsdp.memory_trace import StepMemory
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.plan import Ranks, find_needed_bytes
+from lit_fsdp.profiling.flops import Flops
+from lit_fsdp.profiling.memory_trace import StepMemory
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.sharding.activation_checkpointing import Recompute
 from lit_fsdp.sharding.cpu_offload import Offload

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lit_fsdp.memory import Kind
+from lit_fsdp.profiling.memory import Kind
 
 OUTSIDE = "(outside units)"
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_fsdp.memory import KINDS, Kind
+from lit_fsdp.profiling.memory import KINDS, Kind
 from lit_fsdp.step_parts import OUTSIDE, Gradient, Moment, UnitSizes, WalkSettings
 from lit_fsdp.tape import Op, Tape
 

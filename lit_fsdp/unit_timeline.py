@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lit_fsdp.links import Group, Interconnect, time_collective
+from lit_fsdp.profiling.expected_communication import UnitBytes
 from lit_fsdp.sharding.wrap import Unit
-from lit_fsdp.traffic import UnitBytes
 
 HOST_COPY_GB_S = 20.0  # of a rank, between pinned memory and its GPU by PCIe 4 x16
 

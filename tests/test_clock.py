@@ -2,12 +2,12 @@ import pytest
 import torch
 from fake_time import FakeTime
 
-from lit_fsdp.clock import Clock
+from lit_fsdp.profiling.clock import Clock
 
 
 def test_a_cpu_mark_is_the_time_it_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
     time = FakeTime()
-    monkeypatch.setattr("lit_fsdp.clock.time", time)
+    monkeypatch.setattr("lit_fsdp.profiling.clock.time", time)
     clock = Clock(torch.device("cpu"))
     time.sleep(1)
     begin = clock.mark()

@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClas
 from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
 from lit_fsdp.closed_form import StepPrediction, predict_step
 from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step
-from lit_fsdp.flops import FlopCounter
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
+from lit_fsdp.profiling.flops import FlopCounter
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.reader import UnreadableModuleError

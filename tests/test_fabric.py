@@ -17,7 +17,7 @@ from waiting import wait_until
 
 from lit_fsdp import bench_cli
 from lit_fsdp.cli import main
-from lit_fsdp.fabric import COLLECTIVES, Collective, Timing, count_wire_bytes, fit_line, measure_fabric
+from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, Timing, count_wire_bytes, fit_line, measure_fabric
 from ranks import run_ranks
 
 

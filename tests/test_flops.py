@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 from lit_fsdp.adapters.lora import LoRA, add_adapters
-from lit_fsdp.flops import FlopCounter, Flops, is_compiled
+from lit_fsdp.profiling.flops import FlopCounter, Flops, is_compiled
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.activation_checkpointing import Recompute, apply_recompute

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.fabric import COLLECTIVES, count_wire_bytes
 from lit_fsdp.hardware import GPUS, find_gpu
 from lit_fsdp.links import (
     LINKS,
@@ -17,6 +16,7 @@ from lit_fsdp.links import (
     read_comm,
     time_collective,
 )
+from lit_fsdp.profiling.collectives import COLLECTIVES, count_wire_bytes
 
 US = 1e-6
 GB = 10**9

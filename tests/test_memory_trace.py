@@ -8,8 +8,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp.memory import KINDS, measure_states
-from lit_fsdp.memory_trace import MemoryTrace, StepMemory
+from lit_fsdp.profiling.memory import KINDS, measure_states
+from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.sharding.activation_checkpointing import Recompute, apply_recompute
 from lit_fsdp.sharding.mesh import Mesh, build_mesh
 from lit_fsdp.sharding.shard import Sharding, shard_model

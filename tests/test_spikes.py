@@ -1,6 +1,6 @@
 import math
 
-from lit_fsdp.spikes import SpikeDetector
+from lit_fsdp.profiling.spikes import SpikeDetector
 
 
 def find_spikes(values: list[float], detector: SpikeDetector) -> list[int]:

@@ -1,7 +1,7 @@
 import torch
 
-from lit_fsdp.clock import Clock
-from lit_fsdp.timeline import Timeline
+from lit_fsdp.profiling.clock import Clock
+from lit_fsdp.profiling.timeline import Timeline
 
 
 class FakeClock(Clock):

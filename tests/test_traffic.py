@@ -12,10 +12,10 @@ from training import EVEN, TIED, UNEVEN, Rows, build_task, build_trainer, save_m
 
 from lit_fsdp import FSDP2Strategy, Mesh, MixedPrecision, Offload, Recompute, Sharding
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.fabric import Collective
+from lit_fsdp.profiling.collectives import Collective
+from lit_fsdp.profiling.communication_meter import StepTraffic, TrafficMeter
+from lit_fsdp.profiling.expected_communication import predict_bytes, predict_collectives
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.traffic import predict_bytes, predict_collectives
-from lit_fsdp.traffic_meter import StepTraffic, TrafficMeter
 from ranks import run_ranks
 
 

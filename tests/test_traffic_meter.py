@@ -17,9 +17,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import Shard
 from training import EVEN, Rows, build_task, build_trainer, gather_weights, save_model
 
-import lit_fsdp.traffic_meter
+import lit_fsdp.profiling.communication_meter
 from lit_fsdp import Compile, FSDP2Strategy, Mesh, Offload, Sharding
-from lit_fsdp.traffic_meter import StepTraffic, TrafficMeter
+from lit_fsdp.profiling.communication_meter import StepTraffic, TrafficMeter
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -222,7 +222,7 @@ class Layer(nn.Module):
 
 
 def time_overlapped_collectives(num_buffers: int, exposed_ticks: dict[str, float]) -> None:
-    lit_fsdp.traffic_meter.Clock = Ticks  # type: ignore[assignment,misc]
+    lit_fsdp.profiling.communication_meter.Clock = Ticks  # type: ignore[assignment,misc]
     mesh = init_device_mesh("cpu", (2,))
     model = nn.Sequential(Layer(), Layer(), Layer())
     for block in model:
@@ -266,7 +266,7 @@ def test_what_compute_covers_is_not_exposed(num_buffers: int, exposed_ticks: dic
 def fake_time() -> tuple[FakeTime, pytest.MonkeyPatch]:
     """Let the clock of this rank go by a time of its own; this process ends with the test."""
     time, patch = FakeTime(), pytest.MonkeyPatch()
-    patch.setattr("lit_fsdp.clock.time", time)
+    patch.setattr("lit_fsdp.profiling.clock.time", time)
     return time, patch
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from lit_fsdp.profiling.expected_communication import predict_collectives
 from lit_fsdp.sharding.shard import Sharding, shard_model
 from lit_fsdp.sharding.unit_table import make_table
 from lit_fsdp.sharding.wrap import Unit, Units, count_shard_bytes, iterate_blocks, plan_units
-from lit_fsdp.traffic import predict_collectives
 from ranks import run_ranks
 
 RULES = [

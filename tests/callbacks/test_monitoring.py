@@ -15,7 +15,7 @@ from training import EVEN, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks import MemoryLogger, OOMReport, RunReport, StabilityMonitor, ThroughputLogger, TrafficLogger
-from lit_fsdp.clock import Clock
+from lit_fsdp.profiling.clock import Clock
 from ranks import run_ranks
 
 MODEL = dict(EVEN)

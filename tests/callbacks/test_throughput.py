@@ -27,7 +27,7 @@ time = FakeTime()
 
 @pytest.fixture(autouse=True)
 def time_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_fsdp.clock.time", time)
+    monkeypatch.setattr("lit_fsdp.profiling.clock.time", time)
 
 
 class SlowRows(Dataset[Tensor]):

@@ -20,7 +20,7 @@ from lit_fsdp.callbacks.exchange import Spread
 from lit_fsdp.callbacks.plots import render_svg
 from lit_fsdp.callbacks.sections import HasSection
 from lit_fsdp.callbacks.traffic_section import NUMBERS, Interval, Straggler, find_straggler
-from lit_fsdp.traffic import predict_bytes, predict_collectives
+from lit_fsdp.profiling.expected_communication import predict_bytes, predict_collectives
 from ranks import run_ranks
 
 METRICS = {
@@ -100,7 +100,7 @@ def test_counts_and_bytes_are_those_of_the_plan_and_everything_is_logged(tmp_pat
 
 def slow_one_rank_down(folder: Path, slow: int, out: Path) -> None:
     time, patch = FakeTime(), pytest.MonkeyPatch()  # this process ends with the test
-    patch.setattr("lit_fsdp.clock.time", time)
+    patch.setattr("lit_fsdp.profiling.clock.time", time)
     time.meet_in_collectives(patch, takes_s=1)
     callback = TrafficLogger()
     trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[callback], max_steps=6)

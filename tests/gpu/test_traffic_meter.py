@@ -7,7 +7,7 @@ from models import Stack
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lit_fsdp.traffic_meter import TrafficMeter
+from lit_fsdp.profiling.communication_meter import TrafficMeter
 from ranks import run_ranks
 
 pytestmark = pytest.mark.gpu

@@ -13,9 +13,9 @@ from torch import nn
 from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
 from lit_fsdp.closed_form import StepPrediction, predict_step
 from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step
-from lit_fsdp.memory_trace import StepMemory
 from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
+from lit_fsdp.profiling.memory_trace import StepMemory
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.reader import UnreadableModuleError

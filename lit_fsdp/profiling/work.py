@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 from typing_extensions import override
 
-from lit_fsdp.flops import FlopCounter, has_formula
+from lit_fsdp.profiling.flops import FlopCounter, has_formula
 from lit_fsdp.quantization.quantize import count_hidden_bytes
 
 _ELSEWHERE = ("fsdp", "c10d", "_c10d_functional", "profiler", "higher_order", "prim")  # not of the model

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from lit_fsdp.clock import Clock, Mark
-from lit_fsdp.fabric import COLLECTIVES, Collective, count_wire_bytes
+from lit_fsdp.profiling.clock import Clock, Mark
+from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, count_wire_bytes
 
 _MAX_PENDING = 8  # steps that the GPU is behind; what is older is dropped, not waited for
 

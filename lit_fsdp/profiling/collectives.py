@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lit_fsdp.clock import Clock
+from lit_fsdp.profiling.clock import Clock
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)

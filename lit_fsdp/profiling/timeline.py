@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_fsdp.clock import Clock, Mark
+from lit_fsdp.profiling.clock import Clock, Mark
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lit_fsdp.memory import KINDS, Kind, is_on, iterate_states, label_unit, name_units
+from lit_fsdp.profiling.memory import KINDS, Kind, is_on, iterate_states, label_unit, name_units
 from lit_fsdp.quantization.quantize import count_hidden_bytes
 from lit_fsdp.sharding.gloo import is_collective_of_gloo, run_on_copies
 from lit_fsdp.sharding.torch_internals import find_shard, iterate_sharded, list_unreduced_gradients

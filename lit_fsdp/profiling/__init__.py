@@ -1,0 +1,1 @@
+"""What a step takes, measured: memory, communication, time, FLOPs, anomalies."""
