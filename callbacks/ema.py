@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lit_fsdp.optim.sharded_optimizer import to_local
-from lit_fsdp.strategy import FSDP2Strategy
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
 _EXACT = "average/"  # in extra_state, before the names of averages that the weights' own dtype would round
 

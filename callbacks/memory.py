@@ -28,11 +28,11 @@ from lit_fsdp.callbacks.readings import (
 from lit_fsdp.callbacks.sections import Curve, Plot, Section, Table, print_table
 from lit_fsdp.callbacks.step_memory import Comparison, describe_step, make_step_tables, plot_step
 from lit_fsdp.forecast import NoForecastError, forecast_step, measure_batch
-from lit_fsdp.lightning_internals import count_micro_batches
 from lit_fsdp.profiling.memory import KINDS
 from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.step_parts import MicroBatch
-from lit_fsdp.strategy import FSDP2Strategy
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
+from lit_fsdp.strategy.lightning_internals import count_micro_batches
 
 _GIB = 2**30
 

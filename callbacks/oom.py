@@ -23,10 +23,10 @@ from lit_fsdp.callbacks.readings import (
     start_recording,
     stop_recording,
 )
-from lit_fsdp.lightning_internals import outlive_children
 from lit_fsdp.profiling.memory import KINDS, Kind, is_on, iterate_states, measure_states
 from lit_fsdp.sharding.wrap import Unit
-from lit_fsdp.strategy import FSDP2Strategy
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
+from lit_fsdp.strategy.lightning_internals import outlive_children
 
 _GIB = 2**30
 _MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cannot allocate memory")

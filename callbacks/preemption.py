@@ -20,9 +20,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lit_fsdp.callbacks.readings import find_checkpoint_folder
-from lit_fsdp.lightning_internals import hold_signals_at_launch, leave_signals_alone, mark_saved
-from lit_fsdp.signals import SignalListener
-from lit_fsdp.strategy import FSDP2Strategy
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
+from lit_fsdp.strategy.lightning_internals import hold_signals_at_launch, leave_signals_alone, mark_saved
+from lit_fsdp.strategy.signals import SignalListener
 
 _NOTHING, _STOP, _REQUEUE = 0, 1, 2  # what a rank was told; what all ranks do is the maximum
 

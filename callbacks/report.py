@@ -25,7 +25,7 @@ from lit_fsdp.callbacks.readings import find_run_folder, has_dropped_last_step
 from lit_fsdp.callbacks.redaction import hide_hosts, hide_paths, shorten_path
 from lit_fsdp.callbacks.report_files import HTML, Part, Report, draw_section, make_plain, write_report
 from lit_fsdp.callbacks.sections import HasSection, Section
-from lit_fsdp.lightning_internals import outlive_children, read_logged
+from lit_fsdp.strategy.lightning_internals import outlive_children, read_logged
 
 FORMAT = 1  # of report.json
 _OWN_FOLDER = "run_report"

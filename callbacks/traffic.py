@@ -18,7 +18,7 @@ from lit_fsdp.callbacks.traffic_section import NUMBERS, SHORT_NAMES, Interval, m
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective
 from lit_fsdp.profiling.communication_meter import StepTraffic, TrafficMeter, UnitTraffic
 from lit_fsdp.profiling.expected_communication import UnitBytes, predict_bytes, predict_collectives
-from lit_fsdp.strategy import FSDP2Strategy
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
 _MAX_INTERVALS = 1000  # of which every second one goes when there are more
 _UNLOGGED_STEPS = 50  # in an interval, where the Trainer logs nothing

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lit_fsdp.sharding.mixed_precision import MixedPrecision
     from lit_fsdp.sharding.shard import Compile, Sharding
     from lit_fsdp.sharding.wrap import Unit, Units
-    from lit_fsdp.strategy import FSDP2Strategy
+    from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
 __all__ = [
     "AutoFSDP2Strategy",
@@ -37,7 +37,7 @@ __version__ = version("lit_fsdp")
 _HOMES = {
     "AutoFSDP2Strategy": "auto_strategy",
     "Compile": "sharding.shard",
-    "FSDP2Strategy": "strategy",
+    "FSDP2Strategy": "strategy.fsdp2",
     "Mesh": "sharding.mesh",
     "MixedPrecision": "sharding.mixed_precision",
     "Offload": "sharding.cpu_offload",

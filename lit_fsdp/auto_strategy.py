@@ -20,7 +20,6 @@ from lit_fsdp.checkpoint.writer import CheckpointFormat
 from lit_fsdp.estimate import Hardware, ModelToTrain
 from lit_fsdp.forecast import NoForecastError, find_optimizer, guess_optimizer, guess_shape, measure_batch
 from lit_fsdp.hardware import find_gpu, find_usual_gpu
-from lit_fsdp.lightning_internals import count_micro_batches
 from lit_fsdp.links import choose_links, parse_links
 from lit_fsdp.plan import Ranks, parse_memory
 from lit_fsdp.reader import UnreadableModuleError
@@ -30,7 +29,8 @@ from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
 from lit_fsdp.sharding.shard import Compile, find_roots
 from lit_fsdp.sharding.wrap import Units, plan_module
-from lit_fsdp.strategy import FSDP2Strategy, find_used_settings
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy, find_used_settings
+from lit_fsdp.strategy.lightning_internals import count_micro_batches
 
 NAME = "fsdp2_auto"
 _GIB = 2**30

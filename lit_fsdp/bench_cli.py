@@ -22,10 +22,10 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from typing_extensions import override
 
 from lit_fsdp.errors import ConfigError, describe_config_error, explain_unknown_key, nearest, report_error
-from lit_fsdp.processes import is_torchrun
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, Line, Timing, fit_line, measure_fabric
 from lit_fsdp.scaling_cli import bench_scaling, check_out_folder
-from lit_fsdp.signals import put_off_interrupt
+from lit_fsdp.strategy.processes import is_torchrun
+from lit_fsdp.strategy.signals import put_off_interrupt
 
 Backend = Literal["auto", "nccl", "gloo"]
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

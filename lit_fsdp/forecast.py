@@ -15,7 +15,7 @@ from lit_fsdp.overrides import find_overrides
 from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.sharding.wrap import plan_module
 from lit_fsdp.step_parts import MicroBatch
-from lit_fsdp.strategy import FSDP2Strategy
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
 
 class NoForecastError(ValueError):

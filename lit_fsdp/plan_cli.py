@@ -26,13 +26,13 @@ from lit_fsdp.plan import Plan, choose_unit, describe_plan, parse_memory
 from lit_fsdp.plan_report import draw_plan, print_report
 from lit_fsdp.planned_trainer import PlannedGpu, PlannedTrainer
 from lit_fsdp.planner import PlannedStep, plan_step, prepare_step, prepare_variants
-from lit_fsdp.processes import count_devices
 from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.search import Candidate, Problem, Variant, choose, format_changes
 from lit_fsdp.search import search as search_all
 from lit_fsdp.search_report import apply_changes, describe_search, print_search
 from lit_fsdp.sharding.wrap import plan_module
 from lit_fsdp.step_parts import MicroBatch
+from lit_fsdp.strategy.processes import count_devices
 from lit_fsdp.traced_search import make_tracer
 from lit_fsdp.trainer_cli import TrainerCLI
 

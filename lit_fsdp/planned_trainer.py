@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import CUDAAccelerator
 from typing_extensions import override
 
-from lit_fsdp.processes import count_devices
+from lit_fsdp.strategy.processes import count_devices
 
 
 class PlannedTrainer(Trainer):

@@ -21,7 +21,6 @@ from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.estimate import Hardware, estimate_time
 from lit_fsdp.forecast import NoForecastError, describe_model, forecast_step, measure_batch
-from lit_fsdp.lightning_internals import check_trainer, refuse_overfit
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.overrides import find_untraced
 from lit_fsdp.plan import Plan, Ranks
@@ -31,7 +30,8 @@ from lit_fsdp.quantization.layers import count_weights, iterate_quantized
 from lit_fsdp.sharding.mixed_precision import cast_parameters
 from lit_fsdp.sharding.wrap import plan_module
 from lit_fsdp.step_time import StepTime
-from lit_fsdp.strategy import FSDP2Strategy
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
+from lit_fsdp.strategy.lightning_internals import check_trainer, refuse_overfit
 from lit_fsdp.trace_errors import compute_loss, explain_trace
 from lit_fsdp.variants import list_variants
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.processes import is_torchrun
+from lit_fsdp.strategy.processes import is_torchrun
 
 _MIN_STEPS = 8  # fewer leave none after the warm-up of the callbacks that measure
 

@@ -27,7 +27,7 @@ from lit_fsdp.planned_trainer import PlannedGpu, PlannedTrainer
 from lit_fsdp.planner import describe_step, enter_fit
 from lit_fsdp.search import Candidate, search
 from lit_fsdp.search_process import REQUEST, RESULT, RequestReader, SearchRequest
-from lit_fsdp.strategy import FSDP2Strategy
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.traced_search import make_tracer
 
 

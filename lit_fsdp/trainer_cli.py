@@ -24,7 +24,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-import lit_fsdp.strategy  # registers `strategy: fsdp2`
+import lit_fsdp.strategy.fsdp2  # registers `strategy: fsdp2`
 import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by its short name
 from lit_fsdp.auto_strategy import NAME
 from lit_fsdp.callbacks import Preemption, ProgressBar
@@ -41,8 +41,8 @@ from lit_fsdp.errors import (
     nearest,
     report_error,
 )
-from lit_fsdp.processes import choose_processes, describe_failed, stop_children
 from lit_fsdp.sharding.settings import PRESETS
+from lit_fsdp.strategy.processes import choose_processes, describe_failed, stop_children
 
 _KNOWN_WARNINGS = (
     ".*LightningCLI's args parameter.*",  # advice for scripts

@@ -13,7 +13,7 @@ import yaml
 
 from lit_fsdp.cli import format_help, main
 from lit_fsdp.errors import describe_exception, nearest
-from lit_fsdp.processes import choose_processes
+from lit_fsdp.strategy.processes import choose_processes
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = {"RANK": "0", "GROUP_RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
@@ -26,7 +26,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader
-from lit_fsdp.processes import choose_processes
+from lit_fsdp.strategy.processes import choose_processes
 
 @dataclass(frozen=True, kw_only=True)
 class Size:

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lit_fsdp.precision_plugin import FSDP2Precision
 from lit_fsdp.sharding.mixed_precision import (
     PRECISIONS,
     MixedPrecision,
@@ -19,6 +18,7 @@ from lit_fsdp.sharding.mixed_precision import (
     cast_parameters,
     read_precision,
 )
+from lit_fsdp.strategy.precision_plugin import FSDP2Precision
 from ranks import run_ranks
 
 

@@ -11,10 +11,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from report_runs import TinyTask
 from torch.utils.data import DataLoader
 
-from lit_fsdp import lightning_internals
 from lit_fsdp.errors import describe_exception
-from lit_fsdp.lightning_internals import delay_killing
-from lit_fsdp.processes import describe_failed
+from lit_fsdp.strategy import lightning_internals
+from lit_fsdp.strategy.lightning_internals import delay_killing
+from lit_fsdp.strategy.processes import describe_failed
 
 
 def test_what_was_killed_leaves_no_message_and_that_is_said() -> None:

@@ -18,8 +18,8 @@ from training import EVEN, Recorder, Rows, build_task, build_trainer, gather_wei
 from lit_fsdp import FSDP2Strategy, Mesh, MixedPrecision, Offload, Recompute, Sharding, Units
 from lit_fsdp.checkpoint import writer as checkpoint_writer
 from lit_fsdp.checkpoint.manifest import is_complete
-from lit_fsdp.precision_plugin import FSDP2Precision
 from lit_fsdp.sharding.wrap import Unit, plan_units
+from lit_fsdp.strategy.precision_plugin import FSDP2Precision
 from lit_fsdp.tasks import CausalLM
 from ranks import run_ranks
 

@@ -18,7 +18,7 @@ from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.buffers import unify_buffers
 from lit_fsdp.step_parts import MicroBatch
-from lit_fsdp.strategy import FSDP2Strategy
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.image_classification.checkpoint import (
     CLASSES,

@@ -24,7 +24,7 @@ from waiting import wait_until
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks import Preemption
 from lit_fsdp.checkpoint.manifest import is_complete
-from lit_fsdp.signals import SignalListener
+from lit_fsdp.strategy.signals import SignalListener
 from ranks import run_ranks
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1

@@ -32,18 +32,6 @@ from typing_extensions import override
 from lit_fsdp.checkpoint.single_file import load_single_file
 from lit_fsdp.checkpoint.state import find_random_state, load_checkpoint
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
-from lit_fsdp.lightning_internals import (
-    check_trainer,
-    count_micro_batches,
-    delay_killing,
-    forget_train_loader,
-    keep_links,
-    reduce_in_place,
-    refuse_ignored,
-    use_no_grad,
-    warn_of_batch_norm,
-)
-from lit_fsdp.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.sharding.activation_checkpointing import Recompute
 from lit_fsdp.sharding.buffers import unify_buffers
 from lit_fsdp.sharding.cpu_offload import Offload
@@ -55,6 +43,18 @@ from lit_fsdp.sharding.settings import PRESETS, Settings
 from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, hold_gradients, register_steps
 from lit_fsdp.sharding.unit_table import print_plan
 from lit_fsdp.sharding.wrap import Unit, Units
+from lit_fsdp.strategy.lightning_internals import (
+    check_trainer,
+    count_micro_batches,
+    delay_killing,
+    forget_train_loader,
+    keep_links,
+    reduce_in_place,
+    refuse_ignored,
+    use_no_grad,
+    warn_of_batch_norm,
+)
+from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
 
 # What each module was sharded with: a second run of it may be under another strategy object.

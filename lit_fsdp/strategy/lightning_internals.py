@@ -27,7 +27,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_fsdp.sharding.buffers import has_statistics_of_ranks
-from lit_fsdp.signals import hold_signals
+from lit_fsdp.strategy.signals import hold_signals
 
 
 def count_micro_batches(trainer: pl.Trainer) -> int | None:
