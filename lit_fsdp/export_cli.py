@@ -10,7 +10,7 @@ import jsonargparse
 from typing_extensions import override
 
 from lit_fsdp.errors import ConfigError, describe_config_error, explain_unknown_key
-from lit_fsdp.export import export_model
+from lit_fsdp.export.model import export_model
 
 
 def run_export(args: Sequence[str]) -> int:

@@ -18,7 +18,7 @@ from lit_fsdp import FSDP2Strategy
 from lit_fsdp.checkpoint.manifest import MANIFEST
 from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.checkpoint.state import META, join_states, save_checkpoint
-from lit_fsdp.export import export_model
+from lit_fsdp.export.model import export_model
 from lit_fsdp.tasks import CausalLM
 from ranks import run_ranks
 
@@ -285,7 +285,7 @@ def test_the_newest_run_is_taken(tmp_path: Path) -> None:
 MEASURE = """
 import sys, threading, time
 from pathlib import Path
-from lit_fsdp.export import export_model
+from lit_fsdp.export.model import export_model
 
 def read_mb():
     line = next(l for l in open("/proc/self/status") if l.startswith("RssAnon"))

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.export import export_model
+from lit_fsdp.export.model import export_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks import CausalLM
 from ranks import run_ranks

@@ -20,9 +20,9 @@ from lit_fsdp.adapters.lora import LoRA, add_adapters
 from lit_fsdp.checkpoint.manifest import MANIFEST
 from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.checkpoint.state import join_states, save_checkpoint
-from lit_fsdp.export import export_model
-from lit_fsdp.export_adapter import describe_adapters
-from lit_fsdp.model_folder import ADAPTER_CONFIG
+from lit_fsdp.export.adapter import describe_adapters
+from lit_fsdp.export.folder import ADAPTER_CONFIG
+from lit_fsdp.export.model import export_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.weights.base_weights import BASE, LORA, describe_base
 from lit_fsdp.weights.load import init_weights
@@ -183,7 +183,7 @@ def test_only_an_exported_folder_is_replaced(checkpoint: Path, tmp_path: Path) -
 MEASURE = """
 import sys, threading, time
 from pathlib import Path
-from lit_fsdp.export import export_model
+from lit_fsdp.export.model import export_model
 
 def read_mb():
     line = next(l for l in open("/proc/self/status") if l.startswith("RssAnon"))

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.export import export_model
+from lit_fsdp.export.model import export_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.weights.load import load_weights
 from lit_fsdp.weights.prequantized import QuantizedFiles, read_quantization

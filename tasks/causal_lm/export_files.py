@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.export_adapter import describe_adapters
-from lit_fsdp.model_folder import ADAPTER_CONFIG
+from lit_fsdp.export.adapter import describe_adapters
+from lit_fsdp.export.folder import ADAPTER_CONFIG
 from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id, read_tokenizer_files
 from lit_fsdp.weights.base_weights import find_pretrained
 

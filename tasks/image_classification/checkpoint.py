@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.export_adapter import describe_adapters
-from lit_fsdp.model_folder import ADAPTER_CONFIG
+from lit_fsdp.export.adapter import describe_adapters
+from lit_fsdp.export.folder import ADAPTER_CONFIG
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.image_classification.preprocessing import PROCESSOR_FILE, Preprocessing
 from lit_fsdp.tasks.pretrained import check_base, check_lora

@@ -13,7 +13,7 @@ from transformers import AutoModelForImageClassification
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks import EMA
-from lit_fsdp.export import export_model
+from lit_fsdp.export.model import export_model
 from lit_fsdp.tasks import ImageClassification, Schedule
 from ranks import run_ranks
 

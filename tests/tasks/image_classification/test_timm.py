@@ -13,7 +13,7 @@ from training import build_trainer
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.export import export_model
+from lit_fsdp.export.model import export_model
 from lit_fsdp.tasks import ImageClassification, ImageData, Pixels
 from lit_fsdp.tasks.image_classification.model import build_classifier
 from ranks import run_ranks

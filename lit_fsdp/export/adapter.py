@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_fsdp.adapters.lora import ADAPTER, LoRA, clean_name, is_adapter_name
-from lit_fsdp.merging import AdaptedWeights, BaseWeights
-from lit_fsdp.model_folder import ADAPTER_CONFIG, check_room
-from lit_fsdp.tensor_writer import TensorWriter
+from lit_fsdp.export.folder import ADAPTER_CONFIG, check_room
+from lit_fsdp.export.merge import AdaptedWeights, BaseWeights
+from lit_fsdp.export.safetensors_writer import TensorWriter
 
 _FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of peft around the model

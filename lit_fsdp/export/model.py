@@ -20,13 +20,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, build_on_meta, find_checkpoint, find_run, open_checkpoint
-from lit_fsdp.export_adapter import double_ranks, needs_base, write_adapter
-from lit_fsdp.merging import AdaptedWeights, BaseWeights, find_aliases, open_base, read_lora, read_quantization
-from lit_fsdp.model_card import write_model_card
-from lit_fsdp.model_folder import ADAPTER_CONFIG, check_out, list_files, make_beside, write_model, write_small_files
-from lit_fsdp.positions import ResizedCheckpoint, explain_size, resize_positions
+from lit_fsdp.export.adapter import double_ranks, needs_base, write_adapter
+from lit_fsdp.export.folder import ADAPTER_CONFIG, check_out, list_files, make_beside, write_model, write_small_files
+from lit_fsdp.export.merge import AdaptedWeights, BaseWeights, find_aliases, open_base, read_lora, read_quantization
+from lit_fsdp.export.model_card import write_model_card
+from lit_fsdp.export.position_embeddings import ResizedCheckpoint, explain_size, resize_positions
+from lit_fsdp.export.quantized import Quantizer
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.quantized_export import Quantizer
 from lit_fsdp.weights.base_weights import BASE, LORA
 from lit_fsdp.weights.hub_names import Part, list_saved_names, plan_parts
 

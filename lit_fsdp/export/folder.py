@@ -14,8 +14,8 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
-from lit_fsdp.quantized_export import Quantizer
-from lit_fsdp.tensor_writer import TensorWriter
+from lit_fsdp.export.quantized import Quantizer
+from lit_fsdp.export.safetensors_writer import TensorWriter
 from lit_fsdp.weights.hub_names import Part, convert_part
 
 ADAPTER_CONFIG = "adapter_config.json"
