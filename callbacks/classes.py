@@ -14,9 +14,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lit_fsdp.callbacks.plots import write_png
-from lit_fsdp.callbacks.readings import find_run_folder, is_trial
-from lit_fsdp.callbacks.sections import Matrix, Plot, Section, Table
+from lit_fsdp.reporting.metrics import find_run_folder, is_trial
+from lit_fsdp.reporting.plots import write_png
+from lit_fsdp.reporting.sections import Matrix, Plot, Section, Table
 
 _MAX_ROWS = 20  # in tables of the report; files have all
 _MAX_DRAWN = 200  # classes; of more, the picture has those that are mistaken most

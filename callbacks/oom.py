@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_iter
 from typing_extensions import override
 
 from lit_fsdp.advice import Situation, Suggestion, suggest_settings
-from lit_fsdp.callbacks.readings import (
+from lit_fsdp.profiling.memory import KINDS, Kind, is_on, iterate_states, measure_states
+from lit_fsdp.reporting.metrics import (
     find_run_folder,
     read_resident_bytes,
     start_recording,
     stop_recording,
 )
-from lit_fsdp.profiling.memory import KINDS, Kind, is_on, iterate_states, measure_states
 from lit_fsdp.sharding.wrap import Unit
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import outlive_children

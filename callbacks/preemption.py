@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lit_fsdp.callbacks.readings import find_checkpoint_folder
+from lit_fsdp.reporting.metrics import find_checkpoint_folder
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import hold_signals_at_launch, leave_signals_alone, mark_saved
 from lit_fsdp.strategy.signals import SignalListener

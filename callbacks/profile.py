@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.profiler import ProfilerActivity, profile, schedule
 from typing_extensions import override
 
-from lit_fsdp.callbacks.readings import find_run_folder
+from lit_fsdp.reporting.metrics import find_run_folder
 
 _RANGES = "FSDP::"  # how torch names what fully_shard does
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from typing_extensions import override
 
-from lit_fsdp.callbacks.readings import read_metric, read_peak_gib
+from lit_fsdp.reporting.metrics import read_metric, read_peak_gib
 
 
 class ProgressBar(TQDMProgressBar):

@@ -18,13 +18,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
-from lit_fsdp.callbacks import curves, run_facts
-from lit_fsdp.callbacks.environment import read_environment
-from lit_fsdp.callbacks.history import Series
-from lit_fsdp.callbacks.readings import find_run_folder, has_dropped_last_step
-from lit_fsdp.callbacks.redaction import hide_hosts, hide_paths, shorten_path
-from lit_fsdp.callbacks.report_files import HTML, Part, Report, draw_section, make_plain, write_report
-from lit_fsdp.callbacks.sections import HasSection, Section
+from lit_fsdp.reporting import curves, run_facts
+from lit_fsdp.reporting.environment import read_environment
+from lit_fsdp.reporting.history import Series
+from lit_fsdp.reporting.metrics import find_run_folder, has_dropped_last_step
+from lit_fsdp.reporting.redaction import hide_hosts, hide_paths, shorten_path
+from lit_fsdp.reporting.report_files import HTML, Part, Report, draw_section, make_plain, write_report
+from lit_fsdp.reporting.sections import HasSection, Section
 from lit_fsdp.strategy.lightning_internals import outlive_children, read_logged
 
 FORMAT = 1  # of report.json

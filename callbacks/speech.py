@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from lit_fsdp.callbacks.sections import Section, Sound, Table
+from lit_fsdp.reporting.sections import Section, Sound, Table
 
 _MAX_BYTES = 4 * 2**20  # of all clips in the page together: 87 s at 24 kHz
 _UNITS = {"_pct": " %"}

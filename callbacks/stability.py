@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_fsdp.callbacks.readings import find_checkpoint_folder, is_logging_step
-from lit_fsdp.callbacks.sections import Section, Table
 from lit_fsdp.profiling.bad_steps import KINDS, classify, conclude, describe, make_row
 from lit_fsdp.profiling.clock import Clock, Mark
 from lit_fsdp.profiling.flops import is_compiled
 from lit_fsdp.profiling.spikes import SpikeDetector
 from lit_fsdp.profiling.unit_watch import UnitWatch
+from lit_fsdp.reporting.metrics import find_checkpoint_folder, is_logging_step
+from lit_fsdp.reporting.sections import Section, Table
 from lit_fsdp.sharding.grad_clipping import compute_grad_norm
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import mark_saved

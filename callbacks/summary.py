@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
-from lit_fsdp.callbacks.readings import has_dropped_last_step, read_metric, read_peak_gib, reset_peak
+from lit_fsdp.reporting.metrics import has_dropped_last_step, read_metric, read_peak_gib, reset_peak
 
 
 class RunSummary(Callback):

@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lit_fsdp.callbacks.exchange import RankExchange, Spread
-from lit_fsdp.callbacks.readings import is_logging_step, read_metric
-from lit_fsdp.callbacks.sections import Curve, Plot, Section, Table, print_table
 from lit_fsdp.callbacks.step_forecast import StepForecast, compare_times, find_compute_dtype, read_gpu
 from lit_fsdp.forecast import NoForecastError
 from lit_fsdp.links import parse_links
 from lit_fsdp.profiling.clock import Clock
 from lit_fsdp.profiling.flops import FlopCounter, Flops, is_compiled
 from lit_fsdp.profiling.timeline import Step, Timeline
+from lit_fsdp.reporting.metrics import is_logging_step, read_metric
+from lit_fsdp.reporting.rank_stats import RankExchange, Spread
+from lit_fsdp.reporting.sections import Curve, Plot, Section, Table, print_table
 from lit_fsdp.step_time import StepTime
 from lit_fsdp.strategy.lightning_internals import watch_fetches
 

@@ -12,12 +12,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lit_fsdp.callbacks.exchange import RankExchange
-from lit_fsdp.callbacks.sections import Section, print_table
-from lit_fsdp.callbacks.traffic_section import NUMBERS, SHORT_NAMES, Interval, make_traffic_section
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective
 from lit_fsdp.profiling.communication_meter import StepTraffic, TrafficMeter, UnitTraffic
 from lit_fsdp.profiling.expected_communication import UnitBytes, predict_bytes, predict_collectives
+from lit_fsdp.reporting.rank_stats import RankExchange
+from lit_fsdp.reporting.sections import Section, print_table
+from lit_fsdp.reporting.traffic_section import NUMBERS, SHORT_NAMES, Interval, make_traffic_section
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
 _MAX_INTERVALS = 1000  # of which every second one goes when there are more

@@ -277,8 +277,8 @@ def _format_size(num_bytes: int) -> str:
 
 def _draw(title: str, by_kind: dict[Collective, list[Timing]], path: Path) -> None:
     # Late, as they load Lightning.
-    from lit_fsdp.callbacks.plots import write_png
-    from lit_fsdp.callbacks.sections import Curve, Plot
+    from lit_fsdp.reporting.plots import write_png
+    from lit_fsdp.reporting.sections import Curve, Plot
 
     curves = [
         Curve(label=kind, x=[timing.num_bytes for timing in found], y=[timing.bus_gb_s for timing in found])

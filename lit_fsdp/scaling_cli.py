@@ -209,8 +209,8 @@ def _print(scales: Sequence[Scale]) -> None:
 
 def _write(scales: Sequence[Scale], out: Path) -> None:
     # Late, as they load Lightning.
-    from lit_fsdp.callbacks.plots import write_png
-    from lit_fsdp.callbacks.sections import Curve, Plot
+    from lit_fsdp.reporting.plots import write_png
+    from lit_fsdp.reporting.sections import Curve, Plot
 
     first = scales[0]
     x = [scale.num_ranks for scale in scales]

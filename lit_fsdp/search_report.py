@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lit_fsdp.callbacks.sections import Table, find_width, print_table
 from lit_fsdp.plan import choose_unit, describe_time
+from lit_fsdp.reporting.sections import Table, find_width, print_table
 from lit_fsdp.search import Candidate, format_changes
 from lit_fsdp.sharding.settings import PRESETS
 

@@ -13,7 +13,7 @@ from training import EVEN, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks import RunReport
-from lit_fsdp.callbacks.sections import Curve, Plot, Section, Table
+from lit_fsdp.reporting.sections import Curve, Plot, Section, Table
 from ranks import run_ranks
 
 RUN_NAME = "<script>alert(1)<"

@@ -1,4 +1,4 @@
-"""Keeps the shape of the code base: the order of its rooms, who may know whom, and what may be written. One test a rule."""
+"""The shape of the code base: the order of its rooms, who may know whom, what may be written. One test a rule."""
 
 import ast
 import re

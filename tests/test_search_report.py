@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from test_search import describe
 
-from lit_fsdp.callbacks.sections import Table, print_table
+from lit_fsdp.reporting.sections import Table, print_table
 from lit_fsdp.search import Candidate, choose, format_changes, search
 from lit_fsdp.search_report import print_search
 

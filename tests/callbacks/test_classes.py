@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image
 
 from lit_fsdp.callbacks import ClassReport
-from lit_fsdp.callbacks.plots import render_svg
+from lit_fsdp.reporting.plots import render_svg
 
 NAMES = ["cat", "dog", "$eel$"]
 

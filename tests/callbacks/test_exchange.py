@@ -3,7 +3,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lit_fsdp.callbacks.exchange import RankExchange, Spread
+from lit_fsdp.reporting.rank_stats import RankExchange, Spread
 from ranks import run_ranks
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from report_runs import RUN_NAME, Page, TinyTask, fit_tiny, fit_two_ranks, read_numbers
 
 from lit_fsdp.callbacks import Preemption, RunReport, RunSummary, StabilityMonitor
-from lit_fsdp.callbacks.sections import Section
+from lit_fsdp.reporting.sections import Section
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "report.md"
 

@@ -16,8 +16,8 @@ from training import EVEN, GLOBAL_BATCH, Rows, build_trainer, collate, make_rows
 
 from lit_fsdp import FSDP2Strategy, Recompute
 from lit_fsdp.callbacks import StabilityMonitor, UnstableTrainingError
-from lit_fsdp.callbacks.sections import HasSection
 from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.reporting.sections import HasSection
 from lit_fsdp.tasks import CausalLM, Schedule
 from lit_fsdp.tasks.loading import build_train_loader
 from ranks import RankError, run_ranks

@@ -16,11 +16,11 @@ from training import EVEN, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy, Mesh, Sharding
 from lit_fsdp.callbacks import TrafficLogger
-from lit_fsdp.callbacks.exchange import Spread
-from lit_fsdp.callbacks.plots import render_svg
-from lit_fsdp.callbacks.sections import HasSection
-from lit_fsdp.callbacks.traffic_section import NUMBERS, Interval, Straggler, find_straggler
 from lit_fsdp.profiling.expected_communication import predict_bytes, predict_collectives
+from lit_fsdp.reporting.plots import render_svg
+from lit_fsdp.reporting.rank_stats import Spread
+from lit_fsdp.reporting.sections import HasSection
+from lit_fsdp.reporting.traffic_section import NUMBERS, Interval, Straggler, find_straggler
 from ranks import run_ranks
 
 METRICS = {

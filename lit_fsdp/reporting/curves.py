@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lit_fsdp.callbacks.history import Point, Series
-from lit_fsdp.callbacks.sections import Curve, Plot, Section, Table
+from lit_fsdp.reporting.history import Point, Series
+from lit_fsdp.reporting.sections import Curve, Plot, Section, Table
 
 _STAGES = ("train", "val", "test", "valid", "validation")
 _FIRST = ("loss", "perplexity", "learning_rate", "grad_norm")

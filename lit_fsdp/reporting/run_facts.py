@@ -13,9 +13,9 @@ import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lit_fsdp.callbacks.redaction import hide_paths, hide_secrets, shorten_path
-from lit_fsdp.callbacks.sections import Section, Table
 from lit_fsdp.quantization.layers import count_weights
+from lit_fsdp.reporting.redaction import hide_paths, hide_secrets, shorten_path
+from lit_fsdp.reporting.sections import Section, Table
 from lit_fsdp.sharding.unit_table import COLUMNS, list_rows
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from lit_fsdp.callbacks.sections import Matrix, Plot
+from lit_fsdp.reporting.sections import Matrix, Plot
 
 WIDE, NARROW = (8.0, 3.6), (4.2, 3.0)  # inches
 PALETTE = ("#2563a8", "#c2571a", "#2c8653", "#a83279", "#7a5cc4", "#8a6d1d", "#0f8a94", "#b03a3a", "#6b7280", "#4d7c0f")

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from jinja2 import Environment, StrictUndefined
 
-from lit_fsdp.callbacks.plots import NARROW, render_svg, write_png
-from lit_fsdp.callbacks.redaction import hide_paths
-from lit_fsdp.callbacks.sections import Plot, Section, Table
+from lit_fsdp.reporting.plots import NARROW, render_svg, write_png
+from lit_fsdp.reporting.redaction import hide_paths
+from lit_fsdp.reporting.sections import Plot, Section, Table
 
 HTML, MARKDOWN, JSON, PICTURES = "report.html", "report.md", "report.json", "report"
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lit_fsdp.callbacks.exchange import Spread
-from lit_fsdp.callbacks.sections import Curve, Plot, Table
 from lit_fsdp.profiling.memory import KINDS, Kind
 from lit_fsdp.profiling.memory_trace import Peak, StepMemory
+from lit_fsdp.reporting.rank_stats import Spread
+from lit_fsdp.reporting.sections import Curve, Plot, Table
 
 _GIB = 2**30
 _MAX_UNITS = 24  # rows of the table by unit

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-from lit_fsdp.callbacks.exchange import Spread
-from lit_fsdp.callbacks.sections import Curve, Plot, Section, Table
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective
 from lit_fsdp.profiling.communication_meter import Totals, UnitTraffic
+from lit_fsdp.reporting.rank_stats import Spread
+from lit_fsdp.reporting.sections import Curve, Plot, Section, Table
 
 SHORT_NAMES: dict[Collective, str] = {
     "all_gather": "gather",

@@ -1,0 +1,1 @@
+"""What callbacks show: sections, plots, curves and the files of a report."""
