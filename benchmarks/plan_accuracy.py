@@ -30,11 +30,11 @@ from plan_cases import GROUPS, TINY, Case, list_cases
 from plan_steps import make_batch, make_micro_batch, make_model, make_optimizer, make_settings
 
 from lit_fsdp.adapters.lora import find_adapter_parameters
-from lit_fsdp.closed_form import StepPrediction, predict_step
-from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step
 from lit_fsdp.optim.factory import build_optimizer
+from lit_fsdp.planning.closed_form import StepPrediction, predict_step
+from lit_fsdp.planning.dry_run import TracedStep, fake_ranks, trace_training_step
+from lit_fsdp.planning.reader import UnreadableModuleError
 from lit_fsdp.profiling.memory import KINDS, measure_states
-from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.parallelize import shard_module

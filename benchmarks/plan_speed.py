@@ -24,19 +24,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
-from lit_fsdp.closed_form import MicroBatch, predict_step
-from lit_fsdp.hardware import Gpu, find_gpu, get_product_share
-from lit_fsdp.links import LINKS, Interconnect, parse_links
 from lit_fsdp.optim.factory import Optimizer
-from lit_fsdp.profiling.expected_communication import predict_bytes
-from lit_fsdp.quantization.layers import quantize_model
-from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.sharding.activation_checkpointing import Recompute
-from lit_fsdp.sharding.mesh import Mesh
-from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
-from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.sharding.wrap import count_shard_bytes, plan_module
-from lit_fsdp.step_time import (
+from lit_fsdp.planning.closed_form import MicroBatch, predict_step
+from lit_fsdp.planning.hardware import Gpu, find_gpu, get_product_share
+from lit_fsdp.planning.links import LINKS, Interconnect, parse_links
+from lit_fsdp.planning.step_time import (
     CONTENTION,
     CONTENTION_THROUGH_HOST,
     MODEL_SHARE,
@@ -47,6 +39,14 @@ from lit_fsdp.step_time import (
     find_crossover,
     predict_time,
 )
+from lit_fsdp.profiling.expected_communication import predict_bytes
+from lit_fsdp.quantization.layers import quantize_model
+from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.sharding.activation_checkpointing import Recompute
+from lit_fsdp.sharding.mesh import Mesh
+from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.wrap import count_shard_bytes, plan_module
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, key_heads: int, vocabulary: int) -> dict[str, Any]:

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp.links import Group, parse_links
+from lit_fsdp.planning.links import Group, parse_links
+from lit_fsdp.planning.unit_timeline import sum_kinds, time_units
 from lit_fsdp.profiling.expected_communication import predict_bytes
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.wrap import plan_module
-from lit_fsdp.unit_timeline import sum_kinds, time_units
 
 ROOT = Path(__file__).parent.parent
 SIZES = {

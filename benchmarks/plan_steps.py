@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp.adapters.lora import LoRA, add_adapters
-from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.planning.model_reader import ModelReader
+from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.activation_checkpointing import Recompute
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Sharding
 from lit_fsdp.sharding.wrap import Unit
-from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks import TextToSpeech
 from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, sum_chunked_losses
 from lit_fsdp.tasks.image_classification.model import build_classifier, measure_images

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_fsdp.forecast import NoForecastError, forecast_step, measure_batch
+from lit_fsdp.planning.forecast import NoForecastError, forecast_step, measure_batch
+from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.profiling.memory import KINDS
 from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.reporting.history import Series
@@ -30,7 +31,6 @@ from lit_fsdp.reporting.plots import write_png
 from lit_fsdp.reporting.rank_stats import RankExchange, Spread
 from lit_fsdp.reporting.sections import Curve, Plot, Section, Table, print_table
 from lit_fsdp.reporting.step_memory import Comparison, describe_step, make_step_tables, plot_step
-from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import count_micro_batches
 

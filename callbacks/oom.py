@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 from typing_extensions import override
 
-from lit_fsdp.advice import Situation, Suggestion, suggest_settings
+from lit_fsdp.planning.advice import Situation, Suggestion, suggest_settings
 from lit_fsdp.profiling.memory import KINDS, Kind, is_on, iterate_states, measure_states
 from lit_fsdp.reporting.metrics import (
     find_run_folder,

@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lit_fsdp.callbacks.step_forecast import StepForecast, compare_times, find_compute_dtype, read_gpu
-from lit_fsdp.forecast import NoForecastError
-from lit_fsdp.links import parse_links
+from lit_fsdp.planning.forecast import NoForecastError
+from lit_fsdp.planning.links import parse_links
+from lit_fsdp.planning.step_forecast import StepForecast, compare_times, find_compute_dtype, read_gpu
+from lit_fsdp.planning.step_time import StepTime
 from lit_fsdp.profiling.clock import Clock
 from lit_fsdp.profiling.flops import FlopCounter, Flops, is_compiled
 from lit_fsdp.profiling.timeline import Step, Timeline
 from lit_fsdp.reporting.metrics import is_logging_step, read_metric
 from lit_fsdp.reporting.rank_stats import RankExchange, Spread
 from lit_fsdp.reporting.sections import Curve, Plot, Section, Table, print_table
-from lit_fsdp.step_time import StepTime
 from lit_fsdp.strategy.lightning_internals import watch_fetches
 
 PARTS = ("data", "forward", "backward", "optimizer", "other")
@@ -43,7 +43,7 @@ class ThroughputLogger(Callback):
 
     Throughput is how ``train/tokens_seen`` or ``train/samples_seen``, which a task logs with the counts of all ranks,
     grows over this time. MFU is model FLOPs / (step time x peak FLOP/s), HFU the same with what is computed again in
-    backward; see ``lit_fsdp/profiling/flops.py`` for what is counted, ``lit_fsdp/hardware.py`` for peaks. FLOPs are counted in
+    backward; see ``lit_fsdp/profiling/flops.py`` for what is counted, ``lit_fsdp/planning/hardware.py`` for peaks. FLOPs are counted in
     the first step of a run; later steps are taken to cost as many for each element of their batches, padding
     included.
 
@@ -271,7 +271,7 @@ class ThroughputLogger(Callback):
         gpu, name = read_gpu(device)
         peak = None if gpu is None else gpu.get_peak_tflops(dtype)
         if gpu is None or peak is None:
-            what = "is not in the table of lit_fsdp/hardware.py" if gpu is None else f"has no peak for {dtype}"
+            what = "is not in the table of lit_fsdp/planning/hardware.py" if gpu is None else f"has no peak for {dtype}"
             self._notes.append(f"no MFU, and no time predicted: {name} {what}")
         else:
             self._notes.append(f"MFU is of {peak:g} TFLOP/s, the peak of {name} in {dtype}")

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lit_fsdp.auto_strategy import AutoFSDP2Strategy
+    from lit_fsdp.planning.auto_strategy import AutoFSDP2Strategy
     from lit_fsdp.sharding.activation_checkpointing import Recompute
     from lit_fsdp.sharding.cpu_offload import Offload
     from lit_fsdp.sharding.mesh import Mesh
@@ -35,7 +35,7 @@ __all__ = [
 __version__ = version("lit_fsdp")
 
 _HOMES = {
-    "AutoFSDP2Strategy": "auto_strategy",
+    "AutoFSDP2Strategy": "planning.auto_strategy",
     "Compile": "sharding.shard",
     "FSDP2Strategy": "strategy.fsdp2",
     "Mesh": "sharding.mesh",

@@ -18,22 +18,22 @@ from typing_extensions import override
 
 from lit_fsdp.config_files import check_config_files
 from lit_fsdp.errors import ConfigError, describe_exception, is_debugging
-from lit_fsdp.estimate import Hardware, ModelToTrain
-from lit_fsdp.forecast import NoForecastError, describe_model, guess_optimizer, guess_shape, measure_batch
-from lit_fsdp.hardware import find_cards, find_gpu, find_usual_gpu, suggest_gpus
-from lit_fsdp.links import choose_links, parse_links
-from lit_fsdp.plan import Plan, choose_unit, describe_plan, parse_memory
-from lit_fsdp.plan_report import draw_plan, print_report
-from lit_fsdp.planned_trainer import PlannedGpu, PlannedTrainer
-from lit_fsdp.planner import PlannedStep, plan_step, prepare_step, prepare_variants
-from lit_fsdp.reader import UnreadableModuleError
-from lit_fsdp.search import Candidate, Problem, Variant, choose, format_changes
-from lit_fsdp.search import search as search_all
-from lit_fsdp.search_report import apply_changes, describe_search, print_search
+from lit_fsdp.planning.estimate import Hardware, ModelToTrain
+from lit_fsdp.planning.forecast import NoForecastError, describe_model, guess_optimizer, guess_shape, measure_batch
+from lit_fsdp.planning.hardware import find_cards, find_gpu, find_usual_gpu, suggest_gpus
+from lit_fsdp.planning.links import choose_links, parse_links
+from lit_fsdp.planning.plan import Plan, choose_unit, describe_plan, parse_memory
+from lit_fsdp.planning.plan_report import draw_plan, print_report
+from lit_fsdp.planning.planned_trainer import PlannedGpu, PlannedTrainer
+from lit_fsdp.planning.planner import PlannedStep, plan_step, prepare_step, prepare_variants
+from lit_fsdp.planning.reader import UnreadableModuleError
+from lit_fsdp.planning.search import Candidate, Problem, Variant, choose, format_changes
+from lit_fsdp.planning.search import search as search_all
+from lit_fsdp.planning.search_report import apply_changes, describe_search, print_search
+from lit_fsdp.planning.step_parts import MicroBatch
+from lit_fsdp.planning.traced_search import make_tracer
 from lit_fsdp.sharding.wrap import plan_module
-from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.strategy.processes import count_devices
-from lit_fsdp.traced_search import make_tracer
 from lit_fsdp.trainer_cli import TrainerCLI
 
 _OWN_OPTIONS = {"--device-memory": "--device_memory"}
@@ -252,7 +252,9 @@ def find_hardware(
         print(f"note: speed as on {gpu}, a GPU of this size; name yours with --gpu")
     found = find_gpu(gpu, memory_gib)
     if found is None:
-        raise ConfigError(f"gpu: got {gpu!r}: not in lit_fsdp/hardware.py; nearest: {', '.join(suggest_gpus(gpu))}")
+        raise ConfigError(
+            f"gpu: got {gpu!r}: not in lit_fsdp/planning/hardware.py; nearest: {', '.join(suggest_gpus(gpu))}"
+        )
     try:
         links = choose_links(found, ranks_per_node) if link is None else parse_links(link)
     except ValueError as error:

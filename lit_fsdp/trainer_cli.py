@@ -26,7 +26,6 @@ from typing_extensions import override
 
 import lit_fsdp.strategy.fsdp2  # registers `strategy: fsdp2`
 import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by its short name
-from lit_fsdp.auto_strategy import NAME
 from lit_fsdp.callbacks import Preemption, ProgressBar
 from lit_fsdp.checkpoint.latest import describe_interruption, find_last_checkpoint
 from lit_fsdp.config_files import check_config_files
@@ -41,6 +40,7 @@ from lit_fsdp.errors import (
     nearest,
     report_error,
 )
+from lit_fsdp.planning.auto_strategy import NAME
 from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.processes import choose_processes, describe_failed, stop_children
 

@@ -29,10 +29,10 @@ from typing_extensions import override
 
 from lit_fsdp.adapters.lora import LoRA, add_adapters
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
+from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.grad_clipping import clip_grad_norm, clip_grad_value, compute_grad_norm, scale_gradients
-from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import forget_train_loader, log_again
 from lit_fsdp.tasks.schedule import ConfiguredLR, Schedule

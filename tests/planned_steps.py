@@ -1,9 +1,9 @@
 """Steps that stand for traces, in no time."""
 
-from lit_fsdp.closed_form import StepPrediction, predict_step
-from lit_fsdp.estimate import ModelToTrain
+from lit_fsdp.planning.closed_form import StepPrediction, predict_step
+from lit_fsdp.planning.estimate import ModelToTrain
+from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.step_parts import MicroBatch
 
 
 def predict_512(model: ModelToTrain, settings: Settings, rows: int, num_micro_batches: int) -> StepPrediction:

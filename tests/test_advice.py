@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from lit_fsdp.advice import Situation, suggest_settings
+from lit_fsdp.planning.advice import Situation, suggest_settings
 from lit_fsdp.sharding.activation_checkpointing import Recompute
 from lit_fsdp.sharding.cpu_offload import Offload
 from lit_fsdp.sharding.mesh import Mesh

@@ -16,12 +16,12 @@ from test_plan_cli import plan
 from test_search import describe
 from torch import nn
 
-from lit_fsdp.estimate import ModelToTrain
-from lit_fsdp.hardware import find_gpu
-from lit_fsdp.plan import find_needed_bytes
-from lit_fsdp.search import Candidate, StepCost, Variant, choose, search
-from lit_fsdp.search_process import RESULT, RequestReader, SearchProcess, SearchRequest, pack_request
-from lit_fsdp.search_worker import answer
+from lit_fsdp.planning.estimate import ModelToTrain
+from lit_fsdp.planning.hardware import find_gpu
+from lit_fsdp.planning.plan import find_needed_bytes
+from lit_fsdp.planning.search import Candidate, StepCost, Variant, choose, search
+from lit_fsdp.planning.search_process import RESULT, RequestReader, SearchProcess, SearchRequest, pack_request
+from lit_fsdp.planning.search_worker import answer
 from lit_fsdp.sharding.settings import Settings
 
 PERSIMMON = {"model_type": "persimmon", "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512}
@@ -139,7 +139,7 @@ def test_a_run_takes_what_the_search_of_plan_takes_and_trains_the_same(monkeypat
     found = plan(*common, "--search=true", f"--device-memory={device_bytes}B", "--gpu=RTX 4090", "--link=pcie4")
     changes = found["search"]["candidates"][found["search"]["chosen"]]["changes"]
     assert list(changes) == ["trainer.strategy.sharding.reshard_after_forward", "trainer.strategy.recompute.mode"]
-    monkeypatch.setattr("lit_fsdp.auto_strategy.find_usual_gpu", lambda _: find_gpu("RTX 4090"))
+    monkeypatch.setattr("lit_fsdp.planning.auto_strategy.find_usual_gpu", lambda _: find_gpu("RTX 4090"))
     strategy = "--trainer.strategy"
     options = [f"{strategy}=lit_fsdp.AutoFSDP2Strategy", f"{strategy}.device_memory={device_bytes}B"]
     chosen = fork_ranks("fit", *config, *options, f"{strategy}.link=pcie4", "--run_name=chosen")
@@ -169,7 +169,7 @@ def test_what_goes_wrong_in_the_process_that_traces_ends_all_ranks() -> None:
 
 
 def test_a_search_ends_where_the_one_of_plan_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_fsdp.auto_strategy.SearchProcess", Recorded)
+    monkeypatch.setattr("lit_fsdp.planning.auto_strategy.SearchProcess", Recorded)
     check_refused(fork_ranks("fit", "--config=own.yaml"), "Stack does not say what shape its batches have")
     assert Path("stopped").exists()
     found = answer(Path("packed").read_bytes())
@@ -184,7 +184,7 @@ def test_a_search_ends_where_the_one_of_plan_does(monkeypatch: pytest.MonkeyPatc
 def test_the_search_of_plan_takes_what_that_of_a_run_takes_for_a_module_that_is_no_task(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("lit_fsdp.auto_strategy.SearchProcess", Recorded)
+    monkeypatch.setattr("lit_fsdp.planning.auto_strategy.SearchProcess", Recorded)
     fork_ranks("fit", "--config=own.yaml")
     by_run = answer(Path("packed").read_bytes())
     assert isinstance(by_run, list)
@@ -206,7 +206,7 @@ def test_the_search_of_plan_takes_what_that_of_a_run_takes_for_a_module_that_is_
     [("values", "the step of Stack cannot run on tensors without values"), ("error", "KeyError: 'no such thing'")],
 )
 def test_why_a_step_cannot_be_traced_is_said(monkeypatch: pytest.MonkeyPatch, trouble: str, said: str) -> None:
-    monkeypatch.setattr("lit_fsdp.auto_strategy.SearchProcess", Recorded)
+    monkeypatch.setattr("lit_fsdp.planning.auto_strategy.SearchProcess", Recorded)
     fork_ranks("fit", "--config=own.yaml", f"--model.trouble={trouble}", ranks=1)
     found = answer(Path("packed").read_bytes())
     assert isinstance(found, str)
@@ -226,14 +226,14 @@ def test_what_cannot_be_traced_is_refused_on_all_ranks(options: list[str], said:
 
 @pytest.mark.slow
 def test_a_search_may_take_longer_than_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_fsdp.auto_strategy.SearchProcess", Recorded)
+    monkeypatch.setattr("lit_fsdp.planning.auto_strategy.SearchProcess", Recorded)
     monkeypatch.setattr(Recorded, "wait_s", 25.0)
     strategy = ["--trainer.strategy=lit_fsdp.AutoFSDP2Strategy", "--trainer.strategy.timeout_s=20"]
     check_refused(fork_ranks("fit", "--config=own.yaml", *strategy), "nothing was tried")
 
 
 def test_an_evaluation_traces_nothing_and_takes_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_fsdp.auto_strategy.SearchProcess", Recorded)
+    monkeypatch.setattr("lit_fsdp.planning.auto_strategy.SearchProcess", Recorded)
     ranks = fork_ranks("validate", "--config=own.yaml")
     assert [rank.code for rank in ranks] == [0, 0], ranks
     assert not Path("packed").exists()

@@ -7,13 +7,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, masking_utils
 
 from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
-from lit_fsdp.closed_form import StepPrediction, predict_step
-from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
+from lit_fsdp.planning.closed_form import StepPrediction, predict_step
+from lit_fsdp.planning.dry_run import TracedStep, fake_ranks, trace_training_step
+from lit_fsdp.planning.reader import UnreadableModuleError
+from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.profiling.flops import FlopCounter
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.sharding.activation_checkpointing import Recompute
 from lit_fsdp.sharding.cpu_offload import Offload
 from lit_fsdp.sharding.mesh import Mesh
@@ -21,7 +22,6 @@ from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Sharding
 from lit_fsdp.sharding.wrap import Units, plan_module
-from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, sum_chunked_losses
 from ranks import run_ranks
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from test_closed_form import Model, compare, predict
 
-from lit_fsdp.reader import UnreadableModuleError
+from lit_fsdp.planning.reader import UnreadableModuleError
 from lit_fsdp.sharding.activation_checkpointing import Recompute
 from ranks import run_ranks
 

@@ -9,9 +9,9 @@ from test_closed_form import Model, predict
 from test_dry_run import run_for_real
 from torch import Tensor
 
-from lit_fsdp.dry_run import fake_ranks
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
-from lit_fsdp.reader import UnreadableModuleError
+from lit_fsdp.planning.dry_run import fake_ranks
+from lit_fsdp.planning.reader import UnreadableModuleError
 from lit_fsdp.sharding.activation_checkpointing import Recompute
 from lit_fsdp.sharding.mixed_precision import read_precision
 from lit_fsdp.sharding.settings import Settings

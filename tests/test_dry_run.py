@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp.adapters.lora import LoRA, add_adapters
-from lit_fsdp.dry_run import fake_ranks, trace_training_step
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
+from lit_fsdp.planning.dry_run import fake_ranks, trace_training_step
 from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization, count_hidden_bytes

@@ -3,7 +3,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lit_fsdp.gpu_kernels import run_as_gpus
+from lit_fsdp.planning.fake_gpu_ops import run_as_gpus
 
 LENGTH = 32
 

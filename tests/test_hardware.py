@@ -2,7 +2,7 @@
 
 import pytest
 
-from lit_fsdp.hardware import GPUS, find_cards, find_gpu, suggest_gpus
+from lit_fsdp.planning.hardware import GPUS, find_cards, find_gpu, suggest_gpus
 
 # As torch.cuda.get_device_name gives them, and short ones that people type.
 NAMES = {

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from lit_fsdp.hardware import GPUS, find_gpu
-from lit_fsdp.links import (
+from lit_fsdp.planning.hardware import GPUS, find_gpu
+from lit_fsdp.planning.links import (
     LINKS,
     Group,
     Interconnect,

@@ -13,7 +13,7 @@ from test_auto_traced import Recorded, check_refused
 from test_plan_cli import plan
 from torch import nn
 
-from lit_fsdp.overrides import find_overrides, find_untraced, keeps_gradients
+from lit_fsdp.planning.overrides import find_overrides, find_untraced, keeps_gradients
 from lit_fsdp.tasks import CausalLM, ImageClassification, TextToSpeech
 from lit_fsdp.tasks.base import Task
 
@@ -210,7 +210,7 @@ def test_a_search_traces_what_the_closed_form_cannot_see(capfd: pytest.CaptureFi
 
 
 def test_fsdp2_auto_traces_what_the_closed_form_cannot_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_fsdp.auto_strategy.SearchProcess", Recorded)
+    monkeypatch.setattr("lit_fsdp.planning.auto_strategy.SearchProcess", Recorded)
     own = ["--config=run.yaml", "--model.class_path=own_tasks.OwnLossLM", "--trainer.strategy=fsdp2_auto"]
     check_refused(fork_ranks("fit", *own), "OwnLossLM: overrides sum_losses, which the closed form cannot see")
     assert Path("packed").exists()

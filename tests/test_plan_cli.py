@@ -14,9 +14,9 @@ from launches import OURS, ROOT, fork_ranks, write_run
 
 from lit_fsdp import cli
 from lit_fsdp.callbacks import ThroughputLogger
-from lit_fsdp.callbacks.step_forecast import StepForecast
-from lit_fsdp.hardware import find_gpu
-from lit_fsdp.plan import HEADROOM, OUTSIDE_BYTES, parse_memory
+from lit_fsdp.planning.hardware import find_gpu
+from lit_fsdp.planning.plan import HEADROOM, OUTSIDE_BYTES, parse_memory
+from lit_fsdp.planning.step_forecast import StepForecast
 from lit_fsdp.weights.safetensors_io import TensorFiles
 
 QWEN3 = {"model_type": "qwen3", "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
-from lit_fsdp.step_parts import MicroBatch
+from lit_fsdp.planning.step_parts import MicroBatch
 
 
 class Classifier(LightningModule):

@@ -8,7 +8,7 @@ import pytest
 from launches import OURS, fork_ranks, write_run
 from test_plan_cli import main, plan
 
-from lit_fsdp.plan import parse_memory
+from lit_fsdp.planning.plan import parse_memory
 
 MINE = """
 import lightning.pytorch as pl

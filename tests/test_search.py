@@ -13,22 +13,22 @@ from planned_steps import predict_512
 from test_closed_form import Model
 from test_plan_cli import main, plan
 
-from lit_fsdp.closed_form import StepPrediction
-from lit_fsdp.estimate import Hardware, ModelToTrain
-from lit_fsdp.hardware import find_gpu
-from lit_fsdp.links import parse_links
 from lit_fsdp.optim.factory import Optimizer
-from lit_fsdp.plan import Ranks, find_needed_bytes
-from lit_fsdp.reader import UnreadableModuleError
-from lit_fsdp.search import Candidate, Problem, Variant, choose, search
-from lit_fsdp.search_report import apply_changes
+from lit_fsdp.planning.closed_form import StepPrediction
+from lit_fsdp.planning.estimate import Hardware, ModelToTrain
+from lit_fsdp.planning.hardware import find_gpu
+from lit_fsdp.planning.links import parse_links
+from lit_fsdp.planning.plan import Ranks, find_needed_bytes
+from lit_fsdp.planning.reader import UnreadableModuleError
+from lit_fsdp.planning.search import Candidate, Problem, Variant, choose, search
+from lit_fsdp.planning.search_report import apply_changes
+from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.sharding.cpu_offload import Offload
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Compile, Sharding
 from lit_fsdp.sharding.wrap import plan_module
-from lit_fsdp.step_parts import MicroBatch
 
 MIB = 2**20
 BIGGER = {"model_type": "llama", "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512}
@@ -149,7 +149,9 @@ def test_nodes_with_a_slow_link_replicate_where_parameters_are_gathered_often() 
 
 
 def test_over_several_nodes_the_second_gather_may_stay_inside_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_fsdp.search._pick", list)  # this model is small, and all it keeps is less than 5 %
+    monkeypatch.setattr(
+        "lit_fsdp.planning.search._pick", list
+    )  # this model is small, and all it keeps is less than 5 %
     key = "trainer.strategy.sharding.reshard_after_forward"
     tried = [c for c in roomy({"num_nodes": 4, "splits_batch": False}) if c.changes.keys() <= {key}]
     found = {c.changes.get(key, True): c for c in tried}
@@ -161,7 +163,7 @@ def test_over_several_nodes_the_second_gather_may_stay_inside_a_node(monkeypatch
 
 
 def test_second_gathers_are_tried_among_ranks_that_divide_the_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lit_fsdp.search._pick", list)
+    monkeypatch.setattr("lit_fsdp.planning.search._pick", list)
     uneven = Settings(mesh=Mesh(replicate=2, shard=6), sharding=Sharding(reshard_after_forward=3))
     found = roomy({"num_nodes": 3, "splits_batch": False, "settings": uneven})
     tried = {(c.settings.sharding.reshard_after_forward, c.settings.recompute.mode) for c in found}
@@ -227,7 +229,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_written_configuration_takes_what_the_search_said(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lit_fsdp.search._pick", list)  # to see all that was tried
+    monkeypatch.setattr("lit_fsdp.planning.search._pick", list)  # to see all that was tried
     # More than the headroom, less than what is configured.
     device_bytes = find_needed_bytes(plan("--config=run.yaml", "--devices=2")["memory"]["peak_bytes"]) - MIB
     options = ["--config=run.yaml", "--devices=2", f"--device-memory={device_bytes}B", "--search=true"]
@@ -261,7 +263,7 @@ def test_the_written_configuration_takes_what_the_search_said(
         (["--write=mine.yaml"], "not used without search"),
         (["--search=true", "--device-memory=1GiB", "--exact=true"], "trace the chosen one afterwards"),
         (["--search=true", "--device-memory=1MiB", "--write=mine.yaml"], "mine.yaml is not written, as nothing fits"),
-        (["--gpu=RTX 9999"], "gpu: got 'RTX 9999': not in lit_fsdp/hardware.py; nearest: RTX"),
+        (["--gpu=RTX 9999"], "gpu: got 'RTX 9999': not in lit_fsdp/planning/hardware.py; nearest: RTX"),
         (["--gpu=RTX 4090", "--link=pcie9"], "link: got 'pcie9': unknown"),
         (["--link=pcie4"], "not used without gpu"),
         (["--gpu=T4", "--trainer.precision=bf16-true"], "T4 has no tensor cores for bfloat16"),
@@ -316,7 +318,7 @@ def test_a_search_by_traces_ends_where_one_by_the_closed_form_does(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_form = plan(*(options := ["--config=run.yaml", "--devices=2", "--device-memory=2GiB", "--search=true"]))
-    monkeypatch.setattr("lit_fsdp.search.predict_step", refuse)
+    monkeypatch.setattr("lit_fsdp.planning.search.predict_step", refuse)
     by_trace = plan(*options)
     first, second = (found["search"]["candidates"][found["search"]["chosen"]] for found in (by_form, by_trace))
     assert second["changes"] == first["changes"]
@@ -356,7 +358,7 @@ def test_what_has_no_closed_form_is_timed_by_its_trace(
 ) -> None:
     options = ["--config=run.yaml", "--devices=2", "--gpu=RTX 4090", f"--trainer.precision={precision}"]
     dense = plan(*options)
-    monkeypatch.setattr("lit_fsdp.forecast.predict_step", refuse)
+    monkeypatch.setattr("lit_fsdp.planning.forecast.predict_step", refuse)
     traced = plan(*options)
     assert (dense["engine"], traced["engine"]) == ("closed form", "exact trace")
     assert any("no closed form" in note for note in traced["notes"])

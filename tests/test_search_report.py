@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from test_search import describe
 
+from lit_fsdp.planning.search import Candidate, choose, format_changes, search
+from lit_fsdp.planning.search_report import print_search
 from lit_fsdp.reporting.sections import Table, print_table
-from lit_fsdp.search import Candidate, choose, format_changes, search
-from lit_fsdp.search_report import print_search
 
 GIB = 2**30
 _LONG = {"model.lora": {"r": 16, "alpha": 32.0}, "trainer.strategy.recompute.mode": "selective"}

@@ -11,7 +11,7 @@ from test_closed_form import Model
 from test_plan_cli import plan
 from test_search import BIGGER, describe
 
-from lit_fsdp.search import Candidate, Variant, choose, search
+from lit_fsdp.planning.search import Candidate, Variant, choose, search
 from lit_fsdp.sharding.mixed_precision import cast_parameters
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.wrap import plan_module
@@ -41,7 +41,7 @@ def test_a_training_that_is_faster_and_smaller_hides_no_other(monkeypatch: pytes
     assert all(len(rows) == 2 for rows in (fast, hidden))  # the fastest, and the smallest
     beaten = [any(f.time.step_s < c.time.step_s and f.peak_bytes < c.peak_bytes for f in fast) for c in hidden]
     assert all(beaten)
-    monkeypatch.setattr("lit_fsdp.search._pick", list)
+    monkeypatch.setattr("lit_fsdp.planning.search._pick", list)
     tried = split_trainings(search_trainings(2**40))
     for training, rows in found.items():
         assert rows[0].time.step_s == min(c.time.step_s for c in tried[training])
@@ -70,7 +70,7 @@ def test_what_is_chosen_is_what_would_be_chosen_of_all(monkeypatch: pytest.Monke
     for device_bytes in sizes:
         chosen = choose(search_trainings(device_bytes))
         with monkeypatch.context() as patch:
-            patch.setattr("lit_fsdp.search._pick", list)
+            patch.setattr("lit_fsdp.planning.search._pick", list)
             first, *others = search_trainings(device_bytes)
         fitting = sorted((c for c in others if c.fits), key=lambda c: (not c.keeps_result, c.time.step_s))
         assert chosen is not None

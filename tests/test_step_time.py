@@ -6,10 +6,20 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp.closed_form import MicroBatch, StepPrediction, predict_step
-from lit_fsdp.hardware import GPUS, Gpu, find_gpu, get_product_share
-from lit_fsdp.links import Group, Interconnect, Link, parse_links
 from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.planning.closed_form import MicroBatch, StepPrediction, predict_step
+from lit_fsdp.planning.hardware import GPUS, Gpu, find_gpu, get_product_share
+from lit_fsdp.planning.links import Group, Interconnect, Link, parse_links
+from lit_fsdp.planning.step_time import (
+    CONTENTION,
+    Machine,
+    StepTime,
+    Workload,
+    count_update_bytes,
+    find_crossover,
+    predict_time,
+)
+from lit_fsdp.planning.unit_timeline import UnitTimes, find_waits, time_units
 from lit_fsdp.profiling.expected_communication import UnitBytes, predict_bytes
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.quantization.layers import quantize_model
@@ -18,8 +28,6 @@ from lit_fsdp.sharding.activation_checkpointing import Recompute
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.wrap import Unit, plan_module
-from lit_fsdp.step_time import CONTENTION, Machine, StepTime, Workload, count_update_bytes, find_crossover, predict_time
-from lit_fsdp.unit_timeline import UnitTimes, find_waits, time_units
 
 GB = 10**9
 # Round numbers: 100 TFLOP/s, 1000 GB/s, no latency.

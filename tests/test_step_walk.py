@@ -1,8 +1,8 @@
 import pytest
 
-from lit_fsdp.step_parts import WalkSettings
-from lit_fsdp.step_walk import Walk
-from lit_fsdp.tape import Tape
+from lit_fsdp.planning.step_parts import WalkSettings
+from lit_fsdp.planning.step_walk import Walk
+from lit_fsdp.planning.tape import Tape
 
 SIZE = 1000
 SETTINGS = WalkSettings(

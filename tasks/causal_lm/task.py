@@ -18,8 +18,8 @@ from typing_extensions import override
 from lit_fsdp.adapters.lora import LoRA, iterate_adapters
 from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.causal_lm.chunked_loss import check_chunked_loss, install_chunked_loss, sum_chunked_losses
 from lit_fsdp.tasks.causal_lm.collate import Batch

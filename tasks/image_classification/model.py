@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
 
 from lit_fsdp.adapters.lora import LoRA, clean_name
-from lit_fsdp.image_reader import count_tokens, find_embeddings
-from lit_fsdp.step_parts import MicroBatch
+from lit_fsdp.planning.image_reader import count_tokens, find_embeddings
+from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.tasks.pretrained import load_config, make_config
 from lit_fsdp.weights.base_weights import find_pretrained
 

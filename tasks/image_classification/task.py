@@ -15,9 +15,9 @@ from typing_extensions import override
 from lit_fsdp.adapters.lora import LoRA, clean_name
 from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.buffers import unify_buffers
-from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.image_classification.checkpoint import (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import CsmConfig
 from typing_extensions import override
 
-from lit_fsdp.model_reader import ModelReader
+from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.tasks.tts.csm_model import Csm, generate_csm
 from lit_fsdp.tasks.tts.csm_tape import read_csm
 from lit_fsdp.tasks.tts.family import Family, Voice, check_english, parse_hub_config

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import DiaConfig
 from typing_extensions import override
 
-from lit_fsdp.model_reader import ModelReader
-from lit_fsdp.step_parts import MicroBatch
+from lit_fsdp.planning.model_reader import ModelReader
+from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.tasks.tts.dia_model import Dia, generate_dia
 from lit_fsdp.tasks.tts.dia_tape import read_dia
 from lit_fsdp.tasks.tts.family import Family, Voice, check_english, parse_hub_config

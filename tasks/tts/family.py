@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from lit_fsdp.model_reader import ModelReader
-from lit_fsdp.reader import UnreadableModuleError
-from lit_fsdp.step_parts import MicroBatch
+from lit_fsdp.planning.model_reader import ModelReader
+from lit_fsdp.planning.reader import UnreadableModuleError
+from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.tasks.tts.layout import Batch, Utterance
 from lit_fsdp.tasks.tts.speech_tape import describe_batch
 from lit_fsdp.weights.load import load_weights

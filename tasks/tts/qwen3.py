@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lit_fsdp.model_reader import ModelReader
+from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.tasks.tts.config import MODEL_TYPE, SpeechConfig, parse_config
 from lit_fsdp.tasks.tts.family import Family, Voice
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech, generate_codes

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from lit_fsdp.model_reader import ModelReader
-from lit_fsdp.reader import UnreadableModuleError
+from lit_fsdp.planning.model_reader import ModelReader
+from lit_fsdp.planning.reader import UnreadableModuleError
 from lit_fsdp.tasks.tts.model import Qwen3TTS
 from lit_fsdp.tasks.tts.speech_tape import INDEX, add_masked, pick, read_blocks, read_losses
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.planning.model_reader import ModelReader
+from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.wrap import Unit, Units, plan_units
-from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.tasks.schedule import Schedule

@@ -11,9 +11,9 @@ from training import EVEN, GLOBAL_BATCH, LENGTH, Recorder, Rows, build_task, bui
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks import MemoryLogger
+from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.profiling.memory import measure_states
 from lit_fsdp.sharding.cpu_offload import Offload
-from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.tasks import CausalLM
 from ranks import run_ranks
 

@@ -16,7 +16,7 @@ from training import EVEN, GLOBAL_BATCH, Rows, build_task, build_trainer, save_m
 
 from lit_fsdp import FSDP2Strategy, Recompute
 from lit_fsdp.callbacks import ThroughputLogger
-from lit_fsdp.callbacks.step_forecast import find_compute_dtype
+from lit_fsdp.planning.step_forecast import find_compute_dtype
 from lit_fsdp.reporting.sections import HasSection, Section
 from ranks import run_ranks
 

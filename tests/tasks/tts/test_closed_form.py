@@ -11,14 +11,14 @@ from speech_golden import CONFIG
 from torch import nn
 
 from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
-from lit_fsdp.closed_form import StepPrediction, predict_step
-from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step
-from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
+from lit_fsdp.planning.closed_form import StepPrediction, predict_step
+from lit_fsdp.planning.dry_run import TracedStep, fake_ranks, trace_training_step
+from lit_fsdp.planning.model_reader import ModelReader
+from lit_fsdp.planning.reader import UnreadableModuleError
 from lit_fsdp.profiling.memory_trace import StepMemory
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.reader import UnreadableModuleError
 from lit_fsdp.sharding.activation_checkpointing import Recompute
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.settings import Settings

@@ -21,13 +21,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lit_fsdp.hardware import Gpu, get_product_share
-from lit_fsdp.links import Interconnect, arrange_groups
 from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.planning.hardware import Gpu, get_product_share
+from lit_fsdp.planning.links import Interconnect, arrange_groups
+from lit_fsdp.planning.unit_timeline import HOST_COPY_GB_S, find_waits, sum_kinds, time_units
 from lit_fsdp.profiling.expected_communication import UnitBytes
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.sharding.wrap import Unit
-from lit_fsdp.unit_timeline import HOST_COPY_GB_S, find_waits, sum_kinds, time_units
 
 MODEL_SHARE = 0.85  # of what a single large product reaches, for all products of a model
 MEMORY_SHARE = 0.8  # of the bandwidth on data sheets

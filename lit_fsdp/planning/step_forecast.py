@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lit_fsdp.estimate import Hardware, estimate_time
-from lit_fsdp.forecast import NoForecastError, describe_model, forecast_step, measure_batch
-from lit_fsdp.hardware import Gpu, find_gpu
-from lit_fsdp.links import Interconnect, choose_links
-from lit_fsdp.plan import Ranks
-from lit_fsdp.step_parts import MicroBatch
-from lit_fsdp.step_time import StepTime
+from lit_fsdp.planning.estimate import Hardware, estimate_time
+from lit_fsdp.planning.forecast import NoForecastError, describe_model, forecast_step, measure_batch
+from lit_fsdp.planning.hardware import Gpu, find_gpu
+from lit_fsdp.planning.links import Interconnect, choose_links
+from lit_fsdp.planning.plan import Ranks
+from lit_fsdp.planning.step_parts import MicroBatch
+from lit_fsdp.planning.step_time import StepTime
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import count_micro_batches
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision

@@ -12,14 +12,28 @@ from typing import Any
 
 from torch import nn
 
-from lit_fsdp.block_reader import read_block, read_embedding
-from lit_fsdp.image_reader import count_tokens, find_embeddings, read_classifier, read_patches, read_pixels, read_tokens
-from lit_fsdp.linear_reader import read_linear
-from lit_fsdp.norm_reader import is_norm, read_norm
-from lit_fsdp.overrides import find_overrides, keeps_gradients
-from lit_fsdp.reader import Reader, UnreadableModuleError, check_dropouts, find_dropout, find_forward, list_filled
+from lit_fsdp.planning.block_reader import read_block, read_embedding
+from lit_fsdp.planning.image_reader import (
+    count_tokens,
+    find_embeddings,
+    read_classifier,
+    read_patches,
+    read_pixels,
+    read_tokens,
+)
+from lit_fsdp.planning.linear_reader import read_linear
+from lit_fsdp.planning.norm_reader import is_norm, read_norm
+from lit_fsdp.planning.overrides import find_overrides, keeps_gradients
+from lit_fsdp.planning.reader import (
+    Reader,
+    UnreadableModuleError,
+    check_dropouts,
+    find_dropout,
+    find_forward,
+    list_filled,
+)
+from lit_fsdp.planning.tape import FLOAT32, Tape
 from lit_fsdp.sharding.wrap import Unit, iterate_blocks
-from lit_fsdp.tape import FLOAT32, Tape
 
 INDEX = 8  # bytes of a token's number
 _OWN_MASK = r"\battention_mask = torch\.ones"  # which only its values could tell to be none

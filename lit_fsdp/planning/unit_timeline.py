@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lit_fsdp.links import Group, Interconnect, time_collective
+from lit_fsdp.planning.links import Group, Interconnect, time_collective
 from lit_fsdp.profiling.expected_communication import UnitBytes
 from lit_fsdp.sharding.wrap import Unit
 

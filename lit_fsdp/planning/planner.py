@@ -15,25 +15,25 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_fsdp.adapters.lora import find_adapter_parameters
-from lit_fsdp.auto_strategy import AutoFSDP2Strategy
-from lit_fsdp.closed_form import StepPrediction
-from lit_fsdp.dry_run import TracedStep, fake_ranks, trace_training_step
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.estimate import Hardware, estimate_time
-from lit_fsdp.forecast import NoForecastError, describe_model, forecast_step, measure_batch
 from lit_fsdp.optim.factory import Optimizer
-from lit_fsdp.overrides import find_untraced
-from lit_fsdp.plan import Plan, Ranks
+from lit_fsdp.planning.auto_strategy import AutoFSDP2Strategy
+from lit_fsdp.planning.closed_form import StepPrediction
+from lit_fsdp.planning.dry_run import TracedStep, fake_ranks, trace_training_step
+from lit_fsdp.planning.estimate import Hardware, estimate_time
+from lit_fsdp.planning.forecast import NoForecastError, describe_model, forecast_step, measure_batch
+from lit_fsdp.planning.overrides import find_untraced
+from lit_fsdp.planning.plan import Plan, Ranks
+from lit_fsdp.planning.step_time import StepTime
+from lit_fsdp.planning.trace_errors import compute_loss, explain_trace
+from lit_fsdp.planning.variants import list_variants
 from lit_fsdp.profiling.expected_communication import predict_bytes, predict_collectives
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.quantization.layers import count_weights, iterate_quantized
 from lit_fsdp.sharding.mixed_precision import cast_parameters
 from lit_fsdp.sharding.wrap import plan_module
-from lit_fsdp.step_time import StepTime
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import check_trainer, refuse_overfit
-from lit_fsdp.trace_errors import compute_loss, explain_trace
-from lit_fsdp.variants import list_variants
 
 _MAX_TRACED = 2  # micro-batches: all after the second hold what it holds
 # Of the bytes that a trace sees moved, what the closed form counts, with which step_time.MEMORY_SHARE was fitted: 0.76

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from lit_fsdp.reader import Reader, UnreadableModuleError
-from lit_fsdp.tape import FLOAT32
+from lit_fsdp.planning.reader import Reader, UnreadableModuleError
+from lit_fsdp.planning.tape import FLOAT32
 
 # Multiply by the weight in float32, and cast then.
 _LATE_CASTS = {"Olmo2RMSNorm", "Olmo3RMSNorm", "FlexOlmoRMSNorm", "HeliumRMSNorm"}

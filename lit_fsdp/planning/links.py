@@ -29,7 +29,7 @@ from math import ceil, log2
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.hardware import Gpu
+from lit_fsdp.planning.hardware import Gpu
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, Line, count_wire_bytes
 
 CALL_S = 8.4e-6

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from lit_fsdp.linear_reader import find_linears, get_features, read_linear
-from lit_fsdp.norm_reader import is_norm, read_norm
-from lit_fsdp.reader import (
+from lit_fsdp.planning.linear_reader import find_linears, get_features, read_linear
+from lit_fsdp.planning.norm_reader import is_norm, read_norm
+from lit_fsdp.planning.reader import (
     Context,
     Reader,
     UnreadableModuleError,
@@ -17,8 +17,8 @@ from lit_fsdp.reader import (
     find_source,
     list_children,
 )
-from lit_fsdp.rotary_reader import find_part, rotate, rotate_views
-from lit_fsdp.tape import FLOAT32
+from lit_fsdp.planning.rotary_reader import find_part, rotate, rotate_views
+from lit_fsdp.planning.tape import FLOAT32
 
 _DROPOUTS = ("attn_dropout", "attention_dropout")  # of what each token gives the others
 _KERNELS = "attention_interface"  # of Transformers, chosen by a setting; others write all of it down

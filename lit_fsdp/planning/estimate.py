@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lit_fsdp.hardware import Gpu
-from lit_fsdp.links import Interconnect
 from lit_fsdp.optim.factory import Optimizer
-from lit_fsdp.plan import Ranks
+from lit_fsdp.planning.hardware import Gpu
+from lit_fsdp.planning.links import Interconnect
+from lit_fsdp.planning.plan import Ranks
+from lit_fsdp.planning.step_time import Machine, StepTime, Workload, count_update_bytes, predict_time
 from lit_fsdp.profiling.expected_communication import predict_bytes
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.wrap import Unit, count_shard_bytes
-from lit_fsdp.step_time import Machine, StepTime, Workload, count_update_bytes, predict_time
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lit_fsdp.reader import Reader, UnreadableModuleError, find_source
-from lit_fsdp.tape import FLOAT32
+from lit_fsdp.planning.reader import Reader, UnreadableModuleError, find_source
+from lit_fsdp.planning.tape import FLOAT32
 
 
 def find_part(module: Any, head_dim: int) -> int | None:

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lit_fsdp.planning.step_parts import OUTSIDE, Gradient, Moment, UnitSizes, WalkSettings
+from lit_fsdp.planning.tape import Op, Tape
 from lit_fsdp.profiling.memory import KINDS, Kind
-from lit_fsdp.step_parts import OUTSIDE, Gradient, Moment, UnitSizes, WalkSettings
-from lit_fsdp.tape import Op, Tape
 
 # Products of rows: their gradients are views of matrices, to which autograd adds nothing in place.
 _GIVE_VIEWS = ("mm", "addmm")

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from lit_fsdp.closed_form import predict_step
-from lit_fsdp.estimate import Hardware, ModelToTrain, estimate_time
 from lit_fsdp.optim.factory import Optimizer
-from lit_fsdp.plan import Ranks, find_needed_bytes
+from lit_fsdp.planning.closed_form import predict_step
+from lit_fsdp.planning.estimate import Hardware, ModelToTrain, estimate_time
+from lit_fsdp.planning.plan import Ranks, find_needed_bytes
+from lit_fsdp.planning.step_parts import MicroBatch
+from lit_fsdp.planning.step_time import StepTime
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory_trace import StepMemory
 from lit_fsdp.quantization.layers import iterate_quantized
@@ -20,8 +22,6 @@ from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Compile
 from lit_fsdp.sharding.wrap import iterate_blocks
-from lit_fsdp.step_parts import MicroBatch
-from lit_fsdp.step_time import StepTime
 
 _STRATEGY = "trainer.strategy"
 _ADAPTERS = {"model.lora", "model.quantization"}

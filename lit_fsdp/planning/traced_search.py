@@ -12,11 +12,11 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lit_fsdp.dry_run import TracedStep
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.estimate import ModelToTrain
-from lit_fsdp.forecast import measure_batch
-from lit_fsdp.planner import COUNTED_SHARE, PlannedStep, trace_exactly
+from lit_fsdp.planning.dry_run import TracedStep
+from lit_fsdp.planning.estimate import ModelToTrain
+from lit_fsdp.planning.forecast import measure_batch
+from lit_fsdp.planning.planner import COUNTED_SHARE, PlannedStep, trace_exactly
 from lit_fsdp.sharding.settings import Settings
 
 

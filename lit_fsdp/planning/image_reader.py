@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from lit_fsdp.linear_reader import find_linears, get_features, read_linear
-from lit_fsdp.reader import Reader, UnreadableModuleError, check_dropouts, find_dropout, list_filled
-from lit_fsdp.tape import FLOAT32
+from lit_fsdp.planning.linear_reader import find_linears, get_features, read_linear
+from lit_fsdp.planning.reader import Reader, UnreadableModuleError, check_dropouts, find_dropout, list_filled
+from lit_fsdp.planning.tape import FLOAT32
 
 _INDEX = 8  # bytes of a class's number
 _FIRST = ("cls_token", "distillation_token")

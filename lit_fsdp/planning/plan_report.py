@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lit_fsdp.plan import HEADROOM, OUTSIDE_BYTES, Plan, choose_unit
+from lit_fsdp.planning.plan import HEADROOM, OUTSIDE_BYTES, Plan, choose_unit
+from lit_fsdp.planning.step_time import StepTime
 from lit_fsdp.profiling.memory import KINDS
 from lit_fsdp.reporting.plots import write_png
 from lit_fsdp.reporting.sections import Table, print_table
 from lit_fsdp.reporting.step_memory import plot_step
-from lit_fsdp.step_time import StepTime
 
 _GIB = 2**30
 _MEANINGS = {

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lit_fsdp.search import Candidate, Problem
+from lit_fsdp.planning.search import Candidate, Problem
 
-WORKER = "lit_fsdp.search_worker"
+WORKER = "lit_fsdp.planning.search_worker"
 REQUEST, RESULT = "request.pkl", "result.pkl"  # files in the folder that the process is told
 # Of launchers, which would make a rank of it.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR")

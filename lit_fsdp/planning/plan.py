@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lit_fsdp.planning.step_time import StepTime
 from lit_fsdp.profiling.expected_communication import Collectives, UnitBytes
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory import KINDS, Kind
 from lit_fsdp.profiling.memory_trace import StepMemory
-from lit_fsdp.step_time import StepTime
 
 # Of published runs, what the allocator held over what tensors took, median; see docs/planning.md.
 HEADROOM = 1.15

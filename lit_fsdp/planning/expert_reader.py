@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from lit_fsdp.planning.reader import SAVES_INPUT, Reader, UnreadableModuleError
+from lit_fsdp.planning.tape import FLOAT32
 from lit_fsdp.quantization.layers import QuantizedExperts
-from lit_fsdp.reader import SAVES_INPUT, Reader, UnreadableModuleError
-from lit_fsdp.tape import FLOAT32
 
 _SHARED = {"shared_expert", "shared_expert_gate"}  # which are read elsewhere
 _INDEX = 8  # bytes of the number of a token

@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
-from lit_fsdp.gpu_kernels import run_as_gpus
 from lit_fsdp.optim.adamw_8bit import make_code_books
-from lit_fsdp.overrides import keeps_gradients
+from lit_fsdp.planning.fake_gpu_ops import run_as_gpus
+from lit_fsdp.planning.overrides import keeps_gradients
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.profiling.work import WorkCounter

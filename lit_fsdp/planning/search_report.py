@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lit_fsdp.plan import choose_unit, describe_time
+from lit_fsdp.planning.plan import choose_unit, describe_time
+from lit_fsdp.planning.search import Candidate, format_changes
 from lit_fsdp.reporting.sections import Table, find_width, print_table
-from lit_fsdp.search import Candidate, format_changes
 from lit_fsdp.sharding.settings import PRESETS
 
 _GIB = 2**30

@@ -21,14 +21,14 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningModule
 
-from lit_fsdp.auto_strategy import NAME
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.planned_trainer import PlannedGpu, PlannedTrainer
-from lit_fsdp.planner import describe_step, enter_fit
-from lit_fsdp.search import Candidate, search
-from lit_fsdp.search_process import REQUEST, RESULT, RequestReader, SearchRequest
+from lit_fsdp.planning.auto_strategy import NAME
+from lit_fsdp.planning.planned_trainer import PlannedGpu, PlannedTrainer
+from lit_fsdp.planning.planner import describe_step, enter_fit
+from lit_fsdp.planning.search import Candidate, search
+from lit_fsdp.planning.search_process import REQUEST, RESULT, RequestReader, SearchRequest
+from lit_fsdp.planning.traced_search import make_tracer
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
-from lit_fsdp.traced_search import make_tracer
 
 
 def main(folder: Path) -> None:

@@ -17,14 +17,14 @@ from typing_extensions import override
 
 from lit_fsdp.adapters.lora import find_adapter_parameters
 from lit_fsdp.checkpoint.writer import CheckpointFormat
-from lit_fsdp.estimate import Hardware, ModelToTrain
-from lit_fsdp.forecast import NoForecastError, find_optimizer, guess_optimizer, guess_shape, measure_batch
-from lit_fsdp.hardware import find_gpu, find_usual_gpu
-from lit_fsdp.links import choose_links, parse_links
-from lit_fsdp.plan import Ranks, parse_memory
-from lit_fsdp.reader import UnreadableModuleError
-from lit_fsdp.search import Candidate, Problem, Variant, choose, count_tries, format_changes, search
-from lit_fsdp.search_process import NotPicklableError, SearchProcess, SearchRequest, pack_request
+from lit_fsdp.planning.estimate import Hardware, ModelToTrain
+from lit_fsdp.planning.forecast import NoForecastError, find_optimizer, guess_optimizer, guess_shape, measure_batch
+from lit_fsdp.planning.hardware import find_gpu, find_usual_gpu
+from lit_fsdp.planning.links import choose_links, parse_links
+from lit_fsdp.planning.plan import Ranks, parse_memory
+from lit_fsdp.planning.reader import UnreadableModuleError
+from lit_fsdp.planning.search import Candidate, Problem, Variant, choose, count_tries, format_changes, search
+from lit_fsdp.planning.search_process import NotPicklableError, SearchProcess, SearchRequest, pack_request
 from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
 from lit_fsdp.sharding.shard import Compile, find_roots

@@ -14,20 +14,20 @@ from math import ceil, prod
 import torch
 from torch import nn
 
-from lit_fsdp.model_reader import ModelReader
 from lit_fsdp.optim.adamw_8bit import BLOCK_SIZE, is_8bit
 from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.planning.model_reader import ModelReader
+from lit_fsdp.planning.reader import Reader, UnreadableModuleError
+from lit_fsdp.planning.step_parts import OUTSIDE, MicroBatch, Moment, UnitSizes, WalkSettings
+from lit_fsdp.planning.step_walk import Walk
+from lit_fsdp.planning.tape import FLOAT32, RELEASE, Op, Tape
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory import KINDS, Kind, label_unit
 from lit_fsdp.profiling.memory_trace import Peak, StepMemory
-from lit_fsdp.reader import Reader, UnreadableModuleError
 from lit_fsdp.sharding.activation_checkpointing import DEFAULT_SAVED_OPS, Recompute
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.wrap import Unit, count_shard_bytes, iterate_blocks
-from lit_fsdp.step_parts import OUTSIDE, MicroBatch, Moment, UnitSizes, WalkSettings
-from lit_fsdp.step_walk import Walk
-from lit_fsdp.tape import FLOAT32, RELEASE, Op, Tape
 
 
 @dataclass(frozen=True, kw_only=True)

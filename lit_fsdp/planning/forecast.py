@@ -8,13 +8,13 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lit_fsdp.closed_form import StepPrediction, predict_step
-from lit_fsdp.estimate import ModelToTrain
 from lit_fsdp.optim.factory import Optimizer
-from lit_fsdp.overrides import find_overrides
-from lit_fsdp.reader import UnreadableModuleError
+from lit_fsdp.planning.closed_form import StepPrediction, predict_step
+from lit_fsdp.planning.estimate import ModelToTrain
+from lit_fsdp.planning.overrides import find_overrides
+from lit_fsdp.planning.reader import UnreadableModuleError
+from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.sharding.wrap import plan_module
-from lit_fsdp.step_parts import MicroBatch
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
 

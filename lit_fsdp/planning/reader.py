@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from lit_fsdp.tape import Tape
+from lit_fsdp.planning.tape import Tape
 
 # Activation functions whose backward needs what they got.
 SAVES_INPUT = {"SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh"}

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from lit_fsdp.attention_reader import read_attention
-from lit_fsdp.expert_reader import is_mixture, read_mixture
-from lit_fsdp.linear_reader import get_features, is_linear, read_linear
-from lit_fsdp.norm_reader import is_norm, read_norm
-from lit_fsdp.reader import (
+from lit_fsdp.planning.attention_reader import read_attention
+from lit_fsdp.planning.expert_reader import is_mixture, read_mixture
+from lit_fsdp.planning.linear_reader import get_features, is_linear, read_linear
+from lit_fsdp.planning.norm_reader import is_norm, read_norm
+from lit_fsdp.planning.reader import (
     SAVES_INPUT,
     Reader,
     UnreadableModuleError,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lit_fsdp.planning.reader import Reader
+from lit_fsdp.planning.tape import FLOAT32
 from lit_fsdp.quantization.layers import QuantizedLinear
-from lit_fsdp.reader import Reader
-from lit_fsdp.tape import FLOAT32
 
 
 def read_lengths(reader: Reader, module: Any, key: str, values: tuple[int, int], features: tuple[int, int]) -> int:

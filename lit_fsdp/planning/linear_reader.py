@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from lit_fsdp.dora_reader import read_lengths
+from lit_fsdp.planning.dora_reader import read_lengths
+from lit_fsdp.planning.reader import Reader, UnreadableModuleError
+from lit_fsdp.planning.tape import FLOAT32
 from lit_fsdp.quantization.layers import QuantizedLinear
-from lit_fsdp.reader import Reader, UnreadableModuleError
-from lit_fsdp.tape import FLOAT32
 
 
 def read_linear(reader: Reader, name: str, module: Any, x: int) -> int:

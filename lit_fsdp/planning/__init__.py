@@ -1,0 +1,1 @@
+"""What a step will take, and which settings fit, before there is a GPU."""
