@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lit_fsdp.cli import main
+from lit_fsdp.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -19,11 +19,11 @@ from typing import Any
 
 import yaml
 
-from lit_fsdp.cli import main
+from lit_fsdp.cli.main import main
 
 # What a run imports late, loaded here so that forked ranks do not each pay for it.
 for _name in (
-    "lit_fsdp.trainer_cli",
+    "lit_fsdp.cli.train",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.utils.tensorboard",

@@ -10,7 +10,7 @@ from launches import fork_ranks, write_run
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from lit_fsdp.cli import main
+from lit_fsdp.cli.main import main
 
 ARCHITECTURE = {
     "vocab_size": 320,

@@ -11,7 +11,7 @@ import lightning.pytorch  # noqa: F401  sets up its loggers, once
 import pytest
 import yaml
 
-from lit_fsdp.cli import format_help, main
+from lit_fsdp.cli.main import format_help, main
 from lit_fsdp.errors import describe_exception, nearest
 from lit_fsdp.strategy.processes import choose_processes
 

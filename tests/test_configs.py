@@ -10,8 +10,8 @@ import pytest
 from launches import OURS
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.cli import main
-from lit_fsdp.trainer_cli import TrainerCLI
+from lit_fsdp.cli.main import main
+from lit_fsdp.cli.train import TrainerCLI
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(path.relative_to(ROOT) for path in (ROOT / "configs").glob("*.yaml"))

@@ -23,7 +23,7 @@ from lit_fsdp.callbacks import (
     TrafficLogger,
     WritePredictions,
 )
-from lit_fsdp.default_callbacks import Defaults, choose_callbacks
+from lit_fsdp.cli.default_callbacks import Defaults, choose_callbacks
 
 MEASURING = [StabilityMonitor, MemoryLogger, TrafficLogger, ThroughputLogger, OOMReport]
 MONITORS = [ClassReport, *MEASURING, SpokenReport, RunReport]

@@ -9,7 +9,7 @@ import torch
 from launches import fork_ranks, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lit_fsdp.cli import main
+from lit_fsdp.cli.main import main
 from lit_fsdp.export.model import Exported, export_model
 
 CHECKPOINT = "runs/run/version_0/checkpoints/last.ckpt"

@@ -15,8 +15,8 @@ import torch
 from launches import ROOT, fork_ranks
 from waiting import wait_until
 
-from lit_fsdp import bench_cli
-from lit_fsdp.cli import main
+from lit_fsdp.cli import bench as bench_cli
+from lit_fsdp.cli.main import main
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, Timing, count_wire_bytes, fit_line, measure_fabric
 from ranks import run_ranks
 

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 from launches import OURS, ROOT, fork_ranks, write_run
 
-from lit_fsdp import cli
 from lit_fsdp.callbacks import ThroughputLogger
+from lit_fsdp.cli import main as cli
 from lit_fsdp.planning.hardware import find_gpu
 from lit_fsdp.planning.plan import HEADROOM, OUTSIDE_BYTES, parse_memory
 from lit_fsdp.planning.step_forecast import StepForecast

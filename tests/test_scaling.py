@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from launches import write_run
 
-from lit_fsdp.cli import main
+from lit_fsdp.cli.main import main
 
 
 def write_report(folder: Path, ranks: int, per_s: float, exposed_s: float) -> str:

@@ -99,7 +99,7 @@ def test_what_other_trainings_warn_of_is_said_only_of_the_one_that_is_chosen(
     def choose_adapters(candidates: Sequence[Candidate]) -> Candidate:
         return next(c for c in candidates if "model.lora" in c.changes)
 
-    monkeypatch.setattr("lit_fsdp.plan_cli.choose", choose_adapters)
+    monkeypatch.setattr("lit_fsdp.cli.plan.choose", choose_adapters)
     (note,) = plan(*options)["search"]["notes"]
     assert warning in note
     said = capfd.readouterr()

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parent.parent
 TRACE = """
 import sys
 from pathlib import Path
-import lit_fsdp.trainer_cli  # not traced, which takes seconds
-from lit_fsdp.cli import main
+import lit_fsdp.cli.train  # not traced, which takes seconds
+from lit_fsdp.cli.main import main
 
 packages = ("lit_fsdp/", "tasks/", "lightning/", "torch/optim/", "torch/distributed/fsdp/")
 roots = [str(Path(p).resolve()) for p in sys.path if p]

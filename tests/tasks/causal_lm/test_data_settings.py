@@ -6,9 +6,9 @@ import pytest
 from launches import write_run
 from lightning.pytorch import Trainer
 
+from lit_fsdp.cli.train import run_trainer
 from lit_fsdp.tasks.causal_lm.data import TextData
 from lit_fsdp.tasks.causal_lm.tokenizer import TrainTokenizer, read_tokenizer_files, train_tokenizer
-from lit_fsdp.trainer_cli import run_trainer
 
 TEXT = "[user] word / [assistant] says / [me]"
 

@@ -13,7 +13,7 @@ from launches import ROOT, fork_ranks
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 
-from lit_fsdp.cli import main
+from lit_fsdp.cli.main import main
 
 QUICKSTART = ROOT / "configs" / "vit_digits_quickstart.yaml"
 

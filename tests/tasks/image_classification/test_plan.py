@@ -12,7 +12,7 @@ import yaml
 from image_training import write_folder
 from launches import OURS, fork_ranks
 
-from lit_fsdp import cli
+from lit_fsdp.cli import main as cli
 
 VIT = {"model_type": "vit", "image_size": 32, "patch_size": 4, "hidden_size": 64, "intermediate_size": 128}
 VIT |= {"num_hidden_layers": 3, "num_attention_heads": 4}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from speech_families import CSM, DIA, make_checkpoint
 from transformers import CsmForConditionalGeneration
 
-from lit_fsdp.cli import main
+from lit_fsdp.cli.main import main
 from lit_fsdp.tasks.tts.codec import load_codec
 from lit_fsdp.tasks.tts.formants import VOICES, synthesize
 from lit_fsdp.tasks.tts.generation import GREEDY, Sampling

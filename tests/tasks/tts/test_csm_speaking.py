@@ -16,7 +16,7 @@ from speech_training import build_trainer
 from transformers import CsmForConditionalGeneration
 
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.cli import main
+from lit_fsdp.cli.main import main
 from lit_fsdp.tasks import Listening, Sampling, SpeechData, TextToSpeech
 from lit_fsdp.tasks.tts.audio import Limits
 from lit_fsdp.tasks.tts.codec import load_codec

@@ -12,7 +12,7 @@ from speech_families import DAC, DIA, fit, make_checkpoint
 from transformers import DacConfig, DacModel, DiaForConditionalGeneration
 
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.cli import main
+from lit_fsdp.cli.main import main
 from lit_fsdp.tasks import Listening, Sampling, TextToSpeech
 from lit_fsdp.tasks.tts.families import parse_family
 from lit_fsdp.tasks.tts.formants import VOICES, synthesize

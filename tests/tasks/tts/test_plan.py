@@ -13,7 +13,7 @@ import yaml
 from launches import OURS, ROOT, fork_ranks
 from speech_families import CSM, DIA
 
-from lit_fsdp import cli
+from lit_fsdp.cli import main as cli
 from lit_fsdp.planning.search_report import apply_changes
 
 MINE = """

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from lit_fsdp.cli import main
+from lit_fsdp.cli.main import main
 from lit_fsdp.tasks.tts import runners
 from lit_fsdp.tasks.tts.audio import Limits, read_audio
 from lit_fsdp.tasks.tts.formants import SENTENCES, VOICES, build_small_codec, synthesize

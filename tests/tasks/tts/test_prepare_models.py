@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from speech_training import save_model
 from tiny_whisper import save_whisper
 
-from lit_fsdp.cli import main
+from lit_fsdp.cli.main import main
 from lit_fsdp.tasks.tts.audio import Limits, read_audio
 from lit_fsdp.tasks.tts.codec import load_codec
 from lit_fsdp.tasks.tts.formants import SENTENCES, VOICES, synthesize

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.cli import main
+from lit_fsdp.cli.main import main
 from lit_fsdp.tasks import TextToSpeech
 from lit_fsdp.tasks.tts.formants import build_small_codec
 from lit_fsdp.tasks.tts.generation import GREEDY, Sampling

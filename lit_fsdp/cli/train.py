@@ -28,8 +28,8 @@ import lit_fsdp.strategy.fsdp2  # registers `strategy: fsdp2`
 import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by its short name
 from lit_fsdp.callbacks import Preemption, ProgressBar
 from lit_fsdp.checkpoint.latest import describe_interruption, find_last_checkpoint
-from lit_fsdp.config_files import check_config_files
-from lit_fsdp.default_callbacks import Defaults, choose_callbacks
+from lit_fsdp.cli.config_files import check_config_files
+from lit_fsdp.cli.default_callbacks import Defaults, choose_callbacks
 from lit_fsdp.errors import (
     ConfigError,
     describe_config_error,

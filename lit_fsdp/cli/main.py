@@ -32,7 +32,7 @@ class Command:
     entry: str
 
 
-_TRAINER = "lit_fsdp.trainer_cli:run_trainer"
+_TRAINER = "lit_fsdp.cli.train:run_trainer"
 
 COMMANDS: dict[str, Command] = {
     "fit": Command(summary="Train, from the start or from --ckpt_path.", entry=_TRAINER),
@@ -41,27 +41,27 @@ COMMANDS: dict[str, Command] = {
     "predict": Command(summary="Run the model over the predict data.", entry=_TRAINER),
     "export": Command(
         summary="Write the model of a checkpoint for Transformers and other tools.",
-        entry="lit_fsdp.export_cli:run_export",
+        entry="lit_fsdp.cli.export:run_export",
     ),
     "plan": Command(
         summary="Tell what a run will take of GPUs, host and network, without any of them.",
-        entry="lit_fsdp.plan_cli:run_plan",
+        entry="lit_fsdp.cli.plan:run_plan",
     ),
     "prepare": Command(
         summary="Turn data into what a task trains on: `prepare tts` audio files into codes.",
-        entry="lit_fsdp.prepare_cli:run_prepare",
+        entry="lit_fsdp.cli.prepare:run_prepare",
     ),
     "speak": Command(
         summary="Turn text into WAV files with a speech model.",
-        entry="lit_fsdp.speech_cli:run_speak",
+        entry="lit_fsdp.cli.speak:run_speak",
     ),
     "export-voice": Command(
         summary="Write the model of a speech checkpoint for qwen-tts, with its voices built in.",
-        entry="lit_fsdp.speech_cli:run_export_voice",
+        entry="lit_fsdp.cli.speak:run_export_voice",
     ),
     "bench": Command(
         summary="Measure the machines: `bench comm` the connections between ranks.",
-        entry="lit_fsdp.bench_cli:run_bench",
+        entry="lit_fsdp.cli.bench:run_bench",
     ),
 }
 

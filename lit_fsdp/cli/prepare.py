@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
+from lit_fsdp.cli.export import ExportParser
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.export_cli import ExportParser
 from lit_fsdp.tasks.tts.audio import Limits
 from lit_fsdp.tasks.tts.formants import SPOKEN
 from lit_fsdp.tasks.tts.manifest import read_manifest

@@ -16,7 +16,8 @@ import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from typing_extensions import override
 
-from lit_fsdp.config_files import check_config_files
+from lit_fsdp.cli.config_files import check_config_files
+from lit_fsdp.cli.train import TrainerCLI
 from lit_fsdp.errors import ConfigError, describe_exception, is_debugging
 from lit_fsdp.planning.estimate import Hardware, ModelToTrain
 from lit_fsdp.planning.forecast import NoForecastError, describe_model, guess_optimizer, guess_shape, measure_batch
@@ -34,7 +35,6 @@ from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.planning.traced_search import make_tracer
 from lit_fsdp.sharding.wrap import plan_module
 from lit_fsdp.strategy.processes import count_devices
-from lit_fsdp.trainer_cli import TrainerCLI
 
 _OWN_OPTIONS = {"--device-memory": "--device_memory"}
 _MAX_RANKS = 2**20

@@ -21,9 +21,9 @@ from rich.table import Table
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 from typing_extensions import override
 
+from lit_fsdp.cli.scaling import bench_scaling, check_out_folder
 from lit_fsdp.errors import ConfigError, describe_config_error, explain_unknown_key, nearest, report_error
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, Line, Timing, fit_line, measure_fabric
-from lit_fsdp.scaling_cli import bench_scaling, check_out_folder
 from lit_fsdp.strategy.processes import is_torchrun
 from lit_fsdp.strategy.signals import put_off_interrupt
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lit_fsdp.export_cli import ExportParser
+from lit_fsdp.cli.export import ExportParser
 from lit_fsdp.tasks.tts.audio import AudioError, read_audio, write_wav
 from lit_fsdp.tasks.tts.codec import load_codec
 from lit_fsdp.tasks.tts.formants import SPOKEN, build_small_codec
