@@ -20,7 +20,7 @@ ROOMS = (
 DOORS = {
     "bitsandbytes": {"quantization", "optim"},
     "peft": {"adapters", "export"},
-    "lightning": {"strategy", "planning", "tasks", "callbacks", "cli"},
+    "lightning": {"strategy", "reporting", "planning", "tasks", "callbacks", "cli"},
     "pytorch_lightning": set(),  # a second copy of Lightning's classes
 }
 HOMELESS = {"utils", "util", "helpers", "common", "misc", "experimental"}
