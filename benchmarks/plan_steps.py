@@ -23,7 +23,7 @@ from lit_fsdp.sharding.wrap import Unit
 from lit_fsdp.tasks import TextToSpeech
 from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, sum_chunked_losses
 from lit_fsdp.tasks.image_classification.model import build_classifier, measure_images
-from lit_fsdp.tasks.tts.families import parse_family
+from lit_fsdp.tasks.tts.families.model_types import parse_family
 from lit_fsdp.tasks.tts.quantizing import list_rest
 
 

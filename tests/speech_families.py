@@ -12,10 +12,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from training import OPTIMIZER, Recorder, Result
 
 from lit_fsdp.tasks import Schedule, SpeechData, TextToSpeech
-from lit_fsdp.tasks.tts.families import parse_family
+from lit_fsdp.tasks.tts.families.model_types import parse_family
 from lit_fsdp.tasks.tts.generation import Sampling
 from lit_fsdp.tasks.tts.layout import Utterance
-from lit_fsdp.tasks.tts.prepared import PreparedRow
+from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
 from lit_fsdp.weights.load import init_weights, materialize
 

@@ -10,13 +10,13 @@ import torch
 
 from lit_fsdp.cli.export import ExportParser
 from lit_fsdp.errors import ConfigError
-from lit_fsdp.tasks.tts.audio import Limits
-from lit_fsdp.tasks.tts.formants import SPOKEN
-from lit_fsdp.tasks.tts.manifest import read_manifest
-from lit_fsdp.tasks.tts.preparing import Preparer
+from lit_fsdp.tasks.tts.codec.formants import SPOKEN
+from lit_fsdp.tasks.tts.preparation.audio import Limits
+from lit_fsdp.tasks.tts.preparation.manifest import read_manifest
+from lit_fsdp.tasks.tts.preparation.preparer import Preparer
+from lit_fsdp.tasks.tts.preparation.runners import Prepared, prepare_shards
+from lit_fsdp.tasks.tts.preparation.transcribe import fetch_transcriber
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model
-from lit_fsdp.tasks.tts.runners import Prepared, prepare_shards
-from lit_fsdp.tasks.tts.transcribing import fetch_transcriber
 
 
 def run_prepare(args: Sequence[str]) -> int:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from lit_fsdp.cli.export import ExportParser
-from lit_fsdp.tasks.tts.audio import AudioError, read_audio, write_wav
-from lit_fsdp.tasks.tts.codec import load_codec
-from lit_fsdp.tasks.tts.formants import SPOKEN, build_small_codec
-from lit_fsdp.tasks.tts.frame_codec import FrameCodec
+from lit_fsdp.tasks.tts.codec.codec_12hz import load_codec
+from lit_fsdp.tasks.tts.codec.formants import SPOKEN, build_small_codec
+from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
+from lit_fsdp.tasks.tts.evaluation.prompts import read_prompts
 from lit_fsdp.tasks.tts.generation import Sampling, Speech
+from lit_fsdp.tasks.tts.preparation.audio import AudioError, read_audio, write_wav
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
-from lit_fsdp.tasks.tts.prompts import read_prompts
 from lit_fsdp.tasks.tts.speaker import Reference, Speaker, open_speaker
 from lit_fsdp.tasks.tts.voice_export import export_voice
 

@@ -15,7 +15,7 @@ from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.pretrained import check_base, check_lora
-from lit_fsdp.tasks.tts.family import FamilyConfig
+from lit_fsdp.tasks.tts.families.family import FamilyConfig
 from lit_fsdp.tasks.tts.pretrained import find_speech_model
 from lit_fsdp.weights.base_weights import BASE, LORA, describe_base
 

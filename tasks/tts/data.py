@@ -15,12 +15,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lit_fsdp.tasks.loading import PADDING, ResumableLoader, build_eval_loader, build_train_loader
-from lit_fsdp.tasks.tts.families import find_family
-from lit_fsdp.tasks.tts.family import Family, FamilyConfig, Voice
-from lit_fsdp.tasks.tts.formants import SPOKEN, make_corpus
+from lit_fsdp.tasks.tts.codec.formants import SPOKEN, make_corpus
+from lit_fsdp.tasks.tts.evaluation.prompts import PromptRow, read_prompts
+from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig, Voice
+from lit_fsdp.tasks.tts.families.model_types import find_family
 from lit_fsdp.tasks.tts.layout import Batch, Utterance
-from lit_fsdp.tasks.tts.prepared import PreparedRow, read_rows
-from lit_fsdp.tasks.tts.prompts import PromptRow, read_prompts
+from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, read_rows
 from lit_fsdp.tasks.tts.step_counts import StepCounts
 from lit_fsdp.tasks.tts.text_dropout import TextDropout
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer

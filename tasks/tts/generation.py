@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import DynamicCache
 
+from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS
 from lit_fsdp.tasks.tts.layout import Batch
-from lit_fsdp.tasks.tts.model import Qwen3TTS
 
 _MIN_FRAMES = 2  # the official inference never ends before
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number"}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from lit_fsdp.quantization.layers import count_weights
-from lit_fsdp.tasks.tts.family import Family
+from lit_fsdp.tasks.tts.families.family import Family
 
 
 def describe_parameters(parts: Mapping[str, nn.Module | None]) -> str:

@@ -67,7 +67,7 @@ def find_codec(folder: Path) -> Path:
     Raises:
         ValueError: There is none.
     """
-    from lit_fsdp.tasks.tts.hub_codec import is_hub_codec
+    from lit_fsdp.tasks.tts.codec.hub_codec import is_hub_codec
 
     if is_hub_codec(folder):
         return folder
@@ -83,6 +83,6 @@ def find_codec(folder: Path) -> Path:
 
 def has_codec(folder: Path) -> bool:
     """Tell whether a folder holds a codec."""
-    from lit_fsdp.tasks.tts.hub_codec import is_hub_codec
+    from lit_fsdp.tasks.tts.codec.hub_codec import is_hub_codec
 
     return (folder / CODEC_FOLDER / "config.json").is_file() or is_hub_codec(folder)

@@ -8,7 +8,7 @@ from torch import nn
 
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.tasks.tts.family import Family
+from lit_fsdp.tasks.tts.families.family import Family
 
 _KEEPS_BASE = ("default", "gaussian")
 

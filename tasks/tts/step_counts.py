@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_fsdp.tasks.loading import ResumableLoader
-from lit_fsdp.tasks.tts.family import SpeechOutput
+from lit_fsdp.tasks.tts.families.family import SpeechOutput
 from lit_fsdp.tasks.tts.layout import Batch
 
 

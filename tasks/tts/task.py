@@ -24,11 +24,10 @@ from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.tasks.schedule import Schedule
 from lit_fsdp.tasks.tts.checkpoint_files import SPEECH, check_run, describe_run, read_generation_config
-from lit_fsdp.tasks.tts.families import parse_family, read_family
-from lit_fsdp.tasks.tts.family import Family, FamilyConfig, SpeechOutput
-from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
-from lit_fsdp.tasks.tts.layout import Batch
-from lit_fsdp.tasks.tts.listening import (
+from lit_fsdp.tasks.tts.evaluation.generated import SpeechReport, Spoken, describe_spoken
+from lit_fsdp.tasks.tts.evaluation.metrics import SpeechMetrics
+from lit_fsdp.tasks.tts.evaluation.predict import Prediction
+from lit_fsdp.tasks.tts.evaluation.speech_eval import (
     Heard,
     Listener,
     Listening,
@@ -40,13 +39,14 @@ from lit_fsdp.tasks.tts.listening import (
     run_on_first,
     write_audio,
 )
-from lit_fsdp.tasks.tts.metrics import SpeechMetrics
+from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig, SpeechOutput
+from lit_fsdp.tasks.tts.families.model_types import parse_family, read_family
+from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
+from lit_fsdp.tasks.tts.layout import Batch
 from lit_fsdp.tasks.tts.parts import check_parts, describe_parameters, freeze_parts
-from lit_fsdp.tasks.tts.predicting import Prediction
-from lit_fsdp.tasks.tts.prepared import PreparedRow
+from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 from lit_fsdp.tasks.tts.pretrained import check_stored, fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.quantizing import check_adapters, list_rest
-from lit_fsdp.tasks.tts.speaking import SpeechReport, Spoken, describe_spoken
 from lit_fsdp.tasks.tts.step_counts import count_step
 from lit_fsdp.weights.base_weights import fetch_config
 from lit_fsdp.weights.load import init_weights

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from lit_fsdp.tasks.loading import ResumableLoader
-from lit_fsdp.tasks.tts.family import Family
+from lit_fsdp.tasks.tts.families.family import Family
 from lit_fsdp.tasks.tts.layout import Batch
 
 

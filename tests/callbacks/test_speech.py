@@ -12,8 +12,8 @@ import torch
 from report_runs import Page, TinyTask, fit_tiny, read_numbers
 
 from lit_fsdp.callbacks import SpokenReport, speech
+from lit_fsdp.tasks.tts.evaluation.generated import Clip, SpeechReport, Spoken
 from lit_fsdp.tasks.tts.generation import Speech
-from lit_fsdp.tasks.tts.speaking import Clip, SpeechReport, Spoken
 
 TEXTS = ("good morning", "<script>alert(1)</script> | read /mnt/anna/secret/a.wav")
 

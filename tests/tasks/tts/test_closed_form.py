@@ -26,8 +26,8 @@ from lit_fsdp.sharding.shard import Sharding
 from lit_fsdp.sharding.wrap import Unit, plan_module
 from lit_fsdp.tasks import TextToSpeech
 from lit_fsdp.tasks.masks import keep_branches
-from lit_fsdp.tasks.tts.families import parse_family
-from lit_fsdp.tasks.tts.family import Family
+from lit_fsdp.tasks.tts.families.family import Family
+from lit_fsdp.tasks.tts.families.model_types import parse_family
 from lit_fsdp.tasks.tts.parts import freeze_parts
 from lit_fsdp.tasks.tts.quantizing import list_rest
 from ranks import run_ranks

@@ -10,7 +10,7 @@ from speech_families import CSM, build_model, learn, make_rows, make_utterances
 from torch import Tensor
 from transformers import CsmConfig, CsmForConditionalGeneration
 
-from lit_fsdp.tasks.tts.families import parse_family
+from lit_fsdp.tasks.tts.families.model_types import parse_family
 from lit_fsdp.tasks.tts.generation import GREEDY, SamplingValues
 from lit_fsdp.tasks.tts.parts import freeze_parts
 

@@ -18,13 +18,13 @@ from transformers import CsmForConditionalGeneration
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.cli.main import main
 from lit_fsdp.tasks import Listening, Sampling, SpeechData, TextToSpeech
-from lit_fsdp.tasks.tts.audio import Limits
-from lit_fsdp.tasks.tts.codec import load_codec
-from lit_fsdp.tasks.tts.formants import VOICES, synthesize
-from lit_fsdp.tasks.tts.listening import check_listening
-from lit_fsdp.tasks.tts.manifest import ManifestRow
-from lit_fsdp.tasks.tts.prepared import read_rows
-from lit_fsdp.tasks.tts.preparing import Preparer
+from lit_fsdp.tasks.tts.codec.codec_12hz import load_codec
+from lit_fsdp.tasks.tts.codec.formants import VOICES, synthesize
+from lit_fsdp.tasks.tts.evaluation.speech_eval import check_listening
+from lit_fsdp.tasks.tts.preparation.audio import Limits
+from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow
+from lit_fsdp.tasks.tts.preparation.prepared import read_rows
+from lit_fsdp.tasks.tts.preparation.preparer import Preparer
 from lit_fsdp.tasks.tts.speaker import open_speaker
 from lit_fsdp.tasks.tts.voice_export import build_model, export_voice, read_checkpoint
 from ranks import run_ranks

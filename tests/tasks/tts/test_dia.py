@@ -8,7 +8,7 @@ from speech_families import DIA, build_model, learn, make_rows, make_utterances
 from torch import Tensor
 from transformers import DiaConfig, DiaForConditionalGeneration, DiaProcessor
 
-from lit_fsdp.tasks.tts.families import parse_family
+from lit_fsdp.tasks.tts.families.model_types import parse_family
 from lit_fsdp.tasks.tts.generation import GREEDY, SamplingValues
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
 

@@ -14,13 +14,13 @@ from transformers import DacConfig, DacModel, DiaForConditionalGeneration
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.cli.main import main
 from lit_fsdp.tasks import Listening, Sampling, TextToSpeech
-from lit_fsdp.tasks.tts.families import parse_family
-from lit_fsdp.tasks.tts.formants import VOICES, synthesize
+from lit_fsdp.tasks.tts.codec.formants import VOICES, synthesize
+from lit_fsdp.tasks.tts.evaluation.generated import Spoken
+from lit_fsdp.tasks.tts.evaluation.speech_eval import Listener, check_listening, describe_clips
+from lit_fsdp.tasks.tts.families.model_types import parse_family
 from lit_fsdp.tasks.tts.generation import Speech
-from lit_fsdp.tasks.tts.listening import Listener, check_listening, describe_clips
-from lit_fsdp.tasks.tts.prepared import read_rows
+from lit_fsdp.tasks.tts.preparation.prepared import read_rows
 from lit_fsdp.tasks.tts.speaker import open_speaker
-from lit_fsdp.tasks.tts.speaking import Spoken
 from lit_fsdp.tasks.tts.voice_export import build_model, export_voice, read_checkpoint
 from ranks import run_ranks
 
@@ -129,7 +129,7 @@ def test_it_is_listened_to_at_the_rate_of_its_codec(codec: Path, monkeypatch: py
         rates.append(rate)
         return ["hm"]
 
-    monkeypatch.setattr("lit_fsdp.tasks.tts.listening.load_transcriber", lambda *_: transcribe)
+    monkeypatch.setattr("lit_fsdp.tasks.tts.evaluation.speech_eval.load_transcriber", lambda *_: transcribe)
     codes = torch.zeros(20, 4, dtype=torch.int64)
     row = Spoken(text="a", speaker="ada", target=codes.numpy(), speech=Speech(codes=codes, has_ended=True))
     clips = Listener(Listening(codec=str(codec), transcriber="some")).listen([row])

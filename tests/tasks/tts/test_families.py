@@ -10,7 +10,7 @@ import torch
 from speech_families import CSM, DIA, fit, make_rows, speak_unequally, train_plainly
 from training import Result
 
-from lit_fsdp.tasks.tts.prepared import write_shard
+from lit_fsdp.tasks.tts.preparation.prepared import write_shard
 from ranks import run_ranks
 
 

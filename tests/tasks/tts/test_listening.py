@@ -15,14 +15,15 @@ from speech_training import build_data, build_task, build_trainer, make_config, 
 from torch import Tensor
 
 from lit_fsdp.tasks import Listening, Sampling, TextToSpeech
-from lit_fsdp.tasks.tts import listening, transcribing
 from lit_fsdp.tasks.tts.config import parse_config
-from lit_fsdp.tasks.tts.prepared import write_shard
-from lit_fsdp.tasks.tts.speaking import Clip
+from lit_fsdp.tasks.tts.evaluation import speech_eval as listening
+from lit_fsdp.tasks.tts.evaluation.generated import Clip
+from lit_fsdp.tasks.tts.preparation import transcribe as transcribing
+from lit_fsdp.tasks.tts.preparation.prepared import write_shard
 from ranks import run_ranks
 
 GREEDY = Sampling(do_sample=False, predictor_do_sample=False, max_frames=6)
-LISTENING = "lit_fsdp.tasks.tts.listening"
+LISTENING = "lit_fsdp.tasks.tts.evaluation.speech_eval"
 
 
 @pytest.fixture(scope="module")

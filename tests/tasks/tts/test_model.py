@@ -12,11 +12,11 @@ from speech_golden import CONFIG, FILE, fill, make_audio, make_samples
 from torch import Tensor
 
 from lit_fsdp.tasks.tts.config import parse_config
+from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS, list_parts, load_model
+from lit_fsdp.tasks.tts.families.speaker_encoder import compute_mels
 from lit_fsdp.tasks.tts.generation import GREEDY, Chooser, Sampling, generate_codes
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, collate_prompts, collate_training, count_positions
-from lit_fsdp.tasks.tts.model import Qwen3TTS, list_parts, load_model
 from lit_fsdp.tasks.tts.parts import count_parts
-from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
 
 GOLDEN = load_file(FILE)
 # Kernels round differently between machines, and between one clip and a batch of them.

@@ -13,9 +13,9 @@ from speech_training import build_data, build_task, build_trainer, make_config, 
 
 from lit_fsdp.callbacks import WritePredictions
 from lit_fsdp.tasks import Listening, Sampling
+from lit_fsdp.tasks.tts.codec.formants import build_small_codec
 from lit_fsdp.tasks.tts.config import parse_config
-from lit_fsdp.tasks.tts.formants import build_small_codec
-from lit_fsdp.tasks.tts.prepared import write_shard
+from lit_fsdp.tasks.tts.preparation.prepared import write_shard
 from ranks import run_ranks
 
 SHORT = Sampling(do_sample=False, predictor_do_sample=False, max_frames=3)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from lit_fsdp.cli.main import main
-from lit_fsdp.tasks.tts import runners
-from lit_fsdp.tasks.tts.audio import Limits, read_audio
-from lit_fsdp.tasks.tts.formants import SENTENCES, VOICES, build_small_codec, synthesize
-from lit_fsdp.tasks.tts.prepared import read_rows, write_text
-from lit_fsdp.tasks.tts.preparing import Preparer
-from lit_fsdp.tasks.tts.runners import Prepared, prepare_shards
+from lit_fsdp.tasks.tts.codec.formants import SENTENCES, VOICES, build_small_codec, synthesize
+from lit_fsdp.tasks.tts.preparation import runners
+from lit_fsdp.tasks.tts.preparation.audio import Limits, read_audio
+from lit_fsdp.tasks.tts.preparation.prepared import read_rows, write_text
+from lit_fsdp.tasks.tts.preparation.preparer import Preparer
+from lit_fsdp.tasks.tts.preparation.runners import Prepared, prepare_shards
 
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("soxr")
@@ -142,7 +142,7 @@ def test_bad_files_are_rejected_with_the_reason_and_stop_nothing(clips: Path, tm
 def test_a_clip_that_fails_in_a_way_nobody_foresaw_is_rejected_too(
     clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lit_fsdp.tasks.tts import preparing
+    from lit_fsdp.tasks.tts.preparation import preparer as preparing
 
     def load(name: str, device: str) -> Any:
         def transcribe(audio: Any, rate: int, languages: Any) -> list[str]:
@@ -263,7 +263,7 @@ def test_shards_of_other_settings_are_not_mixed(clips: Path, tmp_path: Path) -> 
 
 
 def test_clips_without_text_are_transcribed(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lit_fsdp.tasks.tts import preparing
+    from lit_fsdp.tasks.tts.preparation import preparer as preparing
 
     heard: list[tuple[int, int, str]] = []
 

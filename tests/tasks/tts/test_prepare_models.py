@@ -12,14 +12,14 @@ from speech_training import save_model
 from tiny_whisper import save_whisper
 
 from lit_fsdp.cli.main import main
-from lit_fsdp.tasks.tts.audio import Limits, read_audio
-from lit_fsdp.tasks.tts.codec import load_codec
-from lit_fsdp.tasks.tts.formants import SENTENCES, VOICES, synthesize
-from lit_fsdp.tasks.tts.model import load_model
-from lit_fsdp.tasks.tts.prepared import PreparedRow, read_rows
-from lit_fsdp.tasks.tts.preparing import Preparer
-from lit_fsdp.tasks.tts.runners import prepare_shards
-from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
+from lit_fsdp.tasks.tts.codec.codec_12hz import load_codec
+from lit_fsdp.tasks.tts.codec.formants import SENTENCES, VOICES, synthesize
+from lit_fsdp.tasks.tts.families.qwen3_model import load_model
+from lit_fsdp.tasks.tts.families.speaker_encoder import compute_mels
+from lit_fsdp.tasks.tts.preparation.audio import Limits, read_audio
+from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, read_rows
+from lit_fsdp.tasks.tts.preparation.preparer import Preparer
+from lit_fsdp.tasks.tts.preparation.runners import prepare_shards
 
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("soxr")

@@ -22,8 +22,8 @@ from torch import Tensor
 from lit_fsdp.callbacks import WritePredictions
 from lit_fsdp.tasks import Sampling
 from lit_fsdp.tasks.tts.config import parse_config
-from lit_fsdp.tasks.tts.prepared import write_shard
-from lit_fsdp.tasks.tts.prompts import PromptRow, read_prompts
+from lit_fsdp.tasks.tts.evaluation.prompts import PromptRow, read_prompts
+from lit_fsdp.tasks.tts.preparation.prepared import write_shard
 from ranks import run_ranks
 
 GREEDY = Sampling(do_sample=False, predictor_do_sample=False, max_frames=6)

@@ -18,10 +18,10 @@ from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.cli.main import main
 from lit_fsdp.tasks import TextToSpeech
-from lit_fsdp.tasks.tts.formants import build_small_codec
+from lit_fsdp.tasks.tts.codec.formants import build_small_codec
+from lit_fsdp.tasks.tts.families.qwen3_model import load_model
 from lit_fsdp.tasks.tts.generation import GREEDY, Sampling
-from lit_fsdp.tasks.tts.model import load_model
-from lit_fsdp.tasks.tts.prepared import write_shard
+from lit_fsdp.tasks.tts.preparation.prepared import write_shard
 from lit_fsdp.tasks.tts.speaker import open_speaker
 from lit_fsdp.tasks.tts.voice_export import build_model, export_voice, read_checkpoint
 from ranks import run_ranks

@@ -32,9 +32,9 @@ from lit_fsdp.profiling.communication_meter import TrafficMeter
 from lit_fsdp.profiling.expected_communication import predict_bytes
 from lit_fsdp.tasks import Listening, Sampling, TextToSpeech
 from lit_fsdp.tasks.tts.config import parse_config
+from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS
 from lit_fsdp.tasks.tts.layout import Utterance, collate_training, encode_text
-from lit_fsdp.tasks.tts.model import Qwen3TTS
-from lit_fsdp.tasks.tts.prepared import PreparedRow, average_speakers, read_rows, write_shard
+from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, average_speakers, read_rows, write_shard
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
 from lit_fsdp.weights.load import init_weights, materialize
 from ranks import run_ranks

@@ -8,8 +8,8 @@ import pytest
 import torch
 from speech_families import CSM, DIA, build_data, build_model, build_task, make_rows, make_utterances
 
-from lit_fsdp.tasks.tts.families import parse_family
-from lit_fsdp.tasks.tts.prepared import write_shard
+from lit_fsdp.tasks.tts.families.model_types import parse_family
+from lit_fsdp.tasks.tts.preparation.prepared import write_shard
 
 
 def build(folder: Path, raw: dict[str, Any] = DIA, world_size: int = 1, rank: int = 0, **options: Any) -> Any:

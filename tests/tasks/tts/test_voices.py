@@ -11,9 +11,9 @@ from speech_training import build_trainer
 from training import build_trainer as build_ranked_trainer
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.tasks.tts.families import parse_family
+from lit_fsdp.tasks.tts.families.model_types import parse_family
 from lit_fsdp.tasks.tts.generation import Sampling
-from lit_fsdp.tasks.tts.prepared import PreparedRow, write_shard
+from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, write_shard
 from ranks import run_ranks
 
 SHORT = Sampling(max_frames=2)

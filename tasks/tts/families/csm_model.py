@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import CsmConfig, CsmForConditionalGeneration, DynamicCache
 
-from lit_fsdp.tasks.tts.family import SpeechOutput
+from lit_fsdp.tasks.tts.families.family import SpeechOutput
 from lit_fsdp.tasks.tts.generation import Chooser, SamplingValues, Speech, is_any
 from lit_fsdp.tasks.tts.layout import Batch
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from lit_fsdp.tasks.tts.manifest import read_lines
+from lit_fsdp.tasks.tts.preparation.manifest import read_lines
 
 
 @dataclass(frozen=True, kw_only=True)

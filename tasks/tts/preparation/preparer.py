@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lit_fsdp.tasks.tts.audio import Audio, AudioError, Limits, check_audio, import_libraries, read_audio
+from lit_fsdp.tasks.tts.codec.formants import SPOKEN, build_small_codec, describe_voice
 from lit_fsdp.tasks.tts.config import CONFIG, SpeechConfig, read_config, read_raw_config
-from lit_fsdp.tasks.tts.families import is_speech_model, read_family
-from lit_fsdp.tasks.tts.family import FamilyConfig
-from lit_fsdp.tasks.tts.formants import SPOKEN, build_small_codec, describe_voice
-from lit_fsdp.tasks.tts.manifest import ManifestRow
-from lit_fsdp.tasks.tts.prepared import PreparedRow
+from lit_fsdp.tasks.tts.families.family import FamilyConfig
+from lit_fsdp.tasks.tts.families.model_types import is_speech_model, read_family
+from lit_fsdp.tasks.tts.families.speaker_encoder import SpeakerEncoder, compute_mels, load_speaker_encoder
+from lit_fsdp.tasks.tts.preparation.audio import Audio, AudioError, Limits, check_audio, import_libraries, read_audio
+from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow
+from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
+from lit_fsdp.tasks.tts.preparation.transcribe import find_transcriber, load_transcriber
 from lit_fsdp.tasks.tts.pretrained import find_codec, find_speech_model
-from lit_fsdp.tasks.tts.speaker_encoder import SpeakerEncoder, compute_mels, load_speaker_encoder
-from lit_fsdp.tasks.tts.transcribing import find_transcriber, load_transcriber
 from lit_fsdp.weights.safetensors_io import compute_fingerprint
 
 if TYPE_CHECKING:  # it takes an eighth of a second, and most runs have no use for it
-    from lit_fsdp.tasks.tts.frame_codec import FrameCodec
+    from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
 
 _SMALL_VOICE = 128  # numbers in the embedding of a speaker by formulas
 
@@ -166,7 +166,7 @@ def _describe(error: Exception) -> str:
 
 @lru_cache(maxsize=1)
 def _load_codec(name: str, device: str) -> FrameCodec:
-    from lit_fsdp.tasks.tts.codec import load_codec
+    from lit_fsdp.tasks.tts.codec.codec_12hz import load_codec
 
     return load_codec(find_speech_model(name)).to(device)
 

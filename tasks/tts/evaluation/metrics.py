@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lit_fsdp.tasks.tts.family import SpeechOutput
+from lit_fsdp.tasks.tts.families.family import SpeechOutput
 from lit_fsdp.tasks.tts.layout import Batch
 
 

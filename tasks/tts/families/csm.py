@@ -14,17 +14,17 @@ from transformers import CsmConfig
 from typing_extensions import override
 
 from lit_fsdp.planning.model_reader import ModelReader
-from lit_fsdp.tasks.tts.csm_model import Csm, generate_csm
-from lit_fsdp.tasks.tts.csm_tape import read_csm
-from lit_fsdp.tasks.tts.family import Family, Voice, check_english, parse_hub_config
+from lit_fsdp.tasks.tts.codec.hub_codec import CODEC
+from lit_fsdp.tasks.tts.families.csm_model import Csm, generate_csm
+from lit_fsdp.tasks.tts.families.csm_tape import read_csm
+from lit_fsdp.tasks.tts.families.family import Family, Voice, check_english, parse_hub_config
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
-from lit_fsdp.tasks.tts.hub_codec import CODEC
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
 from lit_fsdp.weights.load import load_weights
 from lit_fsdp.weights.safetensors_io import TensorFiles
 
 if TYPE_CHECKING:
-    from lit_fsdp.tasks.tts.prepared import PreparedRow
+    from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 
 _END_OF_TEXT = "<|end_of_text|>"
 _MAX_FRAMES = 1125  # 90 seconds, as in the original inference

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.tasks.tts.manifest import ManifestRow
-from lit_fsdp.tasks.tts.preparing import Preparer
+from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow
+from lit_fsdp.tasks.tts.preparation.preparer import Preparer
 
 Job = tuple[Preparer, list[ManifestRow], Path]
 

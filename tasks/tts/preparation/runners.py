@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from lit_fsdp.checkpoint.manifest import describe_files
-from lit_fsdp.tasks.tts.manifest import ManifestRow, read_manifest
-from lit_fsdp.tasks.tts.prepared import SUMMARY, ShardFormat, write_shard, write_text
-from lit_fsdp.tasks.tts.preparing import Preparer, Rejected
-from lit_fsdp.tasks.tts.ray_runner import Job, run_on_ray
+from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow, read_manifest
+from lit_fsdp.tasks.tts.preparation.prepared import SUMMARY, ShardFormat, write_shard, write_text
+from lit_fsdp.tasks.tts.preparation.preparer import Preparer, Rejected
+from lit_fsdp.tasks.tts.preparation.ray_runner import Job, run_on_ray
 
 REJECTS = "rejects.jsonl"
 _PLAN = "prepare.json"  # what the shards in a folder were made of

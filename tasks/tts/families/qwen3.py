@@ -11,7 +11,9 @@ from typing_extensions import override
 
 from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.tasks.tts.config import MODEL_TYPE, SpeechConfig, parse_config
-from lit_fsdp.tasks.tts.family import Family, Voice
+from lit_fsdp.tasks.tts.families.family import Family, Voice
+from lit_fsdp.tasks.tts.families.qwen3_model import PREDICTOR_WEIGHT, Qwen3TTS, list_parts
+from lit_fsdp.tasks.tts.families.qwen3_tape import read_qwen3
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech, generate_codes
 from lit_fsdp.tasks.tts.layout import (
     Batch,
@@ -21,11 +23,9 @@ from lit_fsdp.tasks.tts.layout import (
     count_positions,
     encode_text,
 )
-from lit_fsdp.tasks.tts.model import PREDICTOR_WEIGHT, Qwen3TTS, list_parts
-from lit_fsdp.tasks.tts.qwen3_tape import read_qwen3
 
 if TYPE_CHECKING:
-    from lit_fsdp.tasks.tts.prepared import PreparedRow
+    from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 
 
 class Qwen3Family(Family):
@@ -65,7 +65,7 @@ class Qwen3Family(Family):
 
     @override
     def find_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
-        from lit_fsdp.tasks.tts.prepared import average_speakers
+        from lit_fsdp.tasks.tts.preparation.prepared import average_speakers
 
         return {**average_speakers(rows), **known}
 

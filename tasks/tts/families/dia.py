@@ -15,15 +15,15 @@ from typing_extensions import override
 
 from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.planning.step_parts import MicroBatch
-from lit_fsdp.tasks.tts.dia_model import Dia, generate_dia
-from lit_fsdp.tasks.tts.dia_tape import read_dia
-from lit_fsdp.tasks.tts.family import Family, Voice, check_english, parse_hub_config
+from lit_fsdp.tasks.tts.families.dia_model import Dia, generate_dia
+from lit_fsdp.tasks.tts.families.dia_tape import read_dia
+from lit_fsdp.tasks.tts.families.family import Family, Voice, check_english, parse_hub_config
+from lit_fsdp.tasks.tts.families.speech_tape import describe_batch
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
-from lit_fsdp.tasks.tts.speech_tape import describe_batch
 
 if TYPE_CHECKING:
-    from lit_fsdp.tasks.tts.prepared import PreparedRow
+    from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 
 FRAMES_PER_S = 44100 / 512  # of DAC at 44.1 kHz
 _SPEAKERS = ("[S1]", "[S2]")

@@ -7,8 +7,8 @@ from typing import Any
 
 from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.planning.reader import Context
-from lit_fsdp.tasks.tts.dia_model import Dia
-from lit_fsdp.tasks.tts.speech_tape import INDEX, pick, read_blocks, read_losses
+from lit_fsdp.tasks.tts.families.dia_model import Dia
+from lit_fsdp.tasks.tts.families.speech_tape import INDEX, pick, read_blocks, read_losses
 
 
 def read_dia(model: Dia, step: ModelReader) -> int:

@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
     DiaEOSChannelFilterLogitsProcessor,
 )
 
-from lit_fsdp.tasks.tts.family import SpeechOutput
+from lit_fsdp.tasks.tts.families.family import SpeechOutput
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech, build_warpers, is_any
 from lit_fsdp.tasks.tts.layout import Batch
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from lit_fsdp.planning.model_reader import ModelReader
-from lit_fsdp.tasks.tts.csm_model import Csm
-from lit_fsdp.tasks.tts.speech_tape import INDEX, pick, read_blocks, read_losses
+from lit_fsdp.tasks.tts.families.csm_model import Csm
+from lit_fsdp.tasks.tts.families.speech_tape import INDEX, pick, read_blocks, read_losses
 
 
 def read_csm(model: Csm, step: ModelReader) -> int:

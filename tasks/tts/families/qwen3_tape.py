@@ -9,8 +9,8 @@ from torch import nn
 
 from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.planning.reader import UnreadableModuleError
-from lit_fsdp.tasks.tts.model import Qwen3TTS
-from lit_fsdp.tasks.tts.speech_tape import INDEX, add_masked, pick, read_blocks, read_losses
+from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS
+from lit_fsdp.tasks.tts.families.speech_tape import INDEX, add_masked, pick, read_blocks, read_losses
 
 
 def read_qwen3(model: Qwen3TTS, step: ModelReader) -> int:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_fsdp.tasks.tts.config import SpeechConfig
-from lit_fsdp.tasks.tts.family import SpeechOutput
+from lit_fsdp.tasks.tts.families.family import SpeechOutput
+from lit_fsdp.tasks.tts.families.qwen3_talker import Talker, set_attention
+from lit_fsdp.tasks.tts.families.speaker_encoder import SpeakerEncoder
 from lit_fsdp.tasks.tts.layout import Batch
-from lit_fsdp.tasks.tts.speaker_encoder import SpeakerEncoder
-from lit_fsdp.tasks.tts.talker import Talker, set_attention
 
 PREDICTOR_WEIGHT = 0.3
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lit_fsdp.tasks.tts.config import CONFIG, MODEL_TYPE, read_raw_config
-from lit_fsdp.tasks.tts.family import Family, FamilyConfig
-from lit_fsdp.tasks.tts.qwen3 import Qwen3Family
+from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig
+from lit_fsdp.tasks.tts.families.qwen3 import Qwen3Family
 from lit_fsdp.weights.load import materialize
 
 MODEL_TYPES = (MODEL_TYPE, "csm", "dia")
@@ -27,11 +27,11 @@ def find_family(model_type: Any, *, where: str = "config") -> Family:
         return Qwen3Family()
     # Imported where they are needed: each takes a tenth of a second, and a run has use for one.
     if model_type == "csm":
-        from lit_fsdp.tasks.tts.csm import CsmFamily
+        from lit_fsdp.tasks.tts.families.csm import CsmFamily
 
         return CsmFamily()
     if model_type == "dia":
-        from lit_fsdp.tasks.tts.dia import DiaFamily
+        from lit_fsdp.tasks.tts.families.dia import DiaFamily
 
         return DiaFamily()
     known = ", ".join(repr(name) for name in MODEL_TYPES)

@@ -11,8 +11,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_fsdp.tasks.loading import PADDING
+from lit_fsdp.tasks.tts.evaluation.speech_eval import Listener
 from lit_fsdp.tasks.tts.generation import Speech
-from lit_fsdp.tasks.tts.listening import Listener
 
 
 class Prediction:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lit_fsdp.tasks.tts.audio import Audio
 from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
+from lit_fsdp.tasks.tts.preparation.audio import Audio
 from lit_fsdp.weights.base_weights import fetch_pretrained, find_pretrained
 
 Transcribe = Callable[[Sequence[Audio], int, Sequence[str]], list[str]]

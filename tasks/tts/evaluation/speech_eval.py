@@ -19,19 +19,19 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_fsdp.tasks.tts.codec.formants import SPOKEN, build_codec_config, build_small_codec
+from lit_fsdp.tasks.tts.codec.hub_codec import is_hub_codec, measure_hub_codec
 from lit_fsdp.tasks.tts.config import read_raw_config
-from lit_fsdp.tasks.tts.family import FamilyConfig
-from lit_fsdp.tasks.tts.formants import SPOKEN, build_codec_config, build_small_codec
+from lit_fsdp.tasks.tts.evaluation.generated import Clip, Spoken
+from lit_fsdp.tasks.tts.families.family import FamilyConfig
+from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS
+from lit_fsdp.tasks.tts.families.speaker_encoder import compute_mels
 from lit_fsdp.tasks.tts.generation import Speech
-from lit_fsdp.tasks.tts.hub_codec import is_hub_codec, measure_hub_codec
-from lit_fsdp.tasks.tts.model import Qwen3TTS
+from lit_fsdp.tasks.tts.preparation.transcribe import fetch_transcriber, load_transcriber
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_codec, find_speech_model
-from lit_fsdp.tasks.tts.speaker_encoder import compute_mels
-from lit_fsdp.tasks.tts.speaking import Clip, Spoken
-from lit_fsdp.tasks.tts.transcribing import fetch_transcriber, load_transcriber
 
 if TYPE_CHECKING:  # it takes an eighth of a second, and most runs have no use for it
-    from lit_fsdp.tasks.tts.frame_codec import FrameCodec
+    from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
 
 _MIN_SAMPLES = 4800  # shorter audio has too few frames to tell a voice
 Found = TypeVar("Found")
@@ -143,7 +143,7 @@ class Listener:
 
 def open_codec(name: str) -> FrameCodec:
     """Return a codec by the name or folder of its model."""
-    from lit_fsdp.tasks.tts.codec import load_codec
+    from lit_fsdp.tasks.tts.codec.codec_12hz import load_codec
 
     return build_small_codec() if name == SPOKEN else load_codec(find_speech_model(name))
 

@@ -24,10 +24,10 @@ from transformers.models.mimi.modeling_mimi import (
 )
 from typing_extensions import override
 
-from lit_fsdp.tasks.tts.codec_decoder import CodecDecoder, parse_decoder_config
+from lit_fsdp.tasks.tts.codec.decoder_12hz import CodecDecoder, parse_decoder_config
+from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
+from lit_fsdp.tasks.tts.codec.hub_codec import is_hub_codec, load_hub_codec
 from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
-from lit_fsdp.tasks.tts.frame_codec import FrameCodec
-from lit_fsdp.tasks.tts.hub_codec import is_hub_codec, load_hub_codec
 from lit_fsdp.tasks.tts.pretrained import find_codec
 
 MODEL_TYPE = "qwen3_tts_tokenizer_12hz"

@@ -19,8 +19,8 @@ from transformers import (
 )
 from typing_extensions import override
 
+from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
 from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
-from lit_fsdp.tasks.tts.frame_codec import FrameCodec
 from lit_fsdp.weights.load import load_weights, materialize
 
 MODEL_TYPES = ("mimi", "dac")

@@ -1,0 +1,1 @@
+"""Audio to frames of codes and back."""

@@ -1,0 +1,1 @@
+"""What generated speech sounds like, and what validation and prediction make of it."""
