@@ -43,9 +43,9 @@ class ThroughputLogger(Callback):
 
     Throughput is how ``train/tokens_seen`` or ``train/samples_seen``, which a task logs with the counts of all ranks,
     grows over this time. MFU is model FLOPs / (step time x peak FLOP/s), HFU the same with what is computed again in
-    backward; see ``lit_fsdp/profiling/flops.py`` for what is counted, ``lit_fsdp/planning/hardware.py`` for peaks. FLOPs are counted in
-    the first step of a run; later steps are taken to cost as many for each element of their batches, padding
-    included.
+    backward; see ``lit_fsdp.profiling.flops`` for what is counted, ``lit_fsdp.planning.hardware`` for peaks. FLOPs
+    are counted in the first step of a run; later steps are taken to cost as many for each element of their batches,
+    padding included.
 
     Every ``trainer.log_every_n_steps`` steps, one interval later, rank 0 logs ``speed/tokens_per_s``,
     ``speed/tokens_per_s_per_rank``, ``speed/step_s``, ``speed/data_s``, ``speed/forward_s``, ``speed/backward_s``,

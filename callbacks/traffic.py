@@ -28,8 +28,9 @@ class TrafficLogger(Callback):
     """Log what FSDP2 sends in a step, how long it takes, and how much of that time compute waits for it.
 
     Every all-gather, reduce-scatter and all-reduce of FSDP2 is timed where it runs, without waiting for it:
-    ``lit_fsdp.profiling.communication_meter``. Every ``log_every_n_steps`` steps the medians since the last time are logged, as means
-    over all ranks, one such interval later: ``comm/gather_gib``, ``comm/reduce_scatter_gib``, ``comm/all_reduce_gib``
+    ``lit_fsdp.profiling.communication_meter``. Every ``log_every_n_steps`` steps the medians since the last time are
+    logged, as means over all ranks, one such interval later: ``comm/gather_gib``, ``comm/reduce_scatter_gib``,
+    ``comm/all_reduce_gib``
     (full sizes), ``comm/collective_s``, ``comm/exposed_s``, ``comm/overlapped_s``, ``comm/exposed_pct`` (of the
     step, without the time between batches) and ``comm/bandwidth_gb_s`` (bus bandwidth). When ``fit`` ends, a table is
     printed. On a CPU collectives block, so everything is exposed.

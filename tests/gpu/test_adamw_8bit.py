@@ -6,7 +6,7 @@ import bitsandbytes
 import pytest
 import torch
 import torch.distributed as dist
-from given_gradients import build_weights, load_run, run_steps, save_run
+from fixed_gradients import build_weights, load_run, run_steps, save_run
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh

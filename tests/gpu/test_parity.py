@@ -1,4 +1,4 @@
-"""The parity of tests/test_parity.py on CUDA: one rank for each GPU, up to four."""
+"""The parity of tests/sharding/test_parity.py on CUDA: one rank for each GPU, up to four."""
 
 from pathlib import Path
 from typing import Any

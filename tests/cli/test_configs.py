@@ -13,7 +13,7 @@ from lit_fsdp import FSDP2Strategy
 from lit_fsdp.cli.main import main
 from lit_fsdp.cli.train import TrainerCLI
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(path.relative_to(ROOT) for path in (ROOT / "configs").glob("*.yaml"))
 
 

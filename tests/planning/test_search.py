@@ -11,7 +11,7 @@ import yaml
 from launches import OURS, write_run
 from planned_steps import predict_512
 from test_closed_form import Model
-from test_plan_cli import main, plan
+from test_plan import main, plan
 
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.closed_form import StepPrediction

@@ -10,7 +10,7 @@ import pytest
 import torch
 from launches import OURS, ROOT, fork_ranks, write_run
 from test_auto_traced import Recorded, check_refused
-from test_plan_cli import plan
+from test_plan import plan
 from torch import nn
 
 from lit_fsdp.planning.overrides import find_overrides, find_untraced, keeps_gradients

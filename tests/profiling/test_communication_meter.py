@@ -1,4 +1,4 @@
-"""What a meter measures, and that it changes nothing; calls and bytes are compared in ``test_traffic.py``."""
+"""What a meter measures, and that it changes nothing; ``test_expected_communication.py`` compares calls and bytes."""
 
 from collections.abc import Callable
 from itertools import pairwise

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from given_gradients import (
+from fixed_gradients import (
     MESHES,
     build_weights,
     list_unequal,

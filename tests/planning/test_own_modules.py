@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from launches import OURS, fork_ranks
-from test_plan_cli import plan
+from test_plan import plan
 
 MINE = """
 import torch

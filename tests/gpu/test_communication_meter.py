@@ -1,4 +1,4 @@
-"""What the meter of tests/test_traffic_meter.py finds between two GPUs, without the host waiting in a step."""
+"""What the meter of ``test_communication_meter.py`` finds between two GPUs, without the host waiting in a step."""
 
 import pytest
 import torch

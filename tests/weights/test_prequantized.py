@@ -11,7 +11,7 @@ import torch
 from models import build_language_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from test_export_adapter import PLAIN, Model, measure, run_model, save_base, train
+from test_adapter import PLAIN, Model, measure, run_model, save_base, train
 from torch import Tensor
 from torch.utils.data import DataLoader
 from training import OPTIMIZER, Rows, build_trainer, collate, gather_weights, make_rows

@@ -8,7 +8,7 @@ import bitsandbytes
 import pytest
 import torch
 import torch.distributed as dist
-from given_gradients import (
+from fixed_gradients import (
     MESHES,
     build_weights,
     list_unequal,

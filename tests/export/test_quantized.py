@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_export_adapter import PLAIN, run_model, save_base, train
+from test_adapter import PLAIN, run_model, save_base, train
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from lit_fsdp.checkpoint.reader import EXPORT

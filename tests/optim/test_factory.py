@@ -44,7 +44,7 @@ STOCK: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1e-2),
 }
 TOLERANCE = 1e-6
-NAMES = ["adamw_8bit", "adafactor"]  # tests/test_parity.py has AdamW
+NAMES = ["adamw_8bit", "adafactor"]  # tests/sharding/test_parity.py has AdamW
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def list_limits(name: str, truth: dict[str, Result]) -> dict[str, float]:
     """Return how far a run may be from the truth.
 
     A sum over ranks rounds in another order. float32 state carries that on as it is; in 8 bits it tips a code over to
-    the next one here and there (tests/test_adamw_8bit.py shows that nothing else differs). That must stay small beside
+    the next one here and there (test_adamw_8bit.py shows that nothing else differs). That must stay small beside
     what 8 bits cost in any case, on one device as well, and no single weight may be further off than by those.
     """
     if name != "adamw_8bit":

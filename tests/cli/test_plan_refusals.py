@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from launches import OURS, fork_ranks, write_run
-from test_plan_cli import main, plan
+from test_plan import main, plan
 
 from lit_fsdp.planning.plan import parse_memory
 

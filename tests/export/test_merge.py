@@ -13,7 +13,7 @@ import torch
 from models import LANGUAGE_MODELS, build_language_model
 from peft import PeftModel
 from safetensors.torch import load_file
-from test_export_adapter import PLAIN, save_base, train
+from test_adapter import PLAIN, save_base, train
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp.adapters.lora import LoRA, add_adapters

@@ -15,7 +15,7 @@ from lit_fsdp.cli.main import format_help, main
 from lit_fsdp.errors import describe_exception, nearest
 from lit_fsdp.strategy.processes import choose_processes
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TORCHRUN = {"RANK": "0", "GROUP_RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
 
 TASK = '''

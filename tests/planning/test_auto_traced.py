@@ -12,7 +12,7 @@ import torch
 import yaml
 from launches import OURS, Ended, fork_ranks, run_processes, write_run
 from planned_steps import predict_512
-from test_plan_cli import plan
+from test_plan import plan
 from test_search import describe
 from torch import nn
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from launches import OURS, write_run
 from test_closed_form import Model
-from test_plan_cli import plan
+from test_plan import plan
 from test_search import BIGGER, describe
 
 from lit_fsdp.planning.search import Candidate, Variant, choose, search
