@@ -41,7 +41,7 @@ def train(variant: str, ranks: int, steps: int, every: int) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from lit_fsdp import FSDP2Strategy
-    from lit_fsdp.tasks import CausalLM, Schedule
+    from lit_fsdp.tasks import CausalLM, LRSchedule
 
     class Clock(pl.Callback):
         def on_train_batch_start(self, *_: Any) -> None:
@@ -64,7 +64,7 @@ def train(variant: str, ranks: int, steps: int, every: int) -> None:
         trainer = pl.Trainer(
             accelerator="auto",
             devices=ranks,
-            strategy=FSDP2Strategy(print_plan=False, async_checkpoints=variant == "async"),
+            strategy=FSDP2Strategy(print_plan=False, async_save=variant == "async"),
             max_steps=steps,
             callbacks=[clock] if variant == "none" else [clock, keeper],
             enable_checkpointing=variant != "none",
@@ -72,7 +72,7 @@ def train(variant: str, ranks: int, steps: int, every: int) -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        task = CausalLM(config=CONFIG, schedule=Schedule(shape="constant"))
+        task = CausalLM(config=CONFIG, lr_scheduler=LRSchedule(type="constant"))
         trainer.fit(task, torch.utils.data.DataLoader(Rows(), batch_size=2))
         end = time.perf_counter()
         if trainer.is_global_zero:

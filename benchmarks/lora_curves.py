@@ -38,7 +38,7 @@ WAYS: dict[str, list[str]] = {
     "full": [],
     "LoRA": [LORA],
     "QLoRA int8": [LORA, "--model.quantization.type=int8"],
-    "QLoRA nf4": [LORA, "--model.quantization.type=nf4", "--model.quantization.double=false"],
+    "QLoRA nf4": [LORA, "--model.quantization.type=nf4", "--model.quantization.double_quant=false"],
     "QLoRA nf4 double": [LORA, "--model.quantization.type=nf4"],
     "QLoRA fp4 double": [LORA, "--model.quantization.type=fp4"],
 }
@@ -88,7 +88,7 @@ def write_config(folder: Path) -> None:
         },
         "model": {
             "class_path": "lit_fsdp.tasks.CausalLM",
-            "init_args": {"config": MODEL, "schedule": {"shape": "cosine", "warmup_steps": 10}},
+            "init_args": {"config": MODEL, "lr_scheduler": {"shape": "cosine", "warmup_steps": 10}},
         },
         "data": {
             "class_path": "lit_fsdp.tasks.TextData",

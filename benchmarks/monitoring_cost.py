@@ -29,8 +29,15 @@ import lightning.pytorch as pl
 import torch
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.callbacks import MemoryLogger, OOMReport, RunReport, StabilityMonitor, ThroughputLogger, TrafficLogger
-from lit_fsdp.tasks import CausalLM, Schedule
+from lit_fsdp.callbacks import (
+    CommunicationLogger,
+    MemoryLogger,
+    OOMReport,
+    RunReport,
+    StabilityMonitor,
+    ThroughputLogger,
+)
+from lit_fsdp.tasks import CausalLM, LRSchedule
 
 CONFIG = {
     "model_type": "llama",
@@ -91,7 +98,13 @@ def train(num_rounds: int, steps: int, length: int) -> None:
             times = Times()
             callbacks: list[pl.Callback] = [times]
             if is_measured:
-                callbacks += [StabilityMonitor(), MemoryLogger(), TrafficLogger(), ThroughputLogger(), OOMReport()]
+                callbacks += [
+                    StabilityMonitor(),
+                    MemoryLogger(),
+                    CommunicationLogger(),
+                    ThroughputLogger(),
+                    OOMReport(),
+                ]
                 callbacks.append(RunReport())
             trainer = pl.Trainer(
                 accelerator="cpu",
@@ -106,7 +119,7 @@ def train(num_rounds: int, steps: int, length: int) -> None:
                 enable_progress_bar=False,
                 enable_model_summary=False,
             )
-            task = CausalLM(config=CONFIG, schedule=Schedule(shape="constant"))
+            task = CausalLM(config=CONFIG, lr_scheduler=LRSchedule(type="constant"))
             trainer.fit(task, torch.utils.data.DataLoader(Rows(length if i < 0 else SHORT), batch_size=2))
             found.append((is_measured, *times.take_medians()))
             num_params = sum(p.numel() for p in task.parameters())
@@ -133,7 +146,7 @@ def format_results(result: dict[str, Any], args: argparse.Namespace) -> str:
         f"`python benchmarks/monitoring_cost.py {command}` on CPU ({platform.machine()}), 2 ranks with gloo; torch "
         f"{version('torch')}, lightning {version('lightning')}. Llama architecture, {result['params'] / 1e6:.1f} M "
         f"parameters in fp32, 2 x {args.length} tokens a rank and step, 2 x {SHORT} in the pairs. With: "
-        "StabilityMonitor, MemoryLogger, TrafficLogger, ThroughputLogger, OOMReport, RunReport. "
+        "StabilityMonitor, MemoryLogger, CommunicationLogger, ThroughputLogger, OOMReport, RunReport. "
         f"{args.rounds} pairs of runs of {args.steps} steps, the first {NUM_LEFT_OUT} left out."
     )
     head = f"# Cost of what is measured by default, {datetime.now(UTC).date().isoformat()}"

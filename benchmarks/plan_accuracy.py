@@ -38,7 +38,7 @@ from lit_fsdp.profiling.memory import KINDS, measure_states
 from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.parallelize import shard_module
-from lit_fsdp.sharding.shard import find_roots, hold_gradients, register_steps
+from lit_fsdp.sharding.shard import find_roots, no_sync, register_steps
 from lit_fsdp.sharding.wrap import plan_module
 from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.weights.load import init_weights, materialize
@@ -81,22 +81,22 @@ def measure(case: Case, device: torch.device) -> Allocated | None:
     """Run a step with real kernels; ``None`` for what a CPU cannot compare: with offload it is one device."""
     module, settings = make_model(case), make_settings(case)
     batch = {key: tensor.to(device) for key, tensor in make_batch(case).items()}
-    if device.type == "cpu" and (settings.offload is not None or case.on_gpu or not case.is_allocated):
+    if device.type == "cpu" and (settings.cpu_offload is not None or case.on_gpu or not case.is_allocated):
         return None
     with fake_ranks(case.world_size):
         sizes = {"world_size": case.world_size, "ranks_per_node": case.world_size}
         mesh = build_mesh(settings.mesh, device_type=device.type, timeout_s=60.0, **sizes)
         shard_module(module, settings, dtypes=read_precision(case.precision), mesh=mesh, device=device)
-        materialize(module, device, parameter_device=torch.device("cpu") if settings.offload else None)
+        materialize(module, device, parameter_device=torch.device("cpu") if settings.cpu_offload else None)
         register_steps(module, ["step"])
         init_weights(module.model, 0)
         optimizer = build_optimizer(module.parameters(), make_optimizer(case))
 
         def step() -> None:
             for i in range(case.num_micro_batches):
-                is_held = settings.sharding.hold_gradients and i + 1 < case.num_micro_batches
+                is_held = settings.sharding.no_sync and i + 1 < case.num_micro_batches
                 loss = module.step(batch)
-                with hold_gradients(*(find_roots(module) if is_held else [])):
+                with no_sync(*(find_roots(module) if is_held else [])):
                     loss.backward()
                 del loss
             optimizer.step()
@@ -152,7 +152,7 @@ def predict(case: Case, device: torch.device) -> StepPrediction | None:
     try:
         return predict_step(
             module,
-            plan_module(module, settings.units),
+            plan_module(module, settings.wrap),
             settings,
             dtypes=dtypes,
             optimizer=make_optimizer(case),

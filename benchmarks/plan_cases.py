@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from plan_models import IMAGE_FAMILIES, IMAGE_TOKENS, LARGE, TINY_FAMILIES, WRITTEN_WITH
 
-from lit_fsdp.sharding.cpu_offload import Offload
+from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.shard import Sharding
 
@@ -161,7 +161,7 @@ def _list_images() -> Iterator[Case]:
     shown = {**held, "is_held_out": False}
     yield Case(**shown, mode="nf4", precision="bf16-true", rows=4, recompute="selective", dropout=0.1)
     yield Case(**held, precision="32-true", rows=3, num_micro_batches=2, recompute="full", optimizer="adamw_8bit")
-    yield Case(**held, world_size=2, rows=4, settings={"offload": Offload()})
+    yield Case(**held, world_size=2, rows=4, settings={"cpu_offload": CPUOffload()})
     dropped = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     for on_gpu in (False, True):
         yield Case(**dino, world_size=2, rows=3, on_gpu=on_gpu, change={**TINY, **dropped})
@@ -204,7 +204,7 @@ def _list_speech() -> Iterator[Case]:
         yield Case(**held, rows=3, length=100)
         yield Case(**held, precision="bf16-true", world_size=2, rows=2, length=150, recompute="selective")
         yield Case(**held, mode="lora", precision="32-true", length=100, reshard=False, num_micro_batches=2)
-        holds = {"sharding": Sharding(hold_gradients=True)}
+        holds = {"sharding": Sharding(no_sync=True)}
         yield Case(**held, precision="32-true", world_size=8, rows=2, length=150, num_micro_batches=2, settings=holds)
         yield Case(**held, mode="nf4", precision="bf16-true", world_size=2, rows=2, length=100, recompute="full")
     large: dict[str, Any] = {"family": "qwen3_tts_0p6b", "is_held_out": True, "is_allocated": False}
@@ -224,7 +224,7 @@ def _list_large() -> Iterator[Case]:
         yield Case(**sizes, world_size=world_size, recompute="full", loss_chunks=8)
     yield Case(**qwen, precision="32-true", world_size=2, reshard=False)
     yield Case(**qwen, world_size=2, optimizer="adamw_8bit", recompute="selective")
-    yield Case(**qwen, world_size=2, settings={"offload": Offload()}, recompute="full")
+    yield Case(**qwen, world_size=2, settings={"cpu_offload": CPUOffload()}, recompute="full")
     vit = {"family": "vit", "change": LARGE["vit"], "rows": 32, **held_out}
     yield Case(**vit, world_size=2)
     yield Case(**vit, world_size=4, mode="lora", recompute="full")
@@ -257,11 +257,11 @@ def _list_settings() -> Iterator[Case]:
     yield Case(**half, mode="int8")
     yield Case(**llama, mode="lora", dropout=0.1)
     yield Case(**half, mode="nf4", dropout=0.1, recompute="full")
-    yield Case(**llama, settings={"offload": Offload()})
-    yield Case(**half, settings={"offload": Offload()}, recompute="full")
+    yield Case(**llama, settings={"cpu_offload": CPUOffload()})
+    yield Case(**half, settings={"cpu_offload": CPUOffload()}, recompute="full")
     yield Case(**{**llama, "world_size": 8}, settings={"mesh": Mesh(replicate=2)}, recompute="full")
     yield Case(**{**llama, "world_size": 8}, settings={"sharding": Sharding(reshard_after_forward=2)})
-    yield Case(**llama, settings={"sharding": Sharding(hold_gradients=True)}, num_micro_batches=2)
+    yield Case(**llama, settings={"sharding": Sharding(no_sync=True)}, num_micro_batches=2)
     yield from _list_mended(llama, half)
 
 
@@ -291,7 +291,7 @@ def _list_matrix(family: str, *, is_whole: bool = False) -> Iterator[Case]:
     precisions = ("32-true", "bf16-mixed", "bf16-true")
     extras: tuple[dict[str, Any], ...] = (
         {},
-        {"settings": {"offload": Offload()}},
+        {"settings": {"cpu_offload": CPUOffload()}},
         {"loss_chunks": 4},
         {"optimizer": "adamw_8bit"},
     )
@@ -302,7 +302,7 @@ def _list_matrix(family: str, *, is_whole: bool = False) -> Iterator[Case]:
         if is_new and not is_whole:
             continue
         extra = extras[(i % 4 + 2 * (recompute == "full") + i // 16) % 4]
-        # Offload on a single rank cannot be followed, and only language models have a loss in chunks.
+        # CPUOffload on a single rank cannot be followed, and only language models have a loss in chunks.
         if ("settings" in extra and world_size == 1) or ("loss_chunks" in extra and family != "llama"):
             extra = {}
         cell: dict[str, Any] = {"mode": mode, "recompute": recompute, "reshard": reshard, "world_size": world_size}

@@ -45,7 +45,10 @@ def plan(config: dict[str, Any], length: int, gpu: str, num_nodes: int, folder: 
     """Return what ``plan`` writes."""
     command = [sys.executable, "-m", "lit_fsdp", "plan", f"--config={ROOT / 'configs' / 'quickstart.yaml'}"]
     command += [f"--model.config={json.dumps(config)}", f"--data.seq_length={length}", "--trainer.precision=bf16-mixed"]
-    command += [f"--data.batch_size={BATCH if length < 4096 else 1}", "--trainer.strategy.recompute.mode=full"]
+    command += [
+        f"--data.batch_size={BATCH if length < 4096 else 1}",
+        "--trainer.strategy.activation_checkpointing.mode=full",
+    ]
     command += ["--devices=8", f"--nodes={num_nodes}", f"--gpu={gpu}", f"--link={GPUS[gpu]}", f"--out={folder}"]
     subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     found: dict[str, Any] = json.loads((folder / "plan.json").read_text())

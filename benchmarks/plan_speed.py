@@ -42,7 +42,7 @@ from lit_fsdp.planning.step_time import (
 from lit_fsdp.profiling.expected_communication import predict_bytes
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.sharding.activation_checkpointing import Recompute
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
 from lit_fsdp.sharding.settings import Settings
@@ -124,7 +124,7 @@ class Row:
         mode = {"full": "", "lora": ", LoRA", "nf4": ", NF4 + LoRA", "fp8": ", fp8"}[self.mode]
         batch = f"{self.rows}x{self.length}" + f" x{self.micro_batches}" * (self.micro_batches > 1)
         extra = {"none": "", "full": ", recompute", "selective": ", selective"}[self.recompute]
-        return f"{self.model}{mode}, {batch}{extra}" + ", compiled" * self.compiled + ", offload" * self.offload
+        return f"{self.model}{mode}, {batch}{extra}" + ", compiled" * self.compiled + ", offload" * self.cpu_offload
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -138,7 +138,7 @@ def read_rows(path: Path) -> list[Row]:
         step, rate = values.pop("step_s"), values.pop("tokens_per_s_per_gpu")
         tokens = values["rows"] * values["length"] * values["micro_batches"]
         values["measured_s"] = float(step) if step else tokens / float(rate)
-        for name in ("compiled", "offload"):
+        for name in ("compiled", "cpu_offload"):
             values[name] = values[name] == "yes"
         values["memory_gb_s"] = float(values["memory_gb_s"]) if values["memory_gb_s"] else None
         rows.append(Row(**values))
@@ -151,7 +151,7 @@ def count_work(row: Row) -> Workload:
     module, settings = _build(row), Settings(recompute=_recompute(row), mesh=Mesh(replicate=row.replicas))
     dtypes = MixedPrecision(storage_dtype=row.storage, param_dtype="bfloat16", reduce_dtype=row.reduce)  # type: ignore[arg-type]
     cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
-    plan = plan_module(module, settings.units)
+    plan = plan_module(module, settings.wrap)
     step = predict_step(
         module,
         plan,
@@ -173,7 +173,7 @@ def count_work(row: Row) -> Workload:
         moved_bytes=step.moved_bytes,
         update_bytes=count_update_bytes(plan, Optimizer(), num_shards=row.shards, itemsize=4),
         is_compiled=row.compiled,
-        offloaded_bytes=sum(count_shard_bytes(module, unit, row.shards) for unit in plan) if row.offload else 0,
+        offloaded_bytes=sum(count_shard_bytes(module, unit, row.shards) for unit in plan) if row.cpu_offload else 0,
     )
 
 
@@ -188,8 +188,8 @@ def _build(row: Row) -> nn.Module:
     return model
 
 
-def _recompute(row: Row) -> Recompute:
-    return Recompute(mode=row.recompute)  # type: ignore[arg-type]
+def _recompute(row: Row) -> ActivationCheckpointing:
+    return ActivationCheckpointing(mode=row.recompute)  # type: ignore[arg-type]
 
 
 def predict(row: Row, board_gb_s: float = 1.0, **changes: Any) -> StepTime:

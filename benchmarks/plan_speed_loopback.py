@@ -76,7 +76,7 @@ def predict(sizes: dict[str, int], comm: Path, num_ranks: int) -> float:
         model = AutoModelForCausalLM.from_config(config)
     dtypes, settings = read_precision("32-true"), Settings()
     cast_parameters(model, dtypes)
-    plan, group = plan_module(model, settings.units), Group(num_ranks=num_ranks)
+    plan, group = plan_module(model, settings.wrap), Group(num_ranks=num_ranks)
     units = predict_bytes(model, plan, settings.sharding, dtypes, num_shards=num_ranks)
     times = time_units(
         plan,

@@ -16,7 +16,7 @@ from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.sharding.activation_checkpointing import Recompute
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Sharding
 from lit_fsdp.sharding.wrap import Unit
@@ -43,7 +43,7 @@ class Model(nn.Module):
         if case.mode in ("nf4", "int8"):
             quantize_model(self.model, Quantization(type=case.mode))  # type: ignore[arg-type]
         if case.mode != "full":
-            add_adapters(self.model, LoRA(r=16, dropout=case.dropout, dora=case.mode == "dora"))
+            add_adapters(self.model, LoRA(r=16, dropout=case.dropout, use_dora=case.mode == "dora"))
         self.is_chunked = case.loss_chunks > 1
         if self.is_chunked:
             install_chunked_loss(self.model, case.loss_chunks)
@@ -68,7 +68,7 @@ class SpeechModel(nn.Module):
         if case.mode == "nf4":
             quantize_model(self.model, Quantization(), keep=list_rest(self.model, family))
         if case.mode != "full":
-            add_adapters(self.model, LoRA(r=16, targets=family.linears))
+            add_adapters(self.model, LoRA(r=16, target_modules=family.linears))
         self._family, self._weights, self._raw = family, family.weigh_losses(config), raw
 
     def configure_units(self, model: nn.Module) -> list[Unit]:
@@ -116,9 +116,13 @@ def make_micro_batch(case: Case) -> MicroBatch:
 
 def make_settings(case: Case) -> Settings:
     """Return the settings of the strategy."""
-    recompute: Any = Recompute(mode=case.recompute)  # type: ignore[arg-type]
+    recompute: Any = ActivationCheckpointing(mode=case.activation_checkpointing)  # type: ignore[arg-type]
     return Settings(
-        **{"recompute": recompute, "sharding": Sharding(reshard_after_forward=case.reshard), **case.settings}
+        **{
+            "activation_checkpointing": recompute,
+            "sharding": Sharding(reshard_after_forward=case.reshard),
+            **case.settings,
+        }
     )
 
 

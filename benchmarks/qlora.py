@@ -173,10 +173,10 @@ def train_ours(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
     import lightning.pytorch as pl
     from torch.utils.data import DataLoader
 
-    from lit_fsdp import FSDP2Strategy, Recompute
+    from lit_fsdp import ActivationCheckpointing, FSDP2Strategy
     from lit_fsdp.adapters.lora import LoRA
     from lit_fsdp.quantization.quantize import Quantization
-    from lit_fsdp.tasks import CausalLM, Schedule
+    from lit_fsdp.tasks import CausalLM, LRSchedule
 
     class Clock(pl.Callback):
         def on_train_start(self, *_: Any) -> None:
@@ -193,13 +193,16 @@ def train_ours(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
     if args.shape != "small":
         source = {"config": {"model_type": "llama", **SHAPES[args.shape]}}
     task = CausalLM(
-        **source, lora=LoRA(r=RANK, alpha=2 * RANK), quantization=Quantization(), schedule=Schedule(shape="constant")
+        **source,
+        lora=LoRA(r=RANK, alpha=2 * RANK),
+        quantization=Quantization(),
+        lr_scheduler=LRSchedule(type="constant"),
     )
     clock = Clock()
     trainer = pl.Trainer(
         accelerator="gpu" if is_cuda() else "cpu",
         devices=ranks,
-        strategy=FSDP2Strategy(print_plan=False, recompute=Recompute(mode="full")),
+        strategy=FSDP2Strategy(print_plan=False, activation_checkpointing=ActivationCheckpointing(mode="full")),
         precision="bf16-true",
         max_steps=args.steps,
         callbacks=[clock],

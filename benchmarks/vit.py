@@ -115,7 +115,7 @@ def run_ours(folder: Path, ranks: int, steps: int, clock: Clock) -> float:
     from torch.utils.data import DataLoader, DistributedSampler
 
     from lit_fsdp import FSDP2Strategy
-    from lit_fsdp.tasks import ImageClassification, Optimizer, Schedule
+    from lit_fsdp.tasks import ImageClassification, LRSchedule, Optimizer
 
     class Tick(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -140,7 +140,7 @@ def run_ours(folder: Path, ranks: int, steps: int, clock: Clock) -> float:
         num_classes=CLASSES,
         head="keep",
         optimizer=optimizer,
-        schedule=Schedule(shape="constant"),
+        lr_scheduler=LRSchedule(type="constant"),
     )
     images = make_images()
     sampler = DistributedSampler(images, ranks, int(os.environ["RANK"]), shuffle=False)

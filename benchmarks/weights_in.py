@@ -31,7 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from lit_fsdp.sharding.shard import Sharding, shard_model
-from lit_fsdp.sharding.wrap import Units, plan_units
+from lit_fsdp.sharding.wrap import Wrap, plan_units
 from lit_fsdp.weights.load import load_weights, materialize
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ def shard(model: nn.Module) -> nn.Module:
     """Shard a model over all ranks as ``FSDP2Strategy`` does."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     options = {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy()}
-    shard_model(model, plan_units(model, Units()), mesh=mesh, sharding=Sharding(), **options)
+    shard_model(model, plan_units(model, Wrap()), mesh=mesh, sharding=Sharding(), **options)
     return model
 
 

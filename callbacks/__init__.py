@@ -1,4 +1,5 @@
 from lit_fsdp.callbacks.classes import ClassReport
+from lit_fsdp.callbacks.communication import CommunicationLogger
 from lit_fsdp.callbacks.ema import EMA
 from lit_fsdp.callbacks.memory import MemoryLogger
 from lit_fsdp.callbacks.oom import OOMReport
@@ -11,11 +12,11 @@ from lit_fsdp.callbacks.speech import SpokenReport
 from lit_fsdp.callbacks.stability import StabilityMonitor, UnstableTrainingError
 from lit_fsdp.callbacks.summary import RunSummary
 from lit_fsdp.callbacks.throughput import ThroughputLogger
-from lit_fsdp.callbacks.traffic import TrafficLogger
 
 __all__ = [
     "EMA",
     "ClassReport",
+    "CommunicationLogger",
     "MemoryLogger",
     "OOMReport",
     "Preemption",
@@ -26,7 +27,6 @@ __all__ = [
     "SpokenReport",
     "StabilityMonitor",
     "ThroughputLogger",
-    "TrafficLogger",
     "UnstableTrainingError",
     "WritePredictions",
 ]

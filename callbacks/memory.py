@@ -28,7 +28,7 @@ from lit_fsdp.reporting.metrics import (
     take_peak_bytes,
 )
 from lit_fsdp.reporting.plots import write_png
-from lit_fsdp.reporting.rank_stats import RankExchange, Spread
+from lit_fsdp.reporting.rank_stats import AsyncRankStats, Spread
 from lit_fsdp.reporting.sections import Curve, Plot, Section, Table, print_table
 from lit_fsdp.reporting.step_memory import Comparison, describe_step, make_step_tables, plot_step
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
@@ -110,7 +110,7 @@ class MemoryLogger(Callback):
         self._device = trainer.strategy.root_device
         self._first_step = self._last_step = trainer.global_step
         self._peak_gib = 0.0
-        self._exchange = RankExchange(trainer, list(_read(self._device)))
+        self._exchange = AsyncRankStats(trainer, list(_read(self._device)))
         strategy = trainer.strategy
         self._can_trace = self.trace_step is not None
         if isinstance(strategy, FSDP2Strategy) and strategy.settings.compile is not None and self._can_trace:
@@ -174,7 +174,7 @@ class MemoryLogger(Callback):
         if self._can_trace and self._step_memory is None:
             self._notes.append(f"No step was followed: the run had no step {self.trace_step}.")
         if self._step_memory is not None:
-            exchange = RankExchange(trainer, KINDS)
+            exchange = AsyncRankStats(trainer, KINDS)
             exchange.start({kind: self._step_memory.peak.by_kind.get(kind, 0) for kind in KINDS})
             self._step_ranks = _finish(exchange)
         if trainer.is_global_zero and self._last_step > self._first_step and not is_trial(trainer):
@@ -257,7 +257,7 @@ class MemoryLogger(Callback):
         strategy, memory = trainer.strategy, self._step_memory
         if self._micro_batch is None or memory is None or not isinstance(strategy, FSDP2Strategy):
             return
-        if strategy.settings.offload is not None and self._device.type == "cpu":
+        if strategy.settings.cpu_offload is not None and self._device.type == "cpu":
             self._notes.append("Nothing was predicted: on a CPU, offload moves nothing.")
             return
         if (num_micro_batches := count_micro_batches(trainer)) is None:
@@ -377,7 +377,7 @@ def _spell(name: str) -> str:
     return f"{words.replace('_', ' ')}{unit}".replace("rss", "resident")
 
 
-def _finish(exchange: RankExchange) -> dict[str, Spread]:
+def _finish(exchange: AsyncRankStats) -> dict[str, Spread]:
     found = exchange.finish()
     assert found is not None
     return found[0]

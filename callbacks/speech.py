@@ -17,8 +17,8 @@ _UNITS = {"_pct": " %"}
 class SpokenReport(Callback):
     """Put the speech of the last validation into the report: audio, texts, and what was measured of it.
 
-    Reads ``report`` of the LightningModule, as ``TextToSpeech`` has it with ``speak_rows``; there is audio in it with
-    ``listening``. Does nothing for others.
+    Reads ``report`` of the LightningModule, as ``TextToSpeech`` has it with ``num_samples``; there is audio in it with
+    ``speech_eval``. Does nothing for others.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class SpokenReport(Callback):
             left = audible - len(sounds)
             notes.append(f"{left} of {audible} clips are left out: together they are too long for a page.")
         if not report.clips:
-            notes.append("There is no audio, as nothing decodes it: model.listening.codec does.")
+            notes.append("There is no audio, as nothing decodes it: model.speech_eval.codec does.")
         described = [_describe(row, clip) for row, clip in zip(report.rows, clips, strict=True)]
         return Section(
             title="Speech",

@@ -22,7 +22,7 @@ from lit_fsdp.profiling.clock import Clock
 from lit_fsdp.profiling.flops import FlopCounter, Flops, is_compiled
 from lit_fsdp.profiling.timeline import Step, Timeline
 from lit_fsdp.reporting.metrics import is_logging_step, read_metric
-from lit_fsdp.reporting.rank_stats import RankExchange, Spread
+from lit_fsdp.reporting.rank_stats import AsyncRankStats, Spread
 from lit_fsdp.reporting.sections import Curve, Plot, Section, Table, print_table
 from lit_fsdp.strategy.lightning_internals import watch_fetches
 
@@ -86,8 +86,8 @@ class ThroughputLogger(Callback):
         self._section = None
         self._notes: list[str] = []
         self._timeline = Timeline(Clock(trainer.strategy.root_device))
-        self._exchange = RankExchange(trainer, [*_TIMES, *_COMPUTE])
-        self._summary = RankExchange(trainer, [*_TIMES, *_COMPUTE])
+        self._exchange = AsyncRankStats(trainer, [*_TIMES, *_COMPUTE])
+        self._summary = AsyncRankStats(trainer, [*_TIMES, *_COMPUTE])
         self._first_step = self._step = trainer.global_step
         self._history = {name: array("d") for name in (*_TIMES, "elements")}  # of this rank, by step
         self._num_sent = 0  # steps of the history that were sent off already

@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lit_fsdp.planning.auto_strategy import AutoFSDP2Strategy
-    from lit_fsdp.sharding.activation_checkpointing import Recompute
-    from lit_fsdp.sharding.cpu_offload import Offload
+    from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
+    from lit_fsdp.sharding.cpu_offload import CPUOffload
     from lit_fsdp.sharding.mesh import Mesh
     from lit_fsdp.sharding.mixed_precision import MixedPrecision
     from lit_fsdp.sharding.shard import Compile, Sharding
-    from lit_fsdp.sharding.wrap import Unit, Units
+    from lit_fsdp.sharding.wrap import Unit, Wrap
     from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
 __all__ = [
+    "ActivationCheckpointing",
     "AutoFSDP2Strategy",
+    "CPUOffload",
     "Compile",
     "FSDP2Strategy",
     "Mesh",
     "MixedPrecision",
-    "Offload",
-    "Recompute",
     "Sharding",
     "Unit",
-    "Units",
+    "Wrap",
     "__version__",
 ]
 __version__ = version("lit_fsdp")
@@ -40,11 +40,11 @@ _HOMES = {
     "FSDP2Strategy": "strategy.fsdp2",
     "Mesh": "sharding.mesh",
     "MixedPrecision": "sharding.mixed_precision",
-    "Offload": "sharding.cpu_offload",
-    "Recompute": "sharding.activation_checkpointing",
+    "CPUOffload": "sharding.cpu_offload",
+    "ActivationCheckpointing": "sharding.activation_checkpointing",
     "Sharding": "sharding.shard",
     "Unit": "sharding.wrap",
-    "Units": "sharding.wrap",
+    "Wrap": "sharding.wrap",
 }
 
 

@@ -3,22 +3,22 @@
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.causal_lm import CausalLM, TextData, TrainTokenizer
-from lit_fsdp.tasks.image_classification import Augmentation, ImageClassification, ImageData, Mixing, Pixels
-from lit_fsdp.tasks.schedule import Schedule
-from lit_fsdp.tasks.tts import Listening, Sampling, SpeechData, TextToSpeech
+from lit_fsdp.tasks.image_classification import Augmentation, ImageClassification, ImageData, Mixup, Pixels
+from lit_fsdp.tasks.lr_schedule import LRSchedule
+from lit_fsdp.tasks.tts import Sampling, SpeechData, SpeechEval, TextToSpeech
 
 __all__ = [
     "Augmentation",
     "CausalLM",
     "ImageClassification",
     "ImageData",
-    "Listening",
-    "Mixing",
+    "LRSchedule",
+    "Mixup",
     "Optimizer",
     "Pixels",
     "Sampling",
-    "Schedule",
     "SpeechData",
+    "SpeechEval",
     "Task",
     "TextData",
     "TextToSpeech",

@@ -35,7 +35,7 @@ from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.grad_clipping import clip_grad_norm, clip_grad_value, compute_grad_norm, scale_gradients
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import forget_train_loader, log_again
-from lit_fsdp.tasks.schedule import ConfiguredLR, Schedule
+from lit_fsdp.tasks.lr_schedule import ConfiguredLR, LRSchedule
 from lit_fsdp.weights.load import init_weights, materialize
 
 LOSS_UNIT = 1024
@@ -49,18 +49,18 @@ class Task(LightningModule):
 
     Args:
         optimizer: Which one, and its settings.
-        schedule: How the learning rate moves.
+        lr_scheduler: How the learning rate moves.
     """
 
     target_name = "tokens"  # what is counted in train/<target_name>_seen
     has_perplexity = True  # whether the loss is one cross-entropy of tokens
     releases_gradients = True  # after the optimizer step, for plans: in optimizer_step
 
-    def __init__(self, optimizer: Optimizer | None = None, schedule: Schedule | None = None) -> None:
+    def __init__(self, optimizer: Optimizer | None = None, lr_scheduler: LRSchedule | None = None) -> None:
         super().__init__()
         self.optimizer_settings = optimizer or Optimizer()
-        self.schedule = schedule or Schedule()
-        self.schedule.check()
+        self.lr_scheduler = lr_scheduler or LRSchedule()
+        self.lr_scheduler.check()
         self.optimizer_settings.check()
         self.val_loss, self.test_loss = MeanMetric(), MeanMetric()
         for metric in (self.val_loss, self.test_loss):
@@ -149,7 +149,7 @@ class Task(LightningModule):
         """
         strategy = self.trainer.strategy
         if self.trainer.state.fn == TrainerFn.FITTING:
-            is_offloaded = isinstance(strategy, FSDP2Strategy) and strategy.settings.offload is not None
+            is_offloaded = isinstance(strategy, FSDP2Strategy) and strategy.settings.cpu_offload is not None
             self.optimizer_settings.check_device(torch.device("cpu") if is_offloaded else strategy.root_device)
         if not isinstance(strategy, FSDP2Strategy):
             materialize(self, torch.device("cpu"))
@@ -312,20 +312,22 @@ class Task(LightningModule):
         return {}
 
     def _build_schedule(self, optimizer: torch.optim.Optimizer) -> ConfiguredLR:
-        settings = self.schedule
+        settings = self.lr_scheduler
         num_steps = self.trainer.estimated_stepping_batches
         if self.trainer.ckpt_path is not None:  # restored already
             forget_train_loader(self.trainer)
         if num_steps == float("inf"):
-            if settings.shape != "constant" or settings.warmup_fraction:
+            if settings.type != "constant" or settings.warmup_ratio:
                 raise ValueError(
-                    "schedule: the run has no end that it could lead to; set trainer.max_steps or max_epochs, "
+                    "lr_scheduler: the run has no end that it could lead to; set trainer.max_steps or max_epochs, "
                     "or shape=constant with warmup_steps"
                 )
             num_steps = 0
-        warmup = settings.warmup_steps or round(settings.warmup_fraction * num_steps)
+        warmup = settings.warmup_steps or round(settings.warmup_ratio * num_steps)
         if num_steps and warmup > num_steps:
-            rank_zero_warn(f"schedule: {warmup} warm-up steps in a run of {int(num_steps)}: it ends before the peak")
+            rank_zero_warn(
+                f"lr_scheduler: {warmup} warm-up steps in a run of {int(num_steps)}: it ends before the peak"
+            )
         factor = partial(settings.compute_factor, num_warmup_steps=warmup, num_steps=int(num_steps))
         return ConfiguredLR(optimizer, factor)
 

@@ -85,7 +85,7 @@ def plan_quantization(folder: Path, model: nn.Module, given: Quantization | None
     options: dict[str, Any] = {"type": "int8"}
     if settings.get("load_in_4bit"):
         options = {"type": settings["bnb_4bit_quant_type"], "double": settings.get("bnb_4bit_use_double_quant", False)}
-    return _compare_quantization(Quantization(**options, skip=None if skip is None else tuple(skip)), given)
+    return _compare_quantization(Quantization(**options, skip_modules=None if skip is None else tuple(skip)), given)
 
 
 def _compare_quantization(stored: Quantization | None, given: Quantization | None) -> Quantization | None:
@@ -98,8 +98,8 @@ def _compare_quantization(stored: Quantization | None, given: Quantization | Non
                 f"quantization.{name.removeprefix('is_')}: got {ours!r}: the weights of pretrained are stored with "
                 f"{theirs!r}; leave quantization out"
             )
-    if given.skip is not None:
-        raise ValueError("quantization.skip: the weights of pretrained are quantized already; leave it out")
+    if given.skip_modules is not None:
+        raise ValueError("quantization.skip_modules: the weights of pretrained are quantized already; leave it out")
     return stored
 
 
@@ -138,9 +138,9 @@ def check_lora(stored: dict[str, Any], lora: LoRA) -> None:
         ValueError: With the setting and what it was.
     """
     own = asdict(lora)
-    names = ["alpha", "alpha_pattern", "rslora"]
-    if not {stored["init"], own["init"]} <= {"default", "gaussian", "loftq"}:
-        names.append("init")  # also says what was taken out of the base
+    names = ["alpha", "alpha_pattern", "use_rslora"]
+    if not {stored["init_lora_weights"], own["init_lora_weights"]} <= {"default", "gaussian", "loftq"}:
+        names.append("init_lora_weights")  # also says what was taken out of the base
     for name in names:
         if stored[name] != own[name]:
             raise ValueError(

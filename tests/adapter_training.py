@@ -41,9 +41,9 @@ TOLERANCE = 1e-6
 LORA = LoRA(r=4, alpha=8)
 BASES: dict[str, Quantization | None] = {
     "full": None,
-    "nf4": Quantization(double=False),
+    "nf4": Quantization(double_quant=False),
     "nf4 double": Quantization(),
-    "fp4": Quantization(type="fp4", double=False),
+    "fp4": Quantization(type="fp4", double_quant=False),
 }
 
 

@@ -18,8 +18,8 @@ from training import GLOBAL_BATCH, NUM_STEPS, OPTIMIZER, Recorder, Result, build
 from transformers import AutoConfig, AutoModelForImageClassification
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.sharding.buffers import unify_buffers
-from lit_fsdp.tasks import ImageClassification, ImageData, Pixels, Schedule
+from lit_fsdp.sharding.buffers import sync_buffers
+from lit_fsdp.tasks import ImageClassification, ImageData, LRSchedule, Pixels
 from lit_fsdp.tasks.image_classification.metrics import list_predictions
 from lit_fsdp.tasks.loading import build_train_loader
 from ranks import run_ranks
@@ -156,10 +156,10 @@ def fit(
     accumulate = options.get("accumulate_grad_batches", 1)
     recorder = Recorder()
     trainer = build_trainer(FSDP2Strategy(print_plan=False, **strategy), callbacks=[recorder], **options)
-    settings = {"num_classes": NUM_CLASSES, "head": "keep", "schedule": Schedule(shape="constant"), **task_options}
+    settings = {"num_classes": NUM_CLASSES, "head": "keep", "lr_scheduler": LRSchedule(type="constant"), **task_options}
     task = ImageClassification(pretrained=str(folder), optimizer=OPTIMIZER, **settings)
     trainer.fit(task, ImageRows(GLOBAL_BATCH // dist.get_world_size() // accumulate))
-    unify_buffers(task.model)  # as before an evaluation or a checkpoint
+    sync_buffers(task.model)  # as before an evaluation or a checkpoint
     recorder.result.weights = gather_weights(task)  # type: ignore[arg-type]
     if trainer.is_global_zero:
         torch.save(vars(recorder.result), out)

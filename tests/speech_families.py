@@ -11,7 +11,7 @@ from speech_training import GLOBAL_BATCH, NUM_STEPS, build_trainer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from training import OPTIMIZER, Recorder, Result
 
-from lit_fsdp.tasks import Schedule, SpeechData, TextToSpeech
+from lit_fsdp.tasks import LRSchedule, SpeechData, TextToSpeech
 from lit_fsdp.tasks.tts.families.model_types import parse_family
 from lit_fsdp.tasks.tts.generation import Sampling
 from lit_fsdp.tasks.tts.layout import Utterance
@@ -143,7 +143,7 @@ def learn(raw: dict[str, Any], rows: list[PreparedRow], voices: dict[str, Any], 
 
 def build_task(raw: dict[str, Any], **options: Any) -> TextToSpeech:
     source = {} if "pretrained" in options else {"config": raw}
-    return TextToSpeech(**source, optimizer=OPTIMIZER, schedule=Schedule(shape="constant"), **options)
+    return TextToSpeech(**source, optimizer=OPTIMIZER, lr_scheduler=LRSchedule(type="constant"), **options)
 
 
 def build_data(folder: Path, **options: Any) -> SpeechData:

@@ -13,7 +13,7 @@ from speech_golden import CONFIG, draw
 from training import OPTIMIZER, Environment
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.tasks import Schedule, SpeechData, TextToSpeech
+from lit_fsdp.tasks import LRSchedule, SpeechData, TextToSpeech
 from lit_fsdp.tasks.tts.codec.formants import build_codec_config, build_small_codec
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS
@@ -70,7 +70,7 @@ def make_rows(num_rows: int = NUM_STEPS * GLOBAL_BATCH) -> list[PreparedRow]:
 
 
 def build_task(**options: Any) -> TextToSpeech:
-    return TextToSpeech(config=make_config(), optimizer=OPTIMIZER, schedule=Schedule(shape="constant"), **options)
+    return TextToSpeech(config=make_config(), optimizer=OPTIMIZER, lr_scheduler=LRSchedule(type="constant"), **options)
 
 
 def build_data(folder: Path, **options: Any) -> SpeechData:

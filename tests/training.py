@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.tasks import CausalLM, Optimizer, Schedule
+from lit_fsdp.tasks import CausalLM, LRSchedule, Optimizer
 from lit_fsdp.tasks.loading import build_train_loader
 from ranks import run_ranks
 
@@ -167,7 +167,7 @@ def build_trainer(strategy: Any, *, callbacks: list[Any] | None = None, **option
 
 def build_task(folder: Path, **options: Any) -> CausalLM:
     """Return the task that starts from a saved model."""
-    return CausalLM(pretrained=str(folder), optimizer=OPTIMIZER, schedule=Schedule(shape="constant"), **options)
+    return CausalLM(pretrained=str(folder), optimizer=OPTIMIZER, lr_scheduler=LRSchedule(type="constant"), **options)
 
 
 def gather_weights(task: CausalLM) -> dict[str, Tensor]:

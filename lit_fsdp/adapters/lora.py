@@ -40,17 +40,18 @@ class LoRA:
         r: Rank of the additions.
         alpha: They are multiplied by ``alpha / r``.
         dropout: Of the inputs of the additions.
-        targets: Which layers get one: ``all-linear`` for all linear layers but the output head, a list of names or
-            their last parts, or a string that is a regular expression of whole names. Fused experts of mixtures are
+        target_modules: Which layers get one: ``all-linear`` for all linear layers but the output head, a list of names
+            or their last parts, or a string that is a regular expression of whole names. Fused experts of mixtures are
             no layers, and get none.
-        exclude: Names, or their last parts, that get none.
+        exclude_modules: Names, or their last parts, that get none.
         modules_to_save: Modules that are trained in full beside them, by name or last part, such as a new head.
-        rslora: Multiply by ``alpha / sqrt(r)`` instead (arXiv:2312.03732), which suits large ranks.
-        dora: Train the lengths of the weights' rows too (arXiv:2402.09353). Slower: dequantizes every weight again.
-        init: ``default`` and ``gaussian`` start as the base model. ``pissa`` (arXiv:2404.02948) and ``olora``
-            (arXiv:2406.01775) move the strongest directions of each weight into its adapter, ``pissa_niter_16``
-            with a fast randomized decomposition; what is left may be quantized. ``loftq`` (arXiv:2310.08659) fits
-            the adapter to the error of quantization.
+        use_rslora: Multiply by ``alpha / sqrt(r)`` instead (arXiv:2312.03732), which suits large ranks.
+        use_dora: Train the lengths of the weights' rows too (arXiv:2402.09353). Slower: dequantizes every weight
+            again.
+        init_lora_weights: ``default`` and ``gaussian`` start as the base model. ``pissa`` (arXiv:2404.02948) and
+            ``olora`` (arXiv:2406.01775) move the strongest directions of each weight into its adapter,
+            ``pissa_niter_16`` with a fast randomized decomposition; what is left may be quantized. ``loftq``
+            (arXiv:2310.08659) fits the adapter to the error of quantization.
         rank_pattern: Other ranks for some layers, by name, last part or regular expression.
         alpha_pattern: The same for ``alpha``.
         dtype: Of the trained parameters and their optimizer state; computed with in the precision of the run.
@@ -59,21 +60,21 @@ class LoRA:
     r: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
-    targets: str | Sequence[str] = "all-linear"
-    exclude: Sequence[str] = ()
+    target_modules: str | Sequence[str] = "all-linear"
+    exclude_modules: Sequence[str] = ()
     modules_to_save: Sequence[str] = ()
-    rslora: bool = False
-    dora: bool = False
-    init: Init = "default"
+    use_rslora: bool = False
+    use_dora: bool = False
+    init_lora_weights: Init = "default"
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     dtype: _DTypeName = "float32"
 
     def __post_init__(self) -> None:
-        for name in ("exclude", "modules_to_save"):
+        for name in ("exclude_modules", "modules_to_save"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # YAML gives lists
-        if not isinstance(self.targets, str):
-            object.__setattr__(self, "targets", tuple(self.targets))
+        if not isinstance(self.target_modules, str):
+            object.__setattr__(self, "target_modules", tuple(self.target_modules))
 
     def check(self, *, is_quantized: bool) -> None:
         """Refuse values with which nothing would be trained, or which contradict each other.
@@ -88,22 +89,28 @@ class LoRA:
             "r": (self.r >= 1 and all(r >= 1 for r in self.rank_pattern.values()), "1 or more"),
             "alpha": (self.alpha > 0 and all(a > 0 for a in self.alpha_pattern.values()), "above 0"),
             "dropout": (0 <= self.dropout < 1, "from 0 to below 1"),
-            "targets": (bool(self.targets), "all-linear, names or a regular expression"),
+            "target_modules": (bool(self.target_modules), "all-linear, names or a regular expression"),
         }
         try:
-            re.compile(self.targets if isinstance(self.targets, str) else "")
+            re.compile(self.target_modules if isinstance(self.target_modules, str) else "")
         except re.error as error:
-            raise ValueError(f"lora.targets: got {self.targets!r}: no regular expression: {error}") from error
+            raise ValueError(
+                f"lora.target_modules: got {self.target_modules!r}: no regular expression: {error}"
+            ) from error
         for name, (is_right, expected) in rules.items():
             if not is_right:
                 raise ValueError(f"lora.{name}: got {getattr(self, name)!r}: expected {expected}")
-        if self.init == "loftq" and not is_quantized:
+        if self.init_lora_weights == "loftq" and not is_quantized:
             raise ValueError(
-                "lora.init: got 'loftq': it fits adapters to the error of quantization, and there is none; set "
-                "quantization, or init to default or pissa"
+                "lora.init_lora_weights: got 'loftq': it fits adapters to the error of "
+                "quantization, and there is none; set "
+                "quantization, or init_lora_weights to default or pissa"
             )
-        if self.dora and self.init not in _RANDOM:
-            raise ValueError(f"lora.init: got {self.init!r} with dora, which starts as the base model; leave one out")
+        if self.use_dora and self.init_lora_weights not in _RANDOM:
+            raise ValueError(
+                f"lora.init_lora_weights: got {self.init_lora_weights!r} with use_dora, which "
+                "starts as the base model; leave one out"
+            )
 
     def build_config(self, base_model: str | None = None) -> LoraConfig:
         """Return the configuration of peft, as it is exported.
@@ -115,11 +122,11 @@ class LoRA:
             r=self.r,
             lora_alpha=_to_whole(self.alpha),
             lora_dropout=self.dropout,
-            target_modules=self.targets if isinstance(self.targets, str) else list(self.targets),
-            exclude_modules=[*self.exclude, *self.modules_to_save] or None,
+            target_modules=self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules),
+            exclude_modules=[*self.exclude_modules, *self.modules_to_save] or None,
             modules_to_save=list(self.modules_to_save) or None,
-            use_rslora=self.rslora,
-            use_dora=self.dora,
+            use_rslora=self.use_rslora,
+            use_dora=self.use_dora,
             rank_pattern=dict(self.rank_pattern),
             alpha_pattern={name: _to_whole(alpha) for name, alpha in self.alpha_pattern.items()},
             bias="none",
@@ -143,9 +150,10 @@ def add_adapters(model: nn.Module, lora: LoRA) -> None:
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError("lora: the model is sharded already, and adapters would not be; add them before")
     lora.check(is_quantized=next(iterate_quantized(model), None) is not None)
-    if lora.init not in _RANDOM and any(not parameter.is_meta for parameter in model.parameters()):
+    if lora.init_lora_weights not in _RANDOM and any(not parameter.is_meta for parameter in model.parameters()):
         raise ValueError(
-            f"lora.init: got {lora.init!r}: it is made of weights while they are loaded, and the model has its "
+            f"lora.init_lora_weights: got {lora.init_lora_weights!r}: it is made of weights "
+            "while they are loaded, and the model has its "
             'already; build it under torch.device("meta")'
         )
     _check_names(model, lora)
@@ -153,8 +161,8 @@ def add_adapters(model: nn.Module, lora: LoRA) -> None:
     num_owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     for name, layer in iterate_adapters(model):
         if obstacle := _find_obstacle(layer, lora, num_owners):
-            raise ValueError(f"lora.targets: {clean_name(name)}: {obstacle}")
-        layer.initialization = lora.init
+            raise ValueError(f"lora.target_modules: {clean_name(name)}: {obstacle}")
+        layer.initialization = lora.init_lora_weights
         if isinstance(layer.get_base_layer(), QuantizedLayer):
             layer.merge = _refuse_merge
     for _, module in _find_saved(model, lora):
@@ -180,7 +188,9 @@ def _inject(model: Any, lora: LoRA) -> None:
         inject_adapter_in_model(config, holder, ADAPTER)
     except (ValueError, NotImplementedError, TypeError, AttributeError) as error:
         reason = re.sub(r"\(\n.*\n\)", "", str(error), flags=re.DOTALL)  # a module as it prints itself
-        raise ValueError(f"lora.targets: got {lora.targets!r}: {' '.join(reason.split())[:200]}") from error
+        raise ValueError(
+            f"lora.target_modules: got {lora.target_modules!r}: {' '.join(reason.split())[:200]}"
+        ) from error
     # As peft leaves it: what it needs to find the same modules again.
     config.target_modules = sorted(name.removeprefix(f"{_HELD}.") for name in config.target_modules)
     for setting, given in patterns.items():
@@ -214,7 +224,8 @@ def check_units(model: nn.Module, units: Sequence[str]) -> None:
         inside = [unit for unit in units if unit.startswith(f"{name}.")]
         if inside and len(layer.lora_magnitude_vector):
             raise ValueError(
-                f"units: {inside[0]} would be gathered apart from the layer around it, whose dora needs its weight; "
+                f"wrap: {inside[0]} would be gathered apart from the layer around it, whose "
+                "use_dora needs its weight; "
                 "leave units at its default, or name larger modules"
             )
 
@@ -229,18 +240,18 @@ def find_targets(model: nn.Module, lora: LoRA) -> list[str]:
     Raises:
         ValueError: There are none.
     """
-    left_out = (*lora.exclude, *lora.modules_to_save)
+    left_out = (*lora.exclude_modules, *lora.modules_to_save)
     names = {n: m for n, m in model.named_modules() if n and not any(_is_inside(n, part) for part in left_out)}
-    if lora.targets == "all-linear":
+    if lora.target_modules == "all-linear":
         find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
         head = find_head()
         found = [n for n, m in names.items() if isinstance(m, nn.Linear | Conv1D) and m is not head]
-    elif isinstance(lora.targets, str):
-        found = [name for name in names if re.fullmatch(lora.targets, name)]
+    elif isinstance(lora.target_modules, str):
+        found = [name for name in names if re.fullmatch(lora.target_modules, name)]
     else:
-        found = [name for name in names if any(_ends_with(name, part) for part in lora.targets)]
+        found = [name for name in names if any(_ends_with(name, part) for part in lora.target_modules)]
     if not found:
-        raise ValueError(f"lora.targets: got {lora.targets!r}: no module of the model has such a name")
+        raise ValueError(f"lora.target_modules: got {lora.target_modules!r}: no module of the model has such a name")
     return found
 
 
@@ -325,7 +336,10 @@ def _to_whole(alpha: float) -> Any:
 def _check_names(model: nn.Module, lora: LoRA) -> None:
     """Refuse names that no module has; peft would leave them out in silence."""
     names = [name for name, _ in model.named_modules() if name]
-    wanted = {"targets": () if isinstance(lora.targets, str) else lora.targets, "exclude": lora.exclude}
+    wanted = {
+        "target_modules": () if isinstance(lora.target_modules, str) else lora.target_modules,
+        "exclude_modules": lora.exclude_modules,
+    }
     for setting, parts in {**wanted, "modules_to_save": lora.modules_to_save}.items():
         for part in parts:
             if not any(_ends_with(name, part) for name in names):
@@ -362,19 +376,31 @@ def _find_obstacle(layer: Any, lora: LoRA, num_owners: Mapping[int, int]) -> str
     """Return why an adapter could not work: what peft would compute, or we, is not what the setting says."""
     base = layer.get_base_layer()
     is_linear = ADAPTER in layer.lora_A and not getattr(layer, "fan_in_fan_out", False)
-    if lora.dora and not is_linear:
-        return "dora is only for linear layers; leave it out, or name other targets"
-    if lora.init in _RANDOM:
+    if lora.use_dora and not is_linear:
+        return "use_dora is only for linear layers; leave it out, or name other target_modules"
+    if lora.init_lora_weights in _RANDOM:
         return ""
     shape = getattr(base, "dense_shapes", {}).get("weight", getattr(base, "weight", torch.empty(0)).shape)
     if not is_linear or len(shape) != 2:
-        return f"init {lora.init!r} is only for linear layers; set it to default, or name other targets"
+        return (
+            f"init_lora_weights {lora.init_lora_weights!r} is only for linear layers; set it to "
+            "default, or name other target_modules"
+        )
     if layer.r[ADAPTER] > min(shape):
-        return f"init {lora.init!r} has no rank {layer.r[ADAPTER]} in a weight of {tuple(shape)}; set a smaller r"
+        return (
+            f"init_lora_weights {lora.init_lora_weights!r} has no rank {layer.r[ADAPTER]} in a "
+            f"weight of {tuple(shape)}; set a smaller r"
+        )
     if num_owners[id(base.weight)] > 1:
-        return f"init {lora.init!r} would change the weight that it shares; set it to default, or name other targets"
-    if lora.init == "loftq" and not isinstance(base, QuantizedLayer):
-        return "init 'loftq' fits the error of quantization, and this layer is not quantized; name other targets"
+        return (
+            f"init_lora_weights {lora.init_lora_weights!r} would change the weight that it shares; "
+            "set it to default, or name other target_modules"
+        )
+    if lora.init_lora_weights == "loftq" and not isinstance(base, QuantizedLayer):
+        return (
+            "init_lora_weights 'loftq' fits the error of quantization, and this layer is not "
+            "quantized; name other target_modules"
+        )
     return ""
 
 

@@ -55,7 +55,7 @@ class CheckpointWriter:
         report: Callable[[str], None],
     ) -> None:
         if is_async and checkpoint_format == "single_file":
-            raise ValueError("async_checkpoints: not used by checkpoint_format 'single_file'; leave one of them out")
+            raise ValueError("async_save: not used by checkpoint_format 'single_file'; leave one of them out")
         if save_frozen is False and checkpoint_format == "single_file":
             raise ValueError(
                 "save_frozen: got false: not used by checkpoint_format 'single_file'; leave one of them out"

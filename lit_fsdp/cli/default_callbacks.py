@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar as Lig
 
 from lit_fsdp.callbacks import (
     ClassReport,
+    CommunicationLogger,
     MemoryLogger,
     OOMReport,
     Preemption,
@@ -21,7 +22,6 @@ from lit_fsdp.callbacks import (
     SpokenReport,
     StabilityMonitor,
     ThroughputLogger,
-    TrafficLogger,
     WritePredictions,
 )
 
@@ -78,7 +78,7 @@ def _build_monitoring(defaults: Defaults) -> list[Callback]:
     return [
         StabilityMonitor(),
         MemoryLogger(fallback_dir=folder),
-        TrafficLogger(),
+        CommunicationLogger(),
         ThroughputLogger(),
         OOMReport(fallback_dir=folder),
         SpokenReport(),

@@ -294,7 +294,7 @@ def describe_unread_problem(step: PlannedStep, hardware: Hardware, device_bytes:
         micro_batch, unit = guess_shape(step.batch), "rows/s"
     model = ModelToTrain(
         module=step.module,
-        units=plan_module(step.module, step.strategy.settings.units),
+        units=plan_module(step.module, step.strategy.settings.wrap),
         dtypes=step.strategy.precision_plugin.mixed_precision,
         optimizer=guess_optimizer(step.module),
     )
@@ -359,7 +359,7 @@ def _check_search(*, search: bool, exact: bool, write: Path | None, device_bytes
 
 def _splits_batch(trainer: Trainer, module: LightningModule, data: Any) -> bool:
     """Whether micro-batches may be of another size, with accumulation in return, and all else stays the same."""
-    mixes = getattr(module, "mixing", None) is not None  # images of a micro-batch with each other
+    mixes = getattr(module, "mixup", None) is not None  # images of a micro-batch with each other
     counts = [trainer.val_check_interval, trainer.limit_train_batches]  # as whole numbers, of micro-batches
     is_counting = any(isinstance(count, int) and not isinstance(count, bool) for count in counts)
     return isinstance(getattr(data, "batch_size", None), int) and not mixes and not is_counting

@@ -45,7 +45,7 @@ def describe_adapters(model: PreTrainedModel, lora: LoRA, base_model: str | None
 
 def needs_base(lora: LoRA) -> bool:
     """Whether adapters can be exported only with their base at hand."""
-    return lora.init in _STARTS_ELSEWHERE
+    return lora.init_lora_weights in _STARTS_ELSEWHERE
 
 
 def write_adapter(

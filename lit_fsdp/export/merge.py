@@ -111,9 +111,9 @@ class AdaptedWeights:
         self.quantization = read_quantization(checkpoint)
         model = build_on_meta(checkpoint)
         # LoftQ would be refused over a base that is not quantized, as this one, so that it can be merged into.
-        add_adapters(model, replace(self.lora, init="default"))
+        add_adapters(model, replace(self.lora, init_lora_weights="default"))
         for _, layer in iterate_adapters(model):
-            layer.initialization = self.lora.init
+            layer.initialization = self.lora.init_lora_weights
         self.layers = {clean_name(f"{n}.{find_weight_name(m)}"): (n, m) for n, m in iterate_adapters(model)}
         self.trained = {n: n for n in checkpoint.tensors if is_saved(n, self.lora) and not is_adapter_name(n)}
         self._quantized: set[str] = set()

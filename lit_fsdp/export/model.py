@@ -135,11 +135,15 @@ def _check_combination(
         raise ValueError("quantization: adapters are not quantized; set merge to true, or leave it out")
     if needs_base(lora) and trained_over is not None:
         raise ValueError(
-            f"merge: got false: adapters of init {lora.init!r} over {trained_over.type} weights fit only what was left "
+            f"merge: got false: adapters of init_lora_weights {lora.init_lora_weights!r} over "
+            f"{trained_over.type} weights fit only what was left "
             "of these, which no other tool could load; set merge to true, which gives the model as it was trained"
         )
     if base is not None and not needs_base(lora):
-        raise ValueError(f"base: got {base!r}: adapters of init {lora.init!r} are exported without it; leave it out")
+        raise ValueError(
+            f"base: got {base!r}: adapters of init_lora_weights {lora.init_lora_weights!r} are "
+            "exported without it; leave it out"
+        )
     if max_shard_gb != _MAX_SHARD_GB:
         raise ValueError(f"max_shard_gb: got {max_shard_gb}: adapters are one file; leave it out")
 

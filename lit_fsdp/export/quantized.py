@@ -31,10 +31,10 @@ class Quantizer:
         self.settings = settings
         candidates = find_candidates(model)
         dense = [n for n, m in candidates.items() if not isinstance(m, nn.Linear) or f"{n}.weight" not in outputs]
-        if settings.skip is None:
+        if settings.skip_modules is None:
             find_head: Any = model.get_output_embeddings
             dense += [name for name, module in candidates.items() if module is find_head()]
-        quantize_model(model, replace(settings, skip=[*(settings.skip or ()), *dense]))
+        quantize_model(model, replace(settings, skip_modules=[*(settings.skip_modules or ()), *dense]))
         quantized = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
         self._weights = {f"{name}.weight": outputs[f"{name}.weight"].dtype for name in quantized}
         self._skipped = [n for n, m in candidates.items() if isinstance(m, nn.Linear) and n not in quantized]

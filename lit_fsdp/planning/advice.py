@@ -85,11 +85,14 @@ def _states(now: Situation) -> int:
 
 
 def _recompute(now: Situation) -> Suggestion | None:
-    if (now.settings.recompute.mode == "full" and now.settings.recompute.every == 1) or not now.num_blocks:
+    if (
+        now.settings.activation_checkpointing.mode == "full"
+        and now.settings.activation_checkpointing.every_n_blocks == 1
+    ) or not now.num_blocks:
         return None
     saved = _activations(now) * (now.num_blocks - 1) // now.num_blocks  # one block at a time is computed again
     cost = "forward of each block runs twice: about a third more compute"
-    return Suggestion(setting="trainer.strategy.recompute.mode: full", saved_bytes=saved, cost=cost)
+    return Suggestion(setting="trainer.strategy.activation_checkpointing.mode: full", saved_bytes=saved, cost=cost)
 
 
 def _split_micro_batches(now: Situation) -> Suggestion | None:
@@ -122,12 +125,12 @@ def _reshard(now: Situation) -> Suggestion | None:
 
 
 def _release_gradients(now: Situation) -> Suggestion | None:
-    if not now.settings.sharding.hold_gradients or now.num_shards == 1:
+    if not now.settings.sharding.no_sync or now.num_shards == 1:
         return None
     share = now.num_trainable / max(now.num_params, 1)
     saved = int(now.gathered_bytes * share) * (now.num_shards - 1) // now.num_shards
     cost = "gradients are reduced in every micro-batch"
-    return Suggestion(setting="trainer.strategy.sharding.hold_gradients: false", saved_bytes=saved, cost=cost)
+    return Suggestion(setting="trainer.strategy.sharding.no_sync: false", saved_bytes=saved, cost=cost)
 
 
 def _shard_replicas(now: Situation) -> Suggestion | None:
@@ -139,10 +142,10 @@ def _shard_replicas(now: Situation) -> Suggestion | None:
 
 
 def _offload(now: Situation) -> Suggestion | None:
-    if now.settings.offload is not None or not now.is_gpu:
+    if now.settings.cpu_offload is not None or not now.is_gpu:
         return None
     cost = "that much host memory; every step copies the shards up and the gradients down, AdamW runs on the CPU"
-    return Suggestion(setting="trainer.strategy.offload: {}", saved_bytes=_states(now), cost=cost)
+    return Suggestion(setting="trainer.strategy.cpu_offload: {}", saved_bytes=_states(now), cost=cost)
 
 
 def _add_ranks(now: Situation) -> Suggestion:

@@ -28,7 +28,7 @@ from lit_fsdp.planning.search_process import NotPicklableError, SearchProcess, S
 from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
 from lit_fsdp.sharding.shard import Compile, find_roots
-from lit_fsdp.sharding.wrap import Units, plan_module
+from lit_fsdp.sharding.wrap import Wrap, plan_module
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy, find_used_settings
 from lit_fsdp.strategy.lightning_internals import count_micro_batches
 
@@ -38,7 +38,7 @@ _PATIENCE_S = 10.0
 
 
 class AutoFSDP2Strategy(FSDP2Strategy):
-    """FSDP2Strategy that chooses ``mesh``, ``sharding``, ``recompute`` and ``offload`` itself when a run starts.
+    """FSDP2Strategy that chooses its settings of sharding, recomputation and offload when a run starts.
 
     It predicts memory and time of a step for every combination, as the search of ``plan`` does, takes the fastest that
     fits the GPU with the least memory, and prints what and why. All of these compute the same. What changes training
@@ -51,12 +51,12 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         device_memory: Of a GPU, with a unit, such as 15GiB, where less may be used than it has.
         link: What connects the GPUs, such as ``pcie4`` or ``nvlink4,ib400x8``, or a comm.json of ``bench comm``;
             ``null`` takes what usually connects such GPUs.
-        units: Which modules form an FSDP unit.
+        wrap: Which modules form an FSDP unit.
         mixed_precision: Dtypes that win over those of the Trainer's ``precision``.
         compile: Compile every block; ``null`` does not.
         checkpoint_format: As of FSDP2Strategy.
         save_frozen: As of FSDP2Strategy.
-        async_checkpoints: As of FSDP2Strategy.
+        async_save: As of FSDP2Strategy.
         print_plan: Print the units when ``fit`` starts.
         timeout_s: How long a collective may take before the run fails.
     """
@@ -65,22 +65,22 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         self,
         device_memory: str | None = None,
         link: str | None = None,
-        units: Units | None = None,
+        wrap: Wrap | None = None,
         mixed_precision: MixedPrecision | None = None,
         compile: Compile | None = None,  # noqa: A002
         checkpoint_format: CheckpointFormat = "sharded",
         save_frozen: bool | None = None,
-        async_checkpoints: bool = False,
+        async_save: bool = False,
         print_plan: bool = True,
         timeout_s: float = 1800.0,
     ) -> None:
         super().__init__(
-            units=units,
+            wrap=wrap,
             mixed_precision=mixed_precision,
             compile=compile,
             checkpoint_format=checkpoint_format,
             save_frozen=save_frozen,
-            async_checkpoints=async_checkpoints,
+            async_save=async_save,
             print_plan=print_plan,
             timeout_s=timeout_s,
         )
@@ -201,7 +201,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             # A trace takes both from the module; what is left are estimates of time that go for all settings alike.
             reason = str(error)
             micro_batch, optimizer = guess_shape(batch), guess_optimizer(module)
-        units = plan_module(module, self._configured.units)
+        units = plan_module(module, self._configured.wrap)
         model = ModelToTrain(module=module, units=units, dtypes=dtypes, optimizer=optimizer)
         hardware, device_bytes = self._find_hardware()
         ranks = Ranks(num_nodes=self.num_nodes, per_node=self.num_processes, num_replicas=1, num_shards=self.world_size)

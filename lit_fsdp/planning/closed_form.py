@@ -24,7 +24,7 @@ from lit_fsdp.planning.tape import FLOAT32, RELEASE, Op, Tape
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory import KINDS, Kind, label_unit
 from lit_fsdp.profiling.memory_trace import Peak, StepMemory
-from lit_fsdp.sharding.activation_checkpointing import DEFAULT_SAVED_OPS, Recompute
+from lit_fsdp.sharding.activation_checkpointing import DEFAULT_SAVED_OPS, ActivationCheckpointing
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.wrap import Unit, count_shard_bytes, iterate_blocks
@@ -112,7 +112,7 @@ def predict_step(
     own = sum(count_shard_bytes(model, unit, shards) for unit in plan)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     state, temporary = _measure_optimizer(parameters, optimizer, shards, device_type=device_type)
-    on_device = settings.offload is None
+    on_device = settings.cpu_offload is None
     walk = Walk(
         tape=tape,
         units=_measure_units(parameters, plan, settings, dtypes, num_shards=shards),
@@ -128,8 +128,8 @@ def predict_step(
         peak=max(moments, key=lambda moment: moment.num_bytes),
         moments=moments,
         host_by_kind={} if on_device else {**host, "optimizer_state": state},
-        flops=_count_flops(tape, settings.recompute, num_micro_batches),
-        moved_bytes=_count_moved(tape, settings.recompute, num_micro_batches),
+        flops=_count_flops(tape, settings.activation_checkpointing, num_micro_batches),
+        moved_bytes=_count_moved(tape, settings.activation_checkpointing, num_micro_batches),
     )
 
 
@@ -152,7 +152,7 @@ def _read_model(
     tape = Tape(itemsize=compute.itemsize, is_gpu=device_type != "cpu")
     names = {id(parameter): name for name, parameter in parameters.items()}
     reader = Reader(tape=tape, names=names, **vars(micro_batch))
-    recomputed = _list_recomputed(settings.recompute, list(iterate_blocks(plan)))
+    recomputed = _list_recomputed(settings.activation_checkpointing, list(iterate_blocks(plan)))
     try:
         return ModelReader(model=model, plan=plan, recomputed=recomputed, reader=reader).read()
     except (AttributeError, KeyError, IndexError, TypeError, StopIteration, OSError) as error:
@@ -166,8 +166,8 @@ def _find_compute_dtype(parameters: Mapping[str, nn.Parameter], dtypes: MixedPre
     return policy.param_dtype or max(floating, key=lambda dtype: dtype.itemsize)
 
 
-def _list_recomputed(recompute: Recompute, blocks: Sequence[str]) -> Sequence[str]:
-    return () if recompute.mode == "none" else blocks[:: recompute.every]
+def _list_recomputed(recompute: ActivationCheckpointing, blocks: Sequence[str]) -> Sequence[str]:
+    return () if recompute.mode == "none" else blocks[:: recompute.every_n_blocks]
 
 
 def _describe_walk(
@@ -179,19 +179,19 @@ def _describe_walk(
 ) -> WalkSettings:
     reduce = _find_reduce_dtype(parameters, dtypes)
     trained = next((p.dtype for p in parameters.values() if p.requires_grad), reduce)
-    recompute = settings.recompute
+    recompute = settings.activation_checkpointing
     saved = recompute.saved_ops or DEFAULT_SAVED_OPS if recompute.mode == "selective" else ()
     return WalkSettings(
         num_shards=mesh[1],
         is_replicated=mesh[0] > 1,
         num_micro_batches=num_micro_batches,
-        holds_gradients=settings.sharding.hold_gradients,
+        holds_gradients=settings.sharding.no_sync,
         reduce_itemsize=reduce.itemsize,
         casts_shards=trained != reduce,
         forward_prefetch=settings.sharding.forward_prefetch,
         backward_prefetch=settings.sharding.backward_prefetch,
         saved_ops=frozenset(name.removeprefix("aten.") for name in saved),
-        keeps_shards=settings.offload is None,
+        keeps_shards=settings.cpu_offload is None,
     )
 
 
@@ -300,7 +300,7 @@ def _count_state(parameter: torch.Tensor, local: int, optimizer: Optimizer) -> i
     return (local // columns + matrices * columns) * FLOAT32
 
 
-def _count_flops(tape: Tape, recompute: Recompute, num_micro_batches: int) -> Flops:
+def _count_flops(tape: Tape, recompute: ActivationCheckpointing, num_micro_batches: int) -> Flops:
     ops, twice = [step for step in tape.steps if isinstance(step, Op)], _list_run_twice(tape, recompute)
     n = num_micro_batches
     return Flops(
@@ -310,7 +310,7 @@ def _count_flops(tape: Tape, recompute: Recompute, num_micro_batches: int) -> Fl
     )
 
 
-def _count_moved(tape: Tape, recompute: Recompute, num_micro_batches: int) -> int:
+def _count_moved(tape: Tape, recompute: ActivationCheckpointing, num_micro_batches: int) -> int:
     total = 0
     for op in (step for step in tape.steps if isinstance(step, Op)):
         size = tape.sizes[op.output]
@@ -328,7 +328,7 @@ def _count_forward_moved(tape: Tape, op: Op) -> int:
     return sum(tape.sizes[value] for value in (*op.inputs, op.output)) + 2 * op.forward_temp
 
 
-def _list_run_twice(tape: Tape, recompute: Recompute) -> list[Op]:
+def _list_run_twice(tape: Tape, recompute: ActivationCheckpointing) -> list[Op]:
     """Return the operators that run once more in backward: up to the last one of a block that keeps something."""
     kept, found = _list_kept(recompute), []
     block: list[Op] | None = None
@@ -347,7 +347,7 @@ def _list_run_twice(tape: Tape, recompute: Recompute) -> list[Op]:
     return found
 
 
-def _list_kept(recompute: Recompute) -> set[str]:
+def _list_kept(recompute: ActivationCheckpointing) -> set[str]:
     """Return the operators that blocks which are computed again do not compute again."""
     saved = recompute.saved_ops or DEFAULT_SAVED_OPS
     return {name.removeprefix("aten.") for name in saved} if recompute.mode == "selective" else set()

@@ -30,7 +30,7 @@ from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.sharding.shard import find_roots, hold_gradients, register_steps
+from lit_fsdp.sharding.shard import find_roots, no_sync, register_steps
 from lit_fsdp.weights.load import materialize
 
 _DEVICE = torch.device("cpu")  # where fake tensors say they are: torch cannot fake a GPU without CUDA
@@ -118,12 +118,12 @@ def trace_training_step(
             optimizer,
             compute_loss=partial(compute_loss, fake),
             num_micro_batches=num_micro_batches,
-            is_held=settings.sharding.hold_gradients,
+            is_held=settings.sharding.no_sync,
             is_kept=keeps_gradients(module),
             clip_norm=clip_norm,
         )
         step(lambda _: None, num_micro_batches=1)  # makes the state of the optimizer
-        is_offloaded = settings.offload is not None
+        is_offloaded = settings.cpu_offload is not None
         trace = MemoryTrace(module, [optimizer], plan=plan, device=_DEVICE, is_offloaded=is_offloaded)
         return _follow(step, trace, fake)
 
@@ -182,7 +182,7 @@ def _run_step(
         if is_kept and i == 0:  # the gradients of the step before
             optimizer.zero_grad()
         begin_phase("backward")
-        with hold_gradients(*(find_roots(module) if is_held and i + 1 < num_micro_batches else [])):
+        with no_sync(*(find_roots(module) if is_held and i + 1 < num_micro_batches else [])):
             loss.backward()
         del loss
     begin_phase("optimizer")

@@ -85,7 +85,7 @@ def estimate_time(
     )
     counts = {"num_shards": shards, "num_replicas": replicas, "num_micro_batches": num_micro_batches}
     reshard = settings.sharding.reshard_after_forward
-    is_offloaded = settings.offload is not None
+    is_offloaded = settings.cpu_offload is not None
     work = Workload(
         flops=flops,
         plan=model.units,

@@ -70,7 +70,7 @@ def describe_model(module: LightningModule, strategy: FSDP2Strategy) -> ModelToT
     """
     return ModelToTrain(
         module=module,
-        units=plan_module(module, strategy.settings.units),
+        units=plan_module(module, strategy.settings.wrap),
         dtypes=strategy.precision_plugin.mixed_precision,
         optimizer=find_optimizer(module),
     )
@@ -103,7 +103,7 @@ def forecast_step(
     try:
         return predict_step(
             module,
-            plan_module(module, strategy.settings.units),
+            plan_module(module, strategy.settings.wrap),
             strategy.settings,
             dtypes=strategy.precision_plugin.mixed_precision,
             optimizer=find_optimizer(module),

@@ -169,7 +169,7 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     """
     settings, ranks, notes = step.strategy.settings, step.ranks, list(step.notes)
     counts = {"num_replicas": ranks.num_replicas, "num_micro_batches": step.num_micro_batches}
-    units, dtypes = plan_module(step.module, settings.units), step.strategy.precision_plugin.mixed_precision
+    units, dtypes = plan_module(step.module, settings.wrap), step.strategy.precision_plugin.mixed_precision
     traffic = predict_bytes(step.module, units, settings.sharding, dtypes, num_shards=ranks.num_shards, **counts)
     weights = count_weights(step.module)
     num_trained = sum(weights[name] for name, p in step.module.named_parameters() if p.requires_grad)
@@ -188,7 +188,7 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
         notes.append(f"FLOPs: none are known of {', '.join(found.flops.uncounted)}")
     if settings.compile is not None:
         notes.append("compile is left out: compiled blocks keep fewer activations, which no plan can see")
-    if settings.offload is not None:
+    if settings.cpu_offload is not None:
         notes.append("offload: shards, gradients and optimizer state are in host memory, where the optimizer runs")
     return Plan(
         memory=found.memory if traced is None else traced.memory,
@@ -252,7 +252,7 @@ def _forecast(step: PlannedStep, notes: list[str]) -> StepPrediction | None:
 def trace_exactly(step: PlannedStep) -> TracedStep:
     """Return what a step holds and does, followed operator by operator on tensors without values."""
     module, strategy = step.module, step.strategy
-    if strategy.settings.offload is not None and step.ranks.num_shards == 1:
+    if strategy.settings.cpu_offload is not None and step.ranks.num_shards == 1:
         raise ConfigError(
             "exact: offload with one shard cannot be traced yet, as the shard is the whole; leave exact, search or "
             "offload out, or use --devices 2"

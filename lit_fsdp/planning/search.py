@@ -16,8 +16,8 @@ from lit_fsdp.planning.step_time import StepTime
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory_trace import StepMemory
 from lit_fsdp.quantization.layers import iterate_quantized
-from lit_fsdp.sharding.activation_checkpointing import Recompute
-from lit_fsdp.sharding.cpu_offload import Offload
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
+from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Compile
@@ -123,14 +123,14 @@ def search(problem: Problem) -> list[Candidate]:
 
     Of what computes the same, that is the fastest that fits, and each that takes at least 5 % less than the one before
     it. Of every other training it is the fastest that fits and the smallest. Where none of a training fits, it is the
-    nearest to it. The global batch stays as it is. Offload is only tried where nothing fits without.
+    nearest to it. The global batch stays as it is. CPUOffload is only tried where nothing fits without.
     """
     configured = _estimate(problem, problem.variants[0], problem.settings, (problem.micro_batch.rows, {}))
     found: list[Candidate] = []
     for variant in problem.variants if problem.trace is None else _spread_optimizers(problem):
         if problem.trace is not None and any(candidate.fits for candidate in found):
             break
-        for offload in (None, problem.settings.offload or Offload()):
+        for offload in (None, problem.settings.cpu_offload or CPUOffload()):
             tried = list(_try_all(problem, variant, offload))
             found += tried
             # Of a variant that trains otherwise, anything that fits will do.
@@ -162,7 +162,7 @@ def format_changes(changes: Mapping[str, Any]) -> str:
     return ", ".join(f"{names[key]}={_spell(value)}" for key, value in changes.items())
 
 
-def _try_all(problem: Problem, variant: Variant, offload: Offload | None) -> Iterator[Candidate]:
+def _try_all(problem: Problem, variant: Variant, offload: CPUOffload | None) -> Iterator[Candidate]:
     own = variant.model.optimizer
     if offload is not None and own.name == "adamw_8bit_paged":  # its pages are in host memory already
         return
@@ -187,7 +187,7 @@ def _is_beaten(settings: Settings, known: Candidate) -> bool:
     """Whether settings, later in the list, only recompute more than what fits, or hold more than what does not."""
     own = known.settings
     if known.fits:
-        return replace(settings, recompute=own.recompute) == own
+        return replace(settings, activation_checkpointing=own.activation_checkpointing) == own
     return own.sharding.reshard_after_forward is True and replace(settings, sharding=own.sharding) == own
 
 
@@ -211,16 +211,16 @@ def _list_splits(problem: Problem) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _list_settings(
-    problem: Problem, variant: Variant, offload: Offload | None, num_micro_batches: int | None
+    problem: Problem, variant: Variant, offload: CPUOffload | None, num_micro_batches: int | None
 ) -> Iterator[Settings]:
     ranks, given = problem.ranks, problem.settings
     meshes = [given.mesh]
     if ranks.num_nodes > 1:  # what crosses nodes: everything, or gradients only
         meshes = list(dict.fromkeys([given.mesh, Mesh(), Mesh(replicate=-1, shard="node")]))
     blocks = next(iterate_blocks(variant.model.units), None) is not None
-    recomputes = [given.recompute]
-    if blocks and given.recompute.every == 1 and not given.recompute.saved_ops:
-        recomputes = [Recompute(mode=mode) for mode in ("none", "selective", "full")]
+    recomputes = [given.activation_checkpointing]
+    if blocks and given.activation_checkpointing.every_n_blocks == 1 and not given.activation_checkpointing.saved_ops:
+        recomputes = [ActivationCheckpointing(mode=mode) for mode in ("none", "selective", "full")]
     num = num_micro_batches or problem.num_micro_batches
     for mesh in meshes:
         _, shards = mesh.resolve(world_size=ranks.world_size, ranks_per_node=ranks.per_node)
@@ -232,9 +232,11 @@ def _list_settings(
         sizes = dict.fromkeys([*([] if isinstance(own, bool) else [own]), ranks.per_node])
         keeps += [(size, False) for size in sizes if 1 < size < shards and shards % size == 0]
         for reshards, holds in keeps if shards > 1 else [(True, False)]:
-            sharding = replace(given.sharding, reshard_after_forward=reshards, hold_gradients=holds)
+            sharding = replace(given.sharding, reshard_after_forward=reshards, no_sync=holds)
             for recompute in recomputes:
-                yield replace(given, mesh=mesh, sharding=sharding, recompute=recompute, offload=offload)
+                yield replace(
+                    given, mesh=mesh, sharding=sharding, activation_checkpointing=recompute, cpu_offload=offload
+                )
 
 
 def _spread_optimizers(problem: Problem) -> list[Variant]:
@@ -249,7 +251,7 @@ def _spread_optimizers(problem: Problem) -> list[Variant]:
     return sorted(spread, key=lambda variant: bool(_CHANGES_RESULT & variant.changes.keys()))
 
 
-def _list_optimizers(variant: Variant, offload: Offload | None) -> list[Optimizer]:
+def _list_optimizers(variant: Variant, offload: CPUOffload | None) -> list[Optimizer]:
     given = variant.model.optimizer
     trained, total = (sum(getattr(u, name) for u in variant.model.units) for name in ("num_trainable", "num_params"))
     if given.name != "adamw" or offload is not None or trained < 0.1 * total:
@@ -332,15 +334,15 @@ def _list_changes(given: Settings, chosen: Settings) -> dict[str, Any]:
             given.sharding.reshard_after_forward,
             chosen.sharding.reshard_after_forward,
         ),
-        "sharding.hold_gradients": (given.sharding.hold_gradients, chosen.sharding.hold_gradients),
-        "recompute.mode": (given.recompute.mode, chosen.recompute.mode),
+        "sharding.no_sync": (given.sharding.no_sync, chosen.sharding.no_sync),
+        "activation_checkpointing.mode": (given.activation_checkpointing.mode, chosen.activation_checkpointing.mode),
     }
     changes: dict[str, Any] = {}
     for key, (old, new) in pairs.items():
         if old != new or type(old) is not type(new):  # true is not 1
             changes[f"{_STRATEGY}.{key}"] = new
-    if given.offload != chosen.offload:
-        changes[f"{_STRATEGY}.offload"] = None if chosen.offload is None else {}
+    if given.cpu_offload != chosen.cpu_offload:
+        changes[f"{_STRATEGY}.cpu_offload"] = None if chosen.cpu_offload is None else {}
     return changes
 
 

@@ -108,8 +108,8 @@ class WalkSettings:
         holds_gradients: Whether only the last of them reduces.
         reduce_itemsize: Bytes of a number of the dtype that gradients are reduced in.
         casts_shards: Whether gradients are kept in another dtype than they are reduced in.
-        forward_prefetch: Units gathered ahead in forward.
-        backward_prefetch: Units gathered ahead in backward.
+        forward_prefetch: Wrap gathered ahead in forward.
+        backward_prefetch: Wrap gathered ahead in backward.
         saved_ops: Names of operators whose outputs are kept although a block is computed again.
         keeps_shards: Whether sharded gradients stay on the device.
     """

@@ -277,7 +277,7 @@ class Walk:
         if is_view:
             self._views.add(name)
 
-    # Units, see Note [Order of FSDP2].
+    # Wrap, see Note [Order of FSDP2].
 
     def _gather(self, index: int) -> None:
         """Start a gather: its buffer is there until it is copied out."""

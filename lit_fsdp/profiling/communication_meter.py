@@ -51,7 +51,7 @@ class Totals:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitTraffic(Totals):
+class UnitCommunication(Totals):
     """The collectives of one kind that one unit had in a step.
 
     Args:
@@ -64,7 +64,7 @@ class UnitTraffic(Totals):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTraffic:
+class StepCommunication:
     """The collectives of one optimizer step on this rank.
 
     Args:
@@ -75,7 +75,7 @@ class StepTraffic:
 
     tag: Any
     step_s: float
-    units: Sequence[UnitTraffic]
+    units: Sequence[UnitCommunication]
 
     def add_up(self, collective: Collective | None = None) -> Totals:
         """Return the sums over all units, of one kind of collective or of all."""
@@ -83,7 +83,7 @@ class StepTraffic:
         return Totals(**{f.name: sum(getattr(unit, f.name) for unit in chosen) for f in fields(Totals)})
 
 
-class TrafficMeter:
+class CommunicationMeter:
     """Measures what FSDP2 sends in the steps between ``attach`` and ``detach``. Numerical results stay the same.
 
     Collectives are timed by marks around them, nothing is waited for. Only what lies between ``resume`` and ``pause``
@@ -146,7 +146,7 @@ class TrafficMeter:
             self.num_dropped += 1
             self._pending.popleft()
 
-    def take(self, *, wait: bool = False) -> list[StepTraffic]:
+    def take(self, *, wait: bool = False) -> list[StepCommunication]:
         """Return the steps that the device is done with, each once.
 
         Args:
@@ -173,7 +173,7 @@ class TrafficMeter:
         """Return what is under way in the streams of a group, which it shares with the others of its root."""
         return self._queues.setdefault(id(group.comm_ctx), _Queue())
 
-    def _read(self, step: _Step) -> StepTraffic:
+    def _read(self, step: _Step) -> StepCommunication:
         self._measure(step.calls)
         names = {name: i for i, (name, _) in enumerate(self._groups)}
         found: dict[tuple[str, Collective], list[_Call]] = {}
@@ -181,7 +181,7 @@ class TrafficMeter:
             found.setdefault((call.unit, call.collective), []).append(call)
         keys = sorted(found, key=lambda key: (names[key[0]], COLLECTIVES.index(key[1])))
         seconds = [self._clock.measure_s(begin, end) for begin, end in step.stretches]
-        return StepTraffic(tag=step.tag, step_s=sum(seconds), units=[_add_up(*key, found[key]) for key in keys])
+        return StepCommunication(tag=step.tag, step_s=sum(seconds), units=[_add_up(*key, found[key]) for key in keys])
 
     def _measure(self, calls: list[_Call]) -> None:
         measure_s = self._clock.measure_s
@@ -239,7 +239,7 @@ class _Step:
 class _Probe:
     """Stands between one group of parameters and its collectives."""
 
-    def __init__(self, meter: TrafficMeter, name: str, group: FSDPParamGroup) -> None:
+    def __init__(self, meter: CommunicationMeter, name: str, group: FSDPParamGroup) -> None:
         self.name = name
         self._meter, self._group = meter, group
         self._gather: _Call | None = None  # issued, and not waited for
@@ -350,8 +350,8 @@ class _Probe:
         queue.unneeded.clear()
 
 
-def _add_up(unit: str, collective: Collective, calls: Sequence[_Call]) -> UnitTraffic:
-    return UnitTraffic(
+def _add_up(unit: str, collective: Collective, calls: Sequence[_Call]) -> UnitCommunication:
+    return UnitCommunication(
         unit=unit,
         collective=collective,
         calls=len(calls),

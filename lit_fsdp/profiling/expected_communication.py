@@ -160,7 +160,7 @@ def _list_uses(plan: Sequence[Unit], sharding: Sharding) -> Iterator[_Uses]:
 def _count_calls(
     uses: _Uses, sharding: Sharding, num_shards: int, num_replicas: int, num_micro_batches: int
 ) -> Collectives:
-    reductions = 0 if not uses.unit.num_trainable else 1 if sharding.hold_gradients else num_micro_batches
+    reductions = 0 if not uses.unit.num_trainable else 1 if sharding.no_sync else num_micro_batches
     return Collectives(
         gathers=uses.gathers * num_micro_batches if num_shards > 1 else 0,
         reduce_scatters=reductions if num_shards > 1 else 0,

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from lit_fsdp.sharding.wrap import Units, plan_module
+from lit_fsdp.sharding.wrap import Wrap, plan_module
 
 
 class UnitWatch:
@@ -60,11 +60,11 @@ class UnitWatch:
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the FSDP units of a model but the root, or what ``Units()`` would make units."""
+    """Return the FSDP units of a model but the root, or what ``Wrap()`` would make units."""
     modules = dict(model.named_modules())
     if sharded := [name for name, module in modules.items() if name and isinstance(module, FSDPModule)]:
         return {name: modules[name] for name in sharded}
-    return {name: modules[name] for unit in plan_module(model, Units()) for name in unit.names if name}
+    return {name: modules[name] for unit in plan_module(model, Wrap()) for name in unit.names if name}
 
 
 def _has_bad_gradient(module: nn.Module) -> bool:

@@ -170,7 +170,7 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
     candidates = find_candidates(model)
     skipped = _find_skipped(model, settings, candidates) | {n for n in candidates if _is_named(n, keep)}
     num_owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    left = _list_unknown(model, candidates, (*(settings.skip or ()), *keep))
+    left = _list_unknown(model, candidates, (*(settings.skip_modules or ()), *keep))
     done = 0
     for name, module in candidates.items():
         if name in skipped:
@@ -211,18 +211,18 @@ def count_weights(model: nn.Module) -> dict[str, int]:
 
 
 def _find_skipped(model: nn.Module, settings: Quantization, candidates: dict[str, nn.Module]) -> set[str]:
-    if settings.skip is None:
+    if settings.skip_modules is None:
         find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
         head = find_head()
         return {name for name, module in candidates.items() if module is head}
     skipped: set[str] = set()
-    for pattern in settings.skip:
+    for pattern in settings.skip_modules:
         found = {name for name in candidates if _is_named(name, [pattern])}
         if not found:
             known = {name.rpartition(".")[2] for name in candidates}
             near = difflib.get_close_matches(pattern.rpartition(".")[2], known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"expected one such as {', '.join(sorted(known)[:8])}"
-            raise ValueError(f"quantization.skip: got {pattern!r}: no layer that could be quantized; {hint}")
+            raise ValueError(f"quantization.skip_modules: got {pattern!r}: no layer that could be quantized; {hint}")
         skipped |= found
     return skipped
 

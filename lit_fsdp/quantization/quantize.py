@@ -35,20 +35,20 @@ class Quantization:
         type: ``nf4`` suits normally distributed weights best, ``fp4`` is a 4-bit float, ``int8`` takes twice the
             memory of these for a twentieth of the error.
         block_size: How many weights of a row share one maximum, for the 4-bit types: 64 takes 0.5 bits per weight
-            for maxima (0.127 with ``double``), 128 half of that and is less exact.
-        double: Keep these maxima in 8 bits as well. ``null`` does for the 4-bit types.
-        skip: Names of modules to leave as they are, in full, or their last part, or patterns such as
+            for maxima (0.127 with ``double_quant``), 128 half of that and is less exact.
+        double_quant: Keep these maxima in 8 bits as well. ``null`` does for the 4-bit types.
+        skip_modules: Names of modules to leave as they are, in full, or their last part, or patterns such as
             ``*.layers.0.*``. ``null`` leaves the output head.
     """
 
     type: Literal["nf4", "fp4", "int8"] = "nf4"
     block_size: int = 64
-    double: bool | None = None
-    skip: Sequence[str] | None = None
+    double_quant: bool | None = None
+    skip_modules: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        if self.skip is not None:
-            object.__setattr__(self, "skip", tuple(self.skip))  # YAML gives a list
+        if self.skip_modules is not None:
+            object.__setattr__(self, "skip_modules", tuple(self.skip_modules))  # YAML gives a list
 
     def check(self) -> None:
         """Refuse values for which there is no kernel, or which would be ignored.
@@ -56,8 +56,8 @@ class Quantization:
         Raises:
             ValueError: With the setting and the nearest fix.
         """
-        if self.type == "int8" and (self.double or self.block_size != Quantization.block_size):
-            name = "double" if self.double else "block_size"
+        if self.type == "int8" and (self.double_quant or self.block_size != Quantization.block_size):
+            name = "double_quant" if self.double_quant else "block_size"
             raise ValueError(f"quantization.{name}: not used by type int8, which has one maximum per row; leave it out")
         if self.block_size not in BLOCK_SIZES:
             raise ValueError(
@@ -67,7 +67,7 @@ class Quantization:
     @property
     def is_double(self) -> bool:
         """Whether maxima are kept in 8 bits."""
-        return self.type != "int8" if self.double is None else self.double
+        return self.type != "int8" if self.double_quant is None else self.double_quant
 
     @property
     def codes_per_byte(self) -> int:

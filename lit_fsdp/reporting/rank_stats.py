@@ -53,7 +53,7 @@ class Spread:
         return self.values.index(self.high)
 
 
-class RankExchange:
+class AsyncRankStats:
     """Puts numbers of all ranks together, in the background.
 
     ``start`` sends this rank's numbers off over gloo, in host memory, and returns at once; ``finish`` waits for

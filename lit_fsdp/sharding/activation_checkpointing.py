@@ -24,19 +24,19 @@ DEFAULT_SAVED_OPS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recompute:
+class ActivationCheckpointing:
     """Which activations are computed again in backward instead of kept.
 
     Args:
         mode: ``none`` keeps all. ``full`` keeps only the inputs of a block: least memory, about a third more
             compute. ``selective`` keeps also the outputs of ``saved_ops`` and computes the rest again.
-        every: Treat only every n-th block like this, starting with the first.
+        every_n_blocks: Treat only every n-th block like this, starting with the first.
         saved_ops: For ``selective``: operators such as ``aten.mm`` whose outputs are kept. Empty keeps matrix
             products and attention.
     """
 
     mode: Literal["none", "full", "selective"] = "none"
-    every: int = 1
+    every_n_blocks: int = 1
     saved_ops: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -48,17 +48,24 @@ class Recompute:
         Raises:
             ValueError: With the setting and the nearest fix.
         """
-        if self.every < 1:
-            raise ValueError(f"recompute.every: got {self.every}: expected 1 or more")
-        if self.mode == "none" and self.every != 1:
-            raise ValueError(f"recompute.every: got {self.every} with mode 'none'; set mode to 'full'")
+        if self.every_n_blocks < 1:
+            raise ValueError(f"activation_checkpointing.every_n_blocks: got {self.every_n_blocks}: expected 1 or more")
+        if self.mode == "none" and self.every_n_blocks != 1:
+            raise ValueError(
+                f"activation_checkpointing.every_n_blocks: got {self.every_n_blocks} with mode "
+                "'none'; set mode to 'full'"
+            )
         if self.saved_ops and self.mode != "selective":
-            raise ValueError(f"recompute.saved_ops: not used by mode {self.mode!r}; set mode to 'selective'")
+            raise ValueError(
+                f"activation_checkpointing.saved_ops: not used by mode {self.mode!r}; set mode to 'selective'"
+            )
         for name in self.saved_ops:
             _find_op(name)
 
 
-def apply_recompute(model: nn.Module, recompute: Recompute, blocks: Sequence[str]) -> list[str]:
+def apply_activation_checkpointing(
+    model: nn.Module, recompute: ActivationCheckpointing, blocks: Sequence[str]
+) -> list[str]:
     """Make every n-th block recompute; return the names of those. Must run before the model is sharded.
 
     Only their ``forward`` is replaced: a wrapper module would change the names of all parameters inside it.
@@ -76,15 +83,15 @@ def apply_recompute(model: nn.Module, recompute: Recompute, blocks: Sequence[str
         return []
     if not blocks:
         raise ValueError(
-            f"recompute.mode: got {recompute.mode!r}: no blocks were found to recompute; "
-            "name their classes in units.classes"
+            f"activation_checkpointing.mode: got {recompute.mode!r}: no blocks were found to recompute; "
+            "name their classes in wrap.module_classes"
         )
     options: dict[str, Any] = {}
     if recompute.mode == "selective":
         _refuse_nested(blocks)
         saved = {_find_op(name) for name in recompute.saved_ops or DEFAULT_SAVED_OPS}
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _make_policy(saved))
-    chosen = list(blocks)[:: recompute.every]
+    chosen = list(blocks)[:: recompute.every_n_blocks]
     for name in chosen:
         block = model.get_submodule(name)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
@@ -96,7 +103,8 @@ def _refuse_nested(blocks: Sequence[str]) -> None:
     for outer in blocks:
         if inner := next((name for name in blocks if name.startswith(f"{outer}.")), None):
             raise ValueError(
-                f"recompute.mode: got 'selective': block {inner} lies inside block {outer}; set mode to 'full', or "
+                f"activation_checkpointing.mode: got 'selective': block {inner} lies inside "
+                f"block {outer}; set mode to 'full', or "
                 "units to blocks that do not nest"
             )
 
@@ -115,5 +123,6 @@ def _find_op(name: str) -> Any:
         return getattr(getattr(torch.ops, namespace), op)
     except (AttributeError, RuntimeError):
         raise ValueError(
-            f"recompute.saved_ops: got {name!r}: torch has no such operator; expected one such as aten.mm"
+            f"activation_checkpointing.saved_ops: got {name!r}: torch has no such operator; "
+            "expected one such as aten.mm"
         ) from None

@@ -12,7 +12,7 @@ from lit_fsdp.quantization.layers import iterate_quantized
 
 
 @torch.no_grad()
-def unify_buffers(model: nn.Module) -> None:
+def sync_buffers(model: nn.Module) -> None:
     """Make the buffers that a checkpoint holds the same on all ranks, which must all call it.
 
     Without it each rank would evaluate another model, and a checkpoint would have that of one of them. Running means

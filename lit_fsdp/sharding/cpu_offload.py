@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offload:
+class CPUOffload:
     """Keep each rank's shards of parameters, gradients and optimizer state in host memory.
 
     The GPU then holds one or two gathered units and the activations. Every step copies each shard up twice and
@@ -23,21 +23,21 @@ class Offload:
     pin_memory: bool | None = None
 
 
-def build_offload_policy(offload: Offload | None, device: torch.device) -> OffloadPolicy:
+def build_offload_policy(cpu_offload: CPUOffload | None, device: torch.device) -> OffloadPolicy:
     """Return what ``fully_shard`` takes.
 
     Args:
-        offload: The setting; ``None`` keeps everything on the device.
+        cpu_offload: The setting; ``None`` keeps everything on the device.
         device: Where the model computes.
 
     Raises:
         ValueError: Memory shall be pinned without a GPU that could read it.
     """
-    if offload is None:
+    if cpu_offload is None:
         return OffloadPolicy()
-    if offload.pin_memory and device.type != "cuda":
+    if cpu_offload.pin_memory and device.type != "cuda":
         raise ValueError(
-            f"offload.pin_memory: got true: pinning needs a GPU, and the run is on {device.type}; leave it out"
+            f"cpu_offload.pin_memory: got true: pinning needs a GPU, and the run is on {device.type}; leave it out"
         )
-    pin_memory = device.type == "cuda" if offload.pin_memory is None else offload.pin_memory
+    pin_memory = device.type == "cuda" if cpu_offload.pin_memory is None else cpu_offload.pin_memory
     return CPUOffloadPolicy(pin_memory=pin_memory)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lit_fsdp.adapters.lora import check_units, find_adapter_parameters
-from lit_fsdp.sharding.activation_checkpointing import apply_recompute
+from lit_fsdp.sharding.activation_checkpointing import apply_activation_checkpointing
 from lit_fsdp.sharding.cpu_offload import build_offload_policy
 from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
 from lit_fsdp.sharding.settings import Settings
@@ -42,10 +42,10 @@ def shard_module(
         ValueError: A setting does not fit the module.
     """
     cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
-    plan = plan_module(module, settings.units)
+    plan = plan_module(module, settings.wrap)
     check_units(module, [name for unit in plan for name in unit.names])
     blocks = list(iterate_blocks(plan))
-    apply_recompute(module, settings.recompute, blocks)
+    apply_activation_checkpointing(module, settings.activation_checkpointing, blocks)
     if settings.compile is not None:
         compile_blocks(module, settings.compile, blocks)
     broadcast_parameters(module)
@@ -58,6 +58,6 @@ def shard_module(
             mesh=mesh,
             sharding=settings.sharding,
             mp_policy=dtypes.build_policy(),
-            offload_policy=build_offload_policy(settings.offload, device),
+            offload_policy=build_offload_policy(settings.cpu_offload, device),
         )
     return plan

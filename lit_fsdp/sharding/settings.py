@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from lit_fsdp.sharding.activation_checkpointing import Recompute
-from lit_fsdp.sharding.cpu_offload import Offload, build_offload_policy
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
+from lit_fsdp.sharding.cpu_offload import CPUOffload, build_offload_policy
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.shard import Compile, Sharding
-from lit_fsdp.sharding.wrap import Units
+from lit_fsdp.sharding.wrap import Wrap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +20,11 @@ class Settings:
     """The settings of ``FSDP2Strategy``, which documents them."""
 
     mesh: Mesh = field(default_factory=Mesh)
-    units: Units = field(default_factory=Units)
+    wrap: Wrap = field(default_factory=Wrap)
     sharding: Sharding = field(default_factory=Sharding)
     mixed_precision: MixedPrecision | None = None
-    recompute: Recompute = field(default_factory=Recompute)
-    offload: Offload | None = None
+    activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
+    cpu_offload: CPUOffload | None = None
     compile: Compile | None = None
 
     def check(self, *, world_size: int, ranks_per_node: int, device: torch.device) -> None:
@@ -39,10 +39,10 @@ class Settings:
             ValueError: With the setting, the reason and the nearest fix.
         """
         _, shard = self.mesh.resolve(world_size=world_size, ranks_per_node=ranks_per_node)
-        self.units.check()
+        self.wrap.check()
         self.sharding.check(shard)
-        self.recompute.check()
-        build_offload_policy(self.offload, device)
+        self.activation_checkpointing.check()
+        build_offload_policy(self.cpu_offload, device)
 
     def check_accumulation(self, *, num_micro_batches: int | None, is_automatic: bool) -> None:
         """Refuse to hold gradients where there are no micro-batches to hold them over.
@@ -54,16 +54,16 @@ class Settings:
         Raises:
             ValueError: With the reason and the nearest fix.
         """
-        if not self.sharding.hold_gradients:
+        if not self.sharding.no_sync:
             return
         if not is_automatic:
             raise ValueError(
-                "sharding.hold_gradients: got true: under manual optimization training_step decides when to reduce; "
-                "use lit_fsdp.sharding.shard.hold_gradients there and leave the setting out"
+                "sharding.no_sync: got true: under manual optimization training_step decides when to reduce; "
+                "use lit_fsdp.sharding.shard.no_sync there and leave the setting out"
             )
         if num_micro_batches == 1:
             raise ValueError(
-                "sharding.hold_gradients: got true with trainer.accumulate_grad_batches 1: there is nothing to hold; "
+                "sharding.no_sync: got true with trainer.accumulate_grad_batches 1: there is nothing to hold; "
                 "set accumulate_grad_batches to 2 or more, or leave it out"
             )
 
@@ -88,7 +88,7 @@ class Settings:
 # Names for Trainer(strategy=...): what they mean, and the settings they stand for.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2": ("Full sharding over all ranks", {}),
-    "fsdp2_offload": ("Full sharding, shards in host memory", {"offload": Offload()}),
+    "fsdp2_offload": ("Full sharding, shards in host memory", {"cpu_offload": CPUOffload()}),
     "fsdp2_grad_op": (
         "Gradients and optimizer state sharded, parameters kept gathered after forward",
         {"sharding": Sharding(reshard_after_forward=False)},

@@ -37,14 +37,14 @@ class Sharding:
         forward_prefetch: How many units ahead to gather in forward, explicitly. 0 leaves it to the order in
             which the host issues them.
         backward_prefetch: The same in backward, 1 or more. Each unit ahead is held gathered.
-        hold_gradients: In all micro-batches of a step but the last, add gradients up without reducing them: one
+        no_sync: In all micro-batches of a step but the last, add gradients up without reducing them: one
             reduce-scatter per unit and micro-batch less, for all gradients at full size in memory.
     """
 
     reshard_after_forward: bool | int = True
     forward_prefetch: int = 0
     backward_prefetch: int = 1
-    hold_gradients: bool = False
+    no_sync: bool = False
 
     def check(self, num_shards: int) -> None:
         """Refuse what ``num_shards`` ranks cannot do.
@@ -93,7 +93,7 @@ def compile_blocks(model: nn.Module, settings: Compile, blocks: Sequence[str]) -
         ValueError: There are no blocks, or torch has no such backend.
     """
     if not blocks:
-        raise ValueError("compile: no blocks were found to compile; name their classes in units.classes")
+        raise ValueError("compile: no blocks were found to compile; name their classes in wrap.module_classes")
     known = torch.compiler.list_backends(exclude_tags=())
     if settings.backend not in known:
         usual = ", ".join(torch.compiler.list_backends())
@@ -143,7 +143,7 @@ def shard_model(
 
 
 @contextmanager
-def hold_gradients(*roots: FSDPModule) -> Iterator[None]:
+def no_sync(*roots: FSDPModule) -> Iterator[None]:
     """Skip the reduction of every backward run inside this context.
 
     Meant for all micro-batches of a step but the last. Each held micro-batch saves one reduce-scatter per unit

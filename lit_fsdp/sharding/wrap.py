@@ -13,36 +13,36 @@ from typing import Any, Literal
 
 from torch import nn
 
-Rule = Literal["auto", "classes", "model_plan", "no_split_modules", "repeated_blocks", "min_size"]
+Policy = Literal["auto", "module_classes", "model_plan", "no_split_modules", "repeated_blocks", "min_size"]
 Kind = Literal["block", "embedding", "head", "idle", "root"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Units:
+class Wrap:
     """Which modules form an FSDP unit.
 
     Larger units mean fewer and larger collectives, and more gathered parameters in memory at a time.
 
     Args:
-        rule: How units are found. ``classes``: the modules of the classes named below. ``model_plan``: what the
-            model itself says (``fsdp_plan`` of Transformers 5). ``no_split_modules``: the classes that
-            Transformers marks as blocks. ``repeated_blocks``: the elements of each list of equal modules.
-            ``min_size``: the smallest modules of at least ``min_num_params``. ``auto``: ``classes`` if any are
-            named, else the first of the model's plan, its marked blocks and repeated blocks that finds any,
-            else the model as one unit.
-        classes: Class names, also as patterns such as ``*DecoderLayer``.
+        policy: How units are found. ``module_classes``: the modules of the classes named below. ``model_plan``: what
+            the model itself says (``fsdp_plan`` of Transformers 5). ``no_split_modules``: the classes that Transformers
+            marks as blocks. ``repeated_blocks``: the elements of each list of equal modules. ``min_size``: the
+            smallest modules of at least ``min_num_params``. ``auto``: ``module_classes`` if any are named, else the
+            first of the model's plan, its marked blocks and repeated blocks that finds any, else the model as one
+            unit.
+        module_classes: Class names, also as patterns such as ``*DecoderLayer``.
         min_num_params: For ``min_size`` only.
         own_embeddings: Make input embeddings a unit of their own. Otherwise they stay in the root unit, which
             is gathered for the whole step.
     """
 
-    rule: Rule = "auto"
-    classes: Sequence[str] = ()
+    policy: Policy = "auto"
+    module_classes: Sequence[str] = ()
     min_num_params: int | None = None
     own_embeddings: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "classes", tuple(self.classes))  # YAML gives a list
+        object.__setattr__(self, "module_classes", tuple(self.module_classes))  # YAML gives a list
 
     def check(self) -> None:
         """Refuse combinations in which one setting would be ignored.
@@ -50,19 +50,21 @@ class Units:
         Raises:
             ValueError: With the setting and the nearest fix.
         """
-        if self.classes and self.rule not in ("auto", "classes"):
-            raise ValueError(f"units.classes: not used by rule {self.rule!r}; set rule to 'classes'")
-        if self.rule == "classes" and not self.classes:
-            raise ValueError("units.classes: empty, and rule is 'classes'; name some, or set rule to 'auto'")
-        if (self.rule == "min_size") != (self.min_num_params is not None):
+        if self.module_classes and self.policy not in ("auto", "module_classes"):
+            raise ValueError(f"wrap.module_classes: not used by policy {self.policy!r}; set policy to 'module_classes'")
+        if self.policy == "module_classes" and not self.module_classes:
             raise ValueError(
-                f"units.min_num_params: got {self.min_num_params} with rule {self.rule!r}; "
-                "it belongs to rule 'min_size', such as rule=min_size min_num_params=1000000"
+                "wrap.module_classes: empty, and policy is 'module_classes'; name some, or set policy to 'auto'"
             )
-        if self.rule == "min_size" and not self.own_embeddings:
-            raise ValueError("units.own_embeddings: not used by rule 'min_size', which goes by size; leave it out")
+        if (self.policy == "min_size") != (self.min_num_params is not None):
+            raise ValueError(
+                f"wrap.min_num_params: got {self.min_num_params} with policy {self.policy!r}; "
+                "it belongs to policy 'min_size', such as policy=min_size min_num_params=1000000"
+            )
+        if self.policy == "min_size" and not self.own_embeddings:
+            raise ValueError("wrap.own_embeddings: not used by policy 'min_size', which goes by size; leave it out")
         if self.min_num_params is not None and self.min_num_params < 1:
-            raise ValueError(f"units.min_num_params: got {self.min_num_params}: expected 1 or more")
+            raise ValueError(f"wrap.min_num_params: got {self.min_num_params}: expected 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ class Unit:
     num_trainable: int = 0
 
 
-def plan_units(model: nn.Module, units: Units, *, idle: Sequence[str] = ()) -> list[Unit]:
+def plan_units(model: nn.Module, wrap: Wrap, *, idle: Sequence[str] = ()) -> list[Unit]:
     """Return the units of ``model`` in the order of its modules, the root last.
 
     Parameters that two units would share (tied embeddings) go to the root unit, which holds them gathered from
@@ -93,21 +95,21 @@ def plan_units(model: nn.Module, units: Units, *, idle: Sequence[str] = ()) -> l
 
     Args:
         model: The root that will be sharded; parameters may be on the meta device.
-        units: The rule.
+        wrap: The policy.
         idle: Names of modules without parameters that train, which no step of training uses.
 
     Raises:
         ValueError: The rule does not fit the model.
     """
-    units.check()
+    wrap.check()
     modules = dict(model.named_modules())
-    found = [*_find_units(model, modules, units), *(Unit(names=(name,), kind="idle") for name in idle)]
+    found = [*_find_units(model, modules, wrap), *(Unit(names=(name,), kind="idle") for name in idle)]
     found = [unit for unit in found if _has_parameters(modules, unit)]
     found = _drop_shared(model, found)
     return _count_parameters(model, [*found, Unit(names=("",), kind="root")])
 
 
-def plan_module(module: nn.Module, units: Units) -> list[Unit]:
+def plan_module(module: nn.Module, wrap: Wrap) -> list[Unit]:
     """Return the units of a module: those of its method ``configure_units(model)``, or else those of the rule.
 
     Raises:
@@ -115,10 +117,10 @@ def plan_module(module: nn.Module, units: Units) -> list[Unit]:
     """
     configure: Any = getattr(module, "configure_units", None)
     if configure is None:
-        return plan_units(module, units)
-    if units != Units():
+        return plan_units(module, wrap)
+    if wrap != Wrap():
         raise ValueError(
-            f"units: {type(module).__name__}.configure_units decides, so this would be ignored; leave it out"
+            f"wrap: {type(module).__name__}.configure_units decides, so this would be ignored; leave it out"
         )
     return list(configure(module))
 
@@ -137,31 +139,32 @@ def count_shard_bytes(model: nn.Module, unit: Unit, num_shards: int) -> int:
     return total
 
 
-def _find_units(model: nn.Module, modules: dict[str, nn.Module], units: Units) -> list[Unit]:
-    if units.rule == "classes" or (units.rule == "auto" and units.classes):
-        blocks = _find_by_class(modules, units.classes)
+def _find_units(model: nn.Module, modules: dict[str, nn.Module], wrap: Wrap) -> list[Unit]:
+    if wrap.policy == "module_classes" or (wrap.policy == "auto" and wrap.module_classes):
+        blocks = _find_by_class(modules, wrap.module_classes)
         if not blocks:
             filled = [module for module in modules.values() if next(module.parameters(), None) is not None]
             have = ", ".join(sorted({type(module).__name__ for module in filled}))
             raise ValueError(
-                f"units.classes: got {list(units.classes)}: no module has such a class; the model has: {have}"
+                f"wrap.module_classes: got {list(wrap.module_classes)}: no module has such a class; "
+                f"the model has: {have}"
             )
-        return _add_ends(modules, map(_block, blocks), units)
-    if units.rule == "min_size":
-        assert units.min_num_params is not None
-        return [_block(name) for name in _find_by_size(model, units.min_num_params)]
-    if units.rule in ("auto", "model_plan") and (plan := _read_model_plan(modules, units)):
+        return _add_ends(modules, map(_block, blocks), wrap)
+    if wrap.policy == "min_size":
+        assert wrap.min_num_params is not None
+        return [_block(name) for name in _find_by_size(model, wrap.min_num_params)]
+    if wrap.policy in ("auto", "model_plan") and (plan := _read_model_plan(modules, wrap)):
         # A plan that fits in part only names no ends (seen in Transformers 5.23: GPT-NeoX has embed_in).
-        return _add_ends(modules, plan, units)
-    if units.rule in ("auto", "no_split_modules"):
+        return _add_ends(modules, plan, wrap)
+    if wrap.policy in ("auto", "no_split_modules"):
         classes = {c for module in modules.values() for c in getattr(module, "_no_split_modules", None) or ()}
         if blocks := _find_by_class(modules, sorted(classes)):
-            return _add_ends(modules, map(_block, blocks), units)
-    if units.rule in ("auto", "repeated_blocks") and (blocks := _find_repeated(modules)):
-        return _add_ends(modules, map(_block, blocks), units)
-    if units.rule != "auto":
+            return _add_ends(modules, map(_block, blocks), wrap)
+    if wrap.policy in ("auto", "repeated_blocks") and (blocks := _find_repeated(modules)):
+        return _add_ends(modules, map(_block, blocks), wrap)
+    if wrap.policy != "auto":
         raise ValueError(
-            f"units.rule: got {units.rule!r}: it finds nothing in {type(model).__name__}; set rule to 'auto'"
+            f"wrap.policy: got {wrap.policy!r}: it finds nothing in {type(model).__name__}; set policy to 'auto'"
         )
     return []
 
@@ -220,7 +223,7 @@ def _find_by_size(model: nn.Module, min_num_params: int) -> list[str]:
     return sorted(names, key=order.__getitem__)
 
 
-def _read_model_plan(modules: dict[str, nn.Module], units: Units) -> list[Unit]:
+def _read_model_plan(modules: dict[str, nn.Module], wrap: Wrap) -> list[Unit]:
     """Read ``fsdp_plan`` of the outermost models that have one, where it fits their modules.
 
     Transformers 5 maps patterns such as ``model.layers.*`` to ``free_full_weight`` (reshard after forward) or
@@ -244,7 +247,7 @@ def _read_model_plan(modules: dict[str, nn.Module], units: Units) -> list[Unit]:
         keep = {n for p, how in plan.items() if how != "free_full_weight" for n in hits[p]}
         head = tuple(name for name in inside if name in keep)
         kinds: dict[str, Kind] = {name: "embedding" if name in embeddings else "block" for name in inside}
-        skipped = () if units.own_embeddings else embeddings
+        skipped = () if wrap.own_embeddings else embeddings
         found += [Unit(names=(n,), kind=kinds[n]) for n in inside if n in free and n not in skipped]
         if head:
             found.append(Unit(names=head, kind="head"))
@@ -257,12 +260,12 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))
 
 
-def _add_ends(modules: dict[str, nn.Module], found: Iterable[Unit], units: Units) -> list[Unit]:
+def _add_ends(modules: dict[str, nn.Module], found: Iterable[Unit], wrap: Wrap) -> list[Unit]:
     """Add embeddings and heads, which the model names itself, where they are in no unit yet; in module order."""
     inputs = _find_ends(modules, "", "get_input_embeddings")
-    found = _tell_embeddings(list(found), inputs, keeps=units.own_embeddings or bool(units.classes))
+    found = _tell_embeddings(list(found), inputs, keeps=wrap.own_embeddings or bool(wrap.module_classes))
     # Of images, it is a small convolution inside of what also adds positions.
-    embeddings = [name for name in inputs if units.own_embeddings and isinstance(modules[name], nn.Embedding)]
+    embeddings = [name for name in inputs if wrap.own_embeddings and isinstance(modules[name], nn.Embedding)]
     heads = _find_ends(modules, "", "get_output_embeddings")
     kinds: dict[str, Kind] = dict.fromkeys(heads, "head")
     kinds |= dict.fromkeys(embeddings, "embedding")

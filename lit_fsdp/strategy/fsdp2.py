@@ -32,17 +32,17 @@ from typing_extensions import override
 from lit_fsdp.checkpoint.single_file import load_single_file
 from lit_fsdp.checkpoint.state import find_random_state, load_checkpoint
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
-from lit_fsdp.sharding.activation_checkpointing import Recompute
-from lit_fsdp.sharding.buffers import unify_buffers
-from lit_fsdp.sharding.cpu_offload import Offload
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
+from lit_fsdp.sharding.buffers import sync_buffers
+from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.mesh import Mesh, build_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.random_state import collect_random_state, reseed
 from lit_fsdp.sharding.settings import PRESETS, Settings
-from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, hold_gradients, register_steps
+from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, register_steps
 from lit_fsdp.sharding.unit_table import print_plan
-from lit_fsdp.sharding.wrap import Unit, Units
+from lit_fsdp.sharding.wrap import Unit, Wrap
 from lit_fsdp.strategy.lightning_internals import (
     check_trainer,
     count_micro_batches,
@@ -78,17 +78,17 @@ class FSDP2Strategy(ParallelStrategy):
 
     Args:
         mesh: How the ranks are arranged.
-        units: Which modules form an FSDP unit.
+        wrap: Which modules form an FSDP unit.
         sharding: What happens to gathered parameters and unreduced gradients.
         mixed_precision: Dtypes that win over those of the Trainer's ``precision``.
-        recompute: Activation checkpointing.
-        offload: Keep shards in host memory; ``null`` keeps them on the device.
+        activation_checkpointing: Activation checkpointing.
+        cpu_offload: Keep shards in host memory; ``null`` keeps them on the device.
         compile: Compile every block; ``null`` does not.
         checkpoint_format: ``sharded`` writes a folder, every rank its own part. ``single_file`` gathers everything
             on rank 0 and writes what Lightning's other strategies can read. Both are always read.
         save_frozen: Whether checkpoints hold parameters that do not train. ``null`` leaves them out of folders where
             the module gets them back by itself, such as the pretrained model below adapters.
-        async_checkpoints: Copy shards to host memory and write them beside training, at most one checkpoint at a
+        async_save: Copy shards to host memory and write them beside training, at most one checkpoint at a
             time. Costs host memory for one copy of this rank's shards and optimizer state.
         print_plan: Print the units when ``fit`` starts.
         timeout_s: How long a collective may take before the run fails.
@@ -100,26 +100,26 @@ class FSDP2Strategy(ParallelStrategy):
     def __init__(
         self,
         mesh: Mesh | None = None,
-        units: Units | None = None,
+        wrap: Wrap | None = None,
         sharding: Sharding | None = None,
         mixed_precision: MixedPrecision | None = None,
-        recompute: Recompute | None = None,
-        offload: Offload | None = None,
+        activation_checkpointing: ActivationCheckpointing | None = None,
+        cpu_offload: CPUOffload | None = None,
         compile: Compile | None = None,  # noqa: A002
         checkpoint_format: CheckpointFormat = "sharded",
         save_frozen: bool | None = None,
-        async_checkpoints: bool = False,
+        async_save: bool = False,
         print_plan: bool = True,
         timeout_s: float = 1800.0,
     ) -> None:
         super().__init__()
         self.settings = Settings(
             mesh=mesh or Mesh(),
-            units=units or Units(),
+            wrap=wrap or Wrap(),
             sharding=sharding or Sharding(),
             mixed_precision=mixed_precision,
-            recompute=recompute or Recompute(),
-            offload=offload,
+            activation_checkpointing=activation_checkpointing or ActivationCheckpointing(),
+            cpu_offload=cpu_offload,
             compile=compile,
         )
         self.prints_plan = print_plan
@@ -128,7 +128,7 @@ class FSDP2Strategy(ParallelStrategy):
         self._writer = CheckpointWriter(
             checkpoint_format=checkpoint_format,
             save_frozen=save_frozen,
-            is_async=async_checkpoints,
+            is_async=async_save,
             report=rank_zero.rank_zero_warn,
         )
         self._restore_random: Callable[[], None] | None = None  # from a checkpoint, until the first batch
@@ -274,7 +274,7 @@ class FSDP2Strategy(ParallelStrategy):
     def _fill(self, module: pl.LightningModule) -> None:
         """Give memory to what was built on the meta device, and values."""
         is_empty = next(iterate_meta(module), None) is not None
-        parameter_device = torch.device("cpu") if self.settings.offload is not None else None
+        parameter_device = torch.device("cpu") if self.settings.cpu_offload is not None else None
         materialize(module, self.root_device, parameter_device=parameter_device)
         register_steps(module, _STEPS)
         if is_empty and hasattr(module, "configure_weights"):
@@ -287,14 +287,14 @@ class FSDP2Strategy(ParallelStrategy):
     @override
     def block_backward_sync(self) -> Iterator[None]:
         assert self.lightning_module is not None
-        roots = find_roots(self.lightning_module) if self.settings.sharding.hold_gradients else []
-        with hold_gradients(*roots):
+        roots = find_roots(self.lightning_module) if self.settings.sharding.no_sync else []
+        with no_sync(*roots):
             yield
 
     @override
     def on_validation_start(self) -> None:
         assert self.lightning_module is not None
-        unify_buffers(self.lightning_module)
+        sync_buffers(self.lightning_module)
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -303,7 +303,7 @@ class FSDP2Strategy(ParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        unify_buffers(self.lightning_module)
+        sync_buffers(self.lightning_module)
         return self._writer.get_model_state(self.lightning_module)
 
     @override

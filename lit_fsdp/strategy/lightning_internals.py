@@ -228,7 +228,7 @@ def refuse_ignored(device: torch.device, layer_sync: object, checkpoint_io: obje
     if checkpoint_io is not None:
         raise ValueError(
             f"plugins: got {type(checkpoint_io).__name__}: FSDP2Strategy writes checkpoints itself; leave it out, and "
-            "set async_checkpoints to write beside training"
+            "set async_save to write beside training"
         )
 
 

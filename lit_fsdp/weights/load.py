@@ -24,7 +24,7 @@ from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.weights.convert import Conversion, convert_rows, describe_sources, find_optional, plan_conversions
 from lit_fsdp.weights.prequantized import QuantizedFiles
 from lit_fsdp.weights.safetensors_io import MAX_BLOCK_BYTES, StoredTensor, TensorFiles
-from lit_fsdp.weights.shard_writer import OwnRows, find_rows, init_magnitudes
+from lit_fsdp.weights.shard_writer import ShardWriter, find_rows, init_magnitudes
 
 
 def materialize(model: nn.Module, device: torch.device, *, parameter_device: torch.device | None = None) -> None:
@@ -158,7 +158,9 @@ def _find_initializers(model: nn.Module) -> dict[str, Any]:
     return {name: m._init_weights for name, m in model.named_modules() if hasattr(m, "_init_weights")}
 
 
-def _init_unit(unit: list[tuple[str, nn.Module]], owners: dict[str, Any], seed: int, rows: dict[int, OwnRows]) -> None:
+def _init_unit(
+    unit: list[tuple[str, nn.Module]], owners: dict[str, Any], seed: int, rows: dict[int, ShardWriter]
+) -> None:
     drawn: dict[nn.Parameter, nn.Parameter] = {}
     places: list[tuple[nn.Module, str, nn.Parameter]] = []
     for name, module in unit:
@@ -188,7 +190,7 @@ def _init_unit(unit: list[tuple[str, nn.Module]], owners: dict[str, Any], seed: 
         target.finish()
 
 
-def _make_full(rows: OwnRows, parameter: nn.Parameter, name: str) -> nn.Parameter:
+def _make_full(rows: ShardWriter, parameter: nn.Parameter, name: str) -> nn.Parameter:
     if not rows.dtype.is_floating_point:
         where = clean_name(name).removeprefix(".")
         raise ValueError(f"{where}: a {parameter.dtype} parameter has no random values; load it from a checkpoint")
@@ -237,7 +239,7 @@ def _check_names(
     model: nn.Module,
     conversions: list[Conversion],
     unknown: list[str],
-    targets: dict[str, OwnRows],
+    targets: dict[str, ShardWriter],
     folder: Path,
     drawn: Collection[str],
 ) -> list[str]:
@@ -256,7 +258,7 @@ def _check_names(
     return optional
 
 
-def _check_shapes(conversions: list[Conversion], files: TensorFiles, targets: dict[str, OwnRows]) -> None:
+def _check_shapes(conversions: list[Conversion], files: TensorFiles, targets: dict[str, ShardWriter]) -> None:
     for conversion in conversions:
         first = files.tensors[conversion.sources[0][1]]
         for name, shape in conversion.shapes.items():
@@ -292,7 +294,7 @@ def _init_adapters(model: nn.Module, seed: int) -> None:
         for name, layer in iterate_adapters(model):
             if not is_decomposed(layer):
                 inside = [(f"{name}.{n}", m) for n, m in layer.named_modules() if n and is_adapter_name(n)]
-                parameters = {id(p): OwnRows(p) for _, m in inside for p in m.parameters(recurse=False)}
+                parameters = {id(p): ShardWriter(p) for _, m in inside for p in m.parameters(recurse=False)}
                 _init_unit([*inside, (name, layer)], {}, seed, parameters)
             init_magnitudes(layer)
 
@@ -322,9 +324,9 @@ def _check_same(first: Conversion, second: Conversion, files: TensorFiles) -> No
             )
 
 
-def _copy_stored(name: str, files: TensorFiles, target: OwnRows) -> None:
+def _copy_stored(name: str, files: TensorFiles, target: ShardWriter) -> None:
     """Copy own rows as they are stored: at once into place, or in blocks if something becomes of them."""
-    if type(target) is OwnRows:
+    if type(target) is ShardWriter:
         files.copy_rows(name, target.begin, target.local)
         return
     step = max(1, MAX_BLOCK_BYTES // files.tensors[name].row_bytes)
@@ -332,7 +334,9 @@ def _copy_stored(name: str, files: TensorFiles, target: OwnRows) -> None:
         target.write(begin, files.read_rows(name, begin, min(begin + step, target.end)))
 
 
-def _copy_converted(model: nn.Module, conversion: Conversion, files: TensorFiles, targets: dict[str, OwnRows]) -> None:
+def _copy_converted(
+    model: nn.Module, conversion: Conversion, files: TensorFiles, targets: dict[str, ShardWriter]
+) -> None:
     """Convert in blocks of own rows where rows stay apart, else at once."""
     own = {name: targets[name] for name in conversion.shapes}
     spans = {(rows.begin, rows.end) for rows in own.values()}

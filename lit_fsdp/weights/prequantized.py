@@ -80,7 +80,7 @@ class QuantizedFiles(TensorFiles):
         state: dict[str, Any] = json.loads(bytes(self._read_whole(f"{name}{_STATE}{kind}")))
         parts = {part: self.tensors.pop(name + part, None) for part in _PARTS}
         codes, absmax = self.tensors[name], parts[".absmax"]
-        settings = Quantization(type=kind, block_size=state["blocksize"], double="nested_blocksize" in state)  # type: ignore[arg-type]
+        settings = Quantization(type=kind, block_size=state["blocksize"], double_quant="nested_blocksize" in state)  # type: ignore[arg-type]
         rows, columns = _check_4bit(name, codes, state, settings)
         if absmax is None:
             raise ValueError(f"{codes.path}: {name}.absmax is missing; download the file again")
@@ -151,4 +151,6 @@ def read_quantization(folder: Path, model: nn.Module | None = None) -> Quantizat
     (settings,) = found
     if model is None:
         return settings
-    return replace(settings, skip=tuple(name for name in find_candidates(model) if f"{name}.weight" not in names))
+    return replace(
+        settings, skip_modules=tuple(name for name in find_candidates(model) if f"{name}.weight" not in names)
+    )

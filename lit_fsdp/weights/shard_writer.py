@@ -22,7 +22,7 @@ from lit_fsdp.quantization.layers import ABSMAX, NESTED, QuantizedLayer
 from lit_fsdp.quantization.quantize import compress_absmax, dequantize_shard, quantize_rows, requantize
 
 
-class OwnRows:
+class ShardWriter:
     """Rows that are stored as they are, cast to the dtype of the tensor.
 
     Args:
@@ -56,7 +56,7 @@ class OwnRows:
         """To be called when all rows are written, on all ranks in the same order, as ranks may exchange rows."""
 
 
-class QuantizedRows(OwnRows):
+class QuantizedRows(ShardWriter):
     """Rows that are quantized on the way. Double quantization gathers the maxima of all ranks once.
 
     Args:
@@ -106,7 +106,7 @@ class QuantizedRows(OwnRows):
         return self._absmax
 
 
-class DecomposedRows(OwnRows):
+class DecomposedRows(ShardWriter):
     """Rows of a weight out of which an adapter is made before they are stored; see ``decompose``.
 
     Every rank holds the whole weight, in ``float32``, while it is decomposed.
@@ -116,7 +116,7 @@ class DecomposedRows(OwnRows):
         layer: The layer of peft around it, with memory.
     """
 
-    def __init__(self, rows: OwnRows, layer: Any) -> None:
+    def __init__(self, rows: ShardWriter, layer: Any) -> None:
         super().__init__(rows.target)
         self.shape, self.dtype = rows.shape, rows.dtype
         self.rows, self.layer = rows, layer
@@ -144,7 +144,7 @@ class DecomposedRows(OwnRows):
         self.rows.write(self.begin, rest[self.begin : self.end])
         self.rows.finish()
         for full, holder in ((a, self.layer.lora_A), (b, self.layer.lora_B)):
-            factor = OwnRows(holder[ADAPTER].weight)
+            factor = ShardWriter(holder[ADAPTER].weight)
             factor.write(factor.begin, full[factor.begin : factor.end])
 
     def _make_empty(self, whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,7 +155,7 @@ class DecomposedRows(OwnRows):
         return requantize(weight, self.layer.get_base_layer().quantization)
 
 
-def find_rows(model: nn.Module, *, is_quantized: bool = False) -> dict[str, OwnRows]:
+def find_rows(model: nn.Module, *, is_quantized: bool = False) -> dict[str, ShardWriter]:
     """Map names as they are in files to the rows to fill. What adapters add is left out, as it is in no file.
 
     Args:
@@ -163,7 +163,7 @@ def find_rows(model: nn.Module, *, is_quantized: bool = False) -> dict[str, OwnR
         is_quantized: The files hold weights of quantized layers as these do.
     """
     around = {id(layer.get_base_layer()): layer for _, layer in iterate_adapters(model) if is_decomposed(layer)}
-    found: dict[str, OwnRows] = {}
+    found: dict[str, ShardWriter] = {}
     for name, module in model.named_modules():
         kept = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
         quantized = module.dense_shapes if isinstance(module, QuantizedLayer) and not is_quantized else {}
@@ -172,7 +172,7 @@ def find_rows(model: nn.Module, *, is_quantized: bool = False) -> dict[str, OwnR
             full_name = f"{name}.{key}" if name else key
             if tensor is None or key in parts or is_adapter_name(full_name):
                 continue
-            rows = QuantizedRows(module, key) if key in quantized else OwnRows(tensor)
+            rows = QuantizedRows(module, key) if key in quantized else ShardWriter(tensor)
             if key == "weight" and id(module) in around:
                 rows = DecomposedRows(rows, around[id(module)])
             found[clean_name(full_name)] = rows
@@ -188,7 +188,7 @@ def init_magnitudes(layer: Any) -> None:
     if ADAPTER not in layer.lora_magnitude_vector:
         return
     base = layer.get_base_layer()
-    magnitude = OwnRows(layer.lora_magnitude_vector[ADAPTER].weight)
+    magnitude = ShardWriter(layer.lora_magnitude_vector[ADAPTER].weight)
     if isinstance(base, QuantizedLayer):
         codes, absmax = (find_own_rows(getattr(base, key))[1] for key in ("weight", f"weight{ABSMAX}"))
         nested = getattr(base, f"weight{NESTED}", None)

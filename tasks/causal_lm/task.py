@@ -28,6 +28,7 @@ from lit_fsdp.tasks.causal_lm.export_files import collect_export_files
 from lit_fsdp.tasks.causal_lm.model import build_model
 from lit_fsdp.tasks.causal_lm.packing import IGNORED
 from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id
+from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.masks import keep_branches, needs_mask
 from lit_fsdp.tasks.pretrained import (
     check_base,
@@ -37,7 +38,6 @@ from lit_fsdp.tasks.pretrained import (
     make_config,
     plan_quantization,
 )
-from lit_fsdp.tasks.schedule import Schedule
 from lit_fsdp.weights.base_weights import BASE, LORA, describe_base, fetch_config, fetch_pretrained, find_pretrained
 from lit_fsdp.weights.load import init_weights, load_weights
 from lit_fsdp.weights.prequantized import read_quantization
@@ -63,7 +63,7 @@ class CausalLM(Task):
             an eighth of the memory of logits, which rules it in models with a large vocabulary, for about 5 % of
             time. 1 computes all at once.
         optimizer: Which one, and its settings.
-        schedule: How the learning rate moves.
+        lr_scheduler: How the learning rate moves.
         sample_prompts: Texts to continue when training ends, printed.
         generation: Arguments of ``generate`` for samples and predictions, such as ``max_new_tokens``.
     """
@@ -78,11 +78,11 @@ class CausalLM(Task):
         quantization: Quantization | None = None,
         loss_chunks: int = 1,
         optimizer: Optimizer | None = None,
-        schedule: Schedule | None = None,
+        lr_scheduler: LRSchedule | None = None,
         sample_prompts: list[str] | None = None,
         generation: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(optimizer, schedule)
+        super().__init__(optimizer, lr_scheduler)
         if (pretrained is None) == (config is None):
             raise ValueError(
                 "pretrained or config: expected one of them: a model's name or folder, or an architecture such as "
@@ -159,9 +159,10 @@ class CausalLM(Task):
                 "quantization: quantized weights cannot be trained; set lora, such as {r: 16}, or "
                 + ("pretrained to the model that they were made of" if is_stored else "leave it out")
             )
-        if is_stored and self.lora is not None and self.lora.init not in ("default", "gaussian"):
+        if is_stored and self.lora is not None and self.lora.init_lora_weights not in ("default", "gaussian"):
             raise ValueError(
-                f"lora.init: got {self.lora.init!r}: it needs the weights that those of pretrained were made of; set "
+                f"lora.init_lora_weights: got {self.lora.init_lora_weights!r}: it needs the "
+                "weights that those of pretrained were made of; set "
                 "default"
             )
         if self.attention == "flash_attention_2" and not is_flash_attn_2_available():

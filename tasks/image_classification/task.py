@@ -17,7 +17,7 @@ from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.sharding.buffers import unify_buffers
+from lit_fsdp.sharding.buffers import sync_buffers
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.image_classification.checkpoint import (
@@ -28,7 +28,7 @@ from lit_fsdp.tasks.image_classification.checkpoint import (
 )
 from lit_fsdp.tasks.image_classification.data import Batch
 from lit_fsdp.tasks.image_classification.metrics import IGNORED, Evaluation, Metrics, list_predictions
-from lit_fsdp.tasks.image_classification.mixing import Mixing, mix
+from lit_fsdp.tasks.image_classification.mixup import Mixup, mix
 from lit_fsdp.tasks.image_classification.model import (
     build_classifier,
     check_size,
@@ -46,8 +46,8 @@ from lit_fsdp.tasks.image_classification.model import (
 )
 from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing, compare_colors
 from lit_fsdp.tasks.image_classification.skipped import SkippedImages
+from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.pretrained import choose_quantization, plan_quantization
-from lit_fsdp.tasks.schedule import Schedule
 from lit_fsdp.weights.base_weights import (
     BASE,
     IMAGE_SIZE,
@@ -84,11 +84,11 @@ class ImageClassification(Task):
         freeze: Names of modules or parameters that do not train, such as ``embeddings`` or ``layers.0``, also as
             patterns; ``backbone`` is all but the head: a linear probe.
         label_smoothing: Share of each target that is spread over all classes. Evaluation does not smooth.
-        mixing: Train on mixtures of images: mixup and cutmix.
+        mixup: Train on mixtures of images: mixup and cutmix.
         layer_decay: Factor on the learning rate for each block from the head down, 0.75 for example; 1 changes nothing.
         drop_path: Rate of stochastic depth, for models that have it.
         optimizer: Which one, and its settings.
-        schedule: How the learning rate moves.
+        lr_scheduler: How the learning rate moves.
     """
 
     target_name = "samples"
@@ -105,17 +105,17 @@ class ImageClassification(Task):
         quantization: Quantization | None = None,
         freeze: list[str] | None = None,
         label_smoothing: float = 0.0,
-        mixing: Mixing | None = None,
+        mixup: Mixup | None = None,
         layer_decay: float = 1.0,
         drop_path: float | None = None,
         optimizer: Optimizer | None = None,
-        schedule: Schedule | None = None,
+        lr_scheduler: LRSchedule | None = None,
     ) -> None:
-        super().__init__(optimizer, schedule)
+        super().__init__(optimizer, lr_scheduler)
         self.pretrained, self.config_settings, self.num_classes = pretrained, config, num_classes
         self.attention, self.head = attention, head
         self.lora, self.quantization, self.frozen_names = lora, quantization, freeze or []
-        self.label_smoothing, self.mixing = label_smoothing, mixing
+        self.label_smoothing, self.mixup = label_smoothing, mixup
         self.layer_decay, self.drop_path = layer_decay, drop_path
         self._check()
         self.model: PreTrainedModel | None = None
@@ -133,7 +133,9 @@ class ImageClassification(Task):
     def _check(self) -> None:
         check_start(self.pretrained, self.config_settings, self.head)
         if self.lora is not None and self.frozen_names:
-            raise ValueError("freeze: lora freezes all but adapters and head; leave it out, or use lora.exclude")
+            raise ValueError(
+                "freeze: lora freezes all but adapters and head; leave it out, or use lora.exclude_modules"
+            )
         rules = {
             "num_classes": (self.num_classes is None or self.num_classes >= 2, "2 or more"),
             "label_smoothing": (0 <= self.label_smoothing < 1, "0 to below 1, such as 0.1"),
@@ -143,7 +145,7 @@ class ImageClassification(Task):
         for name, (is_right, expected) in rules.items():
             if not is_right:
                 raise ValueError(f"{name}: got {getattr(self, name)}: expected {expected}")
-        for part in (self.mixing, self.quantization):
+        for part in (self.mixup, self.quantization):
             if part is not None:
                 part.check()
         if self.lora is not None:
@@ -174,7 +176,7 @@ class ImageClassification(Task):
     @override
     def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch | None:
         assert self.model is not None
-        return measure_images(self.model, batch["pixel_values"], is_mixed=self.mixing is not None)
+        return measure_images(self.model, batch["pixel_values"], is_mixed=self.mixup is not None)
 
     @override
     def setup(self, stage: str) -> None:
@@ -287,10 +289,10 @@ class ImageClassification(Task):
         pixels, labels = batch["pixel_values"], batch["labels"]
         self._skipped.add("train", batch)
         is_valid = labels != IGNORED
-        if self.mixing is None:
+        if self.mixup is None:
             loss_sum = self.sum_losses(self.compute_logits(pixels), labels, self.label_smoothing)
             return self.weigh_loss(loss_sum, is_valid.sum())
-        mixed = mix(pixels, is_valid, self.mixing)
+        mixed = mix(pixels, is_valid, self.mixup)
         logits, pair = self.compute_logits(mixed.pixels), (labels, labels[mixed.partners])
         own, other = (self.sum_losses(logits, targets, self.label_smoothing) for targets in pair)
         return self.weigh_loss(mixed.share * own + (1 - mixed.share) * other, is_valid.sum())
@@ -317,7 +319,7 @@ class ImageClassification(Task):
     def _unify_buffers(self) -> None:
         """Do as FSDP2Strategy does where another strategy runs the task."""
         if self.model is not None and not isinstance(self.trainer.strategy, FSDP2Strategy):
-            unify_buffers(self.model)
+            sync_buffers(self.model)
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

@@ -24,9 +24,10 @@ def check_adapters(lora: LoRA | None, quantization: Quantization | None) -> None
     if lora is None:
         return
     lora.check(is_quantized=quantization is not None)
-    if quantization is not None and lora.init not in _KEEPS_BASE:
+    if quantization is not None and lora.init_lora_weights not in _KEEPS_BASE:
         raise ValueError(
-            f"lora.init: got {lora.init!r} with quantization: speech is exported over the model in full, which is not "
+            f"lora.init_lora_weights: got {lora.init_lora_weights!r} with quantization: speech "
+            "is exported over the model in full, which is not "
             f"what such adapters belong to: set {' or '.join(_KEEPS_BASE)}"
         )
 

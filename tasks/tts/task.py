@@ -19,10 +19,10 @@ from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.sharding.wrap import Unit, Units, plan_units
+from lit_fsdp.sharding.wrap import Unit, Wrap, plan_units
 from lit_fsdp.tasks.base import Task
+from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.masks import keep_branches
-from lit_fsdp.tasks.schedule import Schedule
 from lit_fsdp.tasks.tts.checkpoint_files import SPEECH, check_run, describe_run, read_generation_config
 from lit_fsdp.tasks.tts.evaluation.generated import SpeechReport, Spoken, describe_spoken
 from lit_fsdp.tasks.tts.evaluation.metrics import SpeechMetrics
@@ -30,12 +30,12 @@ from lit_fsdp.tasks.tts.evaluation.predict import Prediction
 from lit_fsdp.tasks.tts.evaluation.speech_eval import (
     Heard,
     Listener,
-    Listening,
-    check_listening,
+    SpeechEval,
+    check_speech_eval,
     compute_similarity,
     compute_word_errors,
     describe_clips,
-    fetch_listening,
+    fetch_speech_eval,
     run_on_first,
     write_audio,
 )
@@ -64,9 +64,9 @@ class TextToSpeech(Task):
 
     Metrics: ``train/loss``, ``train/talker_loss``, ``train/sub_talker_loss``, ``train/grad_norm``,
     ``train/learning_rate``, ``train/tokens_seen`` (frames and ends); of ``val/`` the losses,
-    ``accuracy_codebook_00_pct`` and so on, ``eos_recall_pct``, and with ``speak_rows`` the ``duration_ratio``,
-    ``missed_eos_pct`` and ``equal_codes_pct`` of generated speech, and with ``listening`` its ``wer_pct``, ``cer_pct``
-    and, of Qwen3-TTS, ``speaker_similarity``.
+    ``accuracy_codebook_00_pct`` and so on, ``eos_recall_pct``, and with ``num_samples`` the ``duration_ratio``,
+    ``missed_eos_pct`` and ``equal_codes_pct`` of generated speech, and with ``speech_eval`` its ``wer_pct``,
+    ``cer_pct`` and, of Qwen3-TTS, ``speaker_similarity``.
 
     Args:
         pretrained: Model name on the Hugging Face Hub, such as Qwen/Qwen3-TTS-12Hz-1.7B-Base, sesame/csm-1b or
@@ -81,9 +81,9 @@ class TextToSpeech(Task):
             the linear layers of the blocks here, of Qwen3-TTS and CSM those of the talker only.
         quantization: Keep the linear layers of the blocks, of all parts, in 4 or 8 bits; needs ``lora``.
         optimizer: Which one, and its settings.
-        schedule: How the learning rate moves.
+        lr_scheduler: How the learning rate moves.
         sampling: How speech is generated; what is not given is as ``pretrained`` has it, or else its family.
-        speak_rows: So many rows of validation, or of training where nothing is held out, are spoken after each
+        num_samples: So many rows of validation, or of training where nothing is held out, are spoken after each
             validation and when training ends, and compared with what was recorded. Speech without an end is cut at
             three times the longest of them. 0 speaks none.
         listening: Decode what is spoken, give it to the loggers, and measure voice and words; ``null`` compares codes
@@ -102,25 +102,25 @@ class TextToSpeech(Task):
         lora: LoRA | None = None,
         quantization: Quantization | None = None,
         optimizer: Optimizer | None = None,
-        schedule: Schedule | None = None,
+        lr_scheduler: LRSchedule | None = None,
         sampling: Sampling | None = None,
-        speak_rows: int = 0,
-        listening: Listening | None = None,
+        num_samples: int = 0,
+        listening: SpeechEval | None = None,
     ) -> None:
-        super().__init__(optimizer, schedule)
+        super().__init__(optimizer, lr_scheduler)
         if (pretrained is None) == (config is None):
             raise ValueError("pretrained or config: expected one of them: a model's name or folder, or its config.json")
         if lora is not None and freeze:
             raise ValueError("freeze: not used with lora, which freezes all of the model; leave one of them out")
-        if speak_rows < 0:
-            raise ValueError(f"speak_rows: got {speak_rows}: expected 0 or more")
+        if num_samples < 0:
+            raise ValueError(f"num_samples: got {num_samples}: expected 0 or more")
         self.pretrained, self.config_settings = pretrained, config
         self.attention, self.frozen_names = attention, tuple(freeze)
         self.lora, self.quantization = lora, quantization
         check_adapters(lora, quantization)
         self.sampling = sampling or Sampling()
         self.sampling.check()
-        self.speak_rows, self.listening = speak_rows, listening
+        self.num_samples, self.speech_eval = num_samples, listening
         self.model: nn.Module | None = None
         self.val_metrics: SpeechMetrics | None = None
         self.report = SpeechReport()
@@ -139,8 +139,8 @@ class TextToSpeech(Task):
         """Download the model, on one process per node."""
         if self.pretrained is not None:
             fetch_speech_model(self.pretrained)
-        if self.listening is not None:
-            fetch_listening(self.listening)
+        if self.speech_eval is not None:
+            fetch_speech_eval(self.speech_eval)
 
     @override
     def prepare_plan(self, data: Any) -> list[str]:
@@ -190,10 +190,10 @@ class TextToSpeech(Task):
     def setup(self, stage: str) -> None:
         family, config = self._open()
         self.complete_sampling()
-        if self.listening is not None:
-            if not self.speak_rows and stage != "predict":
-                raise ValueError("listening: not used, as speak_rows is 0; set that, or leave it out")
-            check_listening(self.listening, config)
+        if self.speech_eval is not None:
+            if not self.num_samples and stage != "predict":
+                raise ValueError("listening: not used, as num_samples is 0; set that, or leave it out")
+            check_speech_eval(self.speech_eval, config)
         if self.val_metrics is None:
             self.val_metrics = SpeechMetrics(config.num_codebooks, family.weigh_losses(config))
 
@@ -205,8 +205,8 @@ class TextToSpeech(Task):
         self._check_family()
         with torch.device("meta"):
             model = family.build_model(config, self.attention)
-        if self.lora is not None and self.lora.targets == "all-linear":
-            self.lora = replace(self.lora, targets=family.linears)
+        if self.lora is not None and self.lora.target_modules == "all-linear":
+            self.lora = replace(self.lora, target_modules=family.linears)
         rest = list_rest(model, family)
         self.adapt_model(model, lora=self.lora, quantization=self.quantization, keep=rest)
         freeze_parts(model, family, self.frozen_names)
@@ -221,7 +221,7 @@ class TextToSpeech(Task):
             model: This module.
         """
         idle = [name for name, _ in model.named_modules() if name.endswith("model.speaker_encoder")]
-        return plan_units(model, Units(rule="classes", classes=self.family.blocks), idle=idle)
+        return plan_units(model, Wrap(policy="module_classes", module_classes=self.family.blocks), idle=idle)
 
     @override
     def configure_weights(self) -> None:
@@ -284,13 +284,13 @@ class TextToSpeech(Task):
             values = self.val_metrics.compute()
             self.val_metrics.reset()
             self.log_dict({f"val/{name}": value for name, value in values.items()}, sync_dist=True)
-        if self.speak_rows and not self.trainer.sanity_checking:
+        if self.num_samples and not self.trainer.sanity_checking:
             self.log_dict(self._speak_validation(), sync_dist=True)
 
     @override
     def on_train_end(self) -> None:
         """Speak rows once more, and say how close they come."""
-        if self.speak_rows:
+        if self.num_samples:
             if self.report.step != self.trainer.global_step or not self.report.rows:  # else validation has done it
                 self._speak_validation()
             for line in describe_spoken(self.report):
@@ -347,7 +347,7 @@ class TextToSpeech(Task):
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
         """Speak texts; return their ``index``, their codes as ``prediction``, and whether each ``has_ended``.
 
-        With ``listening``, ``audio`` has the path of each WAV file.
+        With ``speech_eval``, ``audio`` has the path of each WAV file.
         """
         assert self._prediction is not None
         return self._prediction.describe(self.generate(batch), batch["index"].tolist())
@@ -364,8 +364,8 @@ class TextToSpeech(Task):
     def _speak_validation(self) -> dict[str, float]:
         data: Any = getattr(self.trainer, "datamodule", None)
         if not hasattr(data, "pick_validation"):
-            raise RuntimeError("speak_rows needs a data module with pick_validation, such as SpeechData")
-        rows = data.pick_validation(self.speak_rows)
+            raise RuntimeError("num_samples needs a data module with pick_validation, such as SpeechData")
+        rows = data.pick_validation(self.num_samples)
         prompts = [data.encode_prompt(row) for row in rows]
         batch = self.family.collate_prompts(prompts, self.read_config(), is_streaming=data.streaming)
         was_training = self.training

@@ -14,7 +14,7 @@ from lit_fsdp.adapters.lora import LoRA, add_adapters, clean_name, find_adapter_
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.shard import Sharding, shard_model
-from lit_fsdp.sharding.wrap import Units, plan_units
+from lit_fsdp.sharding.wrap import Wrap, plan_units
 from lit_fsdp.weights.load import init_weights, materialize
 from ranks import run_ranks
 
@@ -52,7 +52,7 @@ def test_experts_and_their_router_get_no_adapter(quantization: Quantization | No
 
 
 def test_only_adapters_train_in_their_own_dtype() -> None:
-    model = build(LoRA(r=3, dtype="bfloat16", targets=["q_proj"], exclude=["layers.0.self_attn.q_proj"]))
+    model = build(LoRA(r=3, dtype="bfloat16", target_modules=["q_proj"], exclude_modules=["layers.0.self_attn.q_proj"]))
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 2
     assert {p.dtype for p in trained.values()} == {torch.bfloat16}
@@ -65,7 +65,7 @@ def test_names_in_files_have_no_trace_of_adapters() -> None:
 
 
 def test_a_seed_draws_the_same_model_below_adapters_and_a_start_that_adds_nothing() -> None:
-    plain, model = build_language_model("llama", **WIDE), build(LoRA(init="gaussian", r=8))
+    plain, model = build_language_model("llama", **WIDE), build(LoRA(init_lora_weights="gaussian", r=8))
     for each in (plain, model):
         materialize(each, torch.device("cpu"))
         init_weights(each, 5)
@@ -82,15 +82,21 @@ def test_a_seed_draws_the_same_model_below_adapters_and_a_start_that_adds_nothin
         ({"r": 0}, "lora.r: got 0: expected 1 or more"),
         ({"alpha": 0}, "lora.alpha: got 0: expected above 0"),
         ({"dropout": 1.0}, "lora.dropout: got 1.0: expected from 0 to below 1"),
-        ({"targets": []}, r"lora.targets: got \(\): expected all-linear, names or"),
-        ({"targets": ["q_prj"]}, r"lora.targets: got 'q_prj': the model has no such module; did you mean q_proj\?"),
-        ({"targets": ["q_proj", "qq"]}, "lora.targets: got 'qq': the model has no such module"),
-        ({"targets": "q_.*"}, r"lora.targets: got 'q_\.\*': no module of the model has such a name"),
-        ({"targets": ["mlp"]}, "lora.targets: got .*mlp.*: Target module LlamaMLP is not supported"),
-        ({"exclude": ["q_prj"]}, "lora.exclude: got 'q_prj': the model has no such module"),
+        ({"target_modules": []}, r"lora.target_modules: got \(\): expected all-linear, names or"),
+        (
+            {"target_modules": ["q_prj"]},
+            r"lora.target_modules: got 'q_prj': the model has no such module; did you mean q_proj\?",
+        ),
+        ({"target_modules": ["q_proj", "qq"]}, "lora.target_modules: got 'qq': the model has no such module"),
+        ({"target_modules": "q_.*"}, r"lora.target_modules: got 'q_\.\*': no module of the model has such a name"),
+        ({"target_modules": ["mlp"]}, "lora.target_modules: got .*mlp.*: Target module LlamaMLP is not supported"),
+        ({"exclude_modules": ["q_prj"]}, "lora.exclude_modules: got 'q_prj': the model has no such module"),
         ({"modules_to_save": ["head"]}, r"lora.modules_to_save: got 'head': .*did you mean lm_head\?"),
-        ({"init": "loftq"}, "lora.init: got 'loftq': it fits adapters to the error of quantization"),
-        ({"init": "pissa", "dora": True}, "lora.init: got 'pissa' with dora"),
+        (
+            {"init_lora_weights": "loftq"},
+            "lora.init_lora_weights: got 'loftq': it fits adapters to the error of quantization",
+        ),
+        ({"init_lora_weights": "pissa", "use_dora": True}, "lora.init_lora_weights: got 'pissa' with use_dora"),
     ],
 )
 def test_settings_that_would_train_nothing_or_something_else_are_refused(options: Any, message: str) -> None:
@@ -105,7 +111,7 @@ def test_what_shares_its_weight_is_not_trained_in_full() -> None:
 
 def test_what_is_quantized_is_not_trained_in_full() -> None:
     model = build_language_model("llama", **WIDE)
-    quantize_model(model, Quantization(skip=[]))
+    quantize_model(model, Quantization(skip_modules=[]))
     with pytest.raises(ValueError, match=r"lora.modules_to_save: lm_head is quantized, and cannot be trained"):
         add_adapters(model, LoRA(modules_to_save=["lm_head"]))
 
@@ -137,6 +143,6 @@ def test_several_dtypes_that_train_in_one_unit_are_refused() -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
         options = {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy()}
         with pytest.raises(ValueError, match="what trains in one unit must have one dtype"):
-            shard_model(model, plan_units(model, Units()), mesh=mesh, sharding=Sharding(), **options)
+            shard_model(model, plan_units(model, Wrap()), mesh=mesh, sharding=Sharding(), **options)
 
     run_ranks(body)

@@ -27,16 +27,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("lora", "quantization"),
     [
         pytest.param(
-            LoRA(r=4, alpha=8, targets=["q_proj", "embed_tokens", "lm_head"]), Quantization(), marks=pytest.mark.slow
+            LoRA(r=4, alpha=8, target_modules=["q_proj", "embed_tokens", "lm_head"]),
+            Quantization(),
+            marks=pytest.mark.slow,
         ),
-        (LoRA(r=4, alpha=8, targets=r".*layers\.[02]\.(self_attn|mlp)\.[gv].*", rslora=True), None),
+        (LoRA(r=4, alpha=8, target_modules=r".*layers\.[02]\.(self_attn|mlp)\.[gv].*", use_rslora=True), None),
         pytest.param(
             LoRA(r=4, modules_to_save=["lm_head"], rank_pattern={"v_proj": 2}, alpha_pattern={"v_proj": 3}),
             Quantization(),
             marks=pytest.mark.slow,
         ),
-        (LoRA(r=4, alpha=8, dora=True), Quantization()),
-        pytest.param(LoRA(r=4, alpha=8, dora=True, targets=["up_proj", "k_proj"]), None, marks=pytest.mark.slow),
+        (LoRA(r=4, alpha=8, use_dora=True), Quantization()),
+        pytest.param(
+            LoRA(r=4, alpha=8, use_dora=True, target_modules=["up_proj", "k_proj"]), None, marks=pytest.mark.slow
+        ),
     ],
     ids=["embeddings", "regex rslora", "modules_to_save patterns", "dora nf4", "dora full"],
 )
@@ -54,8 +58,8 @@ def test_relatives_of_lora_train_as_those_of_peft(
     "init", ["pissa", "loftq", *(pytest.param(init, marks=pytest.mark.slow) for init in ("pissa_niter_16", "olora"))]
 )
 def test_decomposed_weights_and_adapters_add_up_to_the_model(init: Any, folder: Path, tmp_path: Path) -> None:
-    quantization = None if init != "loftq" else Quantization(double=False)
-    lora = LoRA(r=4, alpha=8, init=init)
+    quantization = None if init != "loftq" else Quantization(double_quant=False)
+    lora = LoRA(r=4, alpha=8, init_lora_weights=init)
     _, start = train_sharded(folder, tmp_path, 3, lora=lora, quantization=quantization, max_steps=1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     plain = load_stock(folder, quantization)
@@ -78,7 +82,7 @@ def test_decomposed_weights_and_adapters_add_up_to_the_model(init: Any, folder: 
 
 
 def test_pissa_starts_where_that_of_peft_does(folder: Path, tmp_path: Path) -> None:
-    lora = LoRA(r=4, alpha=8, init="pissa")
+    lora = LoRA(r=4, alpha=8, init_lora_weights="pissa")
     _, start = train_sharded(folder, tmp_path, 2, lora=lora, max_steps=1)
     config = lora.build_config()
     config.init_lora_weights = "pissa"
@@ -122,7 +126,7 @@ def test_experts_are_quantized_from_their_files_and_train_alike_at_every_world_s
 
 def test_a_tied_embedding_below_adapters_trains_as_in_stock_libraries(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **SIZES, tie_word_embeddings=True)
-    result, start = train_sharded(folder, tmp_path, 2, quantization=Quantization(skip=[]))
+    result, start = train_sharded(folder, tmp_path, 2, quantization=Quantization(skip_modules=[]))
     assert "lm_head.weight" in start
     differences = compare(result, train_plainly(folder, start, Quantization(), LORA))
     assert max(differences.values()) <= TOLERANCE, differences

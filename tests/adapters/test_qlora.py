@@ -21,7 +21,7 @@ from training import (
 )
 from transformers import AutoModelForCausalLM
 
-from lit_fsdp import FSDP2Strategy, Mesh, Offload, Recompute, Sharding
+from lit_fsdp import ActivationCheckpointing, CPUOffload, FSDP2Strategy, Mesh, Sharding
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.shard import Compile
 from lit_fsdp.weights.safetensors_io import TensorFiles
@@ -43,8 +43,8 @@ def truths(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 AXES: dict[str, dict[str, Any]] = {
     "base": {name: name for name in BASES},
     "sharding": {"full": True, "grad_op": False, "int": 2, "hybrid": True},
-    "offload": {"device": None, "host": Offload()},
-    "recompute": {"kept": Recompute(), "recomputed": Recompute(mode="full")},
+    "cpu_offload": {"device": None, "host": CPUOffload()},
+    "activation_checkpointing": {"kept": ActivationCheckpointing(), "recomputed": ActivationCheckpointing(mode="full")},
     "accumulation": {"1": (1, False), "2 with comm": (2, False), "2 without comm": (2, True)},
     "ranks": {"1": 1, "2": 2, "3": 3, "4": 4},
 }
@@ -106,9 +106,9 @@ def test_sharded_adapters_train_as_stock_libraries_do_on_one_device(
         quantization=BASES[base],
         strategy={
             "mesh": Mesh(replicate=2 if sharding == "hybrid" else 1),
-            "sharding": Sharding(reshard_after_forward=AXES["sharding"][sharding], hold_gradients=is_held),
-            "offload": AXES["offload"][offload],
-            "recompute": AXES["recompute"][recompute],
+            "sharding": Sharding(reshard_after_forward=AXES["sharding"][sharding], no_sync=is_held),
+            "cpu_offload": AXES["cpu_offload"][offload],
+            "activation_checkpointing": AXES["activation_checkpointing"][recompute],
         },
         accumulate_grad_batches=num_micro_batches,
     )

@@ -11,7 +11,7 @@ from adapter_training import LORA, SIZES
 from models import build_language_model
 from training import Rows, build_task, build_trainer, save_model
 
-from lit_fsdp import FSDP2Strategy, Units
+from lit_fsdp import FSDP2Strategy, Wrap
 from lit_fsdp.adapters.lora import LoRA, add_adapters, iterate_adapters
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
@@ -27,17 +27,32 @@ WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
         (
             "llama",
             {**WIDE, "tie_word_embeddings": True},
-            LoRA(targets=["q_proj", "lm_head"], init="pissa"),
-            "lm_head: init 'pissa' would change the weight that it shares",
+            LoRA(target_modules=["q_proj", "lm_head"], init_lora_weights="pissa"),
+            "lm_head: init_lora_weights 'pissa' would change the weight that it shares",
         ),
-        ("llama", WIDE, LoRA(targets=["embed_tokens"], init="olora"), "embed_tokens: init 'olora' is only for linear"),
-        ("llama", WIDE, LoRA(targets=["embed_tokens"], dora=True), "embed_tokens: dora is only for linear layers"),
-        ("llama", WIDE, LoRA(r=65, init="pissa"), r"init 'pissa' has no rank 65 in a weight of \(64, 64\)"),
+        (
+            "llama",
+            WIDE,
+            LoRA(target_modules=["embed_tokens"], init_lora_weights="olora"),
+            "embed_tokens: init_lora_weights 'olora' is only for linear",
+        ),
+        (
+            "llama",
+            WIDE,
+            LoRA(target_modules=["embed_tokens"], use_dora=True),
+            "embed_tokens: use_dora is only for linear layers",
+        ),
+        (
+            "llama",
+            WIDE,
+            LoRA(r=65, init_lora_weights="pissa"),
+            r"init_lora_weights 'pissa' has no rank 65 in a weight of \(64, 64\)",
+        ),
         ("llama", WIDE, LoRA(rank_pattern={"q_prj": 2}), "lora.rank_pattern: got 'q_prj': none of the targets"),
         ("llama", WIDE, LoRA(alpha_pattern={"lm_head": 2}), "lora.alpha_pattern: got 'lm_head': none of the targets"),
-        ("llama", WIDE, LoRA(targets="("), r"lora.targets: got '\(': no regular expression"),
-        ("gpt2", {}, LoRA(dora=True), "c_attn: dora is only for linear layers"),
-        ("gpt2", {}, LoRA(init="pissa"), "c_attn: init 'pissa' is only for linear layers"),
+        ("llama", WIDE, LoRA(target_modules="("), r"lora.target_modules: got '\(': no regular expression"),
+        ("gpt2", {}, LoRA(use_dora=True), "c_attn: use_dora is only for linear layers"),
+        ("gpt2", {}, LoRA(init_lora_weights="pissa"), "c_attn: init_lora_weights 'pissa' is only for linear layers"),
     ],
 )
 def test_starts_that_could_not_be_what_they_say(family: str, config: Any, lora: LoRA, message: str) -> None:
@@ -48,16 +63,20 @@ def test_starts_that_could_not_be_what_they_say(family: str, config: Any, lora: 
 def test_loftq_is_for_quantized_layers() -> None:
     model = build_language_model("llama", **WIDE)
     quantize_model(model, Quantization())
-    with pytest.raises(ValueError, match="lm_head: init 'loftq' fits the error of quantization, and this layer is not"):
-        add_adapters(model, LoRA(targets=["q_proj", "lm_head"], init="loftq"))
+    with pytest.raises(
+        ValueError, match="lm_head: init_lora_weights 'loftq' fits the error of quantization, and this layer is not"
+    ):
+        add_adapters(model, LoRA(target_modules=["q_proj", "lm_head"], init_lora_weights="loftq"))
 
 
 def test_a_model_that_has_its_weights_is_neither_quantized_nor_decomposed() -> None:
     model = build_language_model("llama", "cpu", **WIDE)
     with pytest.raises(ValueError, match="quantization: weights are quantized while they are loaded"):
         quantize_model(model, Quantization())
-    with pytest.raises(ValueError, match=r"lora.init: got 'pissa': it is made of weights while they are loaded"):
-        add_adapters(model, LoRA(init="pissa"))
+    with pytest.raises(
+        ValueError, match=r"lora.init_lora_weights: got 'pissa': it is made of weights while they are loaded"
+    ):
+        add_adapters(model, LoRA(init_lora_weights="pissa"))
 
 
 def test_patterns_are_full_names_last_parts_or_regular_expressions() -> None:
@@ -73,7 +92,7 @@ def test_patterns_are_full_names_last_parts_or_regular_expressions() -> None:
 
 def test_large_weights_that_are_left_for_their_kind_are_named() -> None:
     left = quantize_model(
-        build_language_model("gpt2", n_embd=64, tie_word_embeddings=False), Quantization(skip=[], block_size=32)
+        build_language_model("gpt2", n_embd=64, tie_word_embeddings=False), Quantization(skip_modules=[], block_size=32)
     )
     assert any("c_attn (a Conv1D cannot be quantized)" in text for text in left)
 
@@ -102,9 +121,9 @@ def test_settings_that_a_run_would_ignore_are_refused_before_its_first_step(fold
     ours: dict[str, Any] = {"print_plan": False}
 
     def body() -> None:
-        dora = LoRA(r=4, dora=True)
-        inside = FSDP2Strategy(units=Units(rule="min_size", min_num_params=2000), **ours)
-        fit_refused(lambda: build_task(folder, lora=dora), inside, {}, "units: .* whose dora needs its weight")
+        dora = LoRA(r=4, use_dora=True)
+        inside = FSDP2Strategy(wrap=Wrap(policy="min_size", min_num_params=2000), **ours)
+        fit_refused(lambda: build_task(folder, lora=dora), inside, {}, "wrap: .* whose use_dora needs its weight")
         forgetful = WithoutAdapters(pretrained=str(folder), lora=LORA)
         fit_refused(lambda: forgetful, FSDP2Strategy(**ours), {}, "lora: WithoutAdapters.configure_model has added no")
         quantized = build_task(folder, quantization=Quantization())

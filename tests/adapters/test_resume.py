@@ -182,13 +182,16 @@ def test_adapters_over_another_model_of_the_same_shapes_are_refused(runs: Path, 
     ("changes", "message"),
     [
         ({"alpha": 16}, "lora.alpha: got 16: the adapters of the checkpoint were trained with 8; set that"),
-        pytest.param({"rslora": True}, "lora.rslora: got True: the adapters", marks=pytest.mark.slow),
+        pytest.param({"use_rslora": True}, "lora.use_rslora: got True: the adapters", marks=pytest.mark.slow),
         pytest.param(
             {"alpha_pattern": {"q_proj": 2}},
             "lora.alpha_pattern: got {'q_proj': 2}: the adapters",
             marks=pytest.mark.slow,
         ),
-        ({"init": "pissa"}, "lora.init: got 'pissa': the adapters of the checkpoint were trained with 'default'"),
+        (
+            {"init_lora_weights": "pissa"},
+            "lora.init_lora_weights: got 'pissa': the adapters of the checkpoint were trained with 'default'",
+        ),
     ],
 )
 def test_settings_under_which_adapters_would_mean_something_else_are_refused(

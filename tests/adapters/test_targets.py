@@ -13,22 +13,37 @@ SMALL = Quantization(block_size=32)
 @pytest.mark.parametrize(
     ("family", "lora", "quantization", "message"),
     [
-        ("mixtral", LoRA(r=4, targets=["experts"]), SMALL, "Target module QuantizedMixtralExperts is not supported"),
         (
             "mixtral",
-            LoRA(r=4, targets=["experts"], init="olora"),
+            LoRA(r=4, target_modules=["experts"]),
+            SMALL,
+            "Target module QuantizedMixtralExperts is not supported",
+        ),
+        (
+            "mixtral",
+            LoRA(r=4, target_modules=["experts"], init_lora_weights="olora"),
             None,
             "Target module MixtralExperts.* is not supported",
         ),
         (
             "llama",
-            LoRA(dora=True, targets=["embed_tokens"]),
+            LoRA(use_dora=True, target_modules=["embed_tokens"]),
             None,
-            "model.embed_tokens: dora is only for linear layers",
+            "model.embed_tokens: use_dora is only for linear layers",
         ),
-        ("gpt2", LoRA(dora=True), None, "transformer.h.0.attn.c_attn: dora is only for linear layers"),
-        ("gpt2", LoRA(r=4, init="pissa"), None, "c_attn: init 'pissa' is only for linear layers; set it to default"),
-        ("llama", LoRA(r=99, init="pissa"), None, r"q_proj: init 'pissa' has no rank 99 in a weight of \(32, 32\)"),
+        ("gpt2", LoRA(use_dora=True), None, "transformer.h.0.attn.c_attn: use_dora is only for linear layers"),
+        (
+            "gpt2",
+            LoRA(r=4, init_lora_weights="pissa"),
+            None,
+            "c_attn: init_lora_weights 'pissa' is only for linear layers; set it to default",
+        ),
+        (
+            "llama",
+            LoRA(r=99, init_lora_weights="pissa"),
+            None,
+            r"q_proj: init_lora_weights 'pissa' has no rank 99 in a weight of \(32, 32\)",
+        ),
     ],
 )
 def test_what_would_be_wrong_is_refused(
@@ -37,7 +52,7 @@ def test_what_would_be_wrong_is_refused(
     model = build_language_model(family)
     if quantization is not None:
         quantize_model(model, quantization)
-    with pytest.raises(ValueError, match=f"lora.targets: .*{message}"):
+    with pytest.raises(ValueError, match=f"lora.target_modules: .*{message}"):
         add_adapters(model, lora)
 
 
@@ -45,10 +60,10 @@ def test_what_would_be_wrong_is_refused(
     ("family", "lora", "quantization"),
     [
         ("mixtral", LoRA(r=4), SMALL),
-        ("mixtral", LoRA(r=4, init="olora"), None),
-        ("mixtral", LoRA(r=4), Quantization(block_size=32, skip=["experts", "lm_head"])),
-        ("llama", LoRA(r=4, init="pissa", targets=["q_proj"]), None),
-        ("llama", LoRA(r=4, init="olora"), SMALL),
+        ("mixtral", LoRA(r=4, init_lora_weights="olora"), None),
+        ("mixtral", LoRA(r=4), Quantization(block_size=32, skip_modules=["experts", "lm_head"])),
+        ("llama", LoRA(r=4, init_lora_weights="pissa", target_modules=["q_proj"]), None),
+        ("llama", LoRA(r=4, init_lora_weights="olora"), SMALL),
         ("gpt2", LoRA(r=4), None),
     ],
 )

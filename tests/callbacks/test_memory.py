@@ -13,7 +13,7 @@ from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks import MemoryLogger
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.profiling.memory import measure_states
-from lit_fsdp.sharding.cpu_offload import Offload
+from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.tasks import CausalLM
 from ranks import run_ranks
 
@@ -127,7 +127,7 @@ def replace_step(patch: pytest.MonkeyPatch) -> None:
     [
         (replace_measuring, {}, "CausalLM does not say what shape its batches have (measure_batch)"),
         (replace_step, {}, "Mine: overrides training_step, which the closed form cannot see"),
-        (None, {"offload": Offload()}, "on a CPU, offload moves nothing"),
+        (None, {"cpu_offload": CPUOffload()}, "on a CPU, offload moves nothing"),
         (None, None, "the strategy is SingleDeviceStrategy"),
     ],
 )

@@ -14,7 +14,14 @@ from lightning.pytorch import Callback
 from training import EVEN, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.callbacks import MemoryLogger, OOMReport, RunReport, StabilityMonitor, ThroughputLogger, TrafficLogger
+from lit_fsdp.callbacks import (
+    CommunicationLogger,
+    MemoryLogger,
+    OOMReport,
+    RunReport,
+    StabilityMonitor,
+    ThroughputLogger,
+)
 from lit_fsdp.profiling.clock import Clock
 from ranks import run_ranks
 
@@ -22,7 +29,7 @@ MODEL = dict(EVEN)
 
 
 def build_monitors() -> list[Callback]:
-    return [StabilityMonitor(), MemoryLogger(), TrafficLogger(), ThroughputLogger(), OOMReport(), RunReport()]
+    return [StabilityMonitor(), MemoryLogger(), CommunicationLogger(), ThroughputLogger(), OOMReport(), RunReport()]
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def test_the_rank_that_fails_says_where_and_what_it_held(
         assert row in report
     assert "| - | [1000, 333] | float32 | 0.001 |" in report  # the ballast
     assert "| optimizer state of model.model.embed_tokens.weight | " in report
-    assert "| trainer.strategy.recompute.mode: full |" in report
+    assert "| trainer.strategy.activation_checkpointing.mode: full |" in report
     assert report.rstrip().endswith("```")
     assert "Traceback (most recent call last)" in report
     assert report.split("## Traceback")[0] in ended[1].out

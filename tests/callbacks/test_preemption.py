@@ -129,7 +129,7 @@ def test_all_ranks_save_at_the_same_step_and_the_run_goes_on_bit_for_bit(
     hook, step, ranks, signals, expected = CASES[name]
 
     def body() -> None:
-        strategy = {"async_checkpoints": is_async}
+        strategy = {"async_save": is_async}
         _, truth = train(model, tmp_path, strategy=strategy)
         assert find_saved(tmp_path) == []
         trainer, losses = train(model, tmp_path, Send(hook, step, ranks, signals), strategy=strategy)

@@ -80,7 +80,7 @@ def test_without_audio_there_is_text_and_the_setting_that_would_help(tmp_path: P
     page = (report(tmp_path, Speaking(is_heard=False)) / "report.html").read_text()
     assert "<audio " not in page
     assert "good morning" in page
-    assert "model.listening.codec" in page
+    assert "model.speech_eval.codec" in page
 
 
 @pytest.mark.parametrize("found", [None, "a report of another kind", SpeechReport()])

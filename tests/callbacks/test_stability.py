@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from training import EVEN, GLOBAL_BATCH, Rows, build_trainer, collate, make_rows, save_model
 
-from lit_fsdp import FSDP2Strategy, Recompute
+from lit_fsdp import ActivationCheckpointing, FSDP2Strategy
 from lit_fsdp.callbacks import StabilityMonitor, UnstableTrainingError
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.reporting.sections import HasSection
-from lit_fsdp.tasks import CausalLM, Schedule
+from lit_fsdp.tasks import CausalLM, LRSchedule
 from lit_fsdp.tasks.loading import build_train_loader
 from ranks import RankError, run_ranks
 
@@ -107,7 +107,7 @@ def fit(
     task = CausalLM(
         pretrained=str(folder),
         optimizer=Optimizer(name=optimizer, learning_rate=1e-3, weight_decay=0.1),  # type: ignore[arg-type]
-        schedule=Schedule(shape="constant"),
+        lr_scheduler=LRSchedule(type="constant"),
     )
     batch_size = GLOBAL_BATCH // dist.get_world_size() // accumulate
     with warnings.catch_warnings(record=True) as caught:
@@ -157,7 +157,7 @@ def test_a_skipped_step_changes_no_bit_of_weights_and_optimizer(folder: Path, op
 def bad_gradient(folder: Path, recompute: bool) -> None:
     monitor = StabilityMonitor(policy="skip")
     breaker = Breaker("model.model.layers.1.mlp.up_proj", math.inf, phase="backward")
-    strategy = {"recompute": Recompute(mode="full")} if recompute else {}
+    strategy = {"activation_checkpointing": ActivationCheckpointing(mode="full")} if recompute else {}
     task, _ = fit(folder, [breaker, monitor], strategy=strategy)
     (event,) = monitor.state_dict()["events"]
     assert (event["kind"], event["ranks"], event["step"]) == ("nonfinite_grad", [], BAD_STEP)

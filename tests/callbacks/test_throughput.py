@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from training import EVEN, GLOBAL_BATCH, Rows, build_task, build_trainer, save_model
 
-from lit_fsdp import FSDP2Strategy, Recompute
+from lit_fsdp import ActivationCheckpointing, FSDP2Strategy
 from lit_fsdp.callbacks import ThroughputLogger
 from lit_fsdp.planning.step_forecast import find_compute_dtype
 from lit_fsdp.reporting.sections import HasSection, Section
@@ -217,7 +217,9 @@ def fit_sharded(folder: Path, strategy: dict[str, Any], accumulate: int, out: Pa
     torch.save((steps, section.numbers, section.tables, section.notes), out / str(dist.get_rank()))
 
 
-@pytest.mark.parametrize(("strategy", "accumulate"), [({}, 1), ({"recompute": Recompute(mode="full")}, 2)])
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"), [({}, 1), ({"recompute": ActivationCheckpointing(mode="full")}, 2)]
+)
 def test_on_two_ranks_each_counts_its_own_operations_and_the_slow_one_is_named(
     tmp_path: Path, strategy: dict[str, Any], accumulate: int
 ) -> None:

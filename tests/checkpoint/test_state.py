@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from lit_fsdp.checkpoint.manifest import MANIFEST
 from lit_fsdp.checkpoint.state import META, join_states, load_checkpoint, save_checkpoint, to_plain
 from lit_fsdp.sharding.shard import Sharding, shard_model
-from lit_fsdp.sharding.wrap import Units, plan_units
+from lit_fsdp.sharding.wrap import Wrap, plan_units
 from ranks import run_ranks
 
 
@@ -34,16 +34,14 @@ def build(seed: int, tied: bool = False, frozen: bool = False) -> nn.Module:
     return model
 
 
-def prepare(
-    model: nn.Module, units: Units | None = None, replicate: int = 1
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def prepare(model: nn.Module, units: Wrap | None = None, replicate: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
     size = dist.get_world_size()
     if replicate > 1:
         mesh = init_device_mesh("cpu", (replicate, size // replicate), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
     options = {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy()}
-    shard_model(model, plan_units(model, units or Units()), mesh=mesh, sharding=Sharding(), **options)
+    shard_model(model, plan_units(model, units or Wrap()), mesh=mesh, sharding=Sharding(), **options)
     decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -98,15 +96,15 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize(
     ("world_size", "replicate", "units"),
     [
-        (1, 1, Units()),
-        (2, 1, Units(rule="min_size", min_num_params=3000)),
-        (3, 1, Units(own_embeddings=False)),
-        (4, 2, Units()),
+        (1, 1, Wrap()),
+        (2, 1, Wrap(policy="min_size", min_num_params=3000)),
+        (3, 1, Wrap(own_embeddings=False)),
+        (4, 2, Wrap()),
     ],
     ids=["1", "2 in other units", "3", "2x2"],
 )
 def test_weights_and_optimizer_come_back_at_any_number_of_ranks(
-    saved: tuple[str, Path], world_size: int, replicate: int, units: Units
+    saved: tuple[str, Path], world_size: int, replicate: int, units: Wrap
 ) -> None:
     name, folder = saved
 

@@ -27,7 +27,7 @@ from lit_fsdp.checkpoint.manifest import check_contents, check_sizes, describe_f
 from lit_fsdp.checkpoint.state import agree
 from lit_fsdp.checkpoint.writer import CheckpointWriter
 from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
-from lit_fsdp.tasks import CausalLM, Schedule
+from lit_fsdp.tasks import CausalLM, LRSchedule
 from ranks import run_ranks
 
 
@@ -44,11 +44,11 @@ def train(
 ) -> None:
     """Train a model with dropout, so that random states matter."""
     recorder = Recorder()
-    strategy = FSDP2Strategy(print_plan=False, async_checkpoints=is_async)
+    strategy = FSDP2Strategy(print_plan=False, async_save=is_async)
     trainer = build_trainer(
         strategy, callbacks=[recorder, *callbacks], max_steps=max_steps, enable_checkpointing=bool(callbacks)
     )
-    task = CausalLM(pretrained=str(folder), optimizer=OPTIMIZER, schedule=Schedule(shape="constant"))
+    task = CausalLM(pretrained=str(folder), optimizer=OPTIMIZER, lr_scheduler=LRSchedule(type="constant"))
     if load is not None:
         recorder.result = Result(losses=[0.0] * first_step, grad_norms=[0.0] * first_step)
     trainer.fit(task, Rows(64, 8 // trainer.world_size), ckpt_path=load)

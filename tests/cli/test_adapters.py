@@ -90,7 +90,7 @@ def test_the_card_says_over_which_weights_to_load_them(folder: Path, monkeypatch
 
 def test_it_leaves_in_4_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    options = ["--merge=true", "--quantization.type=nf4", "--quantization.double=false"]
+    options = ["--merge=true", "--quantization.type=nf4", "--quantization.double_quant=false"]
     assert main(["export", f"--checkpoint={RUN}", "--out=small", *options]) == 0
     model = AutoModelForCausalLM.from_pretrained("small")
     assert type(model.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
@@ -104,7 +104,11 @@ def test_it_leaves_in_4_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--merge=true --quantization.block_size=7", 1, "quantization.block_size: got 7: expected one of 32, 64"),
         ("--quantization.type=nf4", 1, "quantization: adapters are not quantized; set merge to true, or leave it"),
         ("--merge=maybe", 2, "merge: got 'maybe': expected true or false"),
-        ("--base=base", 1, "base: got 'base': adapters of init 'default' are exported without it; leave it out"),
+        (
+            "--base=base",
+            1,
+            "base: got 'base': adapters of init_lora_weights 'default' are exported without it; leave it out",
+        ),
         ("--merge=true --base=nowhere", 1, "base: got 'nowhere': no such folder, and the Hub says: "),
         ("--merge=true --dtype=int8", 2, "dtype: got 'int8': expected one of keep, float32, bfloat16"),
     ],

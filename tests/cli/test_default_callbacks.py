@@ -11,6 +11,7 @@ from report_runs import Page, read_numbers
 
 from lit_fsdp.callbacks import (
     ClassReport,
+    CommunicationLogger,
     MemoryLogger,
     OOMReport,
     Preemption,
@@ -20,12 +21,11 @@ from lit_fsdp.callbacks import (
     SpokenReport,
     StabilityMonitor,
     ThroughputLogger,
-    TrafficLogger,
     WritePredictions,
 )
 from lit_fsdp.cli.default_callbacks import Defaults, choose_callbacks
 
-MEASURING = [StabilityMonitor, MemoryLogger, TrafficLogger, ThroughputLogger, OOMReport]
+MEASURING = [StabilityMonitor, MemoryLogger, CommunicationLogger, ThroughputLogger, OOMReport]
 MONITORS = [ClassReport, *MEASURING, SpokenReport, RunReport]
 
 

@@ -170,7 +170,7 @@ def test_the_big_configurations_plan_from_the_architecture_alone(
 @pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_engines_agree_and_the_trace_says_so(packing: bool, capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--config=run.yaml", "--devices=2", f"--data.packing={packing}", "--data.batch_size=2"]
-    options += ["--data.seq_length=256", "--trainer.strategy.recompute.mode=full"]
+    options += ["--data.seq_length=256", "--trainer.strategy.activation_checkpointing.mode=full"]
     counted, traced = plan(*options), plan(*options, "--exact=true")
     assert (counted["engine"], traced["engine"]) == ("closed form", "exact trace")
     counted_bytes, traced_bytes = counted["memory"]["peak_bytes"], traced["memory"]["peak_bytes"]
@@ -195,14 +195,14 @@ def test_what_the_closed_form_has_no_rules_for_is_traced() -> None:
 
 
 def test_offload_on_one_rank_is_counted_but_not_traced(capfd: pytest.CaptureFixture[str]) -> None:
-    options = ["--config=run.yaml", "--devices=1", "--trainer.strategy.offload={}"]
+    options = ["--config=run.yaml", "--devices=1", "--trainer.strategy.cpu_offload={}"]
     assert plan(*options)["host"]["bytes"] > 0
     assert main(["plan", *options, "--exact=true"]) == 2
     assert "offload with one shard cannot be traced yet" in capfd.readouterr().err
 
 
 def test_what_is_offloaded_is_host_memory_and_no_device_memory() -> None:
-    offload = "--trainer.strategy.offload={}"
+    offload = "--trainer.strategy.cpu_offload={}"
     on_device, on_host = (plan("--config=run.yaml", "--devices=2", *more) for more in ((), (offload,)))
     states = on_device["memory"]["largest_bytes_by_kind"]
     host = on_host["host"]["bytes_by_kind"]

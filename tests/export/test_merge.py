@@ -88,7 +88,7 @@ def save_adapters(
     """Write a checkpoint of adapters that have never trained."""
     model = build_language_model("llama", "cpu")
     model.config.architectures = [type(model).__name__]
-    add_adapters(model, replace(lora, init="default"))
+    add_adapters(model, replace(lora, init_lora_weights="default"))
     init_weights(model, 0)
     files = {"config.json": model.config.to_json_string(), ADAPTER_CONFIG: describe_adapters(model, lora, str(base))}
     state = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
@@ -133,7 +133,7 @@ def test_another_base_is_refused(checkpoint: Path, base: Path, tmp_path: Path) -
 
 def test_a_base_that_is_gone_is_named(checkpoint: Path, base: Path, tmp_path: Path) -> None:
     shutil.copytree(base, tmp_path / "moved")
-    path = save_adapters(tmp_path / "last.ckpt", tmp_path / "moved", replace(PLAIN, init="olora"))
+    path = save_adapters(tmp_path / "last.ckpt", tmp_path / "moved", replace(PLAIN, init_lora_weights="olora"))
     shutil.rmtree(tmp_path / "moved")
     message = refuse(path, tmp_path / "out")
     assert message.startswith(f"base: got {str(tmp_path / 'moved')!r}: there is no such folder: ")
@@ -141,7 +141,7 @@ def test_a_base_that_is_gone_is_named(checkpoint: Path, base: Path, tmp_path: Pa
 
 def test_settings_without_need_are_refused(checkpoint: Path, base: Path, tmp_path: Path) -> None:
     message = refuse(checkpoint, tmp_path / "out", base=str(base))
-    assert message.endswith("adapters of init 'default' are exported without it; leave it out")
+    assert message.endswith("adapters of init_lora_weights 'default' are exported without it; leave it out")
     assert "max_shard_gb: got 1: adapters are one file" in refuse(checkpoint, tmp_path / "out", max_shard_gb=1)
     model = build_language_model("llama", "cpu")
     model.config.architectures = [type(model).__name__]
@@ -154,9 +154,13 @@ def test_settings_without_need_are_refused(checkpoint: Path, base: Path, tmp_pat
 
 
 def test_what_no_other_tool_could_load_is_refused(base: Path, tmp_path: Path) -> None:
-    path = save_adapters(tmp_path / "last.ckpt", base, replace(PLAIN, init="pissa"), Quantization(block_size=32))
+    path = save_adapters(
+        tmp_path / "last.ckpt", base, replace(PLAIN, init_lora_weights="pissa"), Quantization(block_size=32)
+    )
     message = refuse(path, tmp_path / "out")
-    assert message.startswith("merge: got false: adapters of init 'pissa' over nf4 weights fit only what was left")
+    assert message.startswith(
+        "merge: got false: adapters of init_lora_weights 'pissa' over nf4 weights fit only what was left"
+    )
     path = save_adapters(tmp_path / "random.ckpt", base, PLAIN, has_base=False)
     assert "holds adapters over random weights" in refuse(path, tmp_path / "out")
     assert "holds adapters over random weights" in refuse(path, tmp_path / "out", merge=True)

@@ -22,8 +22,8 @@ KINDS: dict[str, tuple[Quantization, dict[str, Any]]] = {
         Quantization(),
         {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     ),
-    "nf4": (Quantization(double=False), {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
-    "fp4": (Quantization(type="fp4", double=False), {"load_in_4bit": True}),
+    "nf4": (Quantization(double_quant=False), {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    "fp4": (Quantization(type="fp4", double_quant=False), {"load_in_4bit": True}),
     "int8": (Quantization(type="int8"), {"load_in_8bit": True}),
 }
 

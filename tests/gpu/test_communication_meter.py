@@ -7,7 +7,7 @@ from models import Stack
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lit_fsdp.profiling.communication_meter import TrafficMeter
+from lit_fsdp.profiling.communication_meter import CommunicationMeter
 from ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ def measure_steps() -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    meter = TrafficMeter(model, device)
+    meter = CommunicationMeter(model, device)
     meter.attach()
     x = torch.ones(64, 5, device=device)
     for step in range(6):

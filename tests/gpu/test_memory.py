@@ -8,7 +8,7 @@ import pytest
 import torch
 from training import EVEN, GLOBAL_BATCH, Rows, build_task, build_trainer, save_model
 
-from lit_fsdp import FSDP2Strategy, Recompute
+from lit_fsdp import ActivationCheckpointing, FSDP2Strategy
 from lit_fsdp.callbacks import MemoryLogger, OOMReport
 from ranks import run_ranks
 
@@ -24,7 +24,7 @@ SIZES = {**EVEN, "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 20
 def measure(folder: Path, root: Path, recompute: Any) -> None:
     memory = MemoryLogger(snapshot_steps=[3])
     trainer = build_trainer(
-        FSDP2Strategy(print_plan=False, recompute=Recompute(mode=recompute)),
+        FSDP2Strategy(print_plan=False, recompute=ActivationCheckpointing(mode=recompute)),
         callbacks=[memory],
         accelerator="gpu",
         precision="bf16-mixed",
@@ -63,7 +63,7 @@ def run_out(folder: Path, root: Path) -> None:
     report = (root / "out_of_memory.md").read_text()
     assert "in backward, step 1" in report
     assert "the allocator held another" in report
-    assert "| trainer.strategy.recompute.mode: full |" in report
+    assert "| trainer.strategy.activation_checkpointing.mode: full |" in report
     assert (root / "out_of_memory_rank_0.pickle").exists()
 
 

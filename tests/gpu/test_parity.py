@@ -7,7 +7,7 @@ import pytest
 import torch
 from training import EVEN, TIED, list_differences, save_model, train_plainly, train_sharded
 
-from lit_fsdp import Mesh, MixedPrecision, Offload, Recompute, Sharding
+from lit_fsdp import ActivationCheckpointing, CPUOffload, Mesh, MixedPrecision, Sharding
 
 pytestmark = pytest.mark.gpu
 
@@ -25,9 +25,9 @@ def count_ranks() -> int:
     [
         (EVEN, {}, {}),
         (TIED, {"sharding": Sharding(reshard_after_forward=False)}, {}),
-        (EVEN, {"offload": Offload(), "recompute": Recompute(mode="full")}, {}),
-        (EVEN, {"offload": Offload(pin_memory=False)}, {"accumulate_grad_batches": 2}),
-        (EVEN, {"sharding": Sharding(hold_gradients=True)}, {"accumulate_grad_batches": 2}),
+        (EVEN, {"cpu_offload": CPUOffload(), "activation_checkpointing": ActivationCheckpointing(mode="full")}, {}),
+        (EVEN, {"cpu_offload": CPUOffload(pin_memory=False)}, {"accumulate_grad_batches": 2}),
+        (EVEN, {"sharding": Sharding(no_sync=True)}, {"accumulate_grad_batches": 2}),
     ],
     ids=["full", "grad_op tied", "offload recompute", "offload unpinned accumulate", "hold gradients"],
 )
@@ -55,7 +55,7 @@ def test_low_precision_follows_the_float32_curve(precision: str, tmp_path: Path)
 def test_float16_gradients_in_host_memory_are_unscaled_there(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **EVEN)
     truth = train_plainly(folder)
-    strategy = {"offload": Offload(), "mixed_precision": MixedPrecision(reduce_dtype="float32")}
+    strategy = {"cpu_offload": CPUOffload(), "mixed_precision": MixedPrecision(reduce_dtype="float32")}
     result = train_sharded(
         folder, tmp_path, world_size=count_ranks(), strategy=strategy, accelerator="gpu", precision="16-mixed"
     )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from adapter_training import BASES, BATCH, LORA, SIZES, compare, fit, train_sharded
 from training import NUM_STEPS, Result, Rows, build_task, build_trainer, save_model
 
-from lit_fsdp import FSDP2Strategy, Offload
+from lit_fsdp import CPUOffload, FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.quantize import Quantization, compress_absmax, dequantize, quantize_rows
 from ranks import run_ranks
@@ -50,20 +50,20 @@ def fit_on_gpu(folder: Path, out: Path, task_options: Any, strategy: dict[str, A
 WAYS: dict[str, tuple[Quantization | None, LoRA]] = {
     **{name: (quantization, LORA) for name, quantization in BASES.items()},
     "int8": (Quantization(type="int8"), LORA),
-    "dora": (Quantization(), LoRA(r=4, alpha=8, dora=True)),
-    "olora": (Quantization(double=False), LoRA(r=4, alpha=8, init="olora")),
+    "dora": (Quantization(), LoRA(r=4, alpha=8, use_dora=True)),
+    "olora": (Quantization(double_quant=False), LoRA(r=4, alpha=8, init_lora_weights="olora")),
 }
 
 
 @pytest.mark.parametrize("way", list(WAYS))
-@pytest.mark.parametrize("offload", [None, Offload()], ids=["device", "host"])
-def test_training_equals_the_cpu(way: str, offload: Offload | None, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cpu_offload", [None, CPUOffload()], ids=["device", "host"])
+def test_training_equals_the_cpu(way: str, offload: CPUOffload | None, folder: Path, tmp_path: Path) -> None:
     quantization, lora = WAYS[way]
     truth, _ = train_sharded(folder, tmp_path, 1, quantization=quantization, lora=lora)
     world_size = min(torch.cuda.device_count(), 2)
     options = {"quantization": quantization, "lora": lora}
     out = tmp_path / "gpu"
-    run_ranks(fit_on_gpu, folder, out, options, {"offload": offload}, world_size=world_size, backend=BACKEND)
+    run_ranks(fit_on_gpu, folder, out, options, {"cpu_offload": offload}, world_size=world_size, backend=BACKEND)
     found = torch.load(out, map_location="cpu")
     differences = compare(Result(**found["result"]), truth)
     differences = {n: d for n, d in differences.items() if n in ("losses", "grad_norms") or "lora_" in n}
@@ -74,7 +74,7 @@ def fit_offloaded(folder: Path) -> None:
     torch.cuda.set_device(dist.get_rank())
     task = build_task(folder, lora=LORA, quantization=Quantization())
     trainer = build_trainer(
-        FSDP2Strategy(print_plan=False, offload=Offload()), accelerator="gpu", precision="bf16-true"
+        FSDP2Strategy(print_plan=False, cpu_offload=CPUOffload()), accelerator="gpu", precision="bf16-true"
     )
     trainer.fit(task, Rows(67, BATCH // dist.get_world_size(), num_rows=NUM_STEPS * BATCH))
     assert all(not p.is_cuda for p in task.parameters())

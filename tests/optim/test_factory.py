@@ -25,10 +25,10 @@ from training import (
 )
 from transformers import AutoModelForCausalLM
 
-from lit_fsdp import FSDP2Strategy, Mesh, MixedPrecision, Offload
+from lit_fsdp import CPUOffload, FSDP2Strategy, Mesh, MixedPrecision
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
 from lit_fsdp.sharding.mixed_precision import ShardedGradScaler
-from lit_fsdp.tasks import CausalLM, Schedule
+from lit_fsdp.tasks import CausalLM, LRSchedule
 from ranks import run_ranks
 
 # Matrices of 4096 elements and more, in rows of one block of 256.
@@ -86,7 +86,7 @@ def fit(folder: Path, out: Path, settings: Optimizer, strategy: dict[str, Any], 
     if path is not None:  # the steps before it
         recorder.result = Result(losses=[0.0] * 4, grad_norms=[0.0] * 4)
     trainer = build_trainer(FSDP2Strategy(print_plan=False, **strategy), callbacks=[recorder], **options)
-    task = CausalLM(pretrained=str(folder), optimizer=settings, schedule=Schedule(shape="constant"))
+    task = CausalLM(pretrained=str(folder), optimizer=settings, lr_scheduler=LRSchedule(type="constant"))
     batch_size = GLOBAL_BATCH // dist.get_world_size() // trainer.accumulate_grad_batches
     trainer.fit(task, Rows(WIDE["vocab_size"], batch_size), ckpt_path=path)
     if trainer.global_step < NUM_STEPS:
@@ -123,7 +123,7 @@ def compare(run: Result, truth: Result) -> dict[str, float]:
     ("world_size", "strategy", "options"),
     [
         pytest.param(1, {}, {}, marks=pytest.mark.slow),
-        (2, {"offload": Offload()}, {"accumulate_grad_batches": 2}),
+        (2, {"cpu_offload": CPUOffload()}, {"accumulate_grad_batches": 2}),
         pytest.param(4, {"mesh": Mesh(replicate=2)}, {}, marks=pytest.mark.slow),
         (4, {}, {}),
     ],
@@ -174,7 +174,7 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, R
 @pytest.mark.parametrize(
     ("name", "world_size", "strategy"),
     [
-        ("adamw_8bit", 2, {"async_checkpoints": True}),
+        ("adamw_8bit", 2, {"async_save": True}),
         pytest.param("adamw_8bit", 2, {"checkpoint_format": "single_file"}, marks=pytest.mark.slow),
         pytest.param("adamw_8bit", 4, {}, marks=pytest.mark.slow),
         ("adafactor", 2, {}),
@@ -219,7 +219,7 @@ def test_steps_with_infinite_float16_gradients_are_skipped(name: str, folder: Pa
         strategy = FSDP2Strategy(print_plan=False, mixed_precision=MixedPrecision(param_dtype="float16"))
         trainer = build_trainer(strategy)
         trainer.strategy.precision_plugin.scaler = ShardedGradScaler("cpu", init_scale=2.0**26)
-        task = CausalLM(pretrained=str(folder), optimizer=SETTINGS[name], schedule=Schedule(shape="constant"))
+        task = CausalLM(pretrained=str(folder), optimizer=SETTINGS[name], lr_scheduler=LRSchedule(type="constant"))
         trainer.fit(task, Rows(WIDE["vocab_size"], 8))
         steps = {int(state["step"]) for state in trainer.optimizers[0].state.values()}
         assert len(steps) == 1
@@ -253,7 +253,7 @@ def test_pages_without_a_gpu_are_refused_before_weights_are_read(tmp_path: Path)
             raise AssertionError("the weights are being read")
 
     def body() -> None:
-        trainer = build_trainer(FSDP2Strategy(print_plan=False, offload=Offload()))
+        trainer = build_trainer(FSDP2Strategy(print_plan=False, cpu_offload=CPUOffload()))
         task = Unread(pretrained=str(folder), optimizer=Optimizer(name="adamw_8bit_paged"))
         with pytest.raises(ValueError, match=r"adamw_8bit_paged with parameters on cpu: .* set adamw_8bit"):
             trainer.fit(task, Rows(WIDE["vocab_size"], 8))

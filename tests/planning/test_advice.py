@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from lit_fsdp.planning.advice import Situation, suggest_settings
-from lit_fsdp.sharding.activation_checkpointing import Recompute
-from lit_fsdp.sharding.cpu_offload import Offload
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
+from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Sharding
@@ -41,14 +41,14 @@ def test_what_keeps_the_result_comes_first_and_the_largest_saving_before_smaller
     for tier in (True, False):
         saved = [suggestion.saved_bytes for suggestion in found if suggestion.keeps_result is tier]
         assert saved == sorted(saved, reverse=True)
-    assert found[0].setting == "trainer.strategy.recompute.mode: full"
+    assert found[0].setting == "trainer.strategy.activation_checkpointing.mode: full"
 
 
 def test_savings_follow_from_what_is_held() -> None:
     found = suggest(NOW)
-    assert found["trainer.strategy.recompute.mode"] == 8 * GB * 15 // 16
+    assert found["trainer.strategy.activation_checkpointing.mode"] == 8 * GB * 15 // 16
     assert found["data.batch_size"] == 4 * GB
-    assert found["trainer.strategy.offload"] == 4 * GB
+    assert found["trainer.strategy.cpu_offload"] == 4 * GB
     assert found["twice the ranks (now 4)"] == 2 * GB
     assert found["model.optimizer.name"] == pytest.approx(2 * GB * 0.74)
     assert found["trainer.precision"] == 2 * GB
@@ -59,7 +59,7 @@ def test_savings_follow_from_what_is_held() -> None:
     ("change", "setting", "saved"),
     [
         ({"sharding": Sharding(reshard_after_forward=False)}, "reshard_after_forward", 3.5 * GB),
-        ({"sharding": Sharding(hold_gradients=True)}, "hold_gradients", 3 * GB),
+        ({"sharding": Sharding(no_sync=True)}, "no_sync", 3 * GB),
         ({"mesh": Mesh(replicate=2)}, "mesh.replicate", 2 * GB),
     ],
     ids=str,
@@ -72,7 +72,7 @@ def test_a_setting_that_costs_memory_is_named(change: dict, setting: str, saved:
 
 
 def test_what_is_set_already_is_not_suggested() -> None:
-    settings = Settings(recompute=Recompute(mode="full"), offload=Offload())
+    settings = Settings(activation_checkpointing=ActivationCheckpointing(mode="full"), cpu_offload=CPUOffload())
     found = suggest(
         replace(
             NOW, settings=settings, micro_batch_size=0, has_adapters=False, has_quantization=None, parameter_bytes=2
@@ -94,4 +94,6 @@ def test_memory_lost_between_tensors_is_named() -> None:
 
 
 def test_what_saves_next_to_nothing_is_left_out() -> None:
-    assert "trainer.strategy.recompute.mode" not in suggest(replace(NOW, held={**HELD, "activations": GB // 100}))  # type: ignore[arg-type]
+    assert "trainer.strategy.activation_checkpointing.mode" not in suggest(
+        replace(NOW, held={**HELD, "activations": GB // 100})
+    )  # type: ignore[arg-type]

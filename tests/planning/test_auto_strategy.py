@@ -38,7 +38,7 @@ def train_both_ways(folder: Path) -> None:
     expected = fit(folder, FSDP2Strategy(print_plan=False))
     for strategy in (roomy, tight):
         assert fit(folder, strategy) == pytest.approx(expected, rel=1e-6)
-    assert roomy.settings.recompute.mode == "none"
+    assert roomy.settings.activation_checkpointing.mode == "none"
     assert roomy.settings.sharding.reshard_after_forward is False
     assert tight.settings != roomy.settings
     settings: list[Any] = [None] * dist.get_world_size()

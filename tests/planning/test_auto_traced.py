@@ -138,7 +138,10 @@ def test_a_run_takes_what_the_search_of_plan_takes_and_trains_the_same(monkeypat
     device_bytes = find_needed_bytes(plan(*common)["memory"]["peak_bytes"]) - 2**14  # a block less
     found = plan(*common, "--search=true", f"--device-memory={device_bytes}B", "--gpu=RTX 4090", "--link=pcie4")
     changes = found["search"]["candidates"][found["search"]["chosen"]]["changes"]
-    assert list(changes) == ["trainer.strategy.sharding.reshard_after_forward", "trainer.strategy.recompute.mode"]
+    assert list(changes) == [
+        "trainer.strategy.sharding.reshard_after_forward",
+        "trainer.strategy.activation_checkpointing.mode",
+    ]
     monkeypatch.setattr("lit_fsdp.planning.auto_strategy.find_usual_gpu", lambda _: find_gpu("RTX 4090"))
     strategy = "--trainer.strategy"
     options = [f"{strategy}=lit_fsdp.AutoFSDP2Strategy", f"{strategy}.device_memory={device_bytes}B"]

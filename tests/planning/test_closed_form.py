@@ -15,13 +15,13 @@ from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.profiling.flops import FlopCounter
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.sharding.activation_checkpointing import Recompute
-from lit_fsdp.sharding.cpu_offload import Offload
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
+from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Sharding
-from lit_fsdp.sharding.wrap import Units, plan_module
+from lit_fsdp.sharding.wrap import Wrap, plan_module
 from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, sum_chunked_losses
 from ranks import run_ranks
 
@@ -77,7 +77,7 @@ def predict(
     cast_parameters(model, dtypes, keep=find_adapter_parameters(model))
     return predict_step(
         model,
-        plan_module(model, chosen.units),
+        plan_module(model, chosen.wrap),
         chosen,
         dtypes=dtypes,
         optimizer=optimizer or Optimizer(),
@@ -104,20 +104,20 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     (
         {"family": "qwen3", "head_dim": 96, "num_key_value_heads": 4},
-        {"world_size": 2, "length": 448, "recompute": Recompute(mode="full")},
+        {"world_size": 2, "length": 448, "activation_checkpointing": ActivationCheckpointing(mode="full")},
     ),
     ({}, {"world_size": 2, "length": 320, "sharding": Sharding(reshard_after_forward=False)}),
     # The gate and what it weighs come from one product.
     ({"family": "glm", "pad_token_id": 0, "head_dim": 64}, {"world_size": 2, "precision": "bf16-mixed", "length": 512}),
     (
         {"num_hidden_layers": 4},
-        {"world_size": 4, "length": 96, "num_micro_batches": 2, "sharding": Sharding(hold_gradients=True)},
+        {"world_size": 4, "length": 96, "num_micro_batches": 2, "sharding": Sharding(no_sync=True)},
     ),
     ({}, {"world_size": 4, "length": 64, "mesh": Mesh(replicate=2), "precision": "bf16-true"}),
     # Reduced gradients are on the host before the next block is computed.
     (
         {"vocab_size": 300, "num_hidden_layers": 4},
-        {"world_size": 2, "precision": "bf16-mixed", "rows": 2, "length": 128, "offload": Offload()},
+        {"world_size": 2, "precision": "bf16-mixed", "rows": 2, "length": 128, "cpu_offload": CPUOffload()},
     ),
     # One expert for all tokens, and no window in the place of one of 0.
     (
@@ -127,7 +127,12 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     (
         {"family": "qwen3_moe", "hidden_size": 512, "num_experts": 16, "moe_intermediate_size": 192},
-        {"world_size": 4, "length": 1024, "precision": "bf16-true", "recompute": Recompute(mode="full")},
+        {
+            "world_size": 4,
+            "length": 1024,
+            "precision": "bf16-true",
+            "activation_checkpointing": ActivationCheckpointing(mode="full"),
+        },
     ),
     (
         {"family": "mixtral", "num_local_experts": 8, "intermediate_size": 256, "mode": "lora"},
@@ -156,16 +161,31 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     (
         {"family": "olmo3", "num_key_value_heads": 2, "num_hidden_layers": 4},
-        {"world_size": 2, "precision": "bf16-true", "length": 224, "recompute": Recompute(mode="selective")},
+        {
+            "world_size": 2,
+            "precision": "bf16-true",
+            "length": 224,
+            "activation_checkpointing": ActivationCheckpointing(mode="selective"),
+        },
     ),
     # DoRA computes with the product of its matrices, which selective recomputation keeps.
     (
-        {"family": "qwen2", "mode": "lora", "lora": LoRA(r=16, dora=True)},
-        {"world_size": 4, "precision": "bf16-mixed", "length": 320, "recompute": Recompute(mode="selective")},
+        {"family": "qwen2", "mode": "lora", "lora": LoRA(r=16, use_dora=True)},
+        {
+            "world_size": 4,
+            "precision": "bf16-mixed",
+            "length": 320,
+            "activation_checkpointing": ActivationCheckpointing(mode="selective"),
+        },
     ),
     (
-        {"mode": "nf4", "lora": LoRA(r=16, dora=True)},
-        {"world_size": 2, "precision": "bf16-true", "length": 384, "recompute": Recompute(mode="full")},
+        {"mode": "nf4", "lora": LoRA(r=16, use_dora=True)},
+        {
+            "world_size": 2,
+            "precision": "bf16-true",
+            "length": 384,
+            "activation_checkpointing": ActivationCheckpointing(mode="full"),
+        },
     ),
 ]
 QUICK = (0, 10)  # run by default
@@ -261,7 +281,7 @@ def test_ten_billion_parameters_have_160_gb_of_states() -> None:
 
 
 def test_offload_moves_all_states_to_the_host() -> None:
-    here, there = predict(Model()), predict(Model(), offload=Offload())
+    here, there = predict(Model()), predict(Model(), cpu_offload=CPUOffload())
     states = here.moments[-1].by_kind
     total = states["parameters"] + states["optimizer_state"] + states["gradients"]
     buffers = sum(b.numel() * b.element_size() for b in Model().buffers())
@@ -290,8 +310,12 @@ def test_flops_are_those_that_are_counted_as_the_model_runs() -> None:
 
 def test_recomputing_runs_every_other_block_once_more() -> None:
     none, half, full = (
-        predict(Model(num_hidden_layers=4), recompute=recompute)
-        for recompute in (Recompute(), Recompute(mode="full", every=2), Recompute(mode="full"))
+        predict(Model(num_hidden_layers=4), activation_checkpointing=recompute)
+        for recompute in (
+            ActivationCheckpointing(),
+            ActivationCheckpointing(mode="full", every_n_blocks=2),
+            ActivationCheckpointing(mode="full"),
+        )
     )
     extra = full.flops.recomputed - none.flops.recomputed
     assert half.flops.recomputed - none.flops.recomputed == extra // 2 > 0
@@ -320,7 +344,7 @@ def test_what_has_no_rule_is_named() -> None:
         model.model.model.layers[0].layer_dropout = 0.2
         predict(model)
     with pytest.raises(UnreadableModuleError, match="a unit inside a block"):
-        predict(Model(), units=Units(rule="min_size", min_num_params=1000))
+        predict(Model(), wrap=Wrap(policy="min_size", min_num_params=1000))
 
 
 def test_shapes_and_meshes_that_cannot_be_are_refused() -> None:

@@ -6,13 +6,18 @@ import pytest
 from test_closed_form import Model, compare, predict
 
 from lit_fsdp.planning.reader import UnreadableModuleError
-from lit_fsdp.sharding.activation_checkpointing import Recompute
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from ranks import run_ranks
 
 SHARED = {"num_key_value_heads": 2, "pad_token_id": 0}
 GPT2 = {"family": "gpt2", "n_embd": 256, "n_layer": 3, "n_head": 4, "attn_pdrop": 0.1, "resid_pdrop": 0.1}
 PARTS = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
-RECOMPUTED = {"precision": "bf16-true", "rows": 2, "length": 512, "recompute": Recompute(mode="full")}
+RECOMPUTED = {
+    "precision": "bf16-true",
+    "rows": 2,
+    "length": 512,
+    "activation_checkpointing": ActivationCheckpointing(mode="full"),
+}
 ON_GPUS = {"world_size": 2, "precision": "bf16-true", "length": 448, "device_type": "cuda"}
 
 OPT = {"family": "opt", "ffn_dim": 704, "word_embed_proj_dim": 256, "pad_token_id": 0, "dropout": 0.1}

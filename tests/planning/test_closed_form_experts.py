@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
 from lit_fsdp.planning.dry_run import fake_ranks
 from lit_fsdp.planning.reader import UnreadableModuleError
-from lit_fsdp.sharding.activation_checkpointing import Recompute
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.mixed_precision import read_precision
 from lit_fsdp.sharding.settings import Settings
 from ranks import run_ranks
@@ -63,8 +63,12 @@ def test_experts_in_int8_have_no_rule() -> None:
     ("model", "rows", "settings"),
     [
         (QWEN, 1, {}),
-        pytest.param(QWEN, 4, {"recompute": Recompute(mode="full")}, marks=pytest.mark.slow),
-        pytest.param(MIXTRAL, 2, {"recompute": Recompute(mode="full")}, marks=pytest.mark.slow),
+        pytest.param(
+            QWEN, 4, {"activation_checkpointing": ActivationCheckpointing(mode="full")}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            MIXTRAL, 2, {"activation_checkpointing": ActivationCheckpointing(mode="full")}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

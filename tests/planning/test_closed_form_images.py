@@ -16,13 +16,13 @@ from lit_fsdp.planning.dry_run import TracedStep, fake_ranks, trace_training_ste
 from lit_fsdp.planning.reader import UnreadableModuleError
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.sharding.activation_checkpointing import Recompute
-from lit_fsdp.sharding.cpu_offload import Offload
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
+from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Sharding
 from lit_fsdp.sharding.wrap import plan_module
-from lit_fsdp.tasks.image_classification.mixing import Mixing, mix
+from lit_fsdp.tasks.image_classification.mixup import Mixup, mix
 from lit_fsdp.tasks.image_classification.model import build_classifier, freeze_modules, measure_images
 from ranks import run_ranks
 
@@ -59,7 +59,7 @@ class Classifier(nn.Module):
         pixels, labels = batch["pixel_values"], batch["labels"]
         if not self.is_mixed:
             return self.model(pixel_values=pixels, labels=labels).loss
-        mixed = mix(pixels, torch.ones_like(labels, dtype=torch.bool), Mixing(mixup=1.0))
+        mixed = mix(pixels, torch.ones_like(labels, dtype=torch.bool), Mixup(mixup=1.0))
         return self.model(pixel_values=mixed.pixels, labels=labels).loss
 
 
@@ -82,7 +82,7 @@ def predict(
     assert micro_batch is not None
     return predict_step(
         module,
-        plan_module(module, chosen.units),
+        plan_module(module, chosen.wrap),
         chosen,
         dtypes=dtypes,
         optimizer=Optimizer(),
@@ -125,43 +125,51 @@ def compare(model: dict[str, Any], options: dict[str, Any]) -> None:
     assert traced.flops == predicted.flops
 
 
-FULL, SELECTIVE = Recompute(mode="full"), Recompute(mode="selective")
+FULL, SELECTIVE = ActivationCheckpointing(mode="full"), ActivationCheckpointing(mode="selective")
 HALF = {"precision": "bf16-true"}
 CASES: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     ({"drop_path_rate": 0.2}, {}, True),
-    (LARGER, {"precision": "bf16-mixed", "world_size": 4, "rows": 4, "recompute": FULL}, False),
+    (LARGER, {"precision": "bf16-mixed", "world_size": 4, "rows": 4, "activation_checkpointing": FULL}, False),
     # A scale that does not train is still kept, and a block is computed again up to there.
-    ({"mode": "nf4"}, {**HALF, "recompute": FULL}, True),
+    ({"mode": "nf4"}, {**HALF, "activation_checkpointing": FULL}, True),
     # What an adapter drops numbers of stays until it has returned.
-    ({**GATED, "mode": "nf4", "lora_dropout": 0.1}, {**HALF, "rows": 4, "recompute": FULL}, False),
+    ({**GATED, "mode": "nf4", "lora_dropout": 0.1}, {**HALF, "rows": 4, "activation_checkpointing": FULL}, False),
     (
         {"mode": "lora", "drop_path_rate": 0.2},
-        {"precision": "bf16-mixed", "world_size": 4, "recompute": SELECTIVE},
+        {"precision": "bf16-mixed", "world_size": 4, "activation_checkpointing": SELECTIVE},
         False,
     ),
     ({**GATED, **LARGER}, {"world_size": 1, "rows": 3}, False),
     ({**GATED, "mode": "lora"}, {**HALF, "rows": 3, "sharding": Sharding(reshard_after_forward=False)}, False),
-    (GATED, {"precision": "bf16-mixed", "world_size": 8, "offload": Offload()}, False),
+    (GATED, {"precision": "bf16-mixed", "world_size": 8, "cpu_offload": CPUOffload()}, False),
     # What was reduced in float32 is cast, and goes to the host then.
-    ({"num_hidden_layers": 6}, {**HALF, "world_size": 8, "recompute": FULL, "offload": Offload()}, True),
+    (
+        {"num_hidden_layers": 6},
+        {**HALF, "world_size": 8, "activation_checkpointing": FULL, "cpu_offload": CPUOffload()},
+        True,
+    ),
     # Of positions for larger images than these, the gradient is there until it was reduced.
     ({"num_hidden_layers": 2, "image_size": 1036}, {"precision": "bf16-mixed", "world_size": 4, "rows": 1}, True),
     ({"attention": "eager", "attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1}, {}, False),
     ({"attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1}, {**HALF, "device_type": "cuda"}, False),
     (
         {"family": "dinov2_with_registers", **GATED, **LARGER},
-        {"precision": "bf16-mixed", "recompute": SELECTIVE},
+        {"precision": "bf16-mixed", "activation_checkpointing": SELECTIVE},
         False,
     ),
     ({"family": "dinov2_with_registers", "num_register_tokens": 200}, {"rows": 3}, False),
     ({"family": "deit", **WIDE}, {"rows": 3}, False),
-    ({"family": "ijepa", **WIDE, "mode": "lora"}, {**HALF, "recompute": FULL}, False),
+    ({"family": "ijepa", **WIDE, "mode": "lora"}, {**HALF, "activation_checkpointing": FULL}, False),
     # What makes no gradient: blocks that are not trained hold what they were called with.
     ({"frozen": ["backbone"]}, {"rows": 4}, True),
-    ({"family": "vit", **WIDE, "frozen": ["embeddings", "layers.0"]}, {**HALF, "recompute": FULL}, False),
+    (
+        {"family": "vit", **WIDE, "frozen": ["embeddings", "layers.0"]},
+        {**HALF, "activation_checkpointing": FULL},
+        False,
+    ),
     # Mixtures of images are there beside the images.
-    ({"family": "vit", **WIDE, "is_mixed": True}, {"rows": 16, "recompute": FULL}, True),
-    ({"is_mixed": True}, {**HALF, "rows": 16, "recompute": FULL}, False),
+    ({"family": "vit", **WIDE, "is_mixed": True}, {"rows": 16, "activation_checkpointing": FULL}, True),
+    ({"is_mixed": True}, {**HALF, "rows": 16, "activation_checkpointing": FULL}, False),
 ]
 
 

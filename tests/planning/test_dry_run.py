@@ -14,12 +14,12 @@ from lit_fsdp.planning.dry_run import fake_ranks, trace_training_step
 from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization, count_hidden_bytes
-from lit_fsdp.sharding.activation_checkpointing import Recompute
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.mesh import Mesh, build_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.sharding.shard import Sharding, hold_gradients, register_steps
+from lit_fsdp.sharding.shard import Sharding, no_sync, register_steps
 from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.weights.load import init_weights, materialize
 from ranks import run_ranks
@@ -72,7 +72,7 @@ def run_for_real(module: Model, settings: Settings, batch: Any, options: dict[st
             trace.begin_phase("forward")
             loss = module.step(batch)
             trace.begin_phase("backward")
-            with hold_gradients(*([module] if settings.sharding.hold_gradients and i + 1 < num else [])):  # type: ignore[list-item]
+            with no_sync(*([module] if settings.sharding.no_sync and i + 1 < num else [])):  # type: ignore[list-item]
                 loss.backward()
             del loss
         trace.begin_phase("optimizer")
@@ -121,19 +121,19 @@ def compare(world_size: int, model: dict[str, Any], strategy: dict[str, Any], op
 
 CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {}, {}),
-    ({}, {"recompute": Recompute(mode="full")}, {"dtypes": BF16}),
+    ({}, {"activation_checkpointing": ActivationCheckpointing(mode="full")}, {"dtypes": BF16}),
     ({}, {"mesh": Mesh(replicate=2)}, {}),
-    ({}, {"sharding": Sharding(reshard_after_forward=False, hold_gradients=True)}, {"num_micro_batches": 2}),
+    ({}, {"sharding": Sharding(reshard_after_forward=False, no_sync=True)}, {"num_micro_batches": 2}),
     ({}, {}, {"packed": True}),
     ({"lora": True}, {}, {}),
-    ({"lora": True, "quantization": Quantization(type="nf4", double=True)}, {}, {}),
+    ({"lora": True, "quantization": Quantization(type="nf4", double_quant=True)}, {}, {}),
     ({}, {}, {"optimizer": Optimizer(name="adamw_8bit")}),
     ({}, {}, {"optimizer": Optimizer(name="adafactor")}),
     ({}, {}, {"optimizer": Optimizer(fused=False)}),
-    ({}, {"recompute": Recompute(mode="selective")}, {}),
+    ({}, {"activation_checkpointing": ActivationCheckpointing(mode="selective")}, {}),
     ({"tie_word_embeddings": True}, {}, {}),
     ({"model_type": "qwen3_moe", **EXPERTS}, {}, {"dtypes": BF16}),
-    ({"attention_dropout": 0.1}, {"recompute": Recompute(mode="full")}, {"dtypes": BF16}),
+    ({"attention_dropout": 0.1}, {"activation_checkpointing": ActivationCheckpointing(mode="full")}, {"dtypes": BF16}),
 ]
 
 

@@ -23,7 +23,7 @@ from lit_fsdp.planning.reader import UnreadableModuleError
 from lit_fsdp.planning.search import Candidate, Problem, Variant, choose, search
 from lit_fsdp.planning.search_report import apply_changes
 from lit_fsdp.planning.step_parts import MicroBatch
-from lit_fsdp.sharding.cpu_offload import Offload
+from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.settings import Settings
@@ -40,7 +40,7 @@ def describe(
 ) -> Problem:
     dtypes, model = read_precision("bf16-mixed"), Model(num_hidden_layers=4)
     cast_parameters(model, dtypes, keep=set())
-    units, given = plan_module(model, Settings().units), settings or Settings()
+    units, given = plan_module(model, Settings().wrap), settings or Settings()
     gpu = find_gpu("RTX 4090")
     assert gpu is not None
     replicas, shards = given.mesh.resolve(world_size=4 * num_nodes, ranks_per_node=4)
@@ -105,7 +105,7 @@ def test_another_training_is_chosen_only_where_nothing_else_fits() -> None:
     chosen = choose(search(describe(min(others))))
     assert chosen is not None
     assert chosen.keeps_result
-    assert chosen.changes["trainer.strategy.offload"] == {}
+    assert chosen.changes["trainer.strategy.cpu_offload"] == {}
 
 
 def test_a_fused_optimizer_is_unset_where_another_takes_its_place() -> None:
@@ -135,7 +135,7 @@ def test_masks_are_those_of_the_size_that_is_tried() -> None:
 
 def test_offload_is_tried_only_where_nothing_fits_without() -> None:
     assert not any(c.host_bytes for c in roomy())
-    assert not any(c.host_bytes for c in roomy({"settings": Settings(offload=Offload())})[1:])
+    assert not any(c.host_bytes for c in roomy({"settings": Settings(cpu_offload=CPUOffload())})[1:])
     assert any(c.host_bytes for c in search(describe(1)))
     assert choose(search(describe(1))) is None
 
@@ -166,7 +166,7 @@ def test_second_gathers_are_tried_among_ranks_that_divide_the_shards(monkeypatch
     monkeypatch.setattr("lit_fsdp.planning.search._pick", list)
     uneven = Settings(mesh=Mesh(replicate=2, shard=6), sharding=Sharding(reshard_after_forward=3))
     found = roomy({"num_nodes": 3, "splits_batch": False, "settings": uneven})
-    tried = {(c.settings.sharding.reshard_after_forward, c.settings.recompute.mode) for c in found}
+    tried = {(c.settings.sharding.reshard_after_forward, c.settings.activation_checkpointing.mode) for c in found}
     assert {(3, "none"), (3, "selective"), (3, "full")} < tried  # as configured, with all else
     assert any(size == 4 for size, _ in tried)  # over all 12 ranks
     assert not any(
@@ -198,22 +198,25 @@ def test_the_batch_is_split_with_accumulation_in_return_or_not_at_all() -> None:
 def test_changes_are_put_where_yaml_has_them() -> None:
     config = {"trainer": {"strategy": "fsdp2_hybrid"}, "model": {"class_path": "M", "init_args": {"lora": None}}}
     config |= {"data": {"class_path": "D"}}
-    changes = {"trainer.strategy.recompute.mode": "full", "model.lora": {"r": 16}, "data.batch_size": 2}
+    changes = {"trainer.strategy.activation_checkpointing.mode": "full", "model.lora": {"r": 16}, "data.batch_size": 2}
     found = apply_changes(
         config, {**changes, "trainer.accumulate_grad_batches": 4, "model.optimizer.name": "adamw_8bit"}
     )
     strategy = found["trainer"]["strategy"]
     assert strategy["class_path"] == "lit_fsdp.FSDP2Strategy"
-    assert strategy["init_args"] == {"mesh": {"replicate": -1, "shard": "node"}, "recompute": {"mode": "full"}}
+    assert strategy["init_args"] == {
+        "mesh": {"replicate": -1, "shard": "node"},
+        "activation_checkpointing": {"mode": "full"},
+    }
     assert found["trainer"]["accumulate_grad_batches"] == 4
     assert found["model"]["init_args"] == {"lora": {"r": 16}, "optimizer": {"name": "adamw_8bit"}}
     assert found["data"] == {"class_path": "D", "init_args": {"batch_size": 2}}
     assert config["data"] == {"class_path": "D"}
     auto = {"class_path": "lit_fsdp.AutoFSDP2Strategy", "init_args": {"device_memory": "8GiB", "timeout_s": 60}}
-    found = apply_changes({"trainer": {"strategy": auto}}, {"trainer.strategy.recompute.mode": "full"})
+    found = apply_changes({"trainer": {"strategy": auto}}, {"trainer.strategy.activation_checkpointing.mode": "full"})
     assert found["trainer"]["strategy"] == {
         "class_path": "lit_fsdp.FSDP2Strategy",
-        "init_args": {"timeout_s": 60, "recompute": {"mode": "full"}},
+        "init_args": {"timeout_s": 60, "activation_checkpointing": {"mode": "full"}},
     }
 
 

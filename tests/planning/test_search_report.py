@@ -12,7 +12,7 @@ from lit_fsdp.planning.search_report import print_search
 from lit_fsdp.reporting.sections import Table, print_table
 
 GIB = 2**30
-_LONG = {"model.lora": {"r": 16, "alpha": 32.0}, "trainer.strategy.recompute.mode": "selective"}
+_LONG = {"model.lora": {"r": 16, "alpha": 32.0}, "trainer.strategy.activation_checkpointing.mode": "selective"}
 _LONG |= {"trainer.strategy.sharding.reshard_after_forward": False, "trainer.accumulate_grad_batches": 16}
 
 

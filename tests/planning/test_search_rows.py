@@ -23,7 +23,7 @@ def search_trainings(device_bytes: int, **more: Any) -> list[Candidate]:
     configured = problem.variants[0]
     tiny, dtypes = Model(num_hidden_layers=1), configured.model.dtypes
     cast_parameters(tiny, dtypes, keep=set())
-    model = replace(configured.model, module=tiny, units=plan_module(tiny, Settings().units))
+    model = replace(configured.model, module=tiny, units=plan_module(tiny, Settings().wrap))
     return search(replace(problem, variants=[configured, Variant(model=model, changes={"model.lora": {"r": 16}})]))
 
 

@@ -24,7 +24,7 @@ from lit_fsdp.profiling.expected_communication import UnitBytes, predict_bytes
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.sharding.activation_checkpointing import Recompute
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.wrap import Unit, plan_module
@@ -97,7 +97,7 @@ class Case:
         num_replicas: int = 1,
         layers: int = 4,
         length: int = 2048,
-        recompute: Recompute | None = None,
+        recompute: ActivationCheckpointing | None = None,
         is_quantized: bool = False,
         num_micro_batches: int = 1,
     ) -> None:
@@ -109,8 +109,8 @@ class Case:
             quantize_model(model, Quantization())
         dtypes = read_precision("bf16-mixed")
         cast_parameters(model, dtypes)
-        settings = Settings(recompute=recompute or Recompute(mode="full"))
-        self.plan, self.length = plan_module(model, settings.units), length
+        settings = Settings(activation_checkpointing=recompute or ActivationCheckpointing(mode="full"))
+        self.plan, self.length = plan_module(model, settings.wrap), length
         self.num_shards, self.num_replicas = num_shards, num_replicas
         self.step: StepPrediction = predict_step(
             model,
@@ -364,7 +364,7 @@ def test_what_is_moved_grows_with_tokens_and_micro_batches_and_recomputation() -
     once = Case(num_shards=2, layers=2).step.moved_bytes
     assert once == pytest.approx(4 * Case(num_shards=2, length=512, layers=2).step.moved_bytes, rel=0.01)
     assert Case(num_shards=2, layers=2, num_micro_batches=3).step.moved_bytes == 3 * once
-    kept = Case(num_shards=2, layers=2, recompute=Recompute()).step.moved_bytes
+    kept = Case(num_shards=2, layers=2, activation_checkpointing=ActivationCheckpointing()).step.moved_bytes
     assert kept < once < 1.5 * kept
 
 

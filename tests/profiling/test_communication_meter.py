@@ -18,8 +18,8 @@ from torch.distributed.tensor import Shard
 from training import EVEN, Rows, build_task, build_trainer, gather_weights, save_model
 
 import lit_fsdp.profiling.communication_meter
-from lit_fsdp import Compile, FSDP2Strategy, Mesh, Offload, Sharding
-from lit_fsdp.profiling.communication_meter import StepTraffic, TrafficMeter
+from lit_fsdp import Compile, CPUOffload, FSDP2Strategy, Mesh, Sharding
+from lit_fsdp.profiling.communication_meter import CommunicationMeter, StepCommunication
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -42,8 +42,8 @@ def run_step(model: nn.Module) -> Tensor:
     return loss.detach()
 
 
-def measure_step(model: nn.Module) -> tuple[StepTraffic, TrafficMeter]:
-    meter = TrafficMeter(model, CPU)
+def measure_step(model: nn.Module) -> tuple[StepCommunication, CommunicationMeter]:
+    meter = CommunicationMeter(model, CPU)
     meter.attach()
     meter.resume()
     run_step(model)
@@ -64,7 +64,7 @@ def compare_runs(folder: Path, strategy: dict[str, Any], options: dict[str, Any]
             start = task.on_train_start
 
             def attach(task: Any = task, start: Callable[[], None] = start) -> None:
-                meter = TrafficMeter(task, CPU)
+                meter = CommunicationMeter(task, CPU)
                 meter.attach()
                 meter.resume()  # from the first step to the last
                 start()
@@ -79,7 +79,7 @@ def compare_runs(folder: Path, strategy: dict[str, Any], options: dict[str, Any]
     ("strategy", "options", "world_size"),
     [
         ({}, {"precision": "bf16-mixed"}, 2),
-        ({"sharding": Sharding(hold_gradients=True), "offload": Offload()}, {"accumulate_grad_batches": 2}, 2),
+        ({"sharding": Sharding(no_sync=True), "cpu_offload": CPUOffload()}, {"accumulate_grad_batches": 2}, 2),
         ({"mesh": Mesh(replicate=2)}, {"accumulate_grad_batches": 2}, 4),
         ({"compile": Compile(backend="eager")}, {}, 2),
         ({}, {}, 1),
@@ -234,7 +234,7 @@ def time_overlapped_collectives(num_buffers: int, exposed_ticks: dict[str, float
     model.set_reduce_scatter_max_input_buffers(num_buffers)
     for block, after in pairwise(model):
         block.set_modules_to_forward_prefetch([after])
-    meter = TrafficMeter(model, torch.device("cuda"))
+    meter = CommunicationMeter(model, torch.device("cuda"))
     meter.attach()
     meter.resume()
     model(torch.ones(1, 4)).sum().backward()
@@ -316,7 +316,7 @@ def gather_asynchronously() -> None:
     (group,) = model.blocks[0]._get_fsdp_state()._fsdp_param_groups
     model.blocks[0].set_custom_all_gather(AwaitedGather(group._all_gather_comm, time))
     run_step(model)  # the root must have run once
-    meter = TrafficMeter(model, CPU)
+    meter = CommunicationMeter(model, CPU)
     meter.attach()
     meter.resume()
     handle = model.blocks[0].unshard(async_op=True)
@@ -346,7 +346,7 @@ def shard_over_two_meshes() -> None:
 
     torch.manual_seed(0)
     block = fully_shard(Block(), mesh=everyone, shard_placement_fn=place)
-    meter = TrafficMeter(block, CPU)
+    meter = CommunicationMeter(block, CPU)
     meter.attach()
     meter.resume()
     block(torch.ones(1, 7)).sum().backward()
@@ -365,7 +365,7 @@ def pause_and_forget() -> None:
     time, _ = fake_time()
     model = shard_stack()
     model.register_forward_pre_hook(lambda *_: time.sleep(1))
-    meter = TrafficMeter(model, CPU)
+    meter = CommunicationMeter(model, CPU)
     meter.attach()
     for step in range(20):
         run_step(model)
@@ -387,4 +387,4 @@ def test_only_what_lies_in_a_step_counts_and_only_so_many_steps_are_kept() -> No
 
 
 def test_a_model_that_is_not_sharded_has_no_units() -> None:
-    assert TrafficMeter(Stack(), CPU).num_units == 0
+    assert CommunicationMeter(Stack(), CPU).num_units == 0

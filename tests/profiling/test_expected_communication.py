@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import EVEN, TIED, UNEVEN, Rows, build_task, build_trainer, save_model
 
-from lit_fsdp import FSDP2Strategy, Mesh, MixedPrecision, Offload, Recompute, Sharding
+from lit_fsdp import ActivationCheckpointing, CPUOffload, FSDP2Strategy, Mesh, MixedPrecision, Sharding
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.profiling.collectives import Collective
-from lit_fsdp.profiling.communication_meter import StepTraffic, TrafficMeter
+from lit_fsdp.profiling.communication_meter import CommunicationMeter, StepCommunication
 from lit_fsdp.profiling.expected_communication import predict_bytes, predict_collectives
 from lit_fsdp.quantization.quantize import Quantization
 from ranks import run_ranks
@@ -44,10 +44,10 @@ class CountSteps(pl.Callback):
     def __init__(self, num_micro_batches: int) -> None:
         self.num_micro_batches = num_micro_batches
         self.counting = Counting()
-        self.measured: list[StepTraffic] = []
+        self.measured: list[StepCommunication] = []
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
-        self.meter = TrafficMeter(module, torch.device("cpu"))
+        self.meter = CommunicationMeter(module, torch.device("cpu"))
         self.meter.attach()
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
@@ -118,12 +118,12 @@ CASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
     "full": ({}, 1, 2, 1),
     "grad_op": ({"sharding": Sharding(reshard_after_forward=False)}, 1, 2, 1),
     "accumulate with comm": ({}, 3, 2, 1),
-    "accumulate without comm": ({"sharding": Sharding(hold_gradients=True)}, 3, 2, 1),
-    "recompute": ({"recompute": Recompute(mode="full")}, 1, 2, 1),
-    "offload": ({"offload": Offload()}, 1, 2, 1),
+    "accumulate without comm": ({"sharding": Sharding(no_sync=True)}, 3, 2, 1),
+    "activation_checkpointing": ({"activation_checkpointing": ActivationCheckpointing(mode="full")}, 1, 2, 1),
+    "cpu_offload": ({"cpu_offload": CPUOffload()}, 1, 2, 1),
     "prefetch": ({"sharding": Sharding(forward_prefetch=2, backward_prefetch=2)}, 1, 2, 1),
     "hybrid": ({"mesh": Mesh(replicate=2)}, 1, 4, 2),
-    "hybrid without comm": ({"mesh": Mesh(replicate=2), "sharding": Sharding(hold_gradients=True)}, 2, 4, 2),
+    "hybrid without comm": ({"mesh": Mesh(replicate=2), "sharding": Sharding(no_sync=True)}, 2, 4, 2),
     "reshard to 2 of 4": ({"sharding": Sharding(reshard_after_forward=2)}, 1, 4, 1),
     "replicas of one shard": ({"mesh": Mesh(replicate=2)}, 1, 2, 2),
 }
@@ -144,7 +144,7 @@ def test_a_step_takes_the_collectives_that_the_plan_says(case: str, tmp_path: Pa
         ("32-true", {}, 3, 1),
         ("bf16-mixed", {"mesh": Mesh(replicate=2)}, 4, 2),
         ("bf16-true", {"sharding": Sharding(reshard_after_forward=2)}, 4, 1),
-        ("bf16-true", {"mixed_precision": MixedPrecision(reduce_dtype="bfloat16"), "offload": Offload()}, 3, 1),
+        ("bf16-true", {"mixed_precision": MixedPrecision(reduce_dtype="bfloat16"), "cpu_offload": CPUOffload()}, 3, 1),
     ],
 )
 def test_bytes_follow_the_dtypes_and_the_rows_that_are_filled_up(
@@ -181,7 +181,7 @@ def test_below_adapters_only_what_backward_needs_is_gathered_twice(
     targets: Any, is_quantized: bool, tmp_path: Path
 ) -> None:
     folder = save_model(tmp_path / "model", **{**EVEN, "hidden_size": 64})
-    options = {"lora": LoRA(r=4, targets=targets), "quantization": Quantization() if is_quantized else None}
+    options = {"lora": LoRA(r=4, target_modules=targets), "quantization": Quantization() if is_quantized else None}
     run_ranks(partial(count_and_compare, **options), folder, {}, 2, 1)
 
 
@@ -189,9 +189,9 @@ def test_the_prediction_for_three_blocks_is_what_the_docs_say() -> None:
     # embedding + 3 blocks twice, head once; the root of a LightningModule holds nothing
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lit_fsdp.sharding.wrap import Units, plan_units
+    from lit_fsdp.sharding.wrap import Wrap, plan_units
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=3, **EVEN))
-    predicted = predict_collectives(plan_units(model, Units()), Sharding())
+    predicted = predict_collectives(plan_units(model, Wrap()), Sharding())
     assert (predicted.gathers, predicted.reduce_scatters, predicted.all_reduces) == (9, 5, 0)

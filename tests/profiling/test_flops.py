@@ -16,8 +16,8 @@ from lit_fsdp.adapters.lora import LoRA, add_adapters
 from lit_fsdp.profiling.flops import FlopCounter, Flops, is_compiled
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.sharding.activation_checkpointing import Recompute, apply_recompute
-from lit_fsdp.sharding.wrap import Units, iterate_blocks, plan_units
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
+from lit_fsdp.sharding.wrap import Wrap, iterate_blocks, plan_units
 from lit_fsdp.weights.load import init_weights, materialize
 from ranks import run_ranks
 
@@ -55,8 +55,8 @@ def test_model_flops_are_six_for_each_weight_and_token_and_those_of_attention(at
 def test_recomputation_changes_hardware_flops_only(mode: Any) -> None:
     plain = count_step(build_language_model("llama", "cpu", attn_implementation="eager"))
     model = build_language_model("llama", "cpu", attn_implementation="eager")
-    blocks = list(iterate_blocks(plan_units(model, Units())))
-    apply_recompute(model, Recompute(mode=mode), blocks)
+    blocks = list(iterate_blocks(plan_units(model, Wrap())))
+    apply_activation_checkpointing(model, ActivationCheckpointing(mode=mode), blocks)
     flops = count_step(model)
     assert flops.model == plain.model
     head = 2 * model.lm_head.weight.numel() * ROWS * LENGTH
@@ -67,7 +67,9 @@ def test_recomputation_changes_hardware_flops_only(mode: Any) -> None:
 
 def test_all_together_are_what_torch_counts() -> None:
     model = build_language_model("llama", "cpu", attn_implementation="eager")
-    apply_recompute(model, Recompute(mode="full"), list(iterate_blocks(plan_units(model, Units()))))
+    apply_activation_checkpointing(
+        model, ActivationCheckpointing(mode="full"), list(iterate_blocks(plan_units(model, Wrap())))
+    )
     with FlopCounterMode(display=False) as truth:
         compute_loss(model, make_tokens(ROWS, LENGTH)).backward()
     assert count_step(model).hardware == truth.get_total_flops()
@@ -79,12 +81,14 @@ def test_frozen_weights_have_no_gradient_to_compute(kind: str) -> None:
     model = build_language_model("llama", "meta", **sizes, head_dim=64)
     num_weights = count_products(model)
     if kind != "dense":
-        quantize_model(model, Quantization(type=kind.split(maxsplit=1)[0], skip=()))  # type: ignore[arg-type]
+        quantize_model(model, Quantization(type=kind.split(maxsplit=1)[0], skip_modules=()))  # type: ignore[arg-type]
     add_adapters(model, LoRA(r=4))
     materialize(model, torch.device("cpu"))
     init_weights(model, 0)
     if "again" in kind:
-        apply_recompute(model, Recompute(mode="full"), list(iterate_blocks(plan_units(model, Units()))))
+        apply_activation_checkpointing(
+            model, ActivationCheckpointing(mode="full"), list(iterate_blocks(plan_units(model, Wrap())))
+        )
     flops, num_tokens = count_step(model), ROWS * LENGTH
     num_adapted = sum(p.numel() for p in model.parameters() if p.requires_grad)
     layer = model.model.layers[0]

@@ -10,10 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp.profiling.memory import KINDS, measure_states
 from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
-from lit_fsdp.sharding.activation_checkpointing import Recompute, apply_recompute
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
 from lit_fsdp.sharding.mesh import Mesh, build_mesh
 from lit_fsdp.sharding.shard import Sharding, shard_model
-from lit_fsdp.sharding.wrap import Unit, Units, iterate_blocks, plan_units
+from lit_fsdp.sharding.wrap import Unit, Wrap, iterate_blocks, plan_units
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -30,8 +30,10 @@ class Run:
         torch.manual_seed(0)
         config = AutoConfig.for_model("llama", vocab_size=VOCAB_SIZE, **SIZES)
         self.model = AutoModelForCausalLM.from_config(config)
-        self.plan: list[Unit] = plan_units(self.model, Units())
-        apply_recompute(self.model, Recompute(mode=recompute), list(iterate_blocks(self.plan)))  # type: ignore[arg-type]
+        self.plan: list[Unit] = plan_units(self.model, Wrap())
+        apply_activation_checkpointing(
+            self.model, ActivationCheckpointing(mode=recompute), list(iterate_blocks(self.plan))
+        )  # type: ignore[arg-type]
         sizes = {"world_size": dist.get_world_size(), "ranks_per_node": dist.get_world_size()}
         shard_model(
             self.model,

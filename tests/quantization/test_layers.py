@@ -18,7 +18,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "gpt_oss": WIDE,
 }
 
-KINDS = [Quantization(), Quantization(type="fp4", double=False), Quantization(type="int8")]
+KINDS = [Quantization(), Quantization(type="fp4", double_quant=False), Quantization(type="int8")]
 
 
 def list_quantized(model: nn.Module) -> set[str]:
@@ -76,18 +76,18 @@ def test_all_linear_layers_but_the_head_are_quantized_and_frozen() -> None:
 )
 def test_names_parts_of_names_and_patterns_are_skipped(skip: list[str], expected: set[str]) -> None:
     model = build_language_model("llama", **WIDE)
-    quantize_model(model, Quantization(skip=skip))
+    quantize_model(model, Quantization(skip_modules=skip))
     assert list_quantized(model) == expected
 
 
 def test_a_name_to_skip_that_is_none_gets_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"quantization.skip: got 'q_prj': .* did you mean q_proj\?"):
-        quantize_model(build_language_model("llama", **WIDE), Quantization(skip=["q_prj"]))
+    with pytest.raises(ValueError, match=r"quantization.skip_modules: got 'q_prj': .* did you mean q_proj\?"):
+        quantize_model(build_language_model("llama", **WIDE), Quantization(skip_modules=["q_prj"]))
 
 
 def test_a_shared_head_and_rows_that_make_no_blocks_stay_and_are_named() -> None:
     model = build_language_model("llama", **{**WIDE, "intermediate_size": 100}, tie_word_embeddings=True)
-    left = quantize_model(model, Quantization(skip=[]))
+    left = quantize_model(model, Quantization(skip_modules=[]))
     assert any(text.startswith("lm_head (its weight is that of another layer") for text in left)
     assert any("mlp.down_proj (its rows of 100 do not divide into blocks of 64)" in text for text in left)
     assert list_quantized(model) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
@@ -102,7 +102,7 @@ def test_a_model_in_which_nothing_can_be_quantized_is_refused() -> None:
 def test_a_layer_takes_the_bytes_it_should(type_: Any) -> None:
     dense = nn.Linear(256, 64, device="meta")
     for double in (False, True) if type_ != "int8" else (None,):
-        layer = QuantizedLinear(dense, Quantization(type=type_, double=double))
+        layer = QuantizedLinear(dense, Quantization(type=type_, double_quant=double))
         bits = 8 * sum(t.numel() for t in (*layer.parameters(), *layer.buffers()) if t.dtype == torch.uint8)
         settings = layer.quantization
         per_weight = 8 + 32 / 256 if type_ == "int8" else 4 + (8 / 64 if settings.is_double else 32 / 64)
@@ -111,7 +111,7 @@ def test_a_layer_takes_the_bytes_it_should(type_: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [Quantization(), Quantization(type="fp4", double=False), Quantization(type="int8")]
+    "settings", [Quantization(), Quantization(type="fp4", double_quant=False), Quantization(type="int8")]
 )
 @pytest.mark.parametrize("family", ["llama", *EXPERTS])
 def test_a_quantized_model_computes_what_a_dense_one_does_with_its_weights(family: str, settings: Quantization) -> None:

@@ -22,13 +22,13 @@ from lit_fsdp.quantization.quantize import (
 )
 
 SETTINGS = [
-    Quantization(type=kind, block_size=size, double=double)
+    Quantization(type=kind, block_size=size, double_quant=double)
     for kind in ("nf4", "fp4")
     for size in (64, 128)
     for double in (False, True)
 ]
 
-KINDS = [Quantization(), Quantization(type="fp4", double=False), Quantization(type="int8")]
+KINDS = [Quantization(), Quantization(type="fp4", double_quant=False), Quantization(type="int8")]
 
 
 def make_weight(rows: int = 7, columns: int = 512, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -110,7 +110,7 @@ def test_multiplying_equals_the_stock_layer_in_value_and_gradient(settings: Quan
 
 
 @pytest.mark.parametrize(
-    "settings", [Quantization(), Quantization(type="fp4", double=False), Quantization(type="int8")]
+    "settings", [Quantization(), Quantization(type="fp4", double_quant=False), Quantization(type="int8")]
 )
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_gradients_are_those_of_the_dense_weight(settings: Quantization, is_transposed: bool) -> None:
@@ -130,7 +130,7 @@ def test_gradients_are_those_of_the_dense_weight(settings: Quantization, is_tran
 
 
 @pytest.mark.parametrize(
-    "settings", [Quantization(type="int8"), Quantization(), Quantization(type="fp4", double=False)]
+    "settings", [Quantization(type="int8"), Quantization(), Quantization(type="fp4", double_quant=False)]
 )
 def test_no_dense_weight_is_kept_for_backward(settings: Quantization, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[Tensor]] = []
@@ -159,7 +159,7 @@ def test_a_weight_without_rows_here_costs_nothing() -> None:
     ("options", "message"),
     [
         ({"block_size": 48}, "quantization.block_size: got 48: expected one of 32, 64"),
-        ({"type": "int8", "double": True}, "quantization.double: not used by type int8"),
+        ({"type": "int8", "double": True}, "quantization.double_quant: not used by type int8"),
         ({"type": "int8", "block_size": 128}, "quantization.block_size: not used by type int8"),
     ],
 )

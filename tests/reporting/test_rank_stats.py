@@ -3,7 +3,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lit_fsdp.reporting.rank_stats import RankExchange, Spread
+from lit_fsdp.reporting.rank_stats import AsyncRankStats, Spread
 from ranks import run_ranks
 
 
@@ -17,7 +17,7 @@ def make_trainer(world_size: int) -> Any:
 
 def exchange_two_things_at_once() -> None:
     rank, trainer = dist.get_rank(), make_trainer(dist.get_world_size())
-    times, sizes = RankExchange(trainer, ["step_s", "wait_s"]), RankExchange(trainer, ["num_bytes"])
+    times, sizes = AsyncRankStats(trainer, ["step_s", "wait_s"]), AsyncRankStats(trainer, ["num_bytes"])
     assert times.finish() is None
     for step in range(3):
         times.start({"wait_s": 10.0 * rank, "step_s": step + rank}, tag=step)
@@ -38,6 +38,6 @@ def test_every_rank_gets_the_numbers_of_all_ranks() -> None:
 
 
 def test_one_process_needs_no_group() -> None:
-    exchange = RankExchange(make_trainer(1), ["a"])
+    exchange = AsyncRankStats(make_trainer(1), ["a"])
     exchange.start({"a": 1.5}, tag="step")
     assert exchange.finish() == ({"a": Spread(values=(1.5,))}, "step")

@@ -9,17 +9,17 @@ from models import Block, Parent, build_language_model, compute_loss, make_token
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lit_fsdp.sharding.activation_checkpointing import Recompute, apply_recompute
-from lit_fsdp.sharding.wrap import Units, iterate_blocks, plan_units
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
+from lit_fsdp.sharding.wrap import Wrap, iterate_blocks, plan_units
 
 SETTINGS = {
-    "none": Recompute(),
-    "full": Recompute(mode="full"),
-    "every 2": Recompute(mode="full", every=2),
-    "every 3": Recompute(mode="full", every=3),
-    "selective": Recompute(mode="selective"),
-    "only mm": Recompute(mode="selective", saved_ops=["aten.mm"]),
-    "nested": Recompute(mode="full"),
+    "none": ActivationCheckpointing(),
+    "full": ActivationCheckpointing(mode="full"),
+    "every 2": ActivationCheckpointing(mode="full", every_n_blocks=2),
+    "every 3": ActivationCheckpointing(mode="full", every_n_blocks=3),
+    "selective": ActivationCheckpointing(mode="selective"),
+    "only mm": ActivationCheckpointing(mode="selective", saved_ops=["aten.mm"]),
+    "nested": ActivationCheckpointing(mode="full"),
 }
 
 
@@ -32,9 +32,9 @@ def build(device: str = "cpu") -> Parent:
 def run(name: str) -> tuple[Tensor, dict[str, Tensor], list[int], int]:
     """Return loss, gradients, how often each block ran, and the operations of matrix products and attention."""
     model = build()
-    units = Units(classes=["LlamaDecoderLayer", "LlamaMLP"]) if name == "nested" else Units()
+    units = Wrap(module_classes=["LlamaDecoderLayer", "LlamaMLP"]) if name == "nested" else Wrap()
     blocks = list(iterate_blocks(plan_units(model, units)))
-    apply_recompute(model, SETTINGS[name], blocks)
+    apply_activation_checkpointing(model, SETTINGS[name], blocks)
     counts = [0, 0, 0]
 
     def count(i: int) -> Callable[..., None]:
@@ -92,13 +92,13 @@ def test_names_and_the_module_tree_stay_as_they_are() -> None:
     parameters = [name for name, _ in model.named_parameters()]
     modules = [(name, type(module)) for name, module in model.named_modules()]
     state = list(model.state_dict())
-    plan = plan_units(model, Units())
-    chosen = apply_recompute(model, Recompute(mode="full"), list(iterate_blocks(plan)))
+    plan = plan_units(model, Wrap())
+    chosen = apply_activation_checkpointing(model, ActivationCheckpointing(mode="full"), list(iterate_blocks(plan)))
     assert chosen == [f"model.model.layers.{i}" for i in range(3)]
     assert [name for name, _ in model.named_parameters()] == parameters
     assert [(name, type(module)) for name, module in model.named_modules()] == modules
     assert list(model.state_dict()) == state
-    assert plan_units(model, Units()) == plan
+    assert plan_units(model, Wrap()) == plan
 
 
 def test_blocks_take_positions_keywords_and_return_structures() -> None:
@@ -120,16 +120,16 @@ def test_blocks_take_positions_keywords_and_return_structures() -> None:
     compute().backward()
     expected = model.linear.weight.grad.clone()
     model.zero_grad()
-    apply_recompute(parent, Recompute(mode="full"), ["0"])
+    apply_activation_checkpointing(parent, ActivationCheckpointing(mode="full"), ["0"])
     compute().backward()
     assert torch.equal(model.linear.weight.grad, expected)
 
 
 def test_less_is_kept_for_backward() -> None:
-    def count_kept(recompute: Recompute) -> int:
+    def count_kept(recompute: ActivationCheckpointing) -> int:
         torch.manual_seed(0)
         model = nn.Sequential(*[Block(16) for _ in range(4)])
-        apply_recompute(model, recompute, [str(i) for i in range(4)])
+        apply_activation_checkpointing(model, recompute, [str(i) for i in range(4)])
         kept: set[tuple[int, int]] = set()
 
         def pack(tensor: Tensor) -> Tensor:
@@ -141,37 +141,59 @@ def test_less_is_kept_for_backward() -> None:
             loss = model(torch.ones(64, 16)).sum()
         return loss.numel() + sum(num_bytes for _, num_bytes in kept)
 
-    assert count_kept(Recompute(mode="full")) < count_kept(Recompute(mode="full", every=2)) < count_kept(Recompute())
+    assert (
+        count_kept(ActivationCheckpointing(mode="full"))
+        < count_kept(ActivationCheckpointing(mode="full", every_n_blocks=2))
+        < count_kept(ActivationCheckpointing())
+    )
 
 
 @pytest.mark.parametrize(
     ("recompute", "message"),
     [
-        (Recompute(mode="full", every=0), "recompute.every: got 0: expected 1 or more"),
-        (Recompute(every=2), "recompute.every: got 2 with mode 'none'; set mode to 'full'"),
-        (Recompute(mode="full", saved_ops=["aten.mm"]), "recompute.saved_ops: not used by mode 'full'"),
-        (Recompute(mode="selective", saved_ops=["aten.nothing"]), "got 'aten.nothing': torch has no such operator"),
-        (Recompute(mode="selective", saved_ops=["mm"]), "got 'mm': torch has no such operator"),
-        (Recompute(mode="selective", saved_ops=[""]), "got '': torch has no such operator"),
-        (Recompute(mode="selective", saved_ops=["aten"]), "got 'aten': torch has no such operator"),
-        (Recompute(mode="selective", saved_ops=["nowhere.mm"]), "got 'nowhere.mm': torch has no such operator"),
+        (
+            ActivationCheckpointing(mode="full", every_n_blocks=0),
+            "activation_checkpointing.every_n_blocks: got 0: expected 1 or more",
+        ),
+        (
+            ActivationCheckpointing(every_n_blocks=2),
+            "activation_checkpointing.every_n_blocks: got 2 with mode 'none'; set mode to 'full'",
+        ),
+        (
+            ActivationCheckpointing(mode="full", saved_ops=["aten.mm"]),
+            "activation_checkpointing.saved_ops: not used by mode 'full'",
+        ),
+        (
+            ActivationCheckpointing(mode="selective", saved_ops=["aten.nothing"]),
+            "got 'aten.nothing': torch has no such operator",
+        ),
+        (ActivationCheckpointing(mode="selective", saved_ops=["mm"]), "got 'mm': torch has no such operator"),
+        (ActivationCheckpointing(mode="selective", saved_ops=[""]), "got '': torch has no such operator"),
+        (ActivationCheckpointing(mode="selective", saved_ops=["aten"]), "got 'aten': torch has no such operator"),
+        (
+            ActivationCheckpointing(mode="selective", saved_ops=["nowhere.mm"]),
+            "got 'nowhere.mm': torch has no such operator",
+        ),
     ],
 )
-def test_a_setting_that_means_nothing_is_refused(recompute: Recompute, message: str) -> None:
+def test_a_setting_that_means_nothing_is_refused(recompute: ActivationCheckpointing, message: str) -> None:
     model = nn.Sequential(Block())
     with pytest.raises(ValueError, match=message):
-        apply_recompute(model, recompute, ["0"])
+        apply_activation_checkpointing(model, recompute, ["0"])
     assert "forward" not in vars(model[0])
 
 
 def test_selective_refuses_blocks_inside_blocks() -> None:
     model = Parent(nn.Sequential(nn.Sequential(Block())))
     with pytest.raises(ValueError, match=r"got 'selective': block model.0.0 lies inside block model.0; set mode to"):
-        apply_recompute(model, Recompute(mode="selective"), ["model.0", "model.0.0"])
-    assert apply_recompute(model, Recompute(mode="full"), ["model.0", "model.0.0"]) == ["model.0", "model.0.0"]
+        apply_activation_checkpointing(model, ActivationCheckpointing(mode="selective"), ["model.0", "model.0.0"])
+    assert apply_activation_checkpointing(model, ActivationCheckpointing(mode="full"), ["model.0", "model.0.0"]) == [
+        "model.0",
+        "model.0.0",
+    ]
 
 
 def test_without_blocks_it_is_refused_unless_off() -> None:
-    assert apply_recompute(nn.Linear(2, 2), Recompute(), []) == []
+    assert apply_activation_checkpointing(nn.Linear(2, 2), ActivationCheckpointing(), []) == []
     with pytest.raises(ValueError, match="got 'full': no blocks were found"):
-        apply_recompute(nn.Linear(2, 2), Recompute(mode="full"), [])
+        apply_activation_checkpointing(nn.Linear(2, 2), ActivationCheckpointing(mode="full"), [])

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from training import build_trainer
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.sharding.buffers import has_statistics_of_ranks, unify_buffers
+from lit_fsdp.sharding.buffers import has_statistics_of_ranks, sync_buffers
 from ranks import run_ranks
 
 
@@ -92,7 +92,7 @@ def send_others() -> None:
         module.register_buffer(name, buffer)
     norm.register_buffer("own", torch.tensor(rank))
     module.add_module("norm", norm)
-    unify_buffers(module)
+    sync_buffers(module)
     assert all(not buffer.any() for name, buffer in module.named_buffers(recurse=False) if name != "empty")
     assert [buffer.shape for buffer in module.buffers(recurse=False)] == [buffer.shape for buffer in buffers.values()]
     assert torch.equal(whole[:, 1::2], torch.full((4, 3), float(rank)))  # what lies between

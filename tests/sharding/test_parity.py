@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from training import EVEN, TIED, UNEVEN, Result, list_differences, save_model, train_plainly, train_sharded
 
-from lit_fsdp import Mesh, Offload, Recompute, Sharding
+from lit_fsdp import ActivationCheckpointing, CPUOffload, Mesh, Sharding
 
 TOLERANCE = 1e-6
 
 AXES: dict[str, dict[str, Any]] = {
     "model": {"even": EVEN, "uneven": UNEVEN, "tied": TIED},
     "sharding": {"full": True, "grad_op": False, "hybrid": True},
-    "offload": {"device": None, "host": Offload()},
-    "recompute": {"kept": Recompute(), "recomputed": Recompute(mode="full")},
+    "cpu_offload": {"device": None, "host": CPUOffload()},
+    "activation_checkpointing": {"kept": ActivationCheckpointing(), "recomputed": ActivationCheckpointing(mode="full")},
     "accumulation": {"1": (1, False), "2 with comm": (2, False), "2 without comm": (2, True)},
     "ranks": {"2": 2, "4": 4},
 }
@@ -53,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Re
 
 @pytest.mark.parametrize(
     ("runs", "names"),
-    [(RUNS, tuple(AXES)), (QUICK, ("sharding", "offload", "recompute"))],
+    [(RUNS, tuple(AXES)), (QUICK, ("sharding", "cpu_offload", "activation_checkpointing"))],
     ids=["all", "quick"],
 )
 def test_the_runs_cover_every_pair_of_settings(runs: list[tuple[str, ...]], names: tuple[str, ...]) -> None:
@@ -83,9 +83,9 @@ def test_sharded_training_equals_one_device(
         world_size=AXES["ranks"][ranks],
         strategy={
             "mesh": Mesh(replicate=2 if sharding == "hybrid" else 1),
-            "sharding": Sharding(reshard_after_forward=AXES["sharding"][sharding], hold_gradients=is_held),
-            "offload": AXES["offload"][offload],
-            "recompute": AXES["recompute"][recompute],
+            "sharding": Sharding(reshard_after_forward=AXES["sharding"][sharding], no_sync=is_held),
+            "cpu_offload": AXES["cpu_offload"][offload],
+            "activation_checkpointing": AXES["activation_checkpointing"][recompute],
         },
         accumulate_grad_batches=num_micro_batches,
     )

@@ -14,18 +14,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from lit_fsdp.sharding.activation_checkpointing import Recompute, apply_recompute
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
 from lit_fsdp.sharding.shard import (
     Compile,
     Sharding,
     broadcast_parameters,
     compile_blocks,
     find_roots,
-    hold_gradients,
+    no_sync,
     shard_model,
     split_by_child,
 )
-from lit_fsdp.sharding.wrap import Unit, Units, iterate_blocks, plan_units
+from lit_fsdp.sharding.wrap import Unit, Wrap, iterate_blocks, plan_units
 from ranks import run_ranks
 
 
@@ -42,7 +42,7 @@ def shard(
     replicate: int = 1,
     mp_policy: MixedPrecisionPolicy | None = None,
 ) -> list[Unit]:
-    plan = plan or plan_units(model, Units())
+    plan = plan or plan_units(model, Wrap())
     world_size = dist.get_world_size()
     if replicate > 1:
         mesh = init_device_mesh("cpu", (replicate, world_size // replicate), mesh_dim_names=("replicate", "shard"))
@@ -114,10 +114,10 @@ def test_no_setting_changes_loss_or_gradients(name: str) -> None:
 
 
 PLANS = {
-    "nested": Units(classes=["*DecoderLayer", "*MLP"]),
-    "small": Units(rule="min_size", min_num_params=1500),
-    "large": Units(rule="min_size", min_num_params=5000),
-    "in root": Units(rule="repeated_blocks", own_embeddings=False),
+    "nested": Wrap(module_classes=["*DecoderLayer", "*MLP"]),
+    "small": Wrap(policy="min_size", min_num_params=1500),
+    "large": Wrap(policy="min_size", min_num_params=5000),
+    "in root": Wrap(policy="repeated_blocks", own_embeddings=False),
 }
 
 
@@ -130,7 +130,7 @@ def test_no_plan_changes_loss_or_gradients_with_or_without_recompute(plan_name: 
         truth = compute_truth(build())
         model = build()
         plan = plan_units(model, PLANS[plan_name])
-        apply_recompute(model, Recompute(mode=mode), list(iterate_blocks(plan)))
+        apply_activation_checkpointing(model, ActivationCheckpointing(mode=mode), list(iterate_blocks(plan)))
         shard(model, plan=plan)
         loss = compute_loss(model, rows_of_rank(dist.get_rank()))
         loss.backward()
@@ -141,7 +141,7 @@ def test_no_plan_changes_loss_or_gradients_with_or_without_recompute(plan_name: 
 
 def count_collectives(model: nn.Module, holds: bool = False) -> tuple[int, int]:
     """Return the gathers and reductions of one forward and backward."""
-    with CommDebugMode() as mode, hold_gradients(*(find_roots(model) if holds else [])):
+    with CommDebugMode() as mode, no_sync(*(find_roots(model) if holds else [])):
         compute_loss(model, rows_of_rank(dist.get_rank())).backward()
     counts = {str(op).split(".")[-1]: n for op, n in mode.get_comm_counts().items()}
     gathers = sum(n for op, n in counts.items() if "gather" in op)
@@ -179,7 +179,7 @@ def test_gradients_are_held_beside_a_unit_that_no_step_gathers() -> None:
     def body() -> None:
         model = build()
         model.listener = nn.Linear(8, 8).requires_grad_(False)
-        plan = plan_units(model, Units(), idle=["listener"])
+        plan = plan_units(model, Wrap(), idle=["listener"])
         shard(model, plan=plan, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         assert count_collectives(model, holds=True)[1] == 0
         assert count_collectives(model)[1] == 5
@@ -192,7 +192,7 @@ def test_an_error_inside_hold_gradients_turns_reduction_back_on() -> None:
     def body() -> None:
         model = build()
         shard(model)
-        with pytest.raises(RuntimeError, match="a bad batch"), hold_gradients(*find_roots(model)):
+        with pytest.raises(RuntimeError, match="a bad batch"), no_sync(*find_roots(model)):
             raise RuntimeError("a bad batch")
         assert count_collectives(model)[1] == 5
         assert all(p.grad is not None for p in model.parameters())
@@ -212,9 +212,9 @@ def test_compiled_blocks_give_the_same_loss_and_gradients(mode: Any) -> None:
     def body() -> None:
         truth = compute_truth(build())
         model = build()
-        plan = plan_units(model, Units())
+        plan = plan_units(model, Wrap())
         blocks = list(iterate_blocks(plan))
-        apply_recompute(model, Recompute(mode=mode), blocks)
+        apply_activation_checkpointing(model, ActivationCheckpointing(mode=mode), blocks)
         with fresh_compiler():
             compile_blocks(model, Compile(backend="aot_eager"), blocks)
             shard(model, plan=plan)
@@ -260,7 +260,7 @@ def test_each_child_becomes_a_root_of_its_own() -> None:
         parent = nn.Module()
         parent.generator, parent.judge, parent.loss = build_language_model("llama", "cpu"), Stack(), nn.MSELoss()
         expected = [parent.judge(torch.ones(2, 5)), compute_loss(parent.generator, make_tokens())]
-        plan = plan_units(parent, Units())
+        plan = plan_units(parent, Wrap())
         parts = split_by_child(parent, plan)
         assert [child for child, _ in parts] == [parent.generator, parent.judge]
         for child, units in parts:
@@ -277,12 +277,12 @@ def test_each_child_becomes_a_root_of_its_own() -> None:
 def test_the_parts_hold_the_units_of_the_plan_under_shorter_names() -> None:
     parent = nn.Module()
     parent.model, parent.head = build_language_model("llama"), nn.Linear(2, 2)
-    parts = split_by_child(parent, plan_units(parent, Units()))
-    alone = plan_units(parent.model, Units())
+    parts = split_by_child(parent, plan_units(parent, Wrap()))
+    alone = plan_units(parent.model, Wrap())
     assert [(u.kind, u.names) for u in parts[0][1]] == [(u.kind, u.names) for u in alone]
     assert [(u.kind, u.names) for u in parts[1][1]] == [("root", ("",))]
     with pytest.raises(ValueError, match=r"^scale: under manual optimization"):
-        split_by_child(Stack(), plan_units(Stack(), Units()))
+        split_by_child(Stack(), plan_units(Stack(), Wrap()))
 
 
 def test_roots_are_the_outermost_sharded_modules() -> None:

@@ -15,19 +15,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from lit_fsdp.profiling.expected_communication import predict_collectives
 from lit_fsdp.sharding.shard import Sharding, shard_model
 from lit_fsdp.sharding.unit_table import make_table
-from lit_fsdp.sharding.wrap import Unit, Units, count_shard_bytes, iterate_blocks, plan_units
+from lit_fsdp.sharding.wrap import Unit, Wrap, count_shard_bytes, iterate_blocks, plan_units
 from ranks import run_ranks
 
 RULES = [
-    Units(),
-    Units(own_embeddings=False),
-    Units(rule="model_plan"),
-    Units(rule="no_split_modules"),
-    Units(rule="repeated_blocks"),
-    Units(rule="min_size", min_num_params=1),
-    Units(rule="min_size", min_num_params=3000),
-    Units(rule="min_size", min_num_params=10**9),
-    Units(classes=["*Layer", "*Block", "*MLP", "*Attention"]),
+    Wrap(),
+    Wrap(own_embeddings=False),
+    Wrap(policy="model_plan"),
+    Wrap(policy="no_split_modules"),
+    Wrap(policy="repeated_blocks"),
+    Wrap(policy="min_size", min_num_params=1),
+    Wrap(policy="min_size", min_num_params=3000),
+    Wrap(policy="min_size", min_num_params=10**9),
+    Wrap(module_classes=["*Layer", "*Block", "*MLP", "*Attention"]),
 ]
 
 
@@ -51,8 +51,8 @@ def check_ownership(model: nn.Module, plan: list[Unit]) -> None:
         assert not any(isinstance(modules[name], nn.ModuleList | nn.ModuleDict) for name in unit.names)
 
 
-def describe(units: Units) -> str:
-    return f"{units.rule}-{units.min_num_params or ''}{'' if units.own_embeddings else 'embeddings-in-root'}"
+def describe(wrap: Wrap) -> str:
+    return f"{wrap.policy}-{wrap.min_num_params or ''}{'' if wrap.own_embeddings else 'embeddings-in-root'}"
 
 
 def shape_of(plan: list[Unit]) -> list[tuple[str, tuple[str, ...]]]:
@@ -61,23 +61,23 @@ def shape_of(plan: list[Unit]) -> list[tuple[str, tuple[str, ...]]]:
 
 @pytest.mark.parametrize("rule", RULES, ids=describe)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "gpt_neox", "opt", "gpt2", "vit"])
-def test_every_parameter_is_in_one_unit_alone_or_inside_a_parent(family: str, rule: Units) -> None:
+def test_every_parameter_is_in_one_unit_alone_or_inside_a_parent(family: str, rule: Wrap) -> None:
     model = build_image_model() if family == "vit" else build_language_model(family)
-    if (family, rule.rule) == ("gpt2", "model_plan"):
-        rule = Units()  # does not fit by itself, which is the claim of another test
+    if (family, rule.policy) == ("gpt2", "model_plan"):
+        rule = Wrap()  # does not fit by itself, which is the claim of another test
     plan = plan_units(model, rule)
     check_ownership(model, plan)
     parent = Parent(model)
     inside = plan_units(parent, rule)
     check_ownership(parent, inside)
-    if rule.rule != "min_size":  # there the model itself may become a unit of its parent
+    if rule.policy != "min_size":  # there the model itself may become a unit of its parent
         moved = [(kind, tuple(f"model.{name}" for name in names)) for kind, names in shape_of(plan[:-1])]
         assert shape_of(inside[:-1]) == moved
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
 def test_the_models_own_plan_gathers_norm_and_head_together(family: str) -> None:
-    plan = plan_units(build_language_model(family), Units())
+    plan = plan_units(build_language_model(family), Wrap())
     assert shape_of(plan) == [
         ("embedding", ("model.embed_tokens",)),
         *(("block", (f"model.layers.{i}",)) for i in range(3)),
@@ -91,7 +91,7 @@ def test_the_models_own_plan_gathers_norm_and_head_together(family: str) -> None
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
 def test_tied_weights_and_their_norm_land_in_the_root(family: str) -> None:
     model = build_language_model(family, tie_word_embeddings=True)
-    plan = plan_units(model, Units())
+    plan = plan_units(model, Wrap())
     assert shape_of(plan) == [*(("block", (f"model.layers.{i}",)) for i in range(3)), ("root", ("",))]
     assert plan[-1].parameters == ("model.embed_tokens.weight", "model.norm.weight")
     assert plan[-1].num_params == 67 * 32 + 32
@@ -100,15 +100,15 @@ def test_tied_weights_and_their_norm_land_in_the_root(family: str) -> None:
 def test_a_plan_that_does_not_fit_falls_to_the_marked_blocks() -> None:
     model = build_language_model("gpt2")
     assert "transformer.layers.*" in model.fsdp_plan  # inherited; GPT-2 has h
-    plan = plan_units(model, Units())
+    plan = plan_units(model, Wrap())
     assert shape_of(plan) == [*(("block", (f"transformer.h.{i}",)) for i in range(3)), ("root", ("",))]
-    with pytest.raises(ValueError, match=r"units.rule: got 'model_plan': it finds nothing in GPT2LMHeadModel"):
-        plan_units(model, Units(rule="model_plan"))
+    with pytest.raises(ValueError, match=r"wrap.policy: got 'model_plan': it finds nothing in GPT2LMHeadModel"):
+        plan_units(model, Wrap(policy="model_plan"))
 
 
 def test_a_plan_that_fits_in_part_gets_the_ends_it_lacks() -> None:
     model = build_language_model("gpt_neox", tie_word_embeddings=False)
-    plan = plan_units(model, Units())
+    plan = plan_units(model, Wrap())
     assert shape_of(plan) == [
         ("embedding", ("gpt_neox.embed_in",)),
         *(("block", (f"gpt_neox.layers.{i}",)) for i in range(3)),
@@ -118,12 +118,12 @@ def test_a_plan_that_fits_in_part_gets_the_ends_it_lacks() -> None:
 
 
 def test_a_class_that_holds_embeddings_and_all_layers_is_a_block() -> None:
-    plan = plan_units(build_language_model("llama", tie_word_embeddings=False), Units(classes=("LlamaModel",)))
+    plan = plan_units(build_language_model("llama", tie_word_embeddings=False), Wrap(module_classes=("LlamaModel",)))
     assert (plan[0].kind, plan[0].names) == ("block", ("model",))
 
 
 def test_embeddings_stay_in_the_root_when_asked() -> None:
-    for rule in (Units(own_embeddings=False), Units(rule="no_split_modules", own_embeddings=False)):
+    for rule in (Wrap(own_embeddings=False), Wrap(policy="no_split_modules", own_embeddings=False)):
         plan = plan_units(build_language_model("llama"), rule)
         assert "model.embed_tokens.weight" in plan[-1].parameters
         assert not any(unit.kind == "embedding" for unit in plan)
@@ -134,13 +134,13 @@ def test_embeddings_stay_in_the_root_when_asked() -> None:
 def test_what_makes_tokens_of_images_is_no_block_although_transformers_lists_it_as_one(keeps: bool) -> None:
     model = build_image_model(model_type="dinov2", mlp_ratio=1)
     assert "Dinov2Embeddings" in model._no_split_modules
-    plan = plan_units(model, Units(own_embeddings=keeps))
+    plan = plan_units(model, Wrap(own_embeddings=keeps))
     assert list(iterate_blocks(plan)) == [f"dinov2.encoder.layer.{i}" for i in range(3)]
     assert shape_of(plan)[0] == (
         ("embedding", ("dinov2.embeddings",)) if keeps else ("block", ("dinov2.encoder.layer.0",))
     )
     assert ("dinov2.embeddings.cls_token" in plan[-1].parameters) is not keeps
-    named = plan_units(model, Units(classes=["Dinov2Layer", "Dinov2Embeddings"], own_embeddings=keeps))
+    named = plan_units(model, Wrap(module_classes=["Dinov2Layer", "Dinov2Embeddings"], own_embeddings=keeps))
     assert ("embedding", ("dinov2.embeddings",)) in shape_of(named)
 
 
@@ -148,7 +148,7 @@ def test_frozen_parameters_are_owned_but_not_counted_as_trainable() -> None:
     model = build_language_model("llama")
     for layer in model.model.layers:
         layer.mlp.requires_grad_(False)
-    plan = plan_units(model, Units())
+    plan = plan_units(model, Wrap())
     for unit in plan[1:4]:
         assert unit.num_params - unit.num_trainable == 3 * 32 * 64
     assert plan[0].num_trainable == plan[0].num_params
@@ -157,7 +157,7 @@ def test_frozen_parameters_are_owned_but_not_counted_as_trainable() -> None:
 def test_what_no_step_uses_is_a_unit_that_is_never_gathered() -> None:
     model = Parent(Stack())
     model.extra = Block().requires_grad_(False)
-    plan = plan_units(model, Units(rule="repeated_blocks"), idle=["extra"])
+    plan = plan_units(model, Wrap(policy="repeated_blocks"), idle=["extra"])
     assert [unit.names for unit in plan if unit.kind == "idle"] == [("extra",)]
     used = [unit for unit in plan if not unit.names[0].startswith("extra")]
     assert predict_collectives(used, Sharding()).gathers == predict_collectives(plan, Sharding()).gathers
@@ -173,7 +173,7 @@ def test_a_module_with_two_names_is_no_shared_parameter(is_first: bool) -> None:
     parent.model = model
     if not is_first:
         parent.backbone = model.model
-    plan = plan_units(parent, Units())
+    plan = plan_units(parent, Wrap())
     check_ownership(parent, plan)
     assert len(list(iterate_blocks(plan))) == 3
     assert plan[-1].num_params == 0 or is_first  # the plan of the inner model alone names no head
@@ -182,77 +182,85 @@ def test_a_module_with_two_names_is_no_shared_parameter(is_first: bool) -> None:
 def test_two_models_in_one_parent_keep_their_own_plans() -> None:
     parent = nn.Module()
     parent.a, parent.b = build_language_model("llama"), build_language_model("gpt_neox")
-    plan = plan_units(parent, Units())
+    plan = plan_units(parent, Wrap())
     check_ownership(parent, plan)
     assert len(list(iterate_blocks(plan))) == 6
     assert [unit.names for unit in plan if unit.kind == "head"] == [("a.model.norm", "a.lm_head"), ("b.lm_head",)]
 
 
 def test_repeated_blocks_are_found_in_plain_torch() -> None:
-    plan = plan_units(Stack(), Units())
+    plan = plan_units(Stack(), Wrap())
     assert shape_of(plan) == [*(("block", (f"blocks.{i}",)) for i in range(3)), ("root", ("",))]
     stages = nn.Sequential(nn.Linear(7, 7), nn.Sequential(*[Block() for _ in range(2)]), nn.ReLU(), nn.Linear(7, 7))
-    assert list(iterate_blocks(plan_units(stages, Units()))) == ["1.0", "1.1"]
+    assert list(iterate_blocks(plan_units(stages, Wrap()))) == ["1.0", "1.1"]
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
-    assert list(iterate_blocks(plan_units(encoder, Units()))) == ["layers.0", "layers.1"]
+    assert list(iterate_blocks(plan_units(encoder, Wrap()))) == ["layers.0", "layers.1"]
 
 
 def test_a_model_without_blocks_is_one_unit_under_auto_and_refused_by_name() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    plan = plan_units(model, Units())
+    plan = plan_units(model, Wrap())
     assert shape_of(plan) == [("root", ("",))]
     check_ownership(model, plan)
     for rule in ("model_plan", "no_split_modules", "repeated_blocks"):
-        with pytest.raises(ValueError, match=f"units.rule: got '{rule}'.*Sequential.*'auto'"):
-            plan_units(model, Units(rule=rule))
+        with pytest.raises(ValueError, match=f"wrap.policy: got '{rule}'.*Sequential.*'auto'"):
+            plan_units(model, Wrap(policy=rule))
 
 
 def test_min_size_takes_the_smallest_modules_that_are_large_enough() -> None:
     model = Stack()  # a block: norm 14, up 112, down 98
-    plan = plan_units(model, Units(rule="min_size", min_num_params=100))
+    plan = plan_units(model, Wrap(policy="min_size", min_num_params=100))
     assert [unit.names[0] for unit in plan[:4]] == ["blocks.0", "blocks.0.up", "blocks.1", "blocks.1.up"]
     assert [unit.num_params for unit in plan[:2]] == [112, 112]
-    plan = plan_units(model, Units(rule="min_size", min_num_params=200))
+    plan = plan_units(model, Wrap(policy="min_size", min_num_params=200))
     assert [unit.names for unit in plan] == [("blocks.0",), ("blocks.1",), ("blocks.2",), ("",)]
     for size in (1, 14, 98, 99, 112, 113, 224, 225, 1000):
-        plan = plan_units(model, Units(rule="min_size", min_num_params=size))
+        plan = plan_units(model, Wrap(policy="min_size", min_num_params=size))
         check_ownership(model, plan)
         assert all(unit.num_params >= size for unit in plan[:-1])
 
 
 def test_min_size_keeps_attention_of_torch_whole() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
-    plan = plan_units(model, Units(rule="min_size", min_num_params=10))
+    plan = plan_units(model, Wrap(policy="min_size", min_num_params=10))
     check_ownership(model, plan)
     assert not any("out_proj" in name for unit in plan for name in unit.names)
 
 
 def test_classes_match_names_and_patterns_and_may_nest() -> None:
     model = build_language_model("llama")
-    by_name = plan_units(model, Units(classes=["LlamaDecoderLayer"]))
-    assert shape_of(by_name) == shape_of(plan_units(model, Units(rule="classes", classes=["*DecoderLayer"])))
-    nested = plan_units(model, Units(classes=["*DecoderLayer", "LlamaMLP"]))
+    by_name = plan_units(model, Wrap(module_classes=["LlamaDecoderLayer"]))
+    assert shape_of(by_name) == shape_of(
+        plan_units(model, Wrap(policy="module_classes", module_classes=["*DecoderLayer"]))
+    )
+    nested = plan_units(model, Wrap(module_classes=["*DecoderLayer", "LlamaMLP"]))
     check_ownership(model, nested)
     assert list(iterate_blocks(nested))[:2] == ["model.layers.0", "model.layers.0.mlp"]
     refusal = r"\['decoderlayer'\].*no module has such a class.*LlamaDecoderLayer"
     with pytest.raises(ValueError, match=refusal) as error:
-        plan_units(model, Units(classes=["decoderlayer"]))
+        plan_units(model, Wrap(module_classes=["decoderlayer"]))
     assert "LlamaRotaryEmbedding" not in str(error.value)  # it has no parameters
 
 
 @pytest.mark.parametrize(
     ("units", "message"),
     [
-        (Units(rule="repeated_blocks", classes=["A"]), "units.classes: not used by rule 'repeated_blocks'"),
-        (Units(rule="classes"), "units.classes: empty"),
-        (Units(rule="min_size"), "got None with rule 'min_size'"),
-        (Units(min_num_params=5), "got 5 with rule 'auto'"),
-        (Units(rule="min_size", min_num_params=0), "got 0: expected 1 or more"),
-        (Units(rule="min_size", min_num_params=-3), "got -3"),
-        (Units(rule="min_size", min_num_params=3, classes=["A"]), "units.classes: not used by rule 'min_size'"),
+        (
+            Wrap(policy="repeated_blocks", module_classes=["A"]),
+            "wrap.module_classes: not used by policy 'repeated_blocks'",
+        ),
+        (Wrap(policy="module_classes"), "wrap.module_classes: empty"),
+        (Wrap(policy="min_size"), "got None with policy 'min_size'"),
+        (Wrap(min_num_params=5), "got 5 with policy 'auto'"),
+        (Wrap(policy="min_size", min_num_params=0), "got 0: expected 1 or more"),
+        (Wrap(policy="min_size", min_num_params=-3), "got -3"),
+        (
+            Wrap(policy="min_size", min_num_params=3, module_classes=["A"]),
+            "wrap.module_classes: not used by policy 'min_size'",
+        ),
     ],
 )
-def test_a_setting_that_would_be_ignored_is_refused(units: Units, message: str) -> None:
+def test_a_setting_that_would_be_ignored_is_refused(units: Wrap, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_units(Stack(), units)
 
@@ -279,7 +287,7 @@ def test_counted_bytes_are_those_of_the_first_ranks_shards(num_shards: int) -> N
         options = {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy()}
         for name, build in BUILDERS.items():
             model = build()
-            plan = plan_units(model, Units())
+            plan = plan_units(model, Wrap())
             counted = [count_shard_bytes(model, unit, num_shards) for unit in plan]
             shard_model(model, plan, mesh=mesh, sharding=Sharding(), **options)
             local = {n: p.to_local() for n, p in model.named_parameters()}
@@ -296,7 +304,7 @@ def test_counted_bytes_are_those_of_the_first_ranks_shards(num_shards: int) -> N
 def test_the_table_prints_the_numbers_of_the_plan(mesh_shape: tuple[int, ...], num_shards: int) -> None:
     model = build_language_model("llama")
     model.model.embed_tokens.requires_grad_(False)
-    plan = plan_units(model, Units())
+    plan = plan_units(model, Wrap())
     console = Console(width=150, file=io.StringIO(), record=True)
     console.print(make_table(model, plan, mesh_shape))
     text = " ".join(console.export_text().replace("│", " ").replace("┃", " ").split())
@@ -314,6 +322,6 @@ def test_blocks_of_different_size_get_rows_of_their_own() -> None:
     model = Stack()
     model.blocks.append(Block(9))
     model.blocks[2].requires_grad_(False)
-    plan = plan_units(model, Units())
+    plan = plan_units(model, Wrap())
     table = make_table(model, plan, (2,))
     assert list(table.columns[0].cells) == ["blocks.0 .. 1", "blocks.2", "blocks.3", "(root)", "all 5 units"]

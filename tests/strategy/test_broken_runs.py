@@ -15,12 +15,12 @@ CONFIGS = {
     "mesh.replicate=-1": f"{STRATEGY}.mesh: replicate and shard are both -1",
     "mesh.shrad=2": f"{STRATEGY}.mesh.shrad: unknown key of lit_fsdp.Mesh: did you mean shard?",
     "sharding.reshard_after_forward=3": f"{STRATEGY}.sharding.reshard_after_forward: got 3: it must divide the 2",
-    "offload.pin_memory=true": f"{STRATEGY}.offload.pin_memory: got true: pinning needs a GPU",
-    "recompute.every=2": f"{STRATEGY}.recompute.every: got 2 with mode 'none'; set mode to 'full'",
-    'recompute.saved_ops=["aten.mm"]': f"{STRATEGY}.recompute.saved_ops: not used by mode 'none'",
-    'units.classes=["Nothing"]': f"{STRATEGY}.units.classes: got ['Nothing']: no module has such a class; the model "
-    "has: CausalLM, Embedding,",
-    "units.rule=min_size": f"{STRATEGY}.units.min_num_params: got None with rule 'min_size'",
+    "cpu_offload.pin_memory=true": f"{STRATEGY}.cpu_offload.pin_memory: got true: pinning needs a GPU",
+    "activation_checkpointing.every_n_blocks=2": f"{STRATEGY}.activation_checkpointing.every_n_blocks: got 2 with",
+    'activation_checkpointing.saved_ops=["aten.mm"]': f"{STRATEGY}.activation_checkpointing.saved_ops: not used by",
+    'wrap.module_classes=["Nothing"]': f"{STRATEGY}.wrap.module_classes: got ['Nothing']: no module has such a class; "
+    "the model has: CausalLM, Embedding,",
+    "wrap.policy=min_size": f"{STRATEGY}.wrap.min_num_params: got None with policy 'min_size'",
     "compile.backend=nothing": f"{STRATEGY}.compile.backend: got 'nothing': expected one such as",
     "--trainer.precision=8-bit": "trainer.precision: got 8-bit: expected one of",
     "--trainer.precision=16-mixed": "trainer.precision: got '16-mixed': float16 needs a GPU and the run is on cpu",
@@ -34,10 +34,13 @@ CONFIGS = {
     "--model.config=null --model.pretrained=empty": "model.init_args.pretrained: got 'empty': Unrecognized model in em",
     "--model.config=null --model.pretrained=lacking": "lacking does not fit LlamaForCausalLM: it lacks model.layers.1",
     "--model.quantization.type=nf4": "model.init_args.quantization: quantized weights cannot be trained; set lora",
-    "--model.lora.targets=[q_prj]": "model.init_args.lora.targets: got 'q_prj': the model has no such module; did you",
-    "--model.schedule.min_factor=0.1": "model.init_args.schedule.min_factor: not used by shape 'linear'",
-    "--model.schedule.warmup_steps=3 --model.schedule.warmup_fraction=0.1": "model.init_args.schedule: warmup_steps",
-    "--trainer.max_steps=-1 --trainer.max_epochs=-1": "model.init_args.schedule: the run has no end",
+    "--model.lora.target_modules=[q_prj]": "model.init_args.lora.target_modules: got 'q_prj': the model has no such",
+    "--model.lr_scheduler.min_lr_rate=0.1": "model.init_args.lr_scheduler.min_lr_rate: not used by type 'linear'",
+    "--model.lr_scheduler.warmup_steps=3 --model.lr_scheduler.warmup_ratio=0.1": (
+        "model.init_args.lr_scheduler: "
+        "warmup_steps"
+    ),
+    "--trainer.max_steps=-1 --trainer.max_epochs=-1": "model.init_args.lr_scheduler: the run has no end",
     "--ckpt_path=incomplet.ckpt": "ckpt_path: 'incomplet.ckpt' does not exist: did you mean incomplete.ckpt?",
     "--ckpt_path=incomplete.ckpt": "incomplete.ckpt is no complete checkpoint: complete.json is missing",
     "--ckpt_path=train.jsonl": "train.jsonl is no checkpoint: expected a folder",
@@ -155,7 +158,7 @@ def test_broken_data_is_refused_by_every_rank_with_file_and_line(name: str) -> N
 REAL = [
     ("--trainer.strategy.mesh.shard=3", CONFIGS["mesh.shard=3"]),
     ("--trainer.strategy.mesh.shrad=2", CONFIGS["mesh.shrad=2"]),
-    ('--trainer.strategy.units.classes=["Nothing"]', CONFIGS['units.classes=["Nothing"]']),
+    ('--trainer.strategy.wrap.module_classes=["Nothing"]', CONFIGS['wrap.module_classes=["Nothing"]']),
     ("--ckpt_path=incomplete.ckpt", CONFIGS["--ckpt_path=incomplete.ckpt"]),
     ("--data.train=json.jsonl", DATA["json.jsonl"][1]),
     ("--data.train=chat.jsonl", DATA["chat.jsonl"][1]),

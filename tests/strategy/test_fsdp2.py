@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from training import EVEN, Recorder, Rows, build_task, build_trainer, gather_weights, save_model
 
-from lit_fsdp import FSDP2Strategy, Mesh, MixedPrecision, Offload, Recompute, Sharding, Units
+from lit_fsdp import ActivationCheckpointing, CPUOffload, FSDP2Strategy, Mesh, MixedPrecision, Sharding, Wrap
 from lit_fsdp.checkpoint import writer as checkpoint_writer
 from lit_fsdp.checkpoint.manifest import is_complete
 from lit_fsdp.sharding.wrap import Unit, plan_units
@@ -28,7 +28,7 @@ from ranks import run_ranks
     ("name", "expected"),
     [
         ("fsdp2", FSDP2Strategy()),
-        ("fsdp2_offload", FSDP2Strategy(offload=Offload())),
+        ("fsdp2_offload", FSDP2Strategy(cpu_offload=CPUOffload())),
         ("fsdp2_grad_op", FSDP2Strategy(sharding=Sharding(reshard_after_forward=False))),
         ("fsdp2_hybrid", FSDP2Strategy(mesh=Mesh(replicate=-1, shard="node"))),
     ],
@@ -46,9 +46,13 @@ def test_registered_names_stand_for_these_settings(name: str, expected: FSDP2Str
         (lambda: FSDP2Strategy(mesh=Mesh(replicate=-1, shard=-1)), {}, "both -1"),
         (lambda: FSDP2Strategy(sharding=Sharding(reshard_after_forward=3)), {}, r"expected one of \[2\]"),
         (lambda: FSDP2Strategy(sharding=Sharding(backward_prefetch=0)), {}, "backward_prefetch: got 0"),
-        (lambda: FSDP2Strategy(offload=Offload(pin_memory=True)), {}, "pinning needs a GPU"),
-        (lambda: FSDP2Strategy(units=Units(rule="classes")), {}, "rule is 'classes'"),
-        (lambda: FSDP2Strategy(recompute=Recompute(every=2)), {}, "with mode 'none'"),
+        (lambda: FSDP2Strategy(cpu_offload=CPUOffload(pin_memory=True)), {}, "pinning needs a GPU"),
+        (lambda: FSDP2Strategy(wrap=Wrap(policy="module_classes")), {}, "rule is 'classes'"),
+        (
+            lambda: FSDP2Strategy(activation_checkpointing=ActivationCheckpointing(every_n_blocks=2)),
+            {},
+            "with mode 'none'",
+        ),
         (lambda: FSDP2Strategy(timeout_s=0), {}, "timeout_s: got 0"),
         (FSDP2Strategy, {"precision": "16-mixed"}, "float16 needs a GPU"),
         (FSDP2Strategy, {"precision": "16-true"}, "nearest: 16-mixed or bf16-true"),
@@ -205,7 +209,7 @@ class OwnUnits(CausalLM):
     """Decides its units."""
 
     def configure_units(self, model: pl.LightningModule) -> list[Unit]:
-        return plan_units(model, Units(classes=["LlamaMLP"]))
+        return plan_units(model, Wrap(module_classes=["LlamaMLP"]))
 
 
 def fit_refused(make: Callable[[Path], Any], strategy: FSDP2Strategy, options: Any, message: str, folder: Path) -> None:
@@ -216,10 +220,15 @@ def fit_refused(make: Callable[[Path], Any], strategy: FSDP2Strategy, options: A
 @pytest.mark.parametrize(
     ("make", "settings", "options", "message"),
     [
-        (build_task, {"sharding": Sharding(hold_gradients=True)}, {}, "nothing to hold"),
-        (lambda f: ShardedByUser(pretrained=str(f)), {"recompute": Recompute(mode="full")}, {}, "recompute: Sharded"),
-        (lambda f: OwnUnits(pretrained=str(f)), {"units": Units(rule="model_plan")}, {}, "configure_units decides"),
-        (build_task, {"units": Units(classes=["Nothing"])}, {}, "no module has such a class; the model has: "),
+        (build_task, {"sharding": Sharding(no_sync=True)}, {}, "nothing to hold"),
+        (
+            lambda f: ShardedByUser(pretrained=str(f)),
+            {"activation_checkpointing": ActivationCheckpointing(mode="full")},
+            {},
+            "recompute: Sharded",
+        ),
+        (lambda f: OwnUnits(pretrained=str(f)), {"wrap": Wrap(policy="model_plan")}, {}, "configure_units decides"),
+        (build_task, {"wrap": Wrap(module_classes=["Nothing"])}, {}, "no module has such a class; the model has: "),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused_in_setup(
@@ -231,8 +240,10 @@ def test_settings_that_would_be_ignored_are_refused_in_setup(
 
 
 def test_lists_of_yaml_and_tuples_of_python_are_the_same_settings() -> None:
-    assert Units(classes=["A"]) == Units(classes=("A",))
-    assert Recompute(mode="selective", saved_ops=["aten.mm"]) == Recompute(mode="selective", saved_ops=("aten.mm",))
+    assert Wrap(module_classes=["A"]) == Wrap(module_classes=("A",))
+    assert ActivationCheckpointing(mode="selective", saved_ops=["aten.mm"]) == ActivationCheckpointing(
+        mode="selective", saved_ops=("aten.mm",)
+    )
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def configure(folder: Path, *, every: int, is_async: bool, max_steps: int = NUM_STEPS) -> None:
     saves = {"every_n_train_steps": every, "save_top_k": 2, "monitor": "step", "mode": "max", "save_last": "link"}
     checkpoint = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": saves}
-    strategy = {"class_path": "lit_fsdp.FSDP2Strategy", "init_args": {"async_checkpoints": is_async}}
+    strategy = {"class_path": "lit_fsdp.FSDP2Strategy", "init_args": {"async_save": is_async}}
     trainer = {"max_steps": max_steps, "max_epochs": -1, "val_check_interval": 3, "limit_val_batches": 2}
     trainer |= {"callbacks": [checkpoint], "strategy": strategy, "num_sanity_val_steps": 1}
     write_run(folder, trainer=trainer, data={"validation": "train.jsonl"})
@@ -91,7 +91,7 @@ def list_checkpoints(name: str) -> Iterator[Path]:
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_twenty_signals_at_random_moments_leave_no_trace_in_the_losses(folder: Path, is_async: bool) -> None:
-    configure(folder, every=7, is_async=is_async)
+    configure(folder, every_n_blocks=7, is_async=is_async)
     assert [rank.code for rank in fit("whole")] == [0, 0]
     truth = read_losses("whole")
     assert len(truth) == NUM_STEPS
@@ -120,7 +120,7 @@ def test_twenty_signals_at_random_moments_leave_no_trace_in_the_losses(folder: P
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_a_run_killed_in_the_middle_of_a_save_goes_on_from_one_that_is_whole(folder: Path, is_async: bool) -> None:
-    configure(folder, every=1, is_async=is_async, max_steps=10_000)
+    configure(folder, every_n_blocks=1, is_async=is_async, max_steps=10_000)
     dice = random.Random(2 + int(is_async))
 
     def list_incomplete() -> set[Path]:
@@ -160,7 +160,7 @@ def test_a_run_killed_in_the_middle_of_a_save_goes_on_from_one_that_is_whole(fol
 
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
 def test_a_signal_to_one_process_of_a_real_launch_ends_all_well(folder: Path, launcher: str) -> None:
-    configure(folder, every=50, is_async=False)
+    configure(folder, every_n_blocks=50, is_async=False)
     # The first rank is the launcher itself; it starts the other one from the same command.
     rank = {"lightning": "0", "torchrun": "1"}[launcher]
     (folder / "watched.py").write_text(TASK.replace("time.sleep(0.01)", SENDS.format(rank=rank), 1))

@@ -62,7 +62,7 @@ class LoneData(TextData):
 @pytest.fixture(autouse=True)
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saves = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"every_n_train_steps": 1}}
-    strategy = {"class_path": "lit_fsdp.FSDP2Strategy", "init_args": {"async_checkpoints": True}}
+    strategy = {"class_path": "lit_fsdp.FSDP2Strategy", "init_args": {"async_save": True}}
     trainer = {"max_steps": 50, "max_epochs": -1, "val_check_interval": 2, "callbacks": [saves], "strategy": strategy}
     write_run(tmp_path, trainer=trainer, data={"validation": "train.jsonl"})
     (tmp_path / "lone.py").write_text(TASK)

@@ -27,7 +27,7 @@ from training import (
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from lit_fsdp import FSDP2Strategy, MixedPrecision
-from lit_fsdp.tasks import CausalLM, Optimizer, Schedule, Task
+from lit_fsdp.tasks import CausalLM, LRSchedule, Optimizer, Task
 from lit_fsdp.tasks.loading import build_train_loader
 from ranks import run_ranks
 
@@ -247,9 +247,9 @@ def test_a_resumed_run_takes_its_rates_from_its_configuration_and_says_what_diff
     optimizer: Optimizer, changes: str | None, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     path = tmp_path / "half.ckpt"
-    first = fit_linear(Linear(Optimizer(learning_rate=1.0), Schedule()), max_steps=5, save=path)
+    first = fit_linear(Linear(Optimizer(learning_rate=1.0), LRSchedule()), max_steps=5, save=path)
     assert first == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
-    rates = fit_linear(Linear(optimizer, Schedule()), max_steps=10, load=path)
+    rates = fit_linear(Linear(optimizer, LRSchedule()), max_steps=10, load=path)
     assert rates == pytest.approx([optimizer.learning_rate * factor for factor in (0.5, 0.4, 0.3, 0.2, 0.1)])
     found = [str(w.message) for w in recwarn if "optimizer settings differ" in str(w.message)]
     assert (not found) if changes is None else re.search(changes, found[0])
@@ -311,13 +311,13 @@ def test_a_module_that_logs_in_its_own_way_logs_every_step() -> None:
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (Schedule(shape="constant"), [1.0] * 10),
-        (Schedule(shape="constant", warmup_steps=2), [0.0, 0.5] + [1.0] * 8),
-        (Schedule(shape="linear"), [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
-        (Schedule(shape="linear", warmup_fraction=0.2), [0.0, 0.5, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
+        (LRSchedule(type="constant"), [1.0] * 10),
+        (LRSchedule(type="constant", warmup_steps=2), [0.0, 0.5] + [1.0] * 8),
+        (LRSchedule(type="linear"), [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
+        (LRSchedule(type="linear", warmup_ratio=0.2), [0.0, 0.5, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
     ],
 )
-def test_schedules_move_the_learning_rate_as_they_say(schedule: Schedule, expected: list[float]) -> None:
+def test_schedules_move_the_learning_rate_as_they_say(schedule: LRSchedule, expected: list[float]) -> None:
     rates = fit_linear(Linear(Optimizer(learning_rate=1.0), schedule), max_steps=10)
     assert rates == pytest.approx(expected)
 
@@ -326,22 +326,22 @@ def test_schedules_move_the_learning_rate_as_they_say(schedule: Schedule, expect
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
-        ("constant_with_warmup", Schedule(shape="constant")),
-        ("linear", Schedule(shape="linear")),
-        ("cosine", Schedule(shape="cosine")),
-        ("cosine_with_min_lr", Schedule(shape="cosine", min_factor=0.1)),
+        ("constant_with_warmup", LRSchedule(type="constant")),
+        ("linear", LRSchedule(type="linear")),
+        ("cosine", LRSchedule(type="cosine")),
+        ("cosine_with_min_lr", LRSchedule(type="cosine", min_lr_rate=0.1)),
     ],
 )
-def test_schedules_are_those_of_transformers(name: str, schedule: Schedule, num_warmup_steps: int) -> None:
+def test_schedules_are_those_of_transformers(name: str, schedule: LRSchedule, num_warmup_steps: int) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    options = {"min_lr_rate": schedule.min_factor} if schedule.min_factor else {}
+    options = {"min_lr_rate": schedule.min_lr_rate} if schedule.min_lr_rate else {}
     theirs = get_scheduler(name, optimizer, num_warmup_steps, 10, scheduler_specific_kwargs=options).lr_lambdas[0]
     sizes = {"num_warmup_steps": num_warmup_steps, "num_steps": 10}
     assert [schedule.compute_factor(step, **sizes) for step in range(11)] == [theirs(step) for step in range(11)]
 
 
 def test_a_cosine_does_not_rise_again_after_the_end() -> None:
-    schedule = Schedule(shape="cosine", min_factor=0.1)
+    schedule = LRSchedule(type="cosine", min_lr_rate=0.1)
     assert schedule.compute_factor(15, num_warmup_steps=0, num_steps=10) == pytest.approx(0.1)
 
 
@@ -360,10 +360,10 @@ def test_norms_and_biases_are_not_decayed() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Linear(schedule=Schedule(warmup_steps=-1)), "warmup_steps -1"),
-        (lambda: Linear(schedule=Schedule(warmup_steps=1, warmup_fraction=0.1)), "both set"),
-        (lambda: Linear(schedule=Schedule(shape="linear", min_factor=0.1)), "not used by shape 'linear'"),
-        (lambda: Linear(schedule=Schedule(shape="cosine", min_factor=2.0)), "expected 0 to 1"),
+        (lambda: Linear(lr_scheduler=LRSchedule(warmup_steps=-1)), "warmup_steps -1"),
+        (lambda: Linear(lr_scheduler=LRSchedule(warmup_steps=1, warmup_ratio=0.1)), "both set"),
+        (lambda: Linear(lr_scheduler=LRSchedule(type="linear", min_lr_rate=0.1)), "not used by type 'linear'"),
+        (lambda: Linear(lr_scheduler=LRSchedule(type="cosine", min_lr_rate=2.0)), "expected 0 to 1"),
         (lambda: Linear(Optimizer(learning_rate=0.0)), "expected above 0"),
     ],
 )
@@ -374,7 +374,7 @@ def test_contradictions_are_refused_when_the_task_is_built(make: Callable[[], An
 
 def test_a_schedule_without_an_end_is_refused_unless_it_is_constant() -> None:
     with pytest.raises(ValueError, match="no end"):
-        fit_linear(Linear(schedule=Schedule(shape="linear")), max_steps=-1, max_epochs=-1, max_time="00:00:00:01")
+        fit_linear(Linear(lr_scheduler=LRSchedule(type="linear")), max_steps=-1, max_epochs=-1, max_time="00:00:00:01")
 
 
 def test_fused_adamw_with_float16_gradients_is_refused(tmp_path: Path) -> None:

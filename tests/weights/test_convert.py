@@ -22,9 +22,9 @@ from training import list_differences, train_plainly, train_sharded
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, conversion_mapping
 from transformers.core_model_loading import Chunk, Concatenate, ConversionOps, Transpose, WeightConverter
 
-from lit_fsdp.sharding.activation_checkpointing import Recompute, apply_recompute
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
 from lit_fsdp.sharding.shard import Sharding, shard_model
-from lit_fsdp.sharding.wrap import Units, iterate_blocks, plan_units
+from lit_fsdp.sharding.wrap import Wrap, iterate_blocks, plan_units
 from lit_fsdp.weights import load as weights
 from lit_fsdp.weights import safetensors_io as tensor_files
 from lit_fsdp.weights.base_weights import find_pretrained
@@ -37,8 +37,10 @@ EXPERTS = ("mixtral", "qwen3_moe")
 
 
 def shard(model: nn.Module) -> nn.Module:
-    plan = plan_units(model, Units())
-    apply_recompute(model, Recompute(mode="full", every=2), list(iterate_blocks(plan)))
+    plan = plan_units(model, Wrap())
+    apply_activation_checkpointing(
+        model, ActivationCheckpointing(mode="full", every_n_blocks=2), list(iterate_blocks(plan))
+    )
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     options = {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy()}
     shard_model(model, plan, mesh=mesh, sharding=Sharding(), **options)

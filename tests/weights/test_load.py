@@ -18,18 +18,18 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric
 from transformers import AutoModelForCausalLM
 
-from lit_fsdp.sharding.activation_checkpointing import Recompute, apply_recompute
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
 from lit_fsdp.sharding.shard import Sharding, shard_model
-from lit_fsdp.sharding.wrap import Units, iterate_blocks, plan_units
+from lit_fsdp.sharding.wrap import Wrap, iterate_blocks, plan_units
 from lit_fsdp.weights.load import init_weights, iterate_meta, load_weights, materialize
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
 
 
-def shard(model: nn.Module, units: Units | None = None, recompute: Recompute | None = None) -> nn.Module:
-    plan = plan_units(model, units or Units())
-    apply_recompute(model, recompute or Recompute(), list(iterate_blocks(plan)))
+def shard(model: nn.Module, units: Wrap | None = None, recompute: ActivationCheckpointing | None = None) -> nn.Module:
+    plan = plan_units(model, units or Wrap())
+    apply_activation_checkpointing(model, recompute or ActivationCheckpointing(), list(iterate_blocks(plan)))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     options = {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy()}
     shard_model(model, plan, mesh=mesh, sharding=Sharding(), **options)
@@ -93,15 +93,15 @@ def test_a_seed_gives_one_model_at_every_world_size(world_size: int, whole: dict
 
 def test_neither_the_plan_nor_recompute_changes_the_weights(whole: dict[str, dict[str, Tensor]]) -> None:
     plans = [
-        Units(classes=["LlamaMLP", "LlamaAttention"]),
-        Units(rule="min_size", min_num_params=3000),
-        Units(rule="repeated_blocks", own_embeddings=False),
+        Wrap(module_classes=["LlamaMLP", "LlamaAttention"]),
+        Wrap(policy="min_size", min_num_params=3000),
+        Wrap(policy="repeated_blocks", own_embeddings=False),
     ]
 
     def body() -> None:
         for name in ("llama", "llama tied"):
             for units in plans:
-                for mode in (Recompute(), Recompute(mode="full", every=2)):
+                for mode in (ActivationCheckpointing(), ActivationCheckpointing(mode="full", every_n_blocks=2)):
                     model = shard(BUILDERS[name](), units, mode)
                     assert list_unequal(initialize(model), whole[name]) == [], (name, units, mode)
 
@@ -279,7 +279,10 @@ def test_files_are_read_bit_for_bit(saved: tuple[str, dict[str, Path]], world_si
 
     def body() -> None:
         for folder in folders.values():
-            for model in (BUILDERS[name](), shard(BUILDERS[name](), recompute=Recompute(mode="full"))):
+            for model in (
+                BUILDERS[name](),
+                shard(BUILDERS[name](), activation_checkpointing=ActivationCheckpointing(mode="full")),
+            ):
                 materialize(model, CPU)
                 load_weights(model, folder)
                 assert list_unequal(read_state(model), expected) == []

@@ -31,8 +31,8 @@ KINDS: dict[str, tuple[Quantization, dict[str, Any]]] = {
         Quantization(),
         {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     ),
-    "nf4": (Quantization(double=False), {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
-    "fp4": (Quantization(type="fp4", double=False), {"load_in_4bit": True}),
+    "nf4": (Quantization(double_quant=False), {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    "fp4": (Quantization(type="fp4", double_quant=False), {"load_in_4bit": True}),
     "int8": (Quantization(type="int8"), {"load_in_8bit": True}),
 }
 
@@ -146,13 +146,22 @@ def fit(model: Path, **options: Any) -> None:
     [
         ({"lora": PLAIN, "quantization": Quantization(type="fp4")}, "quantization.type: got 'fp4': the weights of"),
         ({"lora": PLAIN, "quantization": Quantization(block_size=128)}, "quantization.block_size: got 128: the"),
-        ({"lora": PLAIN, "quantization": Quantization(double=False)}, "quantization.double: got False: the weights"),
-        ({"lora": PLAIN, "quantization": Quantization(skip=["q_proj"])}, "quantization.skip: the weights of"),
         (
-            {"lora": replace(PLAIN, init="loftq"), "quantization": Quantization()},
-            "lora.init: got 'loftq': it needs the",
+            {"lora": PLAIN, "quantization": Quantization(double_quant=False)},
+            "quantization.double_quant: got False: the weights",
         ),
-        ({"lora": replace(PLAIN, init="pissa")}, "lora.init: got 'pissa': it needs the weights that those of"),
+        (
+            {"lora": PLAIN, "quantization": Quantization(skip_modules=["q_proj"])},
+            "quantization.skip_modules: the weights of",
+        ),
+        (
+            {"lora": replace(PLAIN, init_lora_weights="loftq"), "quantization": Quantization()},
+            "lora.init_lora_weights: got 'loftq': it needs the",
+        ),
+        (
+            {"lora": replace(PLAIN, init_lora_weights="pissa")},
+            "lora.init_lora_weights: got 'pissa': it needs the weights that those of",
+        ),
         ({}, "quantization: quantized weights cannot be trained; set lora"),
     ],
 )

@@ -28,7 +28,7 @@ class Prediction:
         self.folder = Path(trainer.log_dir or trainer.default_root_dir) / "spoken"  # log_dir is a broadcast
         self.num_cut = 0
         if listener is None:
-            rank_zero_info("predict writes codes; with model.listening.codec set, WAV files too")
+            rank_zero_info("predict writes codes; with model.speech_eval.codec set, WAV files too")
 
     def describe(self, spoken: Sequence[Speech], numbers: Sequence[int]) -> dict[str, Any]:
         """Return lists by name, for the texts of a batch."""

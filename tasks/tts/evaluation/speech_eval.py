@@ -38,7 +38,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listening:
+class SpeechEval:
     """How speech that is generated in validation is listened to, on the first rank.
 
     In ``predict``, where each rank has texts of its own, each decodes what it spoke.
@@ -67,30 +67,31 @@ class Heard:
     text: str | None
 
 
-def fetch_listening(settings: Listening) -> None:
+def fetch_speech_eval(settings: SpeechEval) -> None:
     """Download what is needed, on one process per node."""
     if settings.codec != SPOKEN:
-        fetch_speech_model(settings.codec, "listening.codec")
+        fetch_speech_model(settings.codec, "speech_eval.codec")
     if settings.transcriber is not None:
         fetch_transcriber(settings.transcriber)
 
 
-def check_listening(settings: Listening, config: FamilyConfig) -> None:
+def check_speech_eval(settings: SpeechEval, config: FamilyConfig) -> None:
     """Refuse a codec that other codes belong to, before training and not at its first validation.
 
     Raises:
         ValueError: With the codec.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("listening.device: got 'cuda': there is no GPU; set cpu")
+        raise ValueError("speech_eval.device: got 'cuda': there is no GPU; set cpu")
     (own, size), wanted = _measure_codec(settings.codec), config.num_codebooks
     if own != wanted:
         raise ValueError(
-            f"listening.codec: got {settings.codec!r}: it has {own} codebooks: expected {wanted}, the model's"
+            f"speech_eval.codec: got {settings.codec!r}: it has {own} codebooks: expected {wanted}, the model's"
         )
     if size < config.codebook_size:
         raise ValueError(
-            f"listening.codec: got {settings.codec!r}: its codes end at {size - 1}: expected those of the model, up to "
+            f"speech_eval.codec: got {settings.codec!r}: its codes end at {size - 1}: expected "
+            "those of the model, up to "
             f"{config.codebook_size - 1}"
         )
 
@@ -111,7 +112,7 @@ class Listener:
         settings: Which ones, and where.
     """
 
-    def __init__(self, settings: Listening) -> None:
+    def __init__(self, settings: SpeechEval) -> None:
         self.settings = settings
         self._codec: FrameCodec | None = None
 

@@ -75,7 +75,7 @@ class Family(ABC):
 
     model_type: ClassVar[str]  # in config.json
     parts: ClassVar[Mapping[str, tuple[str, ...]]]  # that can be frozen, with the beginnings of their parameters' names
-    linears: ClassVar[str]  # what lora.targets 'all-linear' means: a pattern of names
+    linears: ClassVar[str]  # what lora.target_modules 'all-linear' means: a pattern of names
     blocks: ClassVar[tuple[str, ...]]  # patterns of the classes that are FSDP units
     has_streaming: ClassVar[bool] = False
     reads_context: ClassVar[bool] = False  # speech that it goes on from, with what is said there

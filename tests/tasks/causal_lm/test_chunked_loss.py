@@ -53,7 +53,7 @@ def compare(folder: Path, out: Path, options: dict[str, Any]) -> None:
         pytest.param(EVEN, {}, 2, id="2 ranks"),
         pytest.param(TIED, {}, 2, id="tied", marks=pytest.mark.slow),
         pytest.param(UNEVEN, {}, 1, id="uneven"),
-        pytest.param(EVEN, {"lora": LoRA(r=2, targets=["q_proj", "lm_head"])}, 2, id="lora on the head"),
+        pytest.param(EVEN, {"lora": LoRA(r=2, target_modules=["q_proj", "lm_head"])}, 2, id="lora on the head"),
     ],
 )
 def test_losses_and_gradients_are_those_of_all_logits_at_once_with_less_memory(

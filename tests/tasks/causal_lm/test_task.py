@@ -10,7 +10,7 @@ from torch import Tensor
 from training import EVEN, build_trainer, gather_weights, make_rows, save_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp import FSDP2Strategy, Offload
+from lit_fsdp import CPUOffload, FSDP2Strategy
 from lit_fsdp.tasks import CausalLM, Optimizer, TextData, TrainTokenizer
 from ranks import run_ranks
 
@@ -289,12 +289,12 @@ def test_one_task_can_be_run_many_times(tmp_path: Path) -> None:
         task = CausalLM(config=TINY, generation={"max_new_tokens": 2}, sample_prompts=["the"])
         source = str(tmp_path / "text.jsonl")
         data = make_data(tmp_path, validation=source, test=source)
-        trainer = build_trainer(FSDP2Strategy(print_plan=False, offload=Offload()), max_steps=2)
+        trainer = build_trainer(FSDP2Strategy(print_plan=False, cpu_offload=CPUOffload()), max_steps=2)
         trainer.fit(task, datamodule=data)
         for _ in range(2):
             trainer.validate(task, datamodule=data, verbose=False)
         trainer.test(task, datamodule=data, verbose=False)
-        again = build_trainer(FSDP2Strategy(print_plan=False, offload=Offload()), max_steps=4)
+        again = build_trainer(FSDP2Strategy(print_plan=False, cpu_offload=CPUOffload()), max_steps=4)
         again.fit(task, datamodule=data)
         assert again.global_step == 4
 

@@ -8,7 +8,7 @@ from image_training import make_data
 from training import build_trainer
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.tasks import ImageClassification, Schedule
+from lit_fsdp.tasks import ImageClassification, LRSchedule
 from ranks import run_ranks
 
 RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
@@ -18,7 +18,7 @@ def train_and_validate_again(folder: Path) -> None:
     torch.manual_seed(0)
     options = {"max_steps": 3, "num_sanity_val_steps": 0, "check_val_every_n_epoch": 2}
     trainer = build_trainer(FSDP2Strategy(print_plan=False), **options)
-    task = ImageClassification(config=RESNET, schedule=Schedule(shape="constant"))
+    task = ImageClassification(config=RESNET, lr_scheduler=LRSchedule(type="constant"))
     data = make_data(folder)
     trainer.fit(task, datamodule=data)
     name = "resnet.embedder.embedder.normalization.running_mean"
@@ -47,7 +47,7 @@ def test_a_checkpoint_holds_the_mean_of_all_ranks_and_validates_as_the_run_did(t
 
 def validate_alone(folder: Path) -> None:
     trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=-1, max_epochs=1, num_sanity_val_steps=0)
-    task = ImageClassification(config=RESNET, schedule=Schedule(shape="constant"))
+    task = ImageClassification(config=RESNET, lr_scheduler=LRSchedule(type="constant"))
     seen: list[torch.Tensor] = []
     start = task.on_validation_epoch_start
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForImageClassification
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks import EMA
 from lit_fsdp.export.model import export_model
-from lit_fsdp.tasks import ImageClassification, Schedule
+from lit_fsdp.tasks import ImageClassification, LRSchedule
 from ranks import run_ranks
 
 DECAY = 0.3  # the warm-up reaches it in the fourth step
@@ -53,9 +53,9 @@ def find_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 def train(folder: Path, out: Path, warmup: bool) -> None:
     ema, options = EMA(decay=DECAY, warmup=warmup), {"num_sanity_val_steps": 0}
     trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[ema], **options)
-    schedule = Schedule(shape="constant")
+    schedule = LRSchedule(type="constant")
     task = ImageClassification(
-        pretrained=str(folder), num_classes=NUM_CLASSES, head="keep", optimizer=OPTIMIZER, schedule=schedule
+        pretrained=str(folder), num_classes=NUM_CLASSES, head="keep", optimizer=OPTIMIZER, lr_scheduler=schedule
     )
     trainer.fit(task, Validated(GLOBAL_BATCH // dist.get_world_size()))
     trainer.save_checkpoint(out / "last.ckpt")

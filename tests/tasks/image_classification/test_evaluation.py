@@ -17,7 +17,7 @@ from transformers import AutoModelForImageClassification
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks.predictions import WritePredictions
-from lit_fsdp.tasks import ImageClassification, Schedule
+from lit_fsdp.tasks import ImageClassification, LRSchedule
 from ranks import run_ranks
 
 
@@ -69,7 +69,7 @@ def test_every_image_counts_once_at_any_number_of_ranks(tmp_path: Path) -> None:
 
 def skip(folder: Path, seen: Path) -> None:
     trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=-1, max_epochs=2, num_sanity_val_steps=0)
-    task = ImageClassification(config=VIT, schedule=Schedule(shape="constant"))
+    task = ImageClassification(config=VIT, lr_scheduler=LRSchedule(type="constant"))
     data = make_data(folder, bad_images="skip", shuffle=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
@@ -119,7 +119,7 @@ def train_on_nothing(folder: Path) -> None:
     trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=-1, max_epochs=1, limit_val_batches=0)
     data = make_data(folder, bad_images="skip")
     with pytest.raises(ValueError, match=r"train: none of 24 images could be decoded; see the warnings"):
-        trainer.fit(ImageClassification(config=VIT, schedule=Schedule(shape="constant")), datamodule=data)
+        trainer.fit(ImageClassification(config=VIT, lr_scheduler=LRSchedule(type="constant")), datamodule=data)
     with pytest.raises(ValueError, match=r"test: none of 9 images could be decoded"):
         trainer.test(ImageClassification(config=VIT), datamodule=data, verbose=False)
 

@@ -8,16 +8,19 @@ import pytest
 from image_training import MODELS, save_classifier, train_plainly, train_sharded
 from training import Result, list_differences
 
-from lit_fsdp import Mesh, Recompute, Sharding
+from lit_fsdp import ActivationCheckpointing, Mesh, Sharding
 
 TOLERANCE = 1e-6  # rounding: sums run in another order on N ranks
 ACCUMULATED: dict[str, Any] = {
-    "strategy": {"recompute": Recompute(mode="full"), "sharding": Sharding(hold_gradients=True)},
+    "strategy": {"activation_checkpointing": ActivationCheckpointing(mode="full"), "sharding": Sharding(no_sync=True)},
     "accumulate": 2,
 }
 RUNS: dict[str, dict[str, Any]] = {
     "vit 2 ranks": {"model": "vit"},
-    "vit 2 ranks, recomputed": {"model": "vit", "strategy": {"recompute": Recompute(mode="full")}},
+    "vit 2 ranks, recomputed": {
+        "model": "vit",
+        "strategy": {"activation_checkpointing": ActivationCheckpointing(mode="full")},
+    },
     "vit 4 ranks, 2 x 2, accumulated": {"model": "vit", "strategy": {"mesh": Mesh(replicate=2)}, "accumulate": 2},
     "convnext 2 ranks, recomputed, accumulated": {"model": "convnext", **ACCUMULATED},
 }

@@ -23,16 +23,16 @@ def main(args: list[str]) -> None:
     sys.exit(cli.main(args))
 
 
-@pytest.mark.parametrize("mixing", [None, {"mixup": 0.8, "cutmix": 1.0}], ids=["plain", "mixed"])
+@pytest.mark.parametrize("mixup", [None, {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}], ids=["plain", "mixed"])
 def test_a_plan_is_what_a_run_on_two_ranks_holds(
-    mixing: dict[str, float] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mixup: dict[str, float] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in OURS:
         monkeypatch.delenv(name, raising=False)
     write_folder(tmp_path / "train", {"cat": 32, "dog": 32})
     quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "log_every_n_steps": 1}
-    model: dict[str, Any] = {"config": VIT, "mixing": mixing, "num_classes": 2}
+    model: dict[str, Any] = {"config": VIT, "mixup": mixup, "num_classes": 2}
     data = {"train": "train", "processor": {"size": 32}, "batch_size": 8, "num_workers": 0}
     run = {
         "trainer": {"accelerator": "cpu", "max_steps": 4, **quiet},

@@ -11,7 +11,7 @@ from image_training import NUM_CLASSES, VIT, ImageRows, make_data, save_classifi
 from training import OPTIMIZER, build_trainer
 
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.tasks import Augmentation, ImageClassification, Mixing, Schedule
+from lit_fsdp.tasks import Augmentation, ImageClassification, LRSchedule, Mixup
 from ranks import RankError, run_ranks
 
 NUM_STEPS = 11  # of 6 an epoch
@@ -34,7 +34,7 @@ def train(folder: Path, task_options: dict[str, Any], path: str | None, num_work
     follow = Follow(folder)
     options: dict[str, Any] = {"max_steps": NUM_STEPS, "limit_val_batches": 0}
     trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[follow], **options)
-    settings: dict[str, Any] = {"config": VIT, "optimizer": OPTIMIZER, "schedule": Schedule(shape="constant")}
+    settings: dict[str, Any] = {"config": VIT, "optimizer": OPTIMIZER, "lr_scheduler": LRSchedule(type="constant")}
     task = ImageClassification(**{**settings, **task_options})
     augmentation = Augmentation(crop_scale=(0.3, 1.0), erasing=0.5)
     batch_size = 4 // dist.get_world_size()
@@ -52,7 +52,7 @@ def train_and_read(folder: Path, *args: Any, world_size: int) -> list[float]:
 def test_a_run_on_mixtures_of_changed_images_goes_on_exactly_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     make_data(tmp_path)
     torch.manual_seed(0)
-    options = {"config": {**VIT, "hidden_dropout_prob": 0.1}, "mixing": Mixing(mixup=0.8, cutmix=1.0)}
+    options = {"config": {**VIT, "hidden_dropout_prob": 0.1}, "mixup": Mixup(mixup_alpha=0.8, cutmix_alpha=1.0)}
     whole = train_and_read(tmp_path, options, None, 0, world_size=2)
     assert len(set(whole)) == NUM_STEPS
     for step, num_workers in ((4, 0), (8, 1)):

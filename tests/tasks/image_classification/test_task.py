@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForImageClassification
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.tasks import ImageClassification, ImageData, Mixing, Pixels
-from lit_fsdp.tasks.image_classification.mixing import mix
+from lit_fsdp.tasks import ImageClassification, ImageData, Mixup, Pixels
+from lit_fsdp.tasks.image_classification.mixup import mix
 from lit_fsdp.tasks.image_classification.model import (
     build_classifier,
     compute_depths,
@@ -271,7 +271,7 @@ def test_mixing_weighs_both_classes_and_leaves_images_without_a_class_alone() ->
     seen = set()
     for seed in range(40):
         random.seed(seed)
-        mixed = mix(pixels, is_valid, Mixing(mixup=1.0, cutmix=1.0))
+        mixed = mix(pixels, is_valid, Mixup(mixup_alpha=1.0, cutmix_alpha=1.0))
         partner = mixed.partners.float()[:, None, None, None]
         own = torch.arange(4.0)[:, None, None, None]
         assert mixed.partners[3] == 3
@@ -310,7 +310,7 @@ def test_stochastic_depth_is_set_where_the_model_has_it(tmp_path: Path) -> None:
         ({"config": {"model_type": "vit"}, "num_classes": 1}, r"num_classes: got 1: expected 2 or more"),
         ({"config": {"model_type": "vit"}, "layer_decay": 1.5}, r"layer_decay: got 1\.5: expected above 0"),
         ({"config": {"model_type": "vit"}, "label_smoothing": 1}, r"label_smoothing: got 1"),
-        ({"config": {"model_type": "vit"}, "mixing": Mixing()}, r"mixing: got mixup 0\.0, cutmix 0\.0"),
+        ({"config": {"model_type": "vit"}, "mixup": Mixup()}, r"mixup: got mixup_alpha 0\.0, cutmix_alpha 0\.0"),
         ({"config": {"model_type": "vit"}, "lora": LoRA(r=2), "freeze": ["x"]}, r"freeze: lora freezes all"),
     ],
 )
@@ -366,8 +366,8 @@ def test_a_backbone_with_more_than_is_needed_is_loaded(tmp_path: Path) -> None:
 def test_a_step_on_mixtures_has_the_loss_of_their_soft_targets(
     smoothing: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = Mixing(mixup=0.8, cutmix=1.0)
-    _, task = list_trained(VIT, tmp_path, mixing=settings, label_smoothing=smoothing)
+    settings = Mixup(mixup_alpha=0.8, cutmix_alpha=1.0)
+    _, task = list_trained(VIT, tmp_path, mixup=settings, label_smoothing=smoothing)
     found: list[torch.Tensor] = []
     monkeypatch.setattr(task, "weigh_loss", lambda *sums: found.extend(sums))
     torch.manual_seed(0)

@@ -37,7 +37,11 @@ def main(args: list[str]) -> None:
     "options",
     [
         pytest.param([], id="full"),
-        pytest.param(["--trainer.strategy.recompute.mode=full"], id="recompute", marks=pytest.mark.slow),
+        pytest.param(
+            ["--trainer.strategy.activation_checkpointing.mode=full"],
+            id="activation_checkpointing",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(["--model.lora={r: 4}"], id="lora", marks=pytest.mark.slow),
         pytest.param(["--model.lora={r: 4}", "--model.quantization={type: nf4}"], id="qlora", marks=pytest.mark.slow),
     ],
@@ -94,7 +98,7 @@ def fit(*options: str, patch: pytest.MonkeyPatch) -> tuple[str, dict[str, Any]]:
     """Train on two ranks, and return what the first one says, and the report's numbers of memory."""
     for name in OURS:
         patch.delenv(name, raising=False)
-    quiet = ["--trainer.max_steps=3", "--trainer.enable_checkpointing=false", "--model.speak_rows=0"]
+    quiet = ["--trainer.max_steps=3", "--trainer.enable_checkpointing=false", "--model.num_samples=0"]
     ended = fork_ranks("fit", *options, *quiet, "--trainer.accelerator=cpu")
     assert [rank.code for rank in ended] == [0, 0], ended[0].err
     report = next(Path.cwd().glob("runs/tts_quickstart/**/report.json"))

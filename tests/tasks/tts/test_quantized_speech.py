@@ -22,12 +22,12 @@ from speech_training import make_rows as make_rows_with_voices
 from torch import Tensor, nn
 from training import OPTIMIZER, Recorder, Result, gather_weights
 
-from lit_fsdp import FSDP2Strategy, Offload, Recompute
+from lit_fsdp import ActivationCheckpointing, CPUOffload, FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import open_checkpoint
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.tasks import Sampling, Schedule, SpeechData, TextToSpeech
+from lit_fsdp.tasks import LRSchedule, Sampling, SpeechData, TextToSpeech
 from lit_fsdp.tasks.tts.families.model_types import parse_family
 from lit_fsdp.tasks.tts.layout import Utterance
 from lit_fsdp.tasks.tts.preparation.prepared import write_shard
@@ -50,7 +50,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "decoder_config": DIA["decoder_config"] | WIDE | {"cross_hidden_size": 64, "cross_head_dim": 16},
     },
 }
-LORA, NF4 = LoRA(r=4, alpha=8), Quantization(double=False)
+LORA, NF4 = LoRA(r=4, alpha=8), Quantization(double_quant=False)
 VOICES: dict[str, dict[str, int]] = {"csm": {"kim": 0, "lee": 1}, "dia": {}}  # as runs number them
 
 
@@ -78,7 +78,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build_task(root: Path, name: str, **options: Any) -> TextToSpeech:
     own: dict[str, Any] = {"lora": LORA, "quantization": NF4, **options}
-    return TextToSpeech(pretrained=str(root / name), optimizer=OPTIMIZER, schedule=Schedule(shape="constant"), **own)
+    return TextToSpeech(
+        pretrained=str(root / name), optimizer=OPTIMIZER, lr_scheduler=LRSchedule(type="constant"), **own
+    )
 
 
 def build_data(root: Path, name: str, batch_size: int) -> SpeechData:
@@ -140,7 +142,7 @@ def train_plainly(root: Path, name: str, start: dict[str, Tensor], quantized: se
     model = build_model(raw)
     model.load_state_dict(load_file(root / name / "model.safetensors"))
     quantize_by_stock(model, quantized)
-    lora = LoRA(r=4, alpha=8, targets=family.linears).build_config()
+    lora = LoRA(r=4, alpha=8, target_modules=family.linears).build_config()
     inject_adapter_in_model(lora, model, "default")
     trained = {n: p for n, p in model.named_parameters() if "lora_" in n}
     for parameter in model.parameters():
@@ -182,8 +184,8 @@ def find_quantized(name: str) -> set[str]:
 
 RUNS: dict[str, dict[str, Any]] = {
     "2 ranks": {"world_size": 2},
-    "3 ranks": {"world_size": 3, "strategy": {"recompute": Recompute(mode="full")}},
-    "offloaded": {"world_size": 2, "strategy": {"offload": Offload()}, "accumulate_grad_batches": 3},
+    "3 ranks": {"world_size": 3, "strategy": {"activation_checkpointing": ActivationCheckpointing(mode="full")}},
+    "offloaded": {"world_size": 2, "strategy": {"cpu_offload": CPUOffload()}, "accumulate_grad_batches": 3},
 }
 SLOW_RUNS = [
     (name, run) for name in FAMILIES for run in RUNS if (name, run) != ("qwen3", "2 ranks") and run != "2 ranks"
@@ -240,7 +242,7 @@ def test_another_rounding_of_the_base_is_warned_of(root: Path, tmp_path: Path) -
 
 
 def speak(root: Path) -> None:
-    task = build_task(root, "dia", speak_rows=1, sampling=Sampling(do_sample=False, max_frames=3))
+    task = build_task(root, "dia", num_samples=1, sampling=Sampling(do_sample=False, max_frames=3))
     build_trainer(max_steps=1).fit(task, build_data(root, "dia", GLOBAL_BATCH // 2))
     assert len(task.report.rows) == 1
     assert len(task.report.rows[0].speech.codes) <= 3
@@ -251,7 +253,7 @@ def test_a_quantized_model_speaks(root: Path) -> None:
 
 
 def test_what_is_named_is_left_as_well(root: Path) -> None:
-    task = build_task(root, "qwen3", quantization=Quantization(skip=["q_proj", "code_predictor"]))
+    task = build_task(root, "qwen3", quantization=Quantization(skip_modules=["q_proj", "code_predictor"]))
     trainer = build_trainer(max_steps=1)
     trainer.fit(task, build_data(root, "qwen3", 3))
     left = {n.removeprefix("model.").replace(".base_layer", "") for n, _ in iterate_quantized(task)}
@@ -262,9 +264,12 @@ def test_what_is_named_is_left_as_well(root: Path) -> None:
     ("options", "message"),
     [
         ({"lora": None}, r"quantization: quantized weights cannot be trained; set lora, such as \{r: 16\}"),
-        ({"lora": LoRA(init="pissa")}, r"lora.init: got 'pissa' with quantization: .* set default or gaussian"),
+        (
+            {"lora": LoRA(init_lora_weights="pissa")},
+            r"lora.init_lora_weights: got 'pissa' with quantization: .* set default or gaussian",
+        ),
         ({"quantization": Quantization(block_size=48)}, "quantization.block_size: got 48: expected one of"),
-        ({"quantization": Quantization(skip=["conv9"])}, r"quantization.skip: got 'conv9': no layer"),
+        ({"quantization": Quantization(skip_modules=["conv9"])}, r"quantization.skip_modules: got 'conv9': no layer"),
     ],
 )
 def test_what_could_not_train_or_be_exported_is_refused(root: Path, options: dict[str, Any], message: str) -> None:

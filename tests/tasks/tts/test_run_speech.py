@@ -169,7 +169,7 @@ def test_the_language_of_a_row_is_on_its_codec_track(tmp_path: Path) -> None:
 
 def validate(folder: Path, out: Path) -> None:
     pl.seed_everything(0, verbose=False)
-    task = build_task(sampling=GREEDY, speak_rows=2)
+    task = build_task(sampling=GREEDY, num_samples=2)
     (found,) = build_trainer().validate(task, build_data(folder, validation=str(folder), batch_size=2), verbose=False)
     if dist.get_rank() == 0:
         torch.save(found, out / "metrics.pt")

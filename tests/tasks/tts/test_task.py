@@ -28,9 +28,9 @@ from training import OPTIMIZER, Recorder, Result
 
 from lit_fsdp import FSDP2Strategy, Sharding
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.profiling.communication_meter import TrafficMeter
+from lit_fsdp.profiling.communication_meter import CommunicationMeter
 from lit_fsdp.profiling.expected_communication import predict_bytes
-from lit_fsdp.tasks import Listening, Sampling, TextToSpeech
+from lit_fsdp.tasks import Sampling, SpeechEval, TextToSpeech
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS
 from lit_fsdp.tasks.tts.layout import Utterance, collate_training, encode_text
@@ -155,7 +155,7 @@ class MeterSteps(pl.Callback):
     """Measures what FSDP2 sends in each step."""
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
-        self.meter = TrafficMeter(module, torch.device("cpu"))
+        self.meter = CommunicationMeter(module, torch.device("cpu"))
         self.meter.attach()
 
     def on_train_batch_start(self, *_: Any) -> None:
@@ -222,7 +222,7 @@ def test_freezing_and_adapters_leave_what_they_say_to_train(
         ({"freeze": ["talker", "text_embedding", "code_predictor"]}, "freeze: got all parts: nothing is left to train"),
         ({"freeze": ["talker"], "lora": LoRA()}, "freeze: not used with lora"),
         ({"pretrained": "x"}, "pretrained or config: expected one of them"),
-        ({"speak_rows": -1}, "speak_rows: got -1: expected 0 or more"),
+        ({"num_samples": -1}, "num_samples: got -1: expected 0 or more"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
@@ -300,7 +300,7 @@ def test_rows_are_read_as_they_were_written(prepared: Path) -> None:
 def fit_in_bf16(folder: Path, out: Path) -> None:
     pl.seed_everything(0, verbose=False)
     trainer = build_trainer(max_steps=1, precision="bf16-true")
-    task = build_task(sampling=GREEDY, speak_rows=1, listening=Listening(codec="formants"))
+    task = build_task(sampling=GREEDY, num_samples=1, speech_eval=SpeechEval(codec="formants"))
     trainer.fit(task, build_data(folder, batch_size=90, repeat=5))
     trainer.save_checkpoint(out / "run.ckpt")
     if trainer.is_global_zero:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from speech_training import build_data, build_task, build_trainer, make_config, make_rows
 
 from lit_fsdp.callbacks import WritePredictions
-from lit_fsdp.tasks import Listening, Sampling
+from lit_fsdp.tasks import Sampling, SpeechEval
 from lit_fsdp.tasks.tts.codec.formants import build_small_codec
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.preparation.prepared import write_shard
@@ -33,7 +33,7 @@ def predict(folder: Path, out: Path) -> None:
     trainer = build_trainer(
         default_root_dir=out, callbacks=[WritePredictions(path=str(out / "spoken.jsonl"))], logger=False
     )
-    task = build_task(sampling=SHORT, listening=Listening(codec="formants"))
+    task = build_task(sampling=SHORT, speech_eval=SpeechEval(codec="formants"))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         trainer.predict(task, build_data(folder, predict=str(out / "texts.txt"), batch_size=1))
@@ -66,7 +66,7 @@ def test_a_file_without_texts_is_refused(prepared: Path, tmp_path: Path) -> None
 
 
 def test_speech_of_validation_stops_at_three_times_what_was_recorded(prepared: Path) -> None:
-    task = build_task(sampling=Sampling(do_sample=False, predictor_do_sample=False), speak_rows=1)
+    task = build_task(sampling=Sampling(do_sample=False, predictor_do_sample=False), num_samples=1)
     data = build_data(prepared, batch_size=2, validation=str(prepared))
     eos = parse_config(make_config()).ids.eos
     spoken: list[int] = []

@@ -1,4 +1,4 @@
-"""Listening to generated speech: on the first rank, for all ranks."""
+"""SpeechEval to generated speech: on the first rank, for all ranks."""
 
 import math
 import wave
@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from speech_training import build_data, build_task, build_trainer, make_config, make_rows
 from torch import Tensor
 
-from lit_fsdp.tasks import Listening, Sampling, TextToSpeech
+from lit_fsdp.tasks import Sampling, SpeechEval, TextToSpeech
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.evaluation import speech_eval as listening
 from lit_fsdp.tasks.tts.evaluation.generated import Clip
@@ -33,10 +33,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def validate(folder: Path, out: Path, settings: Listening) -> None:
+def validate(folder: Path, out: Path, settings: SpeechEval) -> None:
     pl.seed_everything(0, verbose=False)
     logger = CSVLogger(out, name="", version="")
-    task = build_task(sampling=GREEDY, speak_rows=2, listening=settings)
+    task = build_task(sampling=GREEDY, num_samples=2, speech_eval=settings)
     data = build_data(folder, validation=str(folder), batch_size=2)
     try:
         (found,) = build_trainer(logger=logger).validate(task, data, verbose=False)
@@ -45,7 +45,7 @@ def validate(folder: Path, out: Path, settings: Listening) -> None:
     torch.save((found, len(task.report.clips)), out / f"{dist.get_rank()}.pt")
 
 
-def run(folder: Path, out: Path, settings: Listening) -> list[Any]:
+def run(folder: Path, out: Path, settings: SpeechEval) -> list[Any]:
     run_ranks(validate, folder, out, settings, world_size=2)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
@@ -54,7 +54,7 @@ def test_generated_speech_is_listened_to(prepared: Path, tmp_path: Path, monkeyp
     texts = iter(["A!", "aa bb"])  # where "a" and "aa" were said
     monkeypatch.setattr(f"{LISTENING}.fetch_transcriber", lambda _: None)
     monkeypatch.setattr(f"{LISTENING}.load_transcriber", lambda *_: lambda *_: [next(texts)])
-    (found, num_clips), (others, _) = run(prepared, tmp_path, Listening(codec="formants", transcriber="some"))
+    (found, num_clips), (others, _) = run(prepared, tmp_path, SpeechEval(codec="formants", transcriber="some"))
     assert found["val/wer_pct"] == pytest.approx(50.0)
     assert found["val/cer_pct"] == pytest.approx(100.0)
     assert -1 <= found["val/speaker_similarity"] <= 1
@@ -83,7 +83,7 @@ def test_codec_and_transcriber_are_on_the_first_rank_alone(
     monkeypatch.setattr(f"{LISTENING}.fetch_transcriber", lambda _: None)
     monkeypatch.setattr(f"{LISTENING}.open_codec", open_codec)
     monkeypatch.setattr(f"{LISTENING}.load_transcriber", load)
-    (_, num_clips), (_, num_others) = run(prepared, tmp_path, Listening(codec="formants", transcriber="some"))
+    (_, num_clips), (_, num_others) = run(prepared, tmp_path, SpeechEval(codec="formants", transcriber="some"))
     assert sorted(path.name for path in tmp_path.glob("* on *")) == ["codec on 0", "transcriber on 0"]
     assert (num_clips, num_others) == (2, 0)
 
@@ -103,7 +103,7 @@ def test_ranks_that_would_hear_other_things_log_the_same(
 
     handle = torch.nn.modules.module.register_module_forward_hook(end_early)
     try:
-        (found, _), (others, _) = run(prepared, tmp_path, Listening(codec="formants"))
+        (found, _), (others, _) = run(prepared, tmp_path, SpeechEval(codec="formants"))
     finally:
         handle.remove()
     assert found.keys() == others.keys()
@@ -119,7 +119,7 @@ def test_an_error_while_listening_reaches_all_ranks(
 
     monkeypatch.setattr(f"{LISTENING}.write_audio", fail)
     monkeypatch.setattr("lit_fsdp.tasks.tts.task.write_audio", fail)
-    for said, _ in run(prepared, tmp_path, Listening(codec="formants")):
+    for said, _ in run(prepared, tmp_path, SpeechEval(codec="formants")):
         assert said == "listening to generated speech failed on the first rank: OSError: no space left on device"
 
 
@@ -138,7 +138,7 @@ def test_what_listens_is_fetched_before_training(monkeypatch: pytest.MonkeyPatch
     fetched: list[str] = []
     monkeypatch.setattr(f"{LISTENING}.fetch_speech_model", lambda name, _: fetched.append(name))
     monkeypatch.setattr(f"{LISTENING}.fetch_transcriber", fetched.append)
-    build_task(speak_rows=1, listening=Listening(codec="some/codec", transcriber="some/whisper")).prepare_data()
+    build_task(num_samples=1, speech_eval=SpeechEval(codec="some/codec", transcriber="some/whisper")).prepare_data()
     assert fetched == ["some/codec", "some/whisper"]
 
 
@@ -153,6 +153,6 @@ def test_a_codec_of_other_codes_is_refused_before_training(prepared: Path) -> No
     talker = raw["talker_config"]
     talker |= {n: 2048 + i for n, i in talker.items() if n.startswith("codec_") and isinstance(i, int)}
     talker["vocab_size"], talker["code_predictor_config"]["vocab_size"] = 3072, 2048
-    task = TextToSpeech(config=raw, speak_rows=1, listening=Listening(codec="formants"))
-    with pytest.raises(ValueError, match=r"listening.codec: got 'formants': its codes end at 63: expected .* 2047"):
+    task = TextToSpeech(config=raw, num_samples=1, speech_eval=SpeechEval(codec="formants"))
+    with pytest.raises(ValueError, match=r"speech_eval.codec: got 'formants': its codes end at 63: expected .* 2047"):
         build_trainer(max_steps=1).fit(task, build_data(prepared))

@@ -19,7 +19,7 @@ from lit_fsdp.planning.reader import UnreadableModuleError
 from lit_fsdp.profiling.memory_trace import StepMemory
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.sharding.activation_checkpointing import Recompute
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Sharding
@@ -61,7 +61,7 @@ class Model(nn.Module):
         if mode == "qlora":
             quantize_model(self.model, Quantization(), keep=list_rest(self.model, self.family))
         if mode in ("lora", "qlora"):
-            add_adapters(self.model, LoRA(r=8, targets=self.family.linears))
+            add_adapters(self.model, LoRA(r=8, target_modules=self.family.linears))
         freeze_parts(self.model, self.family, freeze)
 
     def configure_units(self, model: nn.Module) -> list[Unit]:
@@ -97,7 +97,7 @@ def ask_both(
     sizes["device_type"] = "cpu"
     predicted = predict_step(
         same,
-        plan_module(same, settings.units),
+        plan_module(same, settings.wrap),
         settings,
         optimizer=Optimizer(),
         micro_batch=same.family.measure_batch(example),
@@ -135,17 +135,29 @@ def compare(model: dict[str, Any], options: dict[str, Any], tolerance: float) ->
     assert 0.45 < predicted.moved_bytes / traced.moved_bytes < 0.95
 
 
-RECOMPUTED = {"recompute": Recompute(mode="full"), "precision": "bf16-mixed", "world_size": 4}
-HELD = {"num_micro_batches": 2, "sharding": Sharding(hold_gradients=True), "precision": "bf16-true"}
+RECOMPUTED = {
+    "activation_checkpointing": ActivationCheckpointing(mode="full"),
+    "precision": "bf16-mixed",
+    "world_size": 4,
+}
+HELD = {"num_micro_batches": 2, "sharding": Sharding(no_sync=True), "precision": "bf16-true"}
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3", {}, {"batch": {"rows": 2, "length": 40, "has_speaker": True}}),
     ("csm", {}, RECOMPUTED),
     ("dia", {"mode": "lora"}, {"precision": "bf16-true"}),
-    ("qwen3", {"mode": "qlora"}, {"precision": "bf16-true", "recompute": Recompute(mode="full"), "world_size": 4}),
+    (
+        "qwen3",
+        {"mode": "qlora"},
+        {"precision": "bf16-true", "activation_checkpointing": ActivationCheckpointing(mode="full"), "world_size": 4},
+    ),
 ]
 SLOW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3", {"mode": "lora"}, RECOMPUTED),
-    ("qwen3", {"freeze": ("text_embedding", "code_predictor")}, {"recompute": Recompute(mode="selective")}),
+    (
+        "qwen3",
+        {"freeze": ("text_embedding", "code_predictor")},
+        {"activation_checkpointing": ActivationCheckpointing(mode="selective")},
+    ),
     ("qwen3", {}, HELD),
     ("qwen3", {}, {"sharding": Sharding(forward_prefetch=2, backward_prefetch=3)}),
     ("csm", {"freeze": ("audio_embedding",)}, {}),
@@ -155,7 +167,7 @@ SLOW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen3", {"mode": "qlora"}, HELD),
     ("dia", {"mode": "lora"}, {"sharding": Sharding(reshard_after_forward=False), "precision": "bf16-true"}),
     ("dia", {}, RECOMPUTED),
-    ("dia", {"freeze": ("encoder",)}, {"recompute": Recompute(mode="selective")}),
+    ("dia", {"freeze": ("encoder",)}, {"activation_checkpointing": ActivationCheckpointing(mode="selective")}),
 ]
 
 
@@ -180,7 +192,7 @@ def test_frames_and_texts_count_apart() -> None:
 
 def test_adapters_on_heads_have_no_rule_instead_of_being_left_out() -> None:
     model = Model(FAMILIES["qwen3"])
-    add_adapters(model.model, LoRA(r=8, targets=r"talker\.code_predictor\.lm_head\.\d+"))
+    add_adapters(model.model, LoRA(r=8, target_modules=r"talker\.code_predictor\.lm_head\.\d+"))
     with pytest.raises(UnreadableModuleError, match=r"code_predictor.lm_head: a Linear.*use the exact"):
         predict(model)
 
@@ -195,7 +207,7 @@ def test_a_family_that_does_not_write_down_its_step_has_no_rule() -> None:
 def predict(model: Model) -> StepPrediction:
     return predict_step(
         model,
-        plan_module(model, Settings().units),
+        plan_module(model, Settings().wrap),
         Settings(),
         dtypes=read_precision("32-true"),
         optimizer=Optimizer(),

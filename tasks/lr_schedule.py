@@ -17,20 +17,20 @@ _HYPERPARAMETERS = ("weight_decay", "betas", "eps", "fused")  # of any of our op
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class LRSchedule:
     """How the learning rate moves over the steps of the run.
 
     Args:
-        shape: After the warm-up: ``linear`` or ``cosine`` down to the end of the run, or ``constant``.
+        type: After the warm-up: ``linear`` or ``cosine`` down to the end of the run, or ``constant``.
         warmup_steps: Steps from 0 up to the peak.
-        warmup_fraction: The same as a share of all steps.
-        min_factor: For ``cosine``: where it ends, as a share of the peak.
+        warmup_ratio: The same as a share of all steps.
+        min_lr_rate: For ``cosine``: where it ends, as a share of the peak.
     """
 
-    shape: Literal["linear", "cosine", "constant"] = "linear"
+    type: Literal["linear", "cosine", "constant"] = "linear"
     warmup_steps: int = 0
-    warmup_fraction: float = 0.0
-    min_factor: float = 0.0
+    warmup_ratio: float = 0.0
+    min_lr_rate: float = 0.0
 
     def check(self) -> None:
         """Refuse what contradicts itself or would be ignored.
@@ -38,30 +38,30 @@ class Schedule:
         Raises:
             ValueError: With the setting and the nearest fix.
         """
-        if self.warmup_steps < 0 or not 0 <= self.warmup_fraction < 1:
+        if self.warmup_steps < 0 or not 0 <= self.warmup_ratio < 1:
             raise ValueError(
-                f"schedule: got warmup_steps {self.warmup_steps}, warmup_fraction {self.warmup_fraction}: expected "
+                f"lr_scheduler: got warmup_steps {self.warmup_steps}, warmup_ratio {self.warmup_ratio}: expected "
                 "0 steps or more, a fraction from 0 to below 1"
             )
-        if self.warmup_steps and self.warmup_fraction:
-            raise ValueError("schedule: warmup_steps and warmup_fraction are both set; leave one out")
-        if self.min_factor and self.shape != "cosine":
-            raise ValueError(f"schedule.min_factor: not used by shape {self.shape!r}; set shape to 'cosine'")
-        if not 0 <= self.min_factor <= 1:
-            raise ValueError(f"schedule.min_factor: got {self.min_factor}: expected 0 to 1")
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError("lr_scheduler: warmup_steps and warmup_ratio are both set; leave one out")
+        if self.min_lr_rate and self.type != "cosine":
+            raise ValueError(f"lr_scheduler.min_lr_rate: not used by type {self.type!r}; set type to 'cosine'")
+        if not 0 <= self.min_lr_rate <= 1:
+            raise ValueError(f"lr_scheduler.min_lr_rate: got {self.min_lr_rate}: expected 0 to 1")
 
     def compute_factor(self, step: int, *, num_warmup_steps: int, num_steps: int) -> float:
         """Return the learning rate of a step as a share of the peak."""
         # As Transformers' get_scheduler, whose import brings peft and bitsandbytes along: more than a second.
         if step < num_warmup_steps:
             return step / num_warmup_steps
-        if self.shape == "constant":
+        if self.type == "constant":
             return 1.0
         num_left, num_falling = max(num_steps - step, 0), max(num_steps - num_warmup_steps, 1)
-        if self.shape == "linear":
+        if self.type == "linear":
             return num_left / num_falling
         progress = min((step - num_warmup_steps) / num_falling, 1.0)
-        return 0.5 * (1.0 + math.cos(math.pi * progress)) * (1 - self.min_factor) + self.min_factor
+        return 0.5 * (1.0 + math.cos(math.pi * progress)) * (1 - self.min_lr_rate) + self.min_lr_rate
 
 
 class ConfiguredLR(LambdaLR):

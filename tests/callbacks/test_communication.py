@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader
 from training import EVEN, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy, Mesh, Sharding
-from lit_fsdp.callbacks import TrafficLogger
+from lit_fsdp.callbacks import CommunicationLogger
 from lit_fsdp.profiling.expected_communication import predict_bytes, predict_collectives
+from lit_fsdp.reporting.communication_section import NUMBERS, Interval, Straggler, find_straggler
 from lit_fsdp.reporting.plots import render_svg
 from lit_fsdp.reporting.rank_stats import Spread
 from lit_fsdp.reporting.sections import HasSection
-from lit_fsdp.reporting.traffic_section import NUMBERS, Interval, Straggler, find_straggler
 from ranks import run_ranks
 
 METRICS = {
@@ -52,8 +52,8 @@ class Memory(CSVLogger):
 
 
 def measure_hybrid(folder: Path) -> None:
-    callback, logger = TrafficLogger(num_warmup_steps=1), Memory(folder)
-    sharding = Sharding(hold_gradients=True)
+    callback, logger = CommunicationLogger(num_warmup_steps=1), Memory(folder)
+    sharding = Sharding(no_sync=True)
     strategy = FSDP2Strategy(print_plan=False, mesh=Mesh(replicate=2), sharding=sharding)
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "log_every_n_steps": 2, "limit_val_batches": 1}
     trainer = build_trainer(strategy, callbacks=[callback], logger=logger, max_steps=5, **options)
@@ -102,7 +102,7 @@ def slow_one_rank_down(folder: Path, slow: int, out: Path) -> None:
     time, patch = FakeTime(), pytest.MonkeyPatch()  # this process ends with the test
     patch.setattr("lit_fsdp.profiling.clock.time", time)
     time.meet_in_collectives(patch, takes_s=1)
-    callback = TrafficLogger()
+    callback = CommunicationLogger()
     trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[callback], max_steps=6)
     task = build_task(folder)
     if dist.get_rank() == slow:
@@ -134,7 +134,7 @@ def test_a_rank_that_sleeps_in_forward_is_the_straggler(slow: int, tmp_path: Pat
 
 
 def use_a_unit_twice(folder: Path) -> None:
-    callback = TrafficLogger()
+    callback = CommunicationLogger()
     trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[callback], max_steps=2)
     task = build_task(folder)
     configure = task.configure_model
@@ -165,7 +165,7 @@ def test_a_difference_to_the_plan_is_told(tmp_path: Path) -> None:
 
 
 def fit_twice_and_fail(folder: Path) -> None:
-    callback = TrafficLogger(num_warmup_steps=0)
+    callback = CommunicationLogger(num_warmup_steps=0)
     for num_steps in (2, 3):
         task = build_task(folder)
         trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[callback], max_steps=num_steps)
@@ -191,7 +191,7 @@ def test_one_callback_measures_several_runs_and_leaves_a_failed_one(tmp_path: Pa
 
 
 def try_one_step(folder: Path) -> None:
-    callback = TrafficLogger()
+    callback = CommunicationLogger()
     trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[callback], fast_dev_run=True)
     trainer.fit(build_task(folder), Rows(64, batch_size=1))
     section = callback.make_section()
@@ -219,7 +219,7 @@ class Plain(pl.LightningModule):
 
 
 def test_without_fsdp2_a_note_says_that_nothing_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    callback = TrafficLogger()
+    callback = CommunicationLogger()
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     trainer = pl.Trainer(max_steps=2, callbacks=[callback], enable_checkpointing=False, **quiet)  # type: ignore[arg-type]
     trainer.fit(Plain(), DataLoader(torch.ones(4, 4)))
@@ -240,7 +240,7 @@ def test_without_fsdp2_a_note_says_that_nothing_is_measured(tmp_path: Path, caps
 )
 def test_a_wrong_setting_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TrafficLogger(**options)
+        CommunicationLogger(**options)
 
 
 def test_ranks_that_hardly_differ_have_no_straggler() -> None:

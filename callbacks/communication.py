@@ -13,18 +13,18 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective
-from lit_fsdp.profiling.communication_meter import StepTraffic, TrafficMeter, UnitTraffic
+from lit_fsdp.profiling.communication_meter import CommunicationMeter, StepCommunication, UnitCommunication
 from lit_fsdp.profiling.expected_communication import UnitBytes, predict_bytes, predict_collectives
-from lit_fsdp.reporting.rank_stats import RankExchange
+from lit_fsdp.reporting.communication_section import NUMBERS, SHORT_NAMES, Interval, make_traffic_section
+from lit_fsdp.reporting.rank_stats import AsyncRankStats
 from lit_fsdp.reporting.sections import Section, print_table
-from lit_fsdp.reporting.traffic_section import NUMBERS, SHORT_NAMES, Interval, make_traffic_section
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
 _MAX_INTERVALS = 1000  # of which every second one goes when there are more
 _UNLOGGED_STEPS = 50  # in an interval, where the Trainer logs nothing
 
 
-class TrafficLogger(Callback):
+class CommunicationLogger(Callback):
     """Log what FSDP2 sends in a step, how long it takes, and how much of that time compute waits for it.
 
     Every all-gather, reduce-scatter and all-reduce of FSDP2 is timed where it runs, without waiting for it:
@@ -55,10 +55,10 @@ class TrafficLogger(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._meter: TrafficMeter | None = None
+        self._meter: CommunicationMeter | None = None
         self._warmup: list[dict[str, float]] = []  # by name, one for each step
         self._steps: list[dict[str, float]] = []  # since the last logging
-        self._last: StepTraffic | None = None
+        self._last: StepCommunication | None = None
         self._unit_sums: dict[tuple[str, Collective], list[float]] = {}  # seconds and exposed seconds
         self._num_summed = 0  # steps in these sums
         self._intervals: list[Interval] = []
@@ -71,7 +71,7 @@ class TrafficLogger(Callback):
         """Begin to measure; the sanity check is over, and the model is sharded."""
         self.stop()
         self._reset()
-        meter = TrafficMeter(pl_module, trainer.strategy.root_device)
+        meter = CommunicationMeter(pl_module, trainer.strategy.root_device)
         self._step = self._first_step = trainer.global_step
         self._num_micro_batches = 0
         if not meter.num_units:
@@ -82,7 +82,7 @@ class TrafficLogger(Callback):
             self._note("traffic is not measured: one rank has nobody to send to")
             return
         self._meter = meter
-        self._exchange = RankExchange(trainer, NUMBERS)
+        self._exchange = AsyncRankStats(trainer, NUMBERS)
         meter.attach()
 
     @override
@@ -164,7 +164,7 @@ class TrafficLogger(Callback):
 
     # Steps become intervals
 
-    def _collect(self, trainer: Trainer, steps: Sequence[StepTraffic]) -> None:
+    def _collect(self, trainer: Trainer, steps: Sequence[StepCommunication]) -> None:
         for step in steps:
             # Not the first: what ran before training may have left a unit gathered that backward never reaches.
             if not self._is_compared and step.tag[0] - self._first_step >= 2:
@@ -176,7 +176,7 @@ class TrafficLogger(Callback):
             (self._warmup if is_warmup else self._steps).append(_flatten(step))
             self._add_units(step)
 
-    def _add_units(self, step: StepTraffic) -> None:
+    def _add_units(self, step: StepCommunication) -> None:
         self._last = step
         self._num_summed += 1
         for unit in step.units:
@@ -217,7 +217,7 @@ class TrafficLogger(Callback):
 
     # Against the plan
 
-    def _compare(self, trainer: Trainer, step: StepTraffic) -> None:
+    def _compare(self, trainer: Trainer, step: StepCommunication) -> None:
         number, num_micro_batches = step.tag
         strategy = trainer.strategy
         if not isinstance(strategy, FSDP2Strategy) or not strategy.plan:
@@ -253,7 +253,7 @@ class TrafficLogger(Callback):
         if is_warning:
             rank_zero_warn(text)
 
-    def _list_units(self) -> list[UnitTraffic]:
+    def _list_units(self) -> list[UnitCommunication]:
         """Return the units of this rank: calls and bytes of the last step, times as means over the steps."""
         assert self._last is not None
         means = {key: [value / self._num_summed for value in sums] for key, sums in self._unit_sums.items()}
@@ -264,7 +264,7 @@ class TrafficLogger(Callback):
         ]
 
 
-def _flatten(step: StepTraffic) -> dict[str, float]:
+def _flatten(step: StepCommunication) -> dict[str, float]:
     total = step.add_up()
     sizes = {f"{short}_gib": step.add_up(kind).num_bytes / 2**30 for kind, short in SHORT_NAMES.items()}
     return {

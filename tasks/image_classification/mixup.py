@@ -11,20 +11,20 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixing:
+class Mixup:
     """Train on mixtures of two images of a micro-batch, whose losses are weighed as they are mixed.
 
     Args:
-        mixup: Parameter of the beta distribution for mixup, which adds images; 0 leaves it out. 0.8 is usual.
-        cutmix: The same for cutmix, which pastes a rectangle of one into the other. 1 is usual.
-        cutmix_share: Where both are set: how often it is cutmix.
-        probability: Of a micro-batch to be mixed at all.
+        mixup_alpha: Parameter of the beta distribution for mixup, which adds images; 0 leaves it out. 0.8 is usual.
+        cutmix_alpha: The same for cutmix, which pastes a rectangle of one into the other. 1 is usual.
+        switch_prob: Where both are set: how often it is cutmix.
+        prob: Of a micro-batch to be mixed at all.
     """
 
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    cutmix_share: float = 0.5
-    probability: float = 1.0
+    mixup_alpha: float = 0.0
+    cutmix_alpha: float = 0.0
+    switch_prob: float = 0.5
+    prob: float = 1.0
 
     def check(self) -> None:
         """Refuse values that mean nothing, or would be ignored.
@@ -32,15 +32,18 @@ class Mixing:
         Raises:
             ValueError: With the setting and what is expected.
         """
-        if min(self.mixup, self.cutmix) < 0 or not self.mixup + self.cutmix:
+        if min(self.mixup_alpha, self.cutmix_alpha) < 0 or not self.mixup_alpha + self.cutmix_alpha:
             raise ValueError(
-                f"mixing: got mixup {self.mixup}, cutmix {self.cutmix}: expected 0 or more, and one of them above 0"
+                f"mixup: got mixup_alpha {self.mixup_alpha}, cutmix_alpha {self.cutmix_alpha}: "
+                "expected 0 or more, and one of them above 0"
             )
-        if self.cutmix_share != 0.5 and not (self.mixup and self.cutmix):
-            raise ValueError("mixing.cutmix_share: only used where mixup and cutmix are both set; leave it out")
-        for name in ("cutmix_share", "probability"):
+        if self.switch_prob != 0.5 and not (self.mixup_alpha and self.cutmix_alpha):
+            raise ValueError(
+                "mixup.switch_prob: only used where mixup_alpha and cutmix_alpha are both set; leave it out"
+            )
+        for name in ("switch_prob", "prob"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"mixing.{name}: got {getattr(self, name)}: expected 0 to 1")
+                raise ValueError(f"mixup.{name}: got {getattr(self, name)}: expected 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,7 @@ class Mixed:
     share: float
 
 
-def mix(pixels: Tensor, is_valid: Tensor, settings: Mixing) -> Mixed:
+def mix(pixels: Tensor, is_valid: Tensor, settings: Mixup) -> Mixed:
     """Mix the images of a micro-batch. Draws from Python's generator, so nothing waits for a GPU.
 
     Args:
@@ -68,10 +71,10 @@ def mix(pixels: Tensor, is_valid: Tensor, settings: Mixing) -> Mixed:
     """
     num_images, _, height, width = pixels.shape
     own = torch.arange(num_images, device=pixels.device)
-    if random.random() >= settings.probability:
+    if random.random() >= settings.prob:
         return Mixed(pixels=pixels, partners=own, share=1.0)
-    is_cutmix = settings.cutmix > 0 and (not settings.mixup or random.random() < settings.cutmix_share)
-    alpha = settings.cutmix if is_cutmix else settings.mixup
+    is_cutmix = settings.cutmix_alpha > 0 and (not settings.mixup_alpha or random.random() < settings.switch_prob)
+    alpha = settings.cutmix_alpha if is_cutmix else settings.mixup_alpha
     share = random.betavariate(alpha, alpha)
     partners = _move(torch.tensor(random.sample(range(num_images), num_images)), pixels.device)
     partners = torch.where(is_valid & is_valid[partners], partners, own)

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective
-from lit_fsdp.profiling.communication_meter import Totals, UnitTraffic
+from lit_fsdp.profiling.communication_meter import Totals, UnitCommunication
 from lit_fsdp.reporting.rank_stats import Spread
 from lit_fsdp.reporting.sections import Curve, Plot, Section, Table
 
@@ -63,7 +63,7 @@ class Straggler:
 
 def make_traffic_section(
     intervals: Sequence[Interval],
-    units: Sequence[UnitTraffic],
+    units: Sequence[UnitCommunication],
     *,
     predicted: Mapping[str, Any] | None,
     notes: Sequence[str],
@@ -148,7 +148,7 @@ def _list_ranks(whole: Interval) -> list[dict[str, float]]:
     return ranks
 
 
-def _add_up(units: Sequence[UnitTraffic]) -> Totals:
+def _add_up(units: Sequence[UnitCommunication]) -> Totals:
     return Totals(
         calls=sum(unit.calls for unit in units),
         num_bytes=sum(unit.num_bytes for unit in units),
@@ -202,10 +202,10 @@ def _make_ranks_table(ranks: Sequence[Mapping[str, float]]) -> Table:
     return Table(title=title, columns=columns, rows=rows)
 
 
-def _make_units_table(units: Sequence[UnitTraffic]) -> Table:
+def _make_units_table(units: Sequence[UnitCommunication]) -> Table:
     """Return one row for each unit and collective; neighbours of one size share a row, times are then means."""
     rows = []
-    kinds: Callable[[UnitTraffic], int] = lambda unit: COLLECTIVES.index(unit.collective)  # noqa: E731
+    kinds: Callable[[UnitCommunication], int] = lambda unit: COLLECTIVES.index(unit.collective)  # noqa: E731
     for kind, of_kind in groupby(sorted(units, key=kinds), key=kinds):
         for _, group in groupby(of_kind, key=lambda unit: (unit.calls, unit.num_bytes)):
             same = list(group)
@@ -223,7 +223,7 @@ def _make_units_table(units: Sequence[UnitTraffic]) -> Table:
 
 
 def _make_plots(
-    intervals: Sequence[Interval], units: Sequence[UnitTraffic], ranks: Sequence[Mapping[str, float]]
+    intervals: Sequence[Interval], units: Sequence[UnitCommunication], ranks: Sequence[Mapping[str, float]]
 ) -> list[Plot]:
     order = list(dict.fromkeys(unit.unit for unit in units))
     by_unit = []

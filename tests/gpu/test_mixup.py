@@ -1,12 +1,12 @@
-"""Mixing of images waits for no GPU."""
+"""Mixup of images waits for no GPU."""
 
 import random
 
 import pytest
 import torch
 
-from lit_fsdp.tasks import Mixing
-from lit_fsdp.tasks.image_classification.mixing import mix
+from lit_fsdp.tasks import Mixup
+from lit_fsdp.tasks.image_classification.mixup import mix
 from ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -16,7 +16,7 @@ def mix_without_waiting() -> None:
     pixels, is_valid = torch.zeros(4, 3, 8, 8, device="cuda"), torch.ones(4, dtype=torch.bool, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     random.seed(0)
-    for settings in (Mixing(mixup=0.8), Mixing(cutmix=1.0)):
+    for settings in (Mixup(mixup_alpha=0.8), Mixup(cutmix_alpha=1.0)):
         mixed = mix(pixels, is_valid, settings)
         assert mixed.partners.is_cuda
 
