@@ -76,7 +76,7 @@ def make_step_tables(
         shown.append((f"{len(rest)} more units", [sum(kinds.get(kind, 0) for _, kinds in rest) for kind in KINDS]))
     rows = [[unit, *(f"{number / size:.2f}" for number in numbers)] for unit, numbers in shown]
     columns = ["unit", *map(_spell, KINDS)]
-    return [by_kind, Table(title=f"Wrap at the peak of step {step}, rank 0, {name}", columns=columns, rows=rows)]
+    return [by_kind, Table(title=f"FSDP units at the peak of step {step}, rank 0, {name}", columns=columns, rows=rows)]
 
 
 def describe_step(memory: StepMemory, step: int) -> dict[str, Any]:
