@@ -116,7 +116,7 @@ def make_micro_batch(case: Case) -> MicroBatch:
 
 def make_settings(case: Case) -> Settings:
     """Return the settings of the strategy."""
-    recompute: Any = ActivationCheckpointing(mode=case.activation_checkpointing)  # type: ignore[arg-type]
+    recompute: Any = ActivationCheckpointing(mode=case.recompute)  # type: ignore[arg-type]
     return Settings(
         **{
             "activation_checkpointing": recompute,
