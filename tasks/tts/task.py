@@ -86,7 +86,7 @@ class TextToSpeech(Task):
         num_samples: So many rows of validation, or of training where nothing is held out, are spoken after each
             validation and when training ends, and compared with what was recorded. Speech without an end is cut at
             three times the longest of them. 0 speaks none.
-        listening: Decode what is spoken, give it to the loggers, and measure voice and words; ``null`` compares codes
+        speech_eval: Decode what is spoken, give it to the loggers, and measure voice and words; ``null`` compares codes
             only. In ``predict`` its codec writes a WAV file of each text.
     """
 
@@ -105,7 +105,7 @@ class TextToSpeech(Task):
         lr_scheduler: LRSchedule | None = None,
         sampling: Sampling | None = None,
         num_samples: int = 0,
-        listening: SpeechEval | None = None,
+        speech_eval: SpeechEval | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
         if (pretrained is None) == (config is None):
@@ -120,12 +120,12 @@ class TextToSpeech(Task):
         check_adapters(lora, quantization)
         self.sampling = sampling or Sampling()
         self.sampling.check()
-        self.num_samples, self.speech_eval = num_samples, listening
+        self.num_samples, self.speech_eval = num_samples, speech_eval
         self.model: nn.Module | None = None
         self.val_metrics: SpeechMetrics | None = None
         self.report = SpeechReport()
         self._parts: Tensor | None = None  # [4] of this step: both losses, both counts
-        self._listener = Listener(listening) if listening is not None else None
+        self._listener = Listener(speech_eval) if speech_eval is not None else None
         self._prediction: Prediction | None = None
         self._files: dict[str, Any] | None = None  # what a checkpoint says besides its tensors
         self._opened: tuple[Family, FamilyConfig] | None = None
@@ -192,7 +192,7 @@ class TextToSpeech(Task):
         self.complete_sampling()
         if self.speech_eval is not None:
             if not self.num_samples and stage != "predict":
-                raise ValueError("listening: not used, as num_samples is 0; set that, or leave it out")
+                raise ValueError("speech_eval: not used, as num_samples is 0; set that, or leave it out")
             check_speech_eval(self.speech_eval, config)
         if self.val_metrics is None:
             self.val_metrics = SpeechMetrics(config.num_codebooks, family.weigh_losses(config))
