@@ -107,12 +107,6 @@ def lay_out_prompt(utterance: Utterance, config: SpeechConfig, *, is_streaming: 
     return Tracks(text=text_track, codec=codec_track, speaker_at=speaker_at, trailing=[])
 
 
-def count_positions(num_text_ids: int, num_frames: int, *, has_language: bool, is_streaming: bool) -> int:
-    """Return how many positions an utterance with a speaker takes, without laying it out."""
-    prefix = num_frames + 6 + int(has_language) + NUM_ROLE
-    return prefix + 1 if is_streaming else prefix + num_text_ids - NUM_ROLE + 2
-
-
 def collate_training(utterances: Sequence[Utterance], config: SpeechConfig, *, is_streaming: bool = False) -> Batch:
     """Return a batch for ``Qwen3TTS.forward``, padded on the right.
 

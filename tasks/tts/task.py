@@ -119,7 +119,7 @@ class TextToSpeech(Task):
         self.lora, self.quantization = lora, quantization
         check_adapters(lora, quantization)
         self.sampling = sampling or Sampling()
-        self.sampling.check()
+        self.sampling.complete()
         self.num_samples, self.speech_eval = num_samples, speech_eval
         self.model: nn.Module | None = None
         self.val_metrics: SpeechMetrics | None = None

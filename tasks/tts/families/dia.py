@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -17,29 +15,20 @@ from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.tasks.tts.families.dia_model import Dia, generate_dia
 from lit_fsdp.tasks.tts.families.dia_tape import read_dia
-from lit_fsdp.tasks.tts.families.family import Family, Voice, check_english, parse_hub_config
+from lit_fsdp.tasks.tts.families.family import Family, HubConfig, Voice
 from lit_fsdp.tasks.tts.families.speech_tape import describe_batch
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
-
-if TYPE_CHECKING:
-    from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
+from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 
 FRAMES_PER_S = 44100 / 512  # of DAC at 44.1 kHz
 _SPEAKERS = ("[S1]", "[S2]")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiaSettings:
-    """A Dia model.
+class DiaSettings(HubConfig):
+    """A Dia model."""
 
-    Args:
-        raw: ``config.json`` as it is.
-        model: What Transformers makes of it.
-    """
-
-    raw: dict[str, Any]
-    model: Any  # a DiaConfig, whose fields are typed as if its parts could be missing
+    kind = DiaConfig
 
     @property
     def num_codebooks(self) -> int:
@@ -56,23 +45,6 @@ class DiaSettings:
     def frames_per_s(self) -> float:
         """Of the codec."""
         return FRAMES_PER_S
-
-    @property
-    def voice_size(self) -> None:
-        """It takes no embeddings of speakers."""
-
-    @property
-    def speakers(self) -> Mapping[str, int]:
-        """It knows none by name."""
-        return {}
-
-    def find_language(self, name: str | None, speaker: str | None = None) -> None:  # noqa: ARG002
-        """Refuse all languages but English.
-
-        Raises:
-            ValueError: Another one is asked for.
-        """
-        check_english("dia", name)
 
 
 class DiaFamily(Family):
@@ -97,14 +69,11 @@ class DiaFamily(Family):
 
     @override
     def parse_config(self, raw: Mapping[str, Any], *, where: str = "config") -> DiaSettings:
-        return DiaSettings(raw=dict(raw), model=parse_hub_config(DiaConfig, raw, where))
+        return DiaSettings.parse(raw, where)
 
     @override
     def build_model(self, config: DiaSettings, attention: str = "sdpa") -> Dia:
-        settings = deepcopy(config.model)
-        # Private, seen in transformers 5.23: reaches the configurations of encoder and decoder too.
-        settings._attn_implementation = attention
-        return Dia(settings)
+        return Dia(config.copy_model_config(attention))
 
     @override
     def weigh_losses(self, config: DiaSettings) -> tuple[float, float]:
@@ -183,22 +152,14 @@ class DiaFamily(Family):
     def make_example_batch(
         self, config: DiaSettings, *, batch_size: int, num_text_ids: int, num_frames: int, is_streaming: bool = False
     ) -> Batch:
-        num_text_ids = min(num_text_ids, config.model.encoder_config.max_position_embeddings)
-        length = num_frames + 1 + max(config.model.delay_pattern)
-        num_tokens, size = batch_size * (num_frames + 1), config.num_codebooks
-        text_mask = torch.ones(batch_size, num_text_ids, dtype=torch.int64)
-        text_mask[0, -1] = 0  # texts differ in length, so attention gets a mask
-        return {
-            "text_ids": torch.zeros(batch_size, num_text_ids, dtype=torch.int64),
-            "text_mask": text_mask,
-            "decoder_ids": torch.zeros(batch_size, length, size, dtype=torch.int64),
-            "attention_mask": torch.ones(batch_size, length, dtype=torch.int64),
-            "state_index": torch.zeros(num_tokens, size, dtype=torch.int64),
-            "targets": torch.zeros(num_tokens, size, dtype=torch.int64),
-            "is_end": torch.zeros(num_tokens, dtype=torch.bool),
-            "label_weights": torch.ones(num_tokens, dtype=torch.int64),
-            "frame_weights": torch.ones(num_tokens, dtype=torch.int64),
-        }
+        batch = super().make_example_batch(
+            config,
+            batch_size=batch_size,
+            num_text_ids=min(num_text_ids, config.model.encoder_config.max_position_embeddings),
+            num_frames=num_frames,
+        )
+        batch["text_mask"][0, -1] = 0  # texts differ in length, so attention gets a mask
+        return batch
 
     @override
     def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from huggingface_hub.errors import StrictDataclassError
@@ -25,12 +25,10 @@ from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.planning.reader import UnreadableModuleError
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.tasks.tts.families.speech_tape import describe_batch
+from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
 from lit_fsdp.tasks.tts.layout import Batch, Utterance
+from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 from lit_fsdp.weights.load import load_weights
-
-if TYPE_CHECKING:
-    from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
-    from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 
 Voice = NDArray[np.float32] | int  # an embedding, or the number under which a model knows a speaker
 
@@ -68,6 +66,53 @@ class FamilyConfig(Protocol):
         Raises:
             ValueError: The model does not know it.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubConfig:
+    """The configuration of a model of Transformers that speaks English and takes no embeddings of speakers.
+
+    Args:
+        raw: ``config.json`` as it is.
+        model: What Transformers makes of it.
+    """
+
+    kind: ClassVar[type[PreTrainedConfig]]
+    raw: dict[str, Any]
+    model: Any  # of ``kind``, whose fields are typed as if its parts could be missing
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], where: str) -> Self:
+        """Return what the contents of ``config.json`` say; see ``Family.parse_config``."""
+        try:
+            return cls(raw=dict(raw), model=cls.kind.from_dict(deepcopy(dict(raw))))
+        except (TypeError, ValueError, StrictDataclassError) as error:
+            raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
+
+    def copy_model_config(self, attention: str) -> Any:
+        """Return ``model`` for one model, with an implementation of attention for all its parts."""
+        config = deepcopy(self.model)
+        config._attn_implementation = attention  # private, seen in transformers 5.23
+        return config
+
+    @property
+    def voice_size(self) -> None:
+        """It takes no embeddings of speakers."""
+
+    @property
+    def speakers(self) -> Mapping[str, int]:
+        """It knows none by name."""
+        return {}
+
+    def find_language(self, name: str | None, speaker: str | None = None) -> None:  # noqa: ARG002
+        """Refuse all languages but English, as the model is not told a language.
+
+        Raises:
+            ValueError: Another one is asked for.
+        """
+        if (name or "auto").lower() not in ("auto", "english", "en"):
+            kind = self.model.model_type
+            raise ValueError(f"language: got {name!r}: {kind} is not told a language: expected auto or english")
 
 
 class Family(ABC):
@@ -145,11 +190,13 @@ class Family(ABC):
     def collate_prompts(self, utterances: Sequence[Utterance], config: Any, *, is_streaming: bool = False) -> Batch:
         """Return a batch for :meth:`generate`."""
 
-    @abstractmethod
     def make_example_batch(
         self, config: Any, *, batch_size: int, num_text_ids: int, num_frames: int, is_streaming: bool = False
     ) -> Batch:
         """Return a batch for training of the given size, without data."""
+        codes = np.zeros((num_frames, config.num_codebooks), dtype=np.int64)
+        utterance = Utterance(text_ids=[0] * num_text_ids, codes=codes, language=0, speaker=0)
+        return self.collate([utterance] * batch_size, config, is_streaming=is_streaming)
 
     def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch:
         """Return the shape of a batch, for the closed form of a plan."""
@@ -179,8 +226,6 @@ class Family(ABC):
     @property
     def default_sampling(self) -> SamplingValues:
         """How speech is generated where neither the user nor the model says anything."""
-        from lit_fsdp.tasks.tts.generation import SamplingValues
-
         return SamplingValues()
 
     def check_sampling(self, sampling: Sampling) -> None:
@@ -238,33 +283,6 @@ class Family(ABC):
             raise ValueError(
                 f"speaker_embedding: got {speaker_embedding!r}: {self.model_type} takes no embeddings; leave it out"
             )
-
-
-def parse_hub_config(kind: type[PreTrainedConfig], raw: Mapping[str, Any], where: str) -> Any:
-    """Return what Transformers makes of the contents of ``config.json``.
-
-    Args:
-        kind: Class of the configuration.
-        raw: Left as it is.
-        where: Names it in errors.
-
-    Raises:
-        ValueError: It cannot be.
-    """
-    try:
-        return kind.from_dict(deepcopy(dict(raw)))
-    except (TypeError, ValueError, StrictDataclassError) as error:
-        raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
-
-
-def check_english(model_type: str, name: str | None) -> None:
-    """Refuse a language, of a model that speaks English and is not told so.
-
-    Raises:
-        ValueError: It is another one.
-    """
-    if (name or "auto").lower() not in ("auto", "english", "en"):
-        raise ValueError(f"language: got {name!r}: {model_type} is not told a language: expected auto or english")
 
 
 @dataclass(frozen=True, kw_only=True)
