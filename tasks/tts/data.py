@@ -18,7 +18,7 @@ from lit_fsdp.tasks.loading import PADDING, ResumableLoader, build_eval_loader, 
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN, make_corpus
 from lit_fsdp.tasks.tts.evaluation.prompts import PromptRow, read_prompts
 from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig, Voice
-from lit_fsdp.tasks.tts.families.model_types import find_family
+from lit_fsdp.tasks.tts.families.model_types import get_family
 from lit_fsdp.tasks.tts.layout import Batch, Utterance
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, read_rows
 from lit_fsdp.tasks.tts.step_counts import StepCounts
@@ -117,7 +117,7 @@ class SpeechData(LightningDataModule):
         choice = self.speaker_embedding
         if choice is None:
             choice = "none" if config.voice_size is None else "mean"
-        family = find_family(config.raw["model_type"])
+        family = get_family(config.raw["model_type"])
         dropout = (family.default_text_dropout or 0.0) if self.text_dropout is None else self.text_dropout
         family.check_data(config, speaker_embedding=choice, is_streaming=self.streaming, text_dropout=dropout)
         self.speaker_embedding, self.text_dropout, self.speech_config = choice, dropout, config
@@ -140,7 +140,7 @@ class SpeechData(LightningDataModule):
     @property
     def family(self) -> Family:
         """That of the model."""
-        return find_family(self._get_config().raw["model_type"])
+        return get_family(self._get_config().raw["model_type"])
 
     @property
     def tokenizer(self) -> Any:

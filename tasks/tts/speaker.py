@@ -13,13 +13,14 @@ import torch
 from numpy.typing import NDArray
 
 from lit_fsdp.tasks.tts.checkpoint_files import GENERATION
+from lit_fsdp.tasks.tts.codec.loading import has_codec
 from lit_fsdp.tasks.tts.families.family import Family, Voice
 from lit_fsdp.tasks.tts.families.model_types import is_speech_model, load_speech_model
 from lit_fsdp.tasks.tts.families.speaker_encoder import compute_mels
 from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
 from lit_fsdp.tasks.tts.layout import Codes, Utterance
 from lit_fsdp.tasks.tts.preparation.audio import Audio
-from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model, has_codec
+from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
 from lit_fsdp.tasks.tts.voice_export import build_model, read_checkpoint
 

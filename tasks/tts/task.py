@@ -24,21 +24,10 @@ from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.tasks.tts.checkpoint_files import SPEECH, check_run, describe_run, read_generation_config
-from lit_fsdp.tasks.tts.evaluation.generated import SpeechReport, Spoken, describe_spoken
+from lit_fsdp.tasks.tts.evaluation.generated import Sample, SpeechReport, describe_samples
 from lit_fsdp.tasks.tts.evaluation.metrics import SpeechMetrics
 from lit_fsdp.tasks.tts.evaluation.predict import Prediction
-from lit_fsdp.tasks.tts.evaluation.speech_eval import (
-    Heard,
-    Listener,
-    SpeechEval,
-    check_speech_eval,
-    compute_similarity,
-    compute_word_errors,
-    describe_clips,
-    fetch_speech_eval,
-    run_on_first,
-    write_audio,
-)
+from lit_fsdp.tasks.tts.evaluation.speech_eval import SpeechEval, SpeechEvaluator
 from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig, SpeechOutput
 from lit_fsdp.tasks.tts.families.model_types import parse_family, read_family
 from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
@@ -125,7 +114,7 @@ class TextToSpeech(Task):
         self.val_metrics: SpeechMetrics | None = None
         self.report = SpeechReport()
         self._parts: Tensor | None = None  # [4] of this step: both losses, both counts
-        self._listener = Listener(speech_eval) if speech_eval is not None else None
+        self._evaluator = SpeechEvaluator(speech_eval) if speech_eval is not None else None
         self._prediction: Prediction | None = None
         self._files: dict[str, Any] | None = None  # what a checkpoint says besides its tensors
         self._opened: tuple[Family, FamilyConfig] | None = None
@@ -139,8 +128,8 @@ class TextToSpeech(Task):
         """Download the model, on one process per node."""
         if self.pretrained is not None:
             fetch_speech_model(self.pretrained)
-        if self.speech_eval is not None:
-            fetch_speech_eval(self.speech_eval)
+        if self._evaluator is not None:
+            self._evaluator.fetch()
 
     @override
     def prepare_plan(self, data: Any) -> list[str]:
@@ -190,10 +179,10 @@ class TextToSpeech(Task):
     def setup(self, stage: str) -> None:
         family, config = self._open()
         self.complete_sampling()
-        if self.speech_eval is not None:
+        if self._evaluator is not None:
             if not self.num_samples and stage != "predict":
                 raise ValueError("speech_eval: not used, as num_samples is 0; set that, or leave it out")
-            check_speech_eval(self.speech_eval, config)
+            self._evaluator.check(config)
         if self.val_metrics is None:
             self.val_metrics = SpeechMetrics(config.num_codebooks, family.weigh_losses(config))
 
@@ -293,7 +282,7 @@ class TextToSpeech(Task):
         if self.num_samples:
             if self.report.step != self.trainer.global_step or not self.report.rows:  # else validation has done it
                 self._speak_validation()
-            for line in describe_spoken(self.report):
+            for line in describe_samples(self.report):
                 rank_zero_info(line)
 
     # Speaking
@@ -304,7 +293,7 @@ class TextToSpeech(Task):
 
         Args:
             batch: From ``Family.collate_prompts``.
-            rows: What was recorded of them: the speech is then compared with it in ``report``, and listened to.
+            rows: What was recorded of them: the speech is then compared with it in ``report``, and evaluated.
         """
         assert self.model is not None
         on_device, sampling = {name: value.to(self.device) for name, value in batch.items()}, self.complete_sampling()
@@ -315,33 +304,18 @@ class TextToSpeech(Task):
         if rows is not None:
             pairs = zip(rows, spoken, strict=True)
             self.report.rows = [
-                Spoken(text=r.text, speaker=r.speaker, target=r.codes, speech=s, language=r.language) for r, s in pairs
+                Sample(text=r.text, speaker=r.speaker, target=r.codes, speech=s, language=r.language) for r, s in pairs
             ]
             self.report.step, self.report.clips = self.trainer.global_step, []
-            self.report.listened = self._listen(batch) if self._listener is not None else {}
+            self.report.measured = {}
+            if self._evaluator is not None:
+                voices = on_device.get("speaker", torch.zeros(len(rows), 1))
+                self.report.measured = self._evaluator.evaluate(self.report, self.trainer, self.model, list(voices))
         return spoken
 
     def complete_sampling(self) -> SamplingValues:
         """Return how speech is generated, with what ``pretrained`` says where ``sampling`` does not."""
         return self.family.complete_sampling(self.sampling, read_generation_config(self.pretrained))
-
-    def _listen(self, batch: Batch) -> dict[str, float]:
-        """Return what listening has measured, the same on all ranks; see Note [Who listens] in ``listening.py``."""
-        model: Any = self.model
-        report, listener, config = self.report, self._listener, self.read_config()
-        assert listener is not None
-
-        def work() -> list[Heard]:
-            report.clips = listener.listen(report.rows)
-            write_audio(report.clips, report.rows, self.trainer.loggers, report.step)
-            return describe_clips(report.clips, config)
-
-        heard = run_on_first(work, self.trainer)
-        found = compute_word_errors(report.rows, heard)
-        if config.voice_size is not None:
-            voices = [row if row.any() else None for row in batch.get("speaker", torch.zeros(len(heard), 1))]
-            found |= compute_similarity(model, heard, voices, self.device)
-        return found
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
@@ -354,7 +328,7 @@ class TextToSpeech(Task):
 
     @override
     def on_predict_start(self) -> None:
-        self._prediction = Prediction(self.trainer, self._listener)
+        self._prediction = Prediction(self.trainer, self._evaluator)
 
     @override
     def on_predict_end(self) -> None:

@@ -21,9 +21,10 @@ from lit_fsdp.adapters.lora import LoRA, add_adapters, iterate_adapters
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, find_checkpoint, open_checkpoint
 from lit_fsdp.quantization.layers import ABSMAX, NESTED
 from lit_fsdp.tasks.tts.checkpoint_files import GENERATION, SPEECH
+from lit_fsdp.tasks.tts.codec.loading import has_codec
 from lit_fsdp.tasks.tts.families.family import Family
 from lit_fsdp.tasks.tts.families.model_types import parse_family
-from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, fetch_speech_model, find_speech_model, has_codec
+from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, fetch_speech_model, find_speech_model
 from lit_fsdp.weights.base_weights import BASE, LORA
 from lit_fsdp.weights.load import materialize
 from lit_fsdp.weights.safetensors_io import TensorFiles, compute_fingerprint

@@ -304,15 +304,15 @@ def fit_in_bf16(folder: Path, out: Path) -> None:
     trainer.fit(task, build_data(folder, batch_size=90, repeat=5))
     trainer.save_checkpoint(out / "run.ckpt")
     if trainer.is_global_zero:
-        torch.save((int(task.targets_seen), float(task.step_loss), dict(task.report.listened)), out / "found.pt")
+        torch.save((int(task.targets_seen), float(task.step_loss), dict(task.report.measured)), out / "found.pt")
 
 
 def test_in_bf16_counts_stay_exact_and_speech_is_generated(prepared: Path, tmp_path: Path, truth: Result) -> None:
     run_ranks(fit_in_bf16, prepared, tmp_path, world_size=1)
-    tokens, loss, listened = torch.load(tmp_path / "found.pt")
+    tokens, loss, measured = torch.load(tmp_path / "found.pt")
     assert tokens == 5 * sum(len(row.codes) + 1 for row in make_rows())
     assert tokens == 750  # which bfloat16 rounds to 752
     assert loss == pytest.approx(truth.losses[0], rel=0.02)
-    assert set(listened) == {"speaker_similarity"}
+    assert set(measured) == {"speaker_similarity"}
     names = FileSystemReader(tmp_path / "run.ckpt").read_metadata().state_dict_metadata
     assert all(n.startswith("state_dict.model.") for n in names if n.startswith("state_dict."))

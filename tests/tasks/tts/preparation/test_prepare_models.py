@@ -12,8 +12,8 @@ from speech_training import save_model
 from tiny_whisper import save_whisper
 
 from lit_fsdp.cli.main import main
-from lit_fsdp.tasks.tts.codec.codec_12hz import load_codec
 from lit_fsdp.tasks.tts.codec.formants import SENTENCES, VOICES, synthesize
+from lit_fsdp.tasks.tts.codec.loading import load_codec
 from lit_fsdp.tasks.tts.families.model_types import load_speech_model
 from lit_fsdp.tasks.tts.families.speaker_encoder import compute_mels
 from lit_fsdp.tasks.tts.preparation.audio import Limits, read_audio
