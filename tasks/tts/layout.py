@@ -40,7 +40,7 @@ class Utterance:
     Args:
         text_ids: Of the role and the text, from ``encode_text``.
         codes: [frames, codebooks]; ``None`` where they are to be generated.
-        language: Id from ``SpeechConfig.find_language``.
+        language: Id from ``SpeechConfig.get_language_id``.
         speaker: An embedding, the id of a built-in voice, or ``None``.
         is_counted: Whether it counts in losses; false where it only fills a batch up.
         context_ids: Text that was said before it, by a model that reads such; empty where nothing was.

@@ -23,7 +23,8 @@ from lit_fsdp.sharding.wrap import Unit, Wrap, plan_units
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.masks import keep_branches
-from lit_fsdp.tasks.tts.checkpoint_files import SPEECH, check_run, describe_run, read_generation_config
+from lit_fsdp.tasks.tts.batch_places import count_step
+from lit_fsdp.tasks.tts.checkpoint import SPEECH, check_run, describe_run, read_generation_config
 from lit_fsdp.tasks.tts.evaluation.generated import Sample, SpeechReport, describe_samples
 from lit_fsdp.tasks.tts.evaluation.metrics import SpeechMetrics
 from lit_fsdp.tasks.tts.evaluation.predict import Prediction
@@ -32,11 +33,9 @@ from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig, SpeechOutpu
 from lit_fsdp.tasks.tts.families.model_types import parse_family, read_family
 from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
 from lit_fsdp.tasks.tts.layout import Batch
-from lit_fsdp.tasks.tts.parts import check_parts, describe_parameters, freeze_parts
+from lit_fsdp.tasks.tts.parts import check_adapters, check_parts, describe_parameters, freeze_parts, list_outside_blocks
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 from lit_fsdp.tasks.tts.pretrained import check_stored, fetch_speech_model, find_speech_model
-from lit_fsdp.tasks.tts.quantizing import check_adapters, list_rest
-from lit_fsdp.tasks.tts.step_counts import count_step
 from lit_fsdp.weights.base_weights import fetch_config
 from lit_fsdp.weights.load import init_weights
 
@@ -196,7 +195,7 @@ class TextToSpeech(Task):
             model = family.build_model(config, self.attention)
         if self.lora is not None and self.lora.target_modules == "all-linear":
             self.lora = replace(self.lora, target_modules=family.linears)
-        rest = list_rest(model, family)
+        rest = list_outside_blocks(model, family)
         self.adapt_model(model, lora=self.lora, quantization=self.quantization, keep=rest)
         freeze_parts(model, family, self.frozen_names)
         self.model = model

@@ -113,7 +113,7 @@ class CsmFamily(Family):
         return ids
 
     @override
-    def find_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
+    def assign_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
         # Who has a number keeps it; names that are numbers have theirs; the others get those that are left, in order.
         names = sorted({row.speaker for row in rows} - known.keys())
         voices: dict[str, Voice] = {**known, **{name: int(name) for name in names if name.isdecimal()}}

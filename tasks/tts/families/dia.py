@@ -100,7 +100,7 @@ class DiaFamily(Family):
         return ids
 
     @override
-    def find_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
+    def assign_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
         speakers = {row.speaker for row in rows if not row.text.lstrip().startswith(_SPEAKERS)}
         if len(speakers) > 1:
             rank_zero_warn(

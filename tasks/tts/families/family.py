@@ -60,12 +60,24 @@ class FamilyConfig(Protocol):
     def speakers(self) -> Mapping[str, int]:
         """Numbers of speakers that the model knows, by lower-cased name."""
 
-    def find_language(self, name: str | None, speaker: str | None = None) -> int | None:
+    def get_language_id(self, name: str | None, speaker: str | None = None) -> int | None:
         """Return the id of a language; ``None`` for ``auto``.
 
         Raises:
             ValueError: The model does not know it.
         """
+
+
+def get_voice(name: str, voices: Mapping[str, Voice], config: FamilyConfig) -> Voice:
+    """Return a voice of the training data, or one that is built into the model.
+
+    Raises:
+        ValueError: Nobody knows it.
+    """
+    known = {**config.speakers, **voices}
+    if name.lower() not in known:
+        raise ValueError(f"speaker: got {name!r}: expected one of: {', '.join(sorted(known)) or 'none'}")
+    return known[name.lower()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +116,7 @@ class HubConfig:
         """It knows none by name."""
         return {}
 
-    def find_language(self, name: str | None, speaker: str | None = None) -> None:  # noqa: ARG002
+    def get_language_id(self, name: str | None, speaker: str | None = None) -> None:  # noqa: ARG002
         """Refuse all languages but English, as the model is not told a language.
 
         Raises:
@@ -167,7 +179,7 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def find_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
+    def assign_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
         """Return what tells the model who speaks, by the name of each speaker of the training data.
 
         Args:

@@ -60,7 +60,7 @@ class Qwen3Family(Family):
         return encode_text(tokenizer, text)
 
     @override
-    def find_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
+    def assign_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
         return {**average_speakers(rows), **known}
 
     @override

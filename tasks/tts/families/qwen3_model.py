@@ -3,7 +3,7 @@
 Note [Loss of speech]: the loss is the talker's cross-entropy over all frames and ends, plus ``0.3`` times the code
 predictor's over codebooks 1 and up of all frames. Each is a mean of its own over the whole optimizer step, all ranks
 and micro-batches, so the model returns sums and counts. The two counts differ (an utterance has one end), and the
-ratio between them must be known before backward: see ``step_counts`` in ``task.py``.
+ratio between them must be known before backward: see ``StepCounts``.
 """
 
 from __future__ import annotations

@@ -125,15 +125,15 @@ class Preparer:
             raise AudioError("text: missing, and no transcriber is set")
         if config is not None:
             try:
-                config.find_language(row.language)
+                config.get_language_id(row.language)
             except ValueError as error:
                 raise AudioError(str(error)) from error
-        audio = read_audio(row.find(row.audio), sample_rate, self.limits.max_seconds)
+        audio = read_audio(row.resolve(row.audio), sample_rate, self.limits.max_seconds)
         check_audio(audio, sample_rate, self.limits)
         if row.ref_audio is None:
             return audio, audio
         try:
-            reference = read_audio(row.find(row.ref_audio), sample_rate, self.limits.max_seconds)
+            reference = read_audio(row.resolve(row.ref_audio), sample_rate, self.limits.max_seconds)
             check_audio(reference, sample_rate, self.limits)
         except AudioError as error:
             raise AudioError(f"ref_audio: {error}") from error

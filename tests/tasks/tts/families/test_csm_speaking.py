@@ -18,6 +18,7 @@ from transformers import CsmForConditionalGeneration
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.cli.main import main
 from lit_fsdp.tasks import Sampling, SpeechData, SpeechEval, TextToSpeech
+from lit_fsdp.tasks.tts.checkpoint import build_model, read_checkpoint
 from lit_fsdp.tasks.tts.codec.formants import VOICES, synthesize
 from lit_fsdp.tasks.tts.codec.loading import load_codec
 from lit_fsdp.tasks.tts.evaluation.speech_eval import SpeechEvaluator
@@ -26,7 +27,7 @@ from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow
 from lit_fsdp.tasks.tts.preparation.prepared import read_rows
 from lit_fsdp.tasks.tts.preparation.preparer import Preparer
 from lit_fsdp.tasks.tts.speaker import open_speaker
-from lit_fsdp.tasks.tts.voice_export import build_model, export_voice, read_checkpoint
+from lit_fsdp.tasks.tts.voice_export import export_voice
 from ranks import run_ranks
 
 

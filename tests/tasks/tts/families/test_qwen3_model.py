@@ -134,16 +134,16 @@ def test_text_goes_through_its_projection(model: Qwen3TTS) -> None:
 
 def test_the_language_is_on_the_codec_track(model: Qwen3TTS) -> None:
     config = model.config
-    language = config.find_language("English")
+    language = config.get_language_id("English")
     plain, tagged = make_batch(model), make_batch(model, language=language)
     assert plain["codec_ids"][0, 3:6].tolist() == [68, 69, 70]
     assert tagged["codec_ids"][0, 3:7].tolist() == [67, 69, 71, 70]
     assert tagged["text_ids"].shape[1] == plain["text_ids"].shape[1] + 1
     assert tagged["speaker_mask"][0].nonzero().item() == plain["speaker_mask"][0].nonzero().item() + 1
-    assert config.find_language(None) is None
-    assert config.find_language("Chinese", speaker="BO") == 73  # a voice that speaks a dialect
+    assert config.get_language_id(None) is None
+    assert config.get_language_id("Chinese", speaker="BO") == 73  # a voice that speaks a dialect
     with pytest.raises(ValueError, match="language: got 'Klingon': expected auto or one of chinese, english"):
-        config.find_language("Klingon")
+        config.get_language_id("Klingon")
 
 
 # Generation
@@ -153,7 +153,7 @@ def test_the_language_is_on_the_codec_track(model: Qwen3TTS) -> None:
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 def test_generated_codes_are_the_official_ones(model: Qwen3TTS, way: str, kind: str) -> None:
     prompts = make_utterances(codes=None)
-    prompts[1] = Utterance(**{**vars(prompts[1]), "language": model.config.find_language("English")})
+    prompts[1] = Utterance(**{**vars(prompts[1]), "language": model.config.get_language_id("English")})
     batch = collate_prompts(prompts, model.config, is_streaming=kind == "streaming")
     official: dict[str, Any] = {"top_p": 0.95, "predictor_top_k": 20, "max_frames": 29, "seed": 3}
     sampling = SamplingValues(**({**GREEDY, "max_frames": 15} if way == "greedy" else official))
@@ -167,7 +167,7 @@ def test_a_built_in_voice_speaks_as_officially() -> None:
     assert model.speaker_encoder is None
     config = model.config
     prompts = [
-        Utterance(text_ids=text[:-5], speaker=config.speakers[name], language=config.find_language(language, name))
+        Utterance(text_ids=text[:-5], speaker=config.speakers[name], language=config.get_language_id(language, name))
         for (text, _), name, language in zip(make_samples(), ("ann", "bo"), ("English", "auto"), strict=True)
     ]
     spoken = generate_qwen3(model, collate_prompts(prompts, config), SamplingValues(**GREEDY, max_frames=15))
