@@ -69,7 +69,7 @@ class SpeechModel(nn.Module):
             quantize_model(self.model, Quantization(), keep=list_outside_blocks(self.model, family))
         if case.mode != "full":
             add_adapters(self.model, LoRA(r=16, target_modules=family.linears))
-        self._family, self._weights, self._raw = family, family.weigh_losses(config), raw
+        self._family, self._weights, self._raw = family, family.get_loss_weights(config), raw
 
     def configure_units(self, model: nn.Module) -> list[Unit]:
         """Return the units that the task plans."""

@@ -37,8 +37,8 @@ class SpeechData(LightningDataModule):
             download.
         validation: Prepared folder to validate on.
         validation_fraction: Without ``validation``, hold out this share of the training rows, always the same.
-        predict: Texts to speak: a ``.txt`` file of lines, or JSON lines with ``text`` and maybe ``speaker`` and
-            ``language``.
+        predict: Texts to generate speech for: a ``.txt`` file of lines, or JSON lines with ``text`` and maybe
+            ``speaker`` and ``language``.
         tokenizer: Of the text: model name on the Hub, folder, or ``bytes`` for one without a download.
         speaker_embedding: ``row`` gives each row the embedding of its own reference audio, which teaches to clone
             voices. ``mean`` gives it the mean over all training rows of its speaker, as for voices that will be built
@@ -46,14 +46,14 @@ class SpeechData(LightningDataModule):
             ``none``.
         streaming: Lay text beside frames, one id a frame, as the official inference does for text that arrives bit
             by bit. Otherwise all text comes before the speech.
-        text_dropout: Show the model no text for this share of the training rows, drawn anew in each epoch: guidance
-            compares with speech without text, which the model would else forget. The default is 0.15 for Dia, and 0
-            for models that are not guided.
+        text_dropout: Leave the text out of this share of the training rows, drawn anew in each epoch. Guidance
+            compares with speech without text, which the model would otherwise forget. The default is 0.15 for Dia,
+            and 0 for models that are not guided.
         max_seconds: Leave longer rows out: the longest ones set the memory of a step.
         batch_size: Rows in a micro-batch of one rank.
         eval_batch_size: The same for validation and prediction; ``batch_size`` if not given.
         num_workers: Processes per rank that read ahead; 0 reads in the main process.
-        repeat: Count so many passes over the rows as one epoch: with few rows, what happens once an epoch, such as
+        repeat: Count N passes over the rows as one epoch: with few rows, what happens once an epoch, such as
             a checkpoint, would else happen every few steps.
         shuffle: Train in a new order each epoch, the same for any number of ranks.
         seed: Of that order.

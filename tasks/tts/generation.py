@@ -25,15 +25,15 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How speech is generated. What is not given is as in the model's ``generation_config.json``, or else the official.
+    """How speech is generated. Defaults are those of the model's ``generation_config.json``, else the official ones.
 
-    What is official here is so for Qwen3-TTS; CSM and Dia have some other values.
+    The official values here are those of Qwen3-TTS; CSM and Dia have some others.
 
     Args:
         do_sample: Draw codebook 0 at random; otherwise take the likeliest. Officially true.
         temperature: Below 1 prefers likely codes. Officially 0.9.
-        top_k: Draw from so many of the likeliest; 0 from all. Officially 50.
-        top_p: Draw from the likeliest that have this probability together. Officially 1.
+        top_k: Draw from the K likeliest codes; 0 draws from all. Officially 50.
+        top_p: Draw from the likeliest codes that have this probability together. Officially 1.
         repetition_penalty: Above 1 makes codes of codebook 0 that were written before less likely. Officially 1.05.
         predictor_do_sample: The same as ``do_sample`` for the other codebooks.
         predictor_temperature: As ``temperature``.
@@ -42,8 +42,8 @@ class Sampling:
         max_frames: Stop here, though no end was written; that is reported. Officially 2048, of CSM 1125 whatever its
             ``generation_config.json`` says, of Dia 3056. Models write 12.5 frames a second, Dia 86.
         seed: Of the random numbers; the same seed gives the same speech for the same texts in the same batches.
-        guidance_scale: Above 1, codes become likelier that are so because of the text; every step then computes
-            twice as much. Only of Dia, officially 3.
+        guidance_scale: Above 1, codes that the text makes likely become likelier; every step then computes twice as
+            much. Only of Dia, officially 3.
     """
 
     do_sample: bool | None = None

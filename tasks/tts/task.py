@@ -39,15 +39,15 @@ from lit_fsdp.tasks.tts.pretrained import check_stored, fetch_speech_model, find
 from lit_fsdp.weights.base_weights import fetch_config
 from lit_fsdp.weights.load import init_weights
 
-_MAX_RATIO = 3  # speech of validation is at most so many times as long as what was recorded
+_MAX_RATIO = 3  # speech of validation is up to this many times as long as what was recorded
 Part = Literal["talker", "text_embedding", "audio_embedding", "code_predictor", "encoder", "decoder"]
 
 
 class TextToSpeech(Task):
     """Trains Qwen3-TTS (12 Hz), CSM or Dia on prepared speech, from published weights or from scratch.
 
-    Which of them it is says ``model_type`` in the model's ``config.json``; what each can do is in docs/speech.md. The
-    loss has two parts, cross-entropies over codebook 0 with the end and over the other codebooks, each a mean over
+    ``model_type`` in the model's ``config.json`` says which of them it is; docs/speech.md says what each can do. The
+    loss has two parts: cross-entropies over codebook 0 with the end, and over the other codebooks. Each is a mean over
     the whole step.
 
     Metrics: ``train/loss``, ``train/talker_loss``, ``train/sub_talker_loss``, ``train/grad_norm``,
@@ -62,19 +62,19 @@ class TextToSpeech(Task):
         config: Instead, the contents of such a model's ``config.json``, for a model with random weights.
         attention: Implementation of attention. ``sdpa`` is that of torch; ``flash_attention_2`` needs the package
             flash-attn and a GPU.
-        freeze: Parts that do not train. Qwen3-TTS has ``talker``, ``text_embedding`` (a sixth of the 1.7B model and a
+        freeze: Parts to freeze. Qwen3-TTS has ``talker``, ``text_embedding`` (a sixth of the 1.7B model and a
             third of the 0.6B one) and ``code_predictor``, and its speaker encoder never trains; CSM also has
             ``audio_embedding``; Dia has ``encoder`` and ``decoder``.
-        lora: Train low-rank adapters and leave the model as it is; ``null`` trains it. ``targets: all-linear`` means
-            the linear layers of the blocks here, of Qwen3-TTS and CSM those of the talker only.
+        lora: Train low-rank adapters and leave the model as it is; ``null`` trains it. ``target_modules:
+            all-linear`` means the linear layers of the blocks; of Qwen3-TTS and CSM, those of the talker only.
         quantization: Keep the linear layers of the blocks, of all parts, in 4 or 8 bits; needs ``lora``.
         optimizer: Which one, and its settings.
         lr_scheduler: How the learning rate moves.
         sampling: How speech is generated; what is not given is as ``pretrained`` has it, or else its family.
-        num_samples: So many rows of validation, or of training where nothing is held out, are spoken after each
-            validation and when training ends, and compared with what was recorded. Speech without an end is cut at
-            three times the longest of them. 0 speaks none.
-        speech_eval: Decode what is spoken, give it to the loggers, and measure voice and words; ``null`` compares codes
+        num_samples: Generate speech for up to N rows of validation, or of training where nothing is held out, after
+            each validation and when training ends, and compare it with what was recorded. Speech without an end is cut
+            at three times the longest of them. 0 generates none.
+        speech_eval: Decode that speech, give it to the loggers, and measure voice and words; ``null`` compares codes
             only. In ``predict`` its codec writes a WAV file of each text.
     """
 
@@ -183,7 +183,7 @@ class TextToSpeech(Task):
                 raise ValueError("speech_eval: not used, as num_samples is 0; set that, or leave it out")
             self._evaluator.check(config)
         if self.val_metrics is None:
-            self.val_metrics = SpeechMetrics(config.num_codebooks, family.weigh_losses(config))
+            self.val_metrics = SpeechMetrics(config.num_codebooks, family.get_loss_weights(config))
 
     @override
     def configure_model(self) -> None:
@@ -246,7 +246,7 @@ class TextToSpeech(Task):
         self._parts = parts if self._parts is None else self._parts + parts
         # What divides the sum later is the number of tokens; frames have a number of their own.
         ratio = (counts[0] / counts[1].clamp(min=1)).to(output.predictor_loss.dtype)
-        own, other = self.family.weigh_losses(self.read_config())
+        own, other = self.family.get_loss_weights(self.read_config())
         return self.weigh_loss(own * output.talker_loss + other * ratio * output.predictor_loss, output.num_tokens)
 
     @override
@@ -273,18 +273,18 @@ class TextToSpeech(Task):
             self.val_metrics.reset()
             self.log_dict({f"val/{name}": value for name, value in values.items()}, sync_dist=True)
         if self.num_samples and not self.trainer.sanity_checking:
-            self.log_dict(self._speak_validation(), sync_dist=True)
+            self.log_dict(self._generate_samples(), sync_dist=True)
 
     @override
     def on_train_end(self) -> None:
-        """Speak rows once more, and say how close they come."""
+        """Generate the samples once more, and log how close they come."""
         if self.num_samples:
             if self.report.step != self.trainer.global_step or not self.report.rows:  # else validation has done it
-                self._speak_validation()
+                self._generate_samples()
             for line in describe_samples(self.report):
                 rank_zero_info(line)
 
-    # Speaking
+    # Generation
 
     @torch.no_grad()
     def generate(self, batch: Batch, rows: Sequence[PreparedRow] | None = None) -> list[Speech]:
@@ -305,8 +305,7 @@ class TextToSpeech(Task):
             self.report.rows = [
                 Sample(text=r.text, speaker=r.speaker, target=r.codes, speech=s, language=r.language) for r, s in pairs
             ]
-            self.report.step, self.report.clips = self.trainer.global_step, []
-            self.report.measured = {}
+            self.report.step, self.report.clips, self.report.measured = self.trainer.global_step, [], {}
             if self._evaluator is not None:
                 voices = on_device.get("speaker", torch.zeros(len(rows), 1))
                 self.report.measured = self._evaluator.evaluate(self.report, self.trainer, self.model, list(voices))
@@ -318,7 +317,7 @@ class TextToSpeech(Task):
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        """Speak texts; return their ``index``, their codes as ``prediction``, and whether each ``has_ended``.
+        """Generate speech; return the ``index`` of texts, codes as ``prediction``, and whether each ``has_ended``.
 
         With ``speech_eval``, ``audio`` has the path of each WAV file.
         """
@@ -334,7 +333,7 @@ class TextToSpeech(Task):
         if self._prediction is not None:
             self._prediction.finish(self.complete_sampling().max_frames)
 
-    def _speak_validation(self) -> dict[str, float]:
+    def _generate_samples(self) -> dict[str, float]:
         data: Any = getattr(self.trainer, "datamodule", None)
         if not hasattr(data, "pick_validation"):
             raise RuntimeError("num_samples needs a data module with pick_validation, such as SpeechData")

@@ -15,7 +15,7 @@ from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.tasks.tts.codec.hub_codec import CODEC
 from lit_fsdp.tasks.tts.families.csm_model import Csm, generate_csm
 from lit_fsdp.tasks.tts.families.csm_tape import read_csm
-from lit_fsdp.tasks.tts.families.family import Family, HubConfig, Voice
+from lit_fsdp.tasks.tts.families.family import Family, HubConfig, Voice, collate_targets
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
@@ -92,7 +92,7 @@ class CsmFamily(Family):
             raise ValueError(f"{folder} does not fit Csm: the model has no {unknown[0]}")
 
     @override
-    def weigh_losses(self, config: CsmSettings) -> tuple[float, float]:
+    def get_loss_weights(self, config: CsmSettings) -> tuple[float, float]:
         return 1.0, 1.0
 
     @override
@@ -127,7 +127,6 @@ class CsmFamily(Family):
 
     @override
     def collate(self, utterances: Sequence[Utterance], config: CsmSettings, *, is_streaming: bool = False) -> Batch:
-        eos = int(config.model.codebook_eos_token_id)
         length = max(len(u.text_ids) + len(get_codes(u)) for u in utterances)
         shape = len(utterances), length
         batch = {
@@ -135,20 +134,15 @@ class CsmFamily(Family):
             "codes": torch.zeros(*shape, config.num_codebooks, dtype=torch.int64),
             "frame_mask": torch.zeros(shape, dtype=torch.bool),
         }
-        names = ("state_index", "targets", "is_end", "label_weights")
-        targets: dict[str, list[Tensor]] = {name: [] for name in names}
+        state_index = []
         for row, utterance in enumerate(utterances):
             codes = torch.from_numpy(get_codes(utterance))
             begin, num_frames = len(utterance.text_ids), len(codes)
             batch["text_ids"][row, :begin] = torch.tensor(utterance.text_ids)
             batch["codes"][row, begin : begin + num_frames] = codes
             batch["frame_mask"][row, begin : begin + num_frames] = True
-            targets["state_index"].append(row * length + torch.arange(begin - 1, begin + num_frames))
-            targets["targets"].append(torch.cat([codes, torch.full((1, config.num_codebooks), eos)]))
-            targets["is_end"].append(torch.arange(num_frames + 1) == num_frames)
-            targets["label_weights"].append(torch.full((num_frames + 1,), int(utterance.is_counted)))
-        batch |= {name: torch.cat(parts) for name, parts in targets.items()}
-        return {**batch, "frame_weights": batch["label_weights"]}
+            state_index.append(row * length + torch.arange(begin - 1, begin + num_frames))
+        return {**batch, **collate_targets(utterances, state_index, config.model.codebook_eos_token_id)}
 
     @override
     def collate_prompts(

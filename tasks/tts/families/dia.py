@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 from transformers import DiaConfig
 from typing_extensions import override
 
@@ -15,7 +15,7 @@ from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.tasks.tts.families.dia_model import Dia, generate_dia
 from lit_fsdp.tasks.tts.families.dia_tape import read_dia
-from lit_fsdp.tasks.tts.families.family import Family, HubConfig, Voice
+from lit_fsdp.tasks.tts.families.family import Family, HubConfig, Voice, collate_targets
 from lit_fsdp.tasks.tts.families.speech_tape import describe_batch
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
 from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
@@ -76,7 +76,7 @@ class DiaFamily(Family):
         return Dia(config.copy_model_config(attention))
 
     @override
-    def weigh_losses(self, config: DiaSettings) -> tuple[float, float]:
+    def get_loss_weights(self, config: DiaSettings) -> tuple[float, float]:
         # Together the mean over all codebooks.
         return 1 / config.num_codebooks, 1 - 1 / config.num_codebooks
 
@@ -114,28 +114,21 @@ class DiaFamily(Family):
         decoder, delays = config.model.decoder_config, torch.tensor(config.model.delay_pattern)
         longest = int(delays.max()) + 1 + max(len(get_codes(u)) for u in utterances)
         decoder_ids = torch.full((len(utterances), longest, len(delays)), decoder.pad_token_id)
-        names = ("state_index", "targets", "is_end", "label_weights")
-        targets: dict[str, list[Tensor]] = {name: [] for name in names}
+        state_index = []
         for row, utterance in enumerate(utterances):
             codes = torch.from_numpy(get_codes(utterance))
             num_frames = len(codes)
-            wanted = torch.cat([codes, torch.full((1, len(delays)), decoder.eos_token_id)])
             for i, delay in enumerate(delays.tolist()):
                 decoder_ids[row, : delay + 1, i] = decoder.bos_token_id
                 decoder_ids[row, delay + 1 : delay + 1 + num_frames, i] = codes[:, i]
                 # The end itself is read by a position that predicts nothing of this codebook, but of others.
                 rest = decoder_ids[row, delay + 1 + num_frames :, i]
                 rest[:1] = decoder.eos_token_id
-            places = torch.arange(num_frames + 1).unsqueeze(1) + delays
-            targets["state_index"].append(row * longest + places)
-            targets["targets"].append(wanted)
-            targets["is_end"].append(torch.arange(num_frames + 1) == num_frames)
-            targets["label_weights"].append(torch.full((num_frames + 1,), int(utterance.is_counted)))
-        batch = {name: torch.cat(parts) for name, parts in targets.items()}
+            state_index.append(row * longest + torch.arange(num_frames + 1).unsqueeze(1) + delays)
         # Padding of the decoder is on the right, where causal attention does not look.
         whole = torch.ones(len(utterances), longest, dtype=torch.int64)
-        batch |= {"decoder_ids": decoder_ids, "attention_mask": whole, "frame_weights": batch["label_weights"]}
-        return {**batch, **_stack_text(utterances)}
+        targets = collate_targets(utterances, state_index, decoder.eos_token_id)
+        return {**targets, "decoder_ids": decoder_ids, "attention_mask": whole, **_stack_text(utterances)}
 
     @override
     def drop_texts(self, batch: Batch, rows: Sequence[int]) -> Batch:

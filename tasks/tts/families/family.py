@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from lit_fsdp.planning.reader import UnreadableModuleError
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.tasks.tts.families.speech_tape import describe_batch
 from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
-from lit_fsdp.tasks.tts.layout import Batch, Utterance
+from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 from lit_fsdp.weights.load import load_weights
 
@@ -167,7 +168,7 @@ class Family(ABC):
         load_weights(model, folder, seed=seed)
 
     @abstractmethod
-    def weigh_losses(self, config: Any) -> tuple[float, float]:
+    def get_loss_weights(self, config: Any) -> tuple[float, float]:
         """Return the weights of the talker's and the predictor's loss; see Note [Two losses]."""
 
     @abstractmethod
@@ -295,6 +296,24 @@ class Family(ABC):
             raise ValueError(
                 f"speaker_embedding: got {speaker_embedding!r}: {self.model_type} takes no embeddings; leave it out"
             )
+
+
+def collate_targets(utterances: Sequence[Utterance], state_index: Sequence[Tensor], eos: int) -> Batch:
+    """Return the targets of a batch of which the end is a frame of ``eos`` in all codebooks.
+
+    Args:
+        utterances: With codes.
+        state_index: Of each utterance: which states predict its frames and its end.
+        eos: The code.
+    """
+    targets: dict[str, list[Tensor]] = {"targets": [], "is_end": [], "label_weights": []}
+    for utterance in utterances:
+        codes = torch.from_numpy(get_codes(utterance))
+        targets["targets"].append(torch.cat([codes, torch.full((1, codes.shape[1]), eos)]))
+        targets["is_end"].append(torch.arange(len(codes) + 1) == len(codes))
+        targets["label_weights"].append(torch.full((len(codes) + 1,), int(utterance.is_counted)))
+    batch = {name: torch.cat(parts) for name, parts in targets.items()}
+    return {**batch, "state_index": torch.cat(list(state_index)), "frame_weights": batch["label_weights"]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ class Qwen3Family(Family):
         return Qwen3TTS(config, attention)
 
     @override
-    def weigh_losses(self, config: SpeechConfig) -> tuple[float, float]:
+    def get_loss_weights(self, config: SpeechConfig) -> tuple[float, float]:
         return 1.0, PREDICTOR_WEIGHT
 
     @override

@@ -154,7 +154,7 @@ def train_plainly(root: Path, name: str, start: dict[str, Tensor], quantized: se
     optimizer = torch.optim.AdamW(
         trained.values(), lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay
     )
-    tokenizer, result, (own, other) = build_byte_tokenizer(), Result(), family.weigh_losses(config)
+    tokenizer, result, (own, other) = build_byte_tokenizer(), Result(), family.get_loss_weights(config)
     rows = make_rows(name)
     voices: Any = [row.speaker_embedding if name == "qwen3" else VOICES[name].get(row.speaker) for row in rows]
     clips = [

@@ -19,12 +19,13 @@ from speech_training import (
     make_config,
     make_rows,
     save_model,
+    train_model,
 )
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
-from training import OPTIMIZER, Recorder, Result
+from training import Recorder, Result
 
 from lit_fsdp import FSDP2Strategy, Sharding
 from lit_fsdp.adapters.lora import LoRA
@@ -52,32 +53,17 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_plainly() -> Result:
-    """Train on one device without Lightning, FSDP or our task, with one forward for the whole step."""
     with torch.device("meta"):
         model = Qwen3TTS(parse_config(make_config()))
     materialize(model, torch.device("cpu"))
     init_weights(model, 0)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": OPTIMIZER.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    tokenizer = build_byte_tokenizer()
+    utterances = [
+        Utterance(text_ids=encode_text(tokenizer, row.text), codes=row.codes, speaker=row.speaker_embedding)
+        for row in make_rows()
     ]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps)
-    rows, tokenizer, result = make_rows(), build_byte_tokenizer(), Result()
-    for step in range(NUM_STEPS):
-        utterances = [
-            Utterance(text_ids=encode_text(tokenizer, row.text), codes=row.codes, speaker=row.speaker_embedding)
-            for row in rows[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]
-        ]
-        output = model(collate_training(utterances, model.config))
-        loss = output.talker_loss / output.num_tokens + 0.3 * output.predictor_loss / output.num_frames
-        optimizer.zero_grad()
-        loss.backward()
-        result.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
-        optimizer.step()
-        result.losses.append(float(loss.detach()))
-    result.weights = {name: p.detach() for name, p in model.named_parameters()}
-    return result
+    steps = [utterances[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH] for step in range(NUM_STEPS)]
+    return train_model(model, [collate_training(step, model.config) for step in steps], (1.0, 0.3))
 
 
 def fit(folder: Path, out: Path, accumulate: int) -> None:

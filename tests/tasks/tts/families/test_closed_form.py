@@ -75,7 +75,7 @@ class Model(nn.Module):
         return {**batch, "speaker": torch.zeros(rows, self.config.voice_size or 1)} if has_speaker else batch
 
     def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        output, (own, other) = self.model(batch), self.family.weigh_losses(self.config)
+        output, (own, other) = self.model(batch), self.family.get_loss_weights(self.config)
         return own * output.talker_loss + other * output.predictor_loss
 
 
