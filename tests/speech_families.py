@@ -14,9 +14,9 @@ from training import OPTIMIZER, Recorder, Result
 from lit_fsdp.tasks import LRSchedule, SpeechData, TextToSpeech
 from lit_fsdp.tasks.tts.families.model_types import parse_family
 from lit_fsdp.tasks.tts.generation import Sampling
-from lit_fsdp.tasks.tts.layout import Utterance
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
+from lit_fsdp.tasks.tts.utterance import Utterance
 from lit_fsdp.weights.load import init_weights, materialize
 
 MIMI = {

@@ -17,8 +17,8 @@ from lit_fsdp.tasks import LRSchedule, SpeechData, TextToSpeech
 from lit_fsdp.tasks.tts.codec.formants import build_codec_config, build_small_codec
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS
-from lit_fsdp.tasks.tts.layout import Batch
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
+from lit_fsdp.tasks.tts.utterance import Batch
 from lit_fsdp.weights.load import init_weights, materialize
 
 NUM_STEPS, GLOBAL_BATCH = 3, 6

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_fsdp.tasks.loading import ResumableLoader
 from lit_fsdp.tasks.tts.families.family import Family, SpeechOutput
-from lit_fsdp.tasks.tts.layout import Batch
+from lit_fsdp.tasks.tts.utterance import Batch
 
 
 def count_step(batch: Batch, output: SpeechOutput, trainer: Any) -> Tensor:

@@ -21,9 +21,9 @@ from lit_fsdp.tasks.tts.codec.formants import SPOKEN, make_corpus
 from lit_fsdp.tasks.tts.evaluation.prompts import PromptRow, read_prompts
 from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig, Voice, get_voice
 from lit_fsdp.tasks.tts.families.model_types import get_family
-from lit_fsdp.tasks.tts.layout import Batch, Utterance
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, read_rows
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
+from lit_fsdp.tasks.tts.utterance import Batch, Utterance
 
 _HELD_OUT_SEED = 0
 _CHARACTERS_PER_S = 20  # more than anybody speaks, for an example batch

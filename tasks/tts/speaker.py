@@ -18,10 +18,10 @@ from lit_fsdp.tasks.tts.families.family import Family, Voice, get_voice
 from lit_fsdp.tasks.tts.families.model_types import is_speech_model, load_speech_model
 from lit_fsdp.tasks.tts.families.speaker_encoder import compute_mels
 from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
-from lit_fsdp.tasks.tts.layout import Codes, Utterance
 from lit_fsdp.tasks.tts.preparation.audio import Audio
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
+from lit_fsdp.tasks.tts.utterance import Codes, Utterance
 
 
 @dataclass(frozen=True, kw_only=True)

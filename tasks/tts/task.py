@@ -32,10 +32,10 @@ from lit_fsdp.tasks.tts.evaluation.speech_eval import SpeechEval, SpeechEvaluato
 from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig, SpeechOutput
 from lit_fsdp.tasks.tts.families.model_types import parse_family, read_family
 from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
-from lit_fsdp.tasks.tts.layout import Batch
 from lit_fsdp.tasks.tts.parts import check_adapters, check_parts, describe_parameters, freeze_parts, list_outside_blocks
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 from lit_fsdp.tasks.tts.pretrained import check_stored, fetch_speech_model, find_speech_model
+from lit_fsdp.tasks.tts.utterance import Batch
 from lit_fsdp.weights.base_weights import fetch_config
 from lit_fsdp.weights.load import init_weights
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_fsdp.tasks.tts.generation import Speech
-from lit_fsdp.tasks.tts.layout import Codes
+from lit_fsdp.tasks.tts.utterance import Codes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from lit_fsdp.tasks.tts.families.csm_model import Csm, generate_csm
 from lit_fsdp.tasks.tts.families.csm_tape import read_csm
 from lit_fsdp.tasks.tts.families.family import Family, HubConfig, Voice, collate_targets
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
-from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
+from lit_fsdp.tasks.tts.utterance import Batch, Utterance, get_codes
 from lit_fsdp.weights.load import load_weights
 from lit_fsdp.weights.safetensors_io import TensorFiles
 

@@ -11,7 +11,7 @@ from transformers import CsmConfig, CsmForConditionalGeneration, DynamicCache
 
 from lit_fsdp.tasks.tts.families.family import SpeechOutput
 from lit_fsdp.tasks.tts.generation import Chooser, SamplingValues, Speech, cut_at_ends, is_any
-from lit_fsdp.tasks.tts.layout import Batch
+from lit_fsdp.tasks.tts.utterance import Batch
 
 
 class Csm(CsmForConditionalGeneration):

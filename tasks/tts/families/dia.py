@@ -18,8 +18,8 @@ from lit_fsdp.tasks.tts.families.dia_tape import read_dia
 from lit_fsdp.tasks.tts.families.family import Family, HubConfig, Voice, collate_targets
 from lit_fsdp.tasks.tts.families.speech_tape import describe_batch
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
-from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
+from lit_fsdp.tasks.tts.utterance import Batch, Utterance, get_codes
 
 FRAMES_PER_S = 44100 / 512  # of DAC at 44.1 kHz
 _SPEAKERS = ("[S1]", "[S2]")

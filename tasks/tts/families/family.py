@@ -27,8 +27,8 @@ from lit_fsdp.planning.reader import UnreadableModuleError
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.tasks.tts.families.speech_tape import describe_batch
 from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
-from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
+from lit_fsdp.tasks.tts.utterance import Batch, Utterance, get_codes
 from lit_fsdp.weights.load import load_weights
 
 Voice = NDArray[np.float32] | int  # an embedding, or the number under which a model knows a speaker

@@ -11,17 +11,12 @@ from typing_extensions import override
 from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.tasks.tts.config import MODEL_TYPE, SpeechConfig, parse_config
 from lit_fsdp.tasks.tts.families.family import Family, Voice
+from lit_fsdp.tasks.tts.families.qwen3_layout import collate_prompts, collate_training, encode_text
 from lit_fsdp.tasks.tts.families.qwen3_model import PREDICTOR_WEIGHT, Qwen3TTS, generate_qwen3
 from lit_fsdp.tasks.tts.families.qwen3_tape import read_qwen3
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
-from lit_fsdp.tasks.tts.layout import (
-    Batch,
-    Utterance,
-    collate_prompts,
-    collate_training,
-    encode_text,
-)
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, average_speakers
+from lit_fsdp.tasks.tts.utterance import Batch, Utterance
 
 
 class Qwen3Family(Family):

@@ -15,10 +15,10 @@ from transformers import DynamicCache
 
 from lit_fsdp.tasks.tts.config import SpeechConfig
 from lit_fsdp.tasks.tts.families.family import SpeechOutput
-from lit_fsdp.tasks.tts.families.qwen3_talker import Talker, set_attention
+from lit_fsdp.tasks.tts.families.qwen3_talker import Talker
 from lit_fsdp.tasks.tts.families.speaker_encoder import SpeakerEncoder
 from lit_fsdp.tasks.tts.generation import Chooser, SamplingValues, Speech, cut_at_ends, is_any
-from lit_fsdp.tasks.tts.layout import Batch
+from lit_fsdp.tasks.tts.utterance import Batch
 
 PREDICTOR_WEIGHT = 0.3
 
@@ -33,7 +33,8 @@ class Qwen3TTS(nn.Module):
 
     def __init__(self, config: SpeechConfig, attention: str = "sdpa") -> None:
         super().__init__()
-        set_attention(config, attention)
+        for part in (config.talker, config.predictor):
+            part._attn_implementation = attention
         self.config = config
         self.talker = Talker(config)
         self.speaker_encoder = SpeakerEncoder(config.speaker_encoder) if config.speaker_encoder is not None else None

@@ -30,9 +30,9 @@ from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks import LRSchedule, Sampling, SpeechData, TextToSpeech
 from lit_fsdp.tasks.tts.checkpoint import read_checkpoint
 from lit_fsdp.tasks.tts.families.model_types import parse_family
-from lit_fsdp.tasks.tts.layout import Utterance
 from lit_fsdp.tasks.tts.preparation.prepared import write_shard
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
+from lit_fsdp.tasks.tts.utterance import Utterance
 from lit_fsdp.tasks.tts.voice_export import export_voice
 from lit_fsdp.weights.base_weights import BASE
 from ranks import run_ranks

@@ -33,10 +33,11 @@ from lit_fsdp.profiling.communication_meter import CommunicationMeter
 from lit_fsdp.profiling.expected_communication import predict_bytes
 from lit_fsdp.tasks import Sampling, SpeechEval, TextToSpeech
 from lit_fsdp.tasks.tts.config import parse_config
+from lit_fsdp.tasks.tts.families.qwen3_layout import collate_training, encode_text
 from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS
-from lit_fsdp.tasks.tts.layout import Utterance, collate_training, encode_text
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, average_speakers, read_rows, write_shard
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
+from lit_fsdp.tasks.tts.utterance import Utterance
 from lit_fsdp.weights.load import init_weights, materialize
 from ranks import run_ranks
 

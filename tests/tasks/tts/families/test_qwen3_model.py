@@ -14,11 +14,12 @@ from torch import Tensor
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.families.model_types import load_speech_model
 from lit_fsdp.tasks.tts.families.qwen3 import Qwen3Family
+from lit_fsdp.tasks.tts.families.qwen3_layout import collate_prompts, collate_training
 from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS, generate_qwen3
 from lit_fsdp.tasks.tts.families.speaker_encoder import compute_mels
 from lit_fsdp.tasks.tts.generation import GREEDY, Chooser, Sampling, SamplingValues
-from lit_fsdp.tasks.tts.layout import Batch, Utterance, collate_prompts, collate_training
 from lit_fsdp.tasks.tts.parts import count_parts
+from lit_fsdp.tasks.tts.utterance import Batch, Utterance
 
 GOLDEN = load_file(FILE)
 # Kernels round differently between machines, and between one clip and a batch of them.
