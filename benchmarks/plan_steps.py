@@ -24,7 +24,7 @@ from lit_fsdp.tasks import TextToSpeech
 from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, sum_chunked_losses
 from lit_fsdp.tasks.image_classification.model import build_classifier, measure_images
 from lit_fsdp.tasks.tts.families.model_types import parse_family
-from lit_fsdp.tasks.tts.quantizing import list_rest
+from lit_fsdp.tasks.tts.parts import list_outside_blocks
 
 
 class Model(nn.Module):
@@ -66,10 +66,10 @@ class SpeechModel(nn.Module):
         with torch.device("meta"):
             self.model: Any = family.build_model(config)
         if case.mode == "nf4":
-            quantize_model(self.model, Quantization(), keep=list_rest(self.model, family))
+            quantize_model(self.model, Quantization(), keep=list_outside_blocks(self.model, family))
         if case.mode != "full":
             add_adapters(self.model, LoRA(r=16, target_modules=family.linears))
-        self._family, self._weights, self._raw = family, family.weigh_losses(config), raw
+        self._family, self._weights, self._raw = family, family.get_loss_weights(config), raw
 
     def configure_units(self, model: nn.Module) -> list[Unit]:
         """Return the units that the task plans."""

@@ -59,30 +59,3 @@ def check_stored(raw: Mapping[str, Any], pretrained: str) -> None:
             f"pretrained: got {pretrained!r}: its weights are stored quantized, which is not read for speech: "
             "set pretrained to the model that it was made of, and quantization, such as {type: nf4}"
         )
-
-
-def find_codec(folder: Path) -> Path:
-    """Return the folder of a codec: that of a model, or the folder itself.
-
-    Raises:
-        ValueError: There is none.
-    """
-    from lit_fsdp.tasks.tts.codec.hub_codec import is_hub_codec
-
-    if is_hub_codec(folder):
-        return folder
-    found = folder / CODEC_FOLDER if (folder / CODEC_FOLDER).is_dir() else folder
-    for name in ("config.json", "model.safetensors"):
-        if not (found / name).is_file():
-            raise ValueError(
-                f"codec: {found / name} is missing: expected the folder {CODEC_FOLDER} of a Qwen3-TTS model, or a "
-                "codec of Transformers: Mimi, as CSM has it, or DAC, such as descript/dac_44khz for Dia"
-            )
-    return found
-
-
-def has_codec(folder: Path) -> bool:
-    """Tell whether a folder holds a codec."""
-    from lit_fsdp.tasks.tts.codec.hub_codec import is_hub_codec
-
-    return (folder / CODEC_FOLDER / "config.json").is_file() or is_hub_codec(folder)

@@ -28,8 +28,7 @@ from lit_fsdp.tasks import TextToSpeech
 from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.tasks.tts.families.family import Family
 from lit_fsdp.tasks.tts.families.model_types import parse_family
-from lit_fsdp.tasks.tts.parts import freeze_parts
-from lit_fsdp.tasks.tts.quantizing import list_rest
+from lit_fsdp.tasks.tts.parts import freeze_parts, list_outside_blocks
 from ranks import run_ranks
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -59,7 +58,7 @@ class Model(nn.Module):
         with torch.device("meta"):
             self.model: Any = self.family.build_model(self.config)
         if mode == "qlora":
-            quantize_model(self.model, Quantization(), keep=list_rest(self.model, self.family))
+            quantize_model(self.model, Quantization(), keep=list_outside_blocks(self.model, self.family))
         if mode in ("lora", "qlora"):
             add_adapters(self.model, LoRA(r=8, target_modules=self.family.linears))
         freeze_parts(self.model, self.family, freeze)
@@ -76,7 +75,7 @@ class Model(nn.Module):
         return {**batch, "speaker": torch.zeros(rows, self.config.voice_size or 1)} if has_speaker else batch
 
     def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        output, (own, other) = self.model(batch), self.family.weigh_losses(self.config)
+        output, (own, other) = self.model(batch), self.family.get_loss_weights(self.config)
         return own * output.talker_loss + other * output.predictor_loss
 
 

@@ -1,4 +1,4 @@
-"""How text, speaker and codes share the positions of the talker.
+"""How text, speaker and codes share the positions of the talker of Qwen3-TTS.
 
 Note [Layout]: every position adds a text track and a codec track. First the three ids of the role, with no codec;
 then ``tts_pad`` over the prefix of the codec track (``nothink, think_bos, think_eos``, or with a language ``think,
@@ -20,40 +20,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_fsdp.tasks.tts.config import SpeechConfig
-
-Batch = dict[str, Tensor]
-Codes = NDArray[np.int64]
+from lit_fsdp.tasks.tts.utterance import Batch, Utterance, get_codes
 
 TEMPLATE = "<|im_start|>assistant\n{text}<|im_end|>\n<|im_start|>assistant\n"
 NUM_ROLE, NUM_TAIL = 3, 5  # ids before and after the text
 NONE = -1  # on the codec track: nothing
-
-
-@dataclass(frozen=True, kw_only=True)
-class Utterance:
-    """One piece of speech, as the model reads it.
-
-    Args:
-        text_ids: Of the role and the text, from ``encode_text``.
-        codes: [frames, codebooks]; ``None`` where they are to be generated.
-        language: Id from ``SpeechConfig.find_language``.
-        speaker: An embedding, the id of a built-in voice, or ``None``.
-        is_counted: Whether it counts in losses; false where it only fills a batch up.
-        context_ids: Text that was said before it, by a model that reads such; empty where nothing was.
-        context_codes: How that was said.
-    """
-
-    text_ids: Sequence[int]
-    codes: Codes | None = None
-    language: int | None = None
-    speaker: NDArray[np.float32] | int | None = None
-    is_counted: bool = True
-    context_ids: Sequence[int] = ()
-    context_codes: Codes | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,12 +79,6 @@ def lay_out_prompt(utterance: Utterance, config: SpeechConfig, *, is_streaming: 
     text_track += [*text, ids.tts_eos, ids.tts_pad]
     codec_track += [*[ids.pad] * (len(text) + 1), ids.bos]
     return Tracks(text=text_track, codec=codec_track, speaker_at=speaker_at, trailing=[])
-
-
-def count_positions(num_text_ids: int, num_frames: int, *, has_language: bool, is_streaming: bool) -> int:
-    """Return how many positions an utterance with a speaker takes, without laying it out."""
-    prefix = num_frames + 6 + int(has_language) + NUM_ROLE
-    return prefix + 1 if is_streaming else prefix + num_text_ids - NUM_ROLE + 2
 
 
 def collate_training(utterances: Sequence[Utterance], config: SpeechConfig, *, is_streaming: bool = False) -> Batch:
@@ -204,9 +172,3 @@ def _stack_speakers(utterances: Sequence[Utterance]) -> Batch:
         return {}
     rows = [s if isinstance(s, np.ndarray) else np.zeros(size, dtype=np.float32) for s in given]
     return {"speaker": torch.from_numpy(np.stack(rows).astype(np.float32))}
-
-
-def get_codes(utterance: Utterance) -> Codes:
-    """Return the codes of an utterance that has some."""
-    assert utterance.codes is not None
-    return utterance.codes

@@ -1,4 +1,4 @@
-"""How many targets a whole optimizer step has, known from the order of the data."""
+"""What a training batch gets by its place in the epoch: the counts of its whole step, and rows without their text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lit_fsdp.tasks.loading import ResumableLoader
-from lit_fsdp.tasks.tts.families.family import SpeechOutput
-from lit_fsdp.tasks.tts.layout import Batch
+from lit_fsdp.tasks.tts.families.family import Family, SpeechOutput
+from lit_fsdp.tasks.tts.utterance import Batch
 
 
 def count_step(batch: Batch, output: SpeechOutput, trainer: Any) -> Tensor:
@@ -80,3 +80,33 @@ class StepCounts:
         frames = int(self.num_frames[rows].sum())
         num_ends = len(rows) if self.predicts_ends else 0
         return {**batch, "step_counts": torch.tensor([frames + len(rows), frames + num_ends])}
+
+
+class TextDropout:
+    """Takes the text from some rows of training batches.
+
+    Which ones is drawn by seed, epoch and place in the epoch, so they are the same at any number of ranks and workers,
+    and after a resume.
+
+    Args:
+        loader: Whose batches they are.
+        family: Knows what a missing text is.
+        share: Of the rows.
+    """
+
+    def __init__(self, loader: ResumableLoader, family: Family, share: float) -> None:
+        sampler: Any = loader.sampler
+        self.sampler, self.family, self.share = sampler, family, share
+
+    def __call__(self, batch: Batch, place: tuple[int, int]) -> Batch:
+        """Return the batch, of which some rows have no text.
+
+        Args:
+            batch: From ``Family.collate``.
+            place: Epoch, and samples of all ranks before the batch.
+        """
+        epoch, seen = place
+        begin = seen + self.sampler.rank * self.sampler.batch_size
+        numbers = range(begin, begin + self.sampler.batch_size)
+        drawn = [np.random.default_rng([self.sampler.seed, epoch, i]).random() for i in numbers]
+        return self.family.drop_texts(batch, [row for row, value in enumerate(drawn) if value < self.share])
