@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+
+from lit_fsdp.sharding.grad_clipping import group_gradients
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -109,28 +110,17 @@ class ShardedGradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,  # noqa: ARG002
     ) -> dict[torch.device, Tensor]:
-        # Private, seen in torch 2.13: the stock one sees DTensors but compares no ranks.
+        # Private, seen in torch 2.13: its scalers refuse plain tensors beside DTensors.
         found = found_inf.clone()
-        for gradients in _group_by_device_and_dtype(optimizer):
+        for gradients in group_gradients(p for group in optimizer.param_groups for p in group["params"]):
             device = gradients[0].device
             local_found = torch.zeros_like(found, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(
-                gradients, local_found, inv_scale.to(device, non_blocking=True)
-            )
+            scale = inv_scale.to(device, non_blocking=True)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, local_found, scale)
             found = torch.maximum(found, local_found.to(found.device))
         if dist.is_initialized():
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return {found.device: found}
-
-
-def _group_by_device_and_dtype(optimizer: torch.optim.Optimizer) -> Iterable[list[Tensor]]:
-    groups: dict[Any, list[Tensor]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-                groups.setdefault((local.device, local.dtype), []).append(local)
-    return groups.values()
 
 
 def _to_dtype(name: DType | None) -> torch.dtype | None:
