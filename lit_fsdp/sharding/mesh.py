@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# Private, seen in torch 2.13: the only way to change the timeout of a group that exists.
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from lit_fsdp.sharding.torch_internals import set_timeout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +84,5 @@ def build_mesh(
         return init_device_mesh(device_type, (shard,), mesh_dim_names=("shard",))
     made = init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
     for group in made.get_all_groups():
-        # New groups start with the backend's default, not with that of the world. Seen in torch 2.13.
-        _set_pg_timeout(timedelta(seconds=timeout_s), group)
+        set_timeout(group, timeout_s)  # new ones start with the backend's, not with that of the world
     return made

@@ -18,13 +18,7 @@ COLUMNS = ("unit", "parameters", "trainable", "bytes per rank")
 
 
 def print_plan(model: nn.Module, plan: Sequence[Unit], mesh: DeviceMesh) -> None:
-    """Print one row for each unit; neighbours of one size share a row.
-
-    Args:
-        model: Not sharded yet.
-        plan: Its units.
-        mesh: The ranks it will be sharded over.
-    """
+    """Print one row for each unit of a model that is not sharded yet; neighbouring blocks of one size share a row."""
     # A file or pipe has no width that the names would have to be cut to.
     Console(width=None if sys.stdout.isatty() else 160).print(make_table(model, plan, tuple(mesh.mesh.shape)))
 
@@ -46,29 +40,19 @@ def make_table(model: nn.Module, plan: Sequence[Unit], mesh_shape: tuple[int, ..
 
 
 def list_rows(model: nn.Module, plan: Sequence[Unit], num_shards: int) -> list[tuple[str, ...]]:
-    """Return the cells of the table under ``COLUMNS``, the totals last.
-
-    Args:
-        model: Sharded or not.
-        plan: Its units.
-        num_shards: Over how many ranks each parameter is split.
-    """
-    sizes = {id(unit): count_shard_bytes(model, unit, num_shards) for unit in plan}
+    """Return the cells of the table under ``COLUMNS``, the totals last."""
     weights = count_weights(model)
-    counts = {id(unit): sum(weights[name] for name in unit.parameters) for unit in plan}
-
-    def describe(unit: Unit) -> tuple[object, ...]:
-        is_alone = unit.kind != "block"
-        return (is_alone and unit.names, counts[id(unit)], unit.num_trainable, sizes[id(unit)])
-
+    counted = []
+    for unit in plan:
+        num_weights = sum(weights[name] for name in unit.parameters)
+        counted.append((unit, (num_weights, unit.num_trainable, count_shard_bytes(model, unit, num_shards))))
     rows = []
-    for _, group in groupby(plan, key=describe):
-        units = list(group)
-        first, last, times = units[0], units[-1], f"{len(units)} x " if len(units) > 1 else ""
-        name = " + ".join(n or "(root)" for n in first.names)
+    # Only blocks share a row.
+    for (_, numbers), group in groupby(counted, key=lambda pair: (pair[0].kind == "block" or pair[0].names, pair[1])):
+        units = [unit for unit, _ in group]
+        name, times = " + ".join(n or "(root)" for n in units[0].names), ""
         if len(units) > 1:
-            name += f" .. {last.names[0].rsplit('.', 1)[-1]}"
-        numbers = (counts[id(first)], first.num_trainable, sizes[id(first)])
+            name, times = f"{name} .. {units[-1].names[0].rsplit('.', 1)[-1]}", f"{len(units)} x "
         rows.append((name, *(f"{times}{number:,}" for number in numbers)))
-    totals = (sum(counts.values()), sum(u.num_trainable for u in plan), sum(sizes.values()))
+    totals = map(sum, zip(*(numbers for _, numbers in counted), strict=True))
     return [*rows, (f"all {len(plan)} units", *(f"{number:,}" for number in totals))]
