@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from lit_fsdp.profiling.gloo import is_collective_of_gloo, run_on_copies
 from lit_fsdp.profiling.memory import KINDS, Kind, is_on, iterate_states, label_unit, name_units
 from lit_fsdp.quantization.quantize import count_hidden_bytes
-from lit_fsdp.profiling.gloo import is_collective_of_gloo, run_on_copies
 from lit_fsdp.sharding.torch_internals import get_shard, iterate_sharded, list_unreduced_gradients
 from lit_fsdp.sharding.wrap import Unit
 
