@@ -43,11 +43,7 @@ class ActivationCheckpointing:
         object.__setattr__(self, "saved_ops", tuple(self.saved_ops))  # YAML gives a list
 
     def check(self) -> None:
-        """Refuse settings that would be ignored or that name nothing.
-
-        Raises:
-            ValueError: With the setting and the nearest fix.
-        """
+        """Raise a ``ValueError`` for settings that would be ignored or that name nothing."""
         if self.every_n_blocks < 1:
             raise ValueError(f"activation_checkpointing.every_n_blocks: got {self.every_n_blocks}: expected 1 or more")
         if self.mode == "none" and self.every_n_blocks != 1:
@@ -69,9 +65,6 @@ def apply_activation_checkpointing(
     """Checkpoint every n-th of these blocks; return their names. Must run before the model is sharded.
 
     Only their ``forward`` is replaced: a wrapper module would change the names of all parameters inside it.
-
-    Raises:
-        ValueError: There is no block to choose from, or ``selective`` meets blocks inside blocks.
     """
     settings.check()
     if settings.mode == "none":

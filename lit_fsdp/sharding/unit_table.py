@@ -25,12 +25,10 @@ def print_plan(model: nn.Module, plan: Sequence[Unit], mesh: DeviceMesh) -> None
 
 def make_table(model: nn.Module, plan: Sequence[Unit], mesh_shape: tuple[int, ...]) -> Table:
     """Return the table of ``print_plan``."""
-    num_shards = mesh_shape[-1]
-    replicate = mesh_shape[0] if len(mesh_shape) > 1 else 1
+    replicate, num_shards = (1, *mesh_shape)[-2:]
     table = Table(title=f"FSDP units, mesh replicate {replicate} x shard {num_shards}", title_justify="left")
-    table.add_column(COLUMNS[0])
-    for name in COLUMNS[1:]:
-        table.add_column(name, justify="right")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "unit" else "right")
     *rows, totals = list_rows(model, plan, num_shards)
     for row in rows:
         table.add_row(*row)
