@@ -6,6 +6,7 @@ Everything here is decided on the module tree alone, so it works on the meta dev
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -115,16 +116,12 @@ def plan_module(module: nn.Module, wrap: Wrap) -> list[Unit]:
 
 
 def count_shard_bytes(model: nn.Module, unit: Unit, num_shards: int) -> int:
-    """Return the bytes of one rank's shard of a unit: the first rank's, which is the largest.
-
-    ``fully_shard`` splits each parameter by rows, so a rank has up to one row more than another.
-    """
+    """Return the bytes of the first rank's shard of a unit: ``fully_shard`` gives no rank more rows of a parameter."""
     total = 0
     for name in unit.parameters:
         parameter = model.get_parameter(name)
         rows = parameter.shape[0] if parameter.dim() else 1
-        row_bytes = parameter.numel() // max(rows, 1) * parameter.element_size()
-        total += -(-rows // num_shards) * row_bytes
+        total += -(-rows // num_shards) * (parameter.nbytes // max(rows, 1))
     return total
 
 
@@ -183,11 +180,8 @@ def _find_repeated(modules: dict[str, nn.Module]) -> list[str]:
 
 def _is_leaf(kind: type) -> bool:
     # A stack of plain linears is one small network, not a stack of blocks.
-    return kind.__module__.startswith("torch.nn.modules.") and kind.__name__ not in (
-        "TransformerEncoderLayer",
-        "TransformerDecoderLayer",
-        "Sequential",
-    )
+    blocks = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Sequential)
+    return kind.__module__.startswith("torch.nn.modules.") and kind not in blocks
 
 
 def _find_by_size(model: nn.Module, min_num_params: int) -> list[str]:
@@ -244,8 +238,7 @@ def _read_model_plan(modules: dict[str, nn.Module], wrap: Wrap) -> list[Unit]:
 
 def _matches(name: str, pattern: str) -> bool:
     """Whether a module's name fits a pattern, in which ``*`` stands for one part of the name."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))
+    return re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name) is not None
 
 
 def _add_ends(modules: dict[str, nn.Module], found: Iterable[Unit], wrap: Wrap) -> list[Unit]:

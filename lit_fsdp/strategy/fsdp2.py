@@ -1,4 +1,4 @@
-"""``FSDP2Strategy``: what Lightning asks of a strategy, answered by the files beside this one."""
+"""``FSDP2Strategy``: answers what Lightning asks of a strategy."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def get_used_settings(module: pl.LightningModule) -> Settings:
 class FSDP2Strategy(ParallelStrategy):
     """Shards parameters, gradients and optimizer state with FSDP2 (``fully_shard``).
 
-    The LightningModule becomes the root FSDP unit, the modules found by ``units`` become units inside it. Build
+    The LightningModule becomes the root FSDP unit, the modules that ``wrap`` finds become units inside it. Build
     large models in ``configure_model`` under ``torch.device("meta")``: they get their memory after sharding, and
     their values from the hook ``configure_weights()``, or else from their modules' ``reset_parameters``.
     A module that has a method ``configure_units(model)`` returning a list of ``Unit`` decides itself; one that
@@ -169,10 +169,10 @@ class FSDP2Strategy(ParallelStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         # Lightning cannot know ours and hands over its own. The accelerator is known by then, devices are not yet.
-        device_type = "cuda" if isinstance(self.accelerator, CUDAAccelerator) else "cpu"
-        override = self.settings.mixed_precision if plugin is not None else None
-        ours = None if plugin is None else translate_precision(plugin, override, device_type)
-        self._precision_plugin: FSDP2Precision | None = ours
+        self._precision_plugin: FSDP2Precision | None = None
+        if plugin is not None:
+            device_type = "cuda" if isinstance(self.accelerator, CUDAAccelerator) else "cpu"
+            self._precision_plugin = translate_precision(plugin, self.settings.mixed_precision, device_type)
 
     # From the Trainer's construction to the process group
 
@@ -298,9 +298,9 @@ class FSDP2Strategy(ParallelStrategy):
         parameter_device = torch.device("cpu") if self.settings.cpu_offload is not None else None
         materialize(module, self.root_device, parameter_device=parameter_device)
         register_steps(module, _STEPS)
-        if is_empty and hasattr(module, "configure_weights"):
-            fill: Any = module.configure_weights
-            fill()
+        configure_weights: Any = getattr(module, "configure_weights", None)
+        if is_empty and configure_weights is not None:
+            configure_weights()
         elif is_empty:
             init_weights(module, self.broadcast(torch.initial_seed()))
 
@@ -368,10 +368,6 @@ class FSDP2Strategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Done by ``load_checkpoint``."""
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Done by ``load_checkpoint``."""
 
     # Between ranks
