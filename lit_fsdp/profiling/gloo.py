@@ -28,11 +28,6 @@ def run_on_copies(operator: Callable[..., Any], args: tuple[Any, ...], kwargs: M
     A thread of gloo lets go of the tensors of a collective, and of a buffer as large as the input of a
     reduce-scatter, at some time after the collective is over, and later on a busy machine: whoever watches them would
     count them for longer or shorter. Values are the same; asynchronous collectives are over at once.
-
-    Args:
-        operator: Of the namespace ``c10d``.
-        args: Of it; its tensors are changed as it would change them.
-        kwargs: Of it.
     """
     copies: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}  # of whole storages: tensors may share one
     originals: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of a copy, which is kept so that no other gets it

@@ -21,9 +21,6 @@ def compute_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the 2-norm of all gradients together as one float32 number, the same on every rank.
 
     One all-reduce of one number for each mesh the parameters are sharded over. All ranks must call it.
-
-    Args:
-        parameters: Those without a gradient are left out.
     """
     groups: dict[Any, list[Tensor]] = {}
     for gradient in _list_gradients(parameters):
@@ -45,17 +42,10 @@ def compute_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
 
 
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, *, norm: Tensor | None = None) -> Tensor:
-    """Scale gradients so that their common norm is at most ``max_norm``; return the norm before.
+    """Scale gradients in place so that their common norm is at most ``max_norm``; return the norm before.
 
-    The formula is that of ``torch.nn.utils.clip_grad_norm_``. Nothing waits for the device.
-
-    Args:
-        parameters: Whose gradients are scaled, in place.
-        max_norm: Above 0; ``inf`` only measures.
-        norm: The norm, where it is known already.
-
-    Raises:
-        ValueError: ``max_norm`` would turn gradients around or to zero.
+    The formula is that of ``torch.nn.utils.clip_grad_norm_``. Nothing waits for the device. A limit of ``inf`` only
+    measures. A norm that is known already is not computed again.
     """
     _refuse_not_positive(max_norm)
     parameters = list(parameters)
@@ -68,11 +58,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, *, norm: Tenso
 
 @torch.no_grad()
 def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
-    """Limit every gradient element to the range from ``-max_value`` to ``max_value``, in place.
-
-    Raises:
-        ValueError: ``max_value`` is not above 0.
-    """
+    """Limit every gradient element to the range from ``-max_value`` to ``max_value``, in place."""
     _refuse_not_positive(max_value)
     for gradients in group_gradients(parameters):
         torch._foreach_clamp_min_(gradients, -max_value)

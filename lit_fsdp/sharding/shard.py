@@ -115,7 +115,7 @@ def shard_model(
         members = [modules[name] for name in unit.names]
         # Head and root are used at the end of forward and the beginning of backward, nothing comes between.
         reshard = sharding.reshard_after_forward if unit.kind in ("block", "embedding") else unit.kind == "idle"
-        fully_shard(members if len(members) > 1 else members[0], reshard_after_forward=reshard, **options)
+        fully_shard(members, reshard_after_forward=reshard, **options)
     _set_prefetch(modules, plan, sharding)
 
 

@@ -53,10 +53,8 @@ class PatientObserver(_ChildProcessObserver):
 def outlive_children(launcher: Any) -> None:
     """Keep Lightning from killing this process, which has yet to say what went wrong, because a rank it started failed.
 
-    Whoever ends the run must then end those ranks, as ``stop_children`` does.
-
-    Args:
-        launcher: The strategy's launcher; anything without ``procs`` is nothing to do.
+    Whoever ends the run must then end those ranks, as ``stop_children`` does. A launcher without ``procs``, or none,
+    has no children.
     """
     if watched := getattr(launcher, "procs", None):
         launcher.procs = list(watched)
@@ -67,10 +65,6 @@ def stop_children(launcher: Any, patience_s: float = 5.0) -> dict[int, int]:
     """Wait briefly for the local ranks this process started, kill those that are left, return the exit codes.
 
     A rank that fails like this one ends by itself and says why; one that waits in a collective never would.
-
-    Args:
-        launcher: The strategy's launcher; anything without ``procs`` is nothing to do.
-        patience_s: How long to wait in all.
     """
     outlive_children(launcher)
     children: list[subprocess.Popen[bytes]] = getattr(launcher, "procs", [])

@@ -26,10 +26,6 @@ def log_again(module: pl.LightningModule, values: Mapping[str, Tensor]) -> bool:
     For them ``log`` would check its arguments again and copy all that Lightning knows of a metric: 1.4 ms for five
     values instead of 0.05. Returns false, having done nothing, in the first batch of an epoch, where one of them was
     not logged yet, or otherwise than step by step, and for modules that log in a way of their own.
-
-    Args:
-        module: Whose hook runs.
-        values: By name, scalars without a gradient.
     """
     trainer, hook, own = module.trainer, module._current_fx_name, type(module)
     if own.log is not pl.LightningModule.log or own.log_dict is not pl.LightningModule.log_dict:
@@ -57,9 +53,7 @@ def forget_train_loader(trainer: pl.Trainer) -> None:
 def keep_links(trainer: pl.Trainer, skipped: Collection[Path]) -> None:
     """Leave the ``last.ckpt`` of every ``ModelCheckpoint`` where it is instead of linking it to a skipped save.
 
-    Args:
-        trainer: About to train.
-        skipped: Checkpoints that were not written; looked at when a link is due, the same on all ranks.
+    ``skipped`` is looked at when a link is due, and has to be the same on all ranks.
     """
 
     def link(linker: Callable[..., None], trainer: pl.Trainer, filepath: str, linkpath: str) -> None:

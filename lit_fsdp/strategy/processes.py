@@ -21,17 +21,11 @@ def choose_processes(
     has_accelerator: bool,
     environ: Mapping[str, str],
 ) -> tuple[Any, int]:
-    """Return ``devices`` and ``num_nodes`` for the Trainer.
+    """Return ``devices`` and ``num_nodes`` for the Trainer, from its settings; one node counts as not set.
 
     torchrun has started its processes already, so what it says is taken wherever nothing was set; a setting
-    that disagrees is refused before anything starts, as it would hang in the first collective.
-
-    Args:
-        devices: The Trainer's setting: a count, a list, or ``"auto"``.
-        num_nodes: The Trainer's setting; 1 counts as not set.
-        cpu_processes: How many to start where ``devices`` is ``"auto"`` and there is only a CPU.
-        has_accelerator: Whether the run will find a GPU or the like.
-        environ: The environment of this process.
+    that disagrees is refused before anything starts, as it would hang in the first collective. Where ``devices`` is
+    ``"auto"`` and there is only a CPU, ``cpu_processes`` is taken.
     """
     count = count_devices(devices)
     if is_torchrun(environ):
