@@ -32,7 +32,7 @@ from lit_fsdp.reporting.rank_stats import AsyncRankStats, Spread
 from lit_fsdp.reporting.sections import Curve, Plot, Section, Table, print_table
 from lit_fsdp.reporting.step_memory import Comparison, describe_step, make_step_tables, plot_step
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
-from lit_fsdp.strategy.lightning_internals import count_micro_batches
+from lit_fsdp.strategy.trainer_settings import count_micro_batches
 
 _GIB = 2**30
 

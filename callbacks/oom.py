@@ -26,7 +26,7 @@ from lit_fsdp.reporting.metrics import (
 )
 from lit_fsdp.sharding.wrap import Unit
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
-from lit_fsdp.strategy.lightning_internals import outlive_children
+from lit_fsdp.strategy.launcher import outlive_children
 
 _GIB = 2**30
 _MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cannot allocate memory")
@@ -115,7 +115,7 @@ class OOMReport(Callback):
         batch, self._batch = self._batch, None
         if self._folder is None or not is_out_of_memory(exception):
             return
-        outlive_children(trainer)
+        outlive_children(trainer.strategy.launcher)
         where = f"rank {trainer.global_rank} of {trainer.world_size}, in {self._phase}, step {trainer.global_step + 1}"
         try:
             head = self._describe(trainer, pl_module, exception, batch, where=where)

@@ -21,7 +21,8 @@ from typing_extensions import override
 
 from lit_fsdp.reporting.metrics import find_checkpoint_folder
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
-from lit_fsdp.strategy.lightning_internals import hold_signals_at_launch, leave_signals_alone, mark_saved
+from lit_fsdp.strategy.launcher import Launcher
+from lit_fsdp.strategy.lightning_internals import leave_signals_alone, mark_saved
 from lit_fsdp.strategy.signals import SignalListener
 
 _NOTHING, _STOP, _REQUEUE = 0, 1, 2  # what a rank was told; what all ranks do is the maximum
@@ -75,7 +76,8 @@ class Preemption(Callback):
         if not self._listener.start(signals):
             rank_zero_warn(f"{type(self).__name__} hears no signals: fit does not run in the main thread")
         if self._undo is None:
-            hold_signals_at_launch(trainer, signals)
+            if isinstance(launcher := trainer.strategy.launcher, Launcher):
+                launcher.held_signals = signals
             self._undo = leave_signals_alone(trainer)
 
     @override

@@ -25,7 +25,8 @@ from lit_fsdp.reporting.metrics import find_run_folder, has_dropped_last_step
 from lit_fsdp.reporting.redaction import hide_hosts, hide_paths, shorten_path
 from lit_fsdp.reporting.report_files import HTML, Part, Report, draw_section, make_plain, write_report
 from lit_fsdp.reporting.sections import HasSection, Section
-from lit_fsdp.strategy.lightning_internals import outlive_children, read_logged
+from lit_fsdp.strategy.launcher import outlive_children
+from lit_fsdp.strategy.lightning_internals import read_logged
 
 FORMAT = 1  # of report.json
 _OWN_FOLDER = "run_report"
@@ -111,7 +112,7 @@ class RunReport(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._is_on:
-            outlive_children(trainer)
+            outlive_children(trainer.strategy.launcher)
             when = "before the first step" if self._first_step is None else f"at step {self._last_step:,}"
             self._write(trainer, *_describe_end(exception, when))
 

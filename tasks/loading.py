@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lit_fsdp.strategy.lightning_internals import refuse_overfit
+from lit_fsdp.strategy.trainer_settings import refuse_overfit
 
 PADDING = -1  # stands for "no sample" where the last batch of an evaluation is not full
 

@@ -16,7 +16,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lit_fsdp.adapters.lora import find_adapter_parameters
-from lit_fsdp.checkpoint.writer import CheckpointFormat
 from lit_fsdp.planning.estimate import Hardware, ModelToTrain
 from lit_fsdp.planning.forecast import NoForecastError, find_optimizer, guess_optimizer, guess_shape, measure_batch
 from lit_fsdp.planning.hardware import find_gpu, find_usual_gpu
@@ -25,12 +24,11 @@ from lit_fsdp.planning.plan import Ranks, parse_memory
 from lit_fsdp.planning.reader import UnreadableModuleError
 from lit_fsdp.planning.search import Candidate, Problem, Variant, choose, count_tries, format_changes, search
 from lit_fsdp.planning.search_process import NotPicklableError, SearchProcess, SearchRequest, pack_request
-from lit_fsdp.sharding.mesh import build_mesh
-from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
-from lit_fsdp.sharding.shard import Compile, find_roots
-from lit_fsdp.sharding.wrap import Wrap, plan_module
-from lit_fsdp.strategy.fsdp2 import FSDP2Strategy, find_used_settings
-from lit_fsdp.strategy.lightning_internals import count_micro_batches
+from lit_fsdp.sharding.mixed_precision import cast_parameters
+from lit_fsdp.sharding.shard import find_roots
+from lit_fsdp.sharding.wrap import plan_module
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy, get_used_settings
+from lit_fsdp.strategy.trainer_settings import count_micro_batches
 
 NAME = "fsdp2_auto"
 _GIB = 2**30
@@ -51,39 +49,12 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         device_memory: Of a GPU, with a unit, such as 15GiB, where less may be used than it has.
         link: What connects the GPUs, such as ``pcie4`` or ``nvlink4,ib400x8``, or a comm.json of ``bench comm``;
             ``null`` takes what usually connects such GPUs.
-        wrap: Which modules form an FSDP unit.
-        mixed_precision: Dtypes that win over those of the Trainer's ``precision``.
-        compile: Compile every block; ``null`` does not.
-        checkpoint_format: As of FSDP2Strategy.
-        save_frozen: As of FSDP2Strategy.
-        async_save: As of FSDP2Strategy.
-        print_plan: Print the units when ``fit`` starts.
-        timeout_s: How long a collective may take before the run fails.
+        **kwargs: Of ``FSDP2Strategy``, without those that are chosen.
     """
 
-    def __init__(
-        self,
-        device_memory: str | None = None,
-        link: str | None = None,
-        wrap: Wrap | None = None,
-        mixed_precision: MixedPrecision | None = None,
-        compile: Compile | None = None,  # noqa: A002
-        checkpoint_format: CheckpointFormat = "sharded",
-        save_frozen: bool | None = None,
-        async_save: bool = False,
-        print_plan: bool = True,
-        timeout_s: float = 1800.0,
-    ) -> None:
-        super().__init__(
-            wrap=wrap,
-            mixed_precision=mixed_precision,
-            compile=compile,
-            checkpoint_format=checkpoint_format,
-            save_frozen=save_frozen,
-            async_save=async_save,
-            print_plan=print_plan,
-            timeout_s=timeout_s,
-        )
+    def __init__(self, device_memory: str | None = None, link: str | None = None, **kwargs: Any) -> None:
+        # The command line takes arguments of the parent from here, but for those that are set.
+        super().__init__(mesh=None, sharding=None, activation_checkpointing=None, cpu_offload=None, **kwargs)
         self._configured = self.settings
         self.device_bytes = None if device_memory is None else parse_memory(device_memory)
         self.links = None if link is None else parse_links(link)
@@ -91,7 +62,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if self.lightning_module is not None and find_roots(self.lightning_module):
-            self.settings = find_used_settings(self.lightning_module)  # as it is sharded already
+            self.settings = get_used_settings(self.lightning_module)  # as it is sharded already
         super().setup(trainer)
 
     @override
@@ -123,17 +94,10 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             chosen = min(candidates, key=lambda candidate: candidate.needed_bytes)
             self._report_missing(chosen, problem.device_bytes)
         chosen = self.broadcast(chosen)
-        is_automatic = module.automatic_optimization
-        chosen.settings.check_accumulation(
-            num_micro_batches=count_micro_batches(module.trainer), is_automatic=is_automatic
-        )
-        if chosen.settings.mesh != self.settings.mesh:
-            sizes = {"world_size": self.world_size, "ranks_per_node": self.num_processes}
-            mesh = build_mesh(
-                chosen.settings.mesh, device_type=self.root_device.type, timeout_s=self.timeout_s, **sizes
-            )
-            self.device_mesh = module._device_mesh = mesh
-        self.settings = chosen.settings
+        before, self.settings = self.settings, chosen.settings
+        self._check_accumulation()
+        if chosen.settings.mesh != before.mesh:
+            self._build_mesh()
         self._report(chosen, candidates[0], problem)
 
     def _search_by_traces(

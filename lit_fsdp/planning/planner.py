@@ -33,7 +33,7 @@ from lit_fsdp.quantization.layers import count_weights, iterate_quantized
 from lit_fsdp.sharding.mixed_precision import cast_parameters
 from lit_fsdp.sharding.wrap import plan_module
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
-from lit_fsdp.strategy.lightning_internals import check_trainer, refuse_overfit
+from lit_fsdp.strategy.trainer_settings import check_trainer, refuse_overfit
 
 _MAX_TRACED = 2  # micro-batches: all after the second hold what it holds
 # Of the bytes that a trace sees moved, what the closed form counts, with which step_time.MEMORY_SHARE was fitted: 0.76

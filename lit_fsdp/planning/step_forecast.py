@@ -17,8 +17,8 @@ from lit_fsdp.planning.plan import Ranks
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.planning.step_time import StepTime
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
-from lit_fsdp.strategy.lightning_internals import count_micro_batches
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision
+from lit_fsdp.strategy.trainer_settings import count_micro_batches
 
 
 @dataclass(kw_only=True)

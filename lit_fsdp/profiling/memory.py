@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lit_fsdp.sharding.torch_internals import find_shard, iterate_sharded, list_gathered, list_unreduced_gradients
+from lit_fsdp.sharding.torch_internals import get_shard, iterate_sharded, list_gathered, list_unreduced_gradients
 from lit_fsdp.sharding.wrap import Unit
 
 Kind = Literal["parameters", "gathered", "gradients", "optimizer_state", "communication", "activations", "rest"]
@@ -47,7 +47,7 @@ def iterate_states(
     for name, buffer in model.named_buffers():
         yield "parameters", name, _get_local(buffer)
     for _, sharded in iterate_sharded(model):
-        name = names.get(find_shard(sharded), "")
+        name = names.get(get_shard(sharded), "")
         for tensor in list_gathered(sharded):
             yield "gathered", name, tensor
         for gradient in list_unreduced_gradients(sharded):

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from lit_fsdp.profiling.gloo import is_collective_of_gloo, run_on_copies
 from lit_fsdp.profiling.memory import KINDS, Kind, is_on, iterate_states, label_unit, name_units
 from lit_fsdp.quantization.quantize import count_hidden_bytes
-from lit_fsdp.sharding.gloo import is_collective_of_gloo, run_on_copies
-from lit_fsdp.sharding.torch_internals import find_shard, iterate_sharded, list_unreduced_gradients
+from lit_fsdp.sharding.torch_internals import get_shard, iterate_sharded, list_unreduced_gradients
 from lit_fsdp.sharding.wrap import Unit
 
 PHASES = ("forward", "backward", "optimizer")
@@ -157,7 +157,7 @@ class MemoryTrace(TorchDispatchMode):
             self._add(tensor, kind, self._owners.get(name, OUTSIDE), is_on_host=self._is_offloaded and is_state)
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         for _, sharded in iterate_sharded(self._model):
-            unit = self._owners.get(names.get(find_shard(sharded), ""), OUTSIDE)
+            unit = self._owners.get(names.get(get_shard(sharded), ""), OUTSIDE)
             self._sharded.setdefault(unit, []).append(sharded)
         self._hooks = list(self._watch_units())
         self._watcher = _watch_resizes(self._resize)

@@ -27,19 +27,16 @@ def shard_module(
     is_whole: bool = True,
     show: Callable[[list[Unit]], None] | None = None,
 ) -> list[Unit]:
-    """Cast, plan, recompute, compile and shard a module in place; return its units.
+    """Cast, plan, checkpoint, compile and shard a module in place; return its units.
 
     Args:
         module: The root; its parameters may be on the meta device.
-        settings: Of the strategy.
+        settings: Of the strategy. A ``ValueError`` names what does not fit the module.
         dtypes: What ``precision`` and ``settings.mixed_precision`` come to.
         mesh: From ``build_mesh``.
         device: Where the module will compute.
         is_whole: Shard the module as one root; otherwise each of its children.
         show: Called with the units before anything is sharded.
-
-    Raises:
-        ValueError: A setting does not fit the module.
     """
     cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
     plan = plan_module(module, settings.wrap)
@@ -51,13 +48,9 @@ def shard_module(
     broadcast_parameters(module)
     if show is not None:
         show(plan)
+    mp_policy, offload_policy = dtypes.build_policy(), build_offload_policy(settings.cpu_offload, device)
     for root, part in [(module, plan)] if is_whole else split_by_child(module, plan):
         shard_model(
-            root,
-            part,
-            mesh=mesh,
-            sharding=settings.sharding,
-            mp_policy=dtypes.build_policy(),
-            offload_policy=build_offload_policy(settings.cpu_offload, device),
+            root, part, mesh=mesh, sharding=settings.sharding, mp_policy=mp_policy, offload_policy=offload_policy
         )
     return plan

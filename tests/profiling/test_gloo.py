@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  makes its backend known
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lit_fsdp.sharding.gloo import is_collective_of_gloo, run_on_copies
+from lit_fsdp.profiling.gloo import is_collective_of_gloo, run_on_copies
 from ranks import run_ranks
 
 

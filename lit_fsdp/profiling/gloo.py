@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
-
-# Private, seen in torch 2.13: work that is done already.
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from lit_fsdp.sharding.torch_internals import make_finished_work
 
 
 def is_collective_of_gloo(operator: Any, args: tuple[Any, ...]) -> bool:
@@ -29,11 +28,6 @@ def run_on_copies(operator: Callable[..., Any], args: tuple[Any, ...], kwargs: M
     A thread of gloo lets go of the tensors of a collective, and of a buffer as large as the input of a
     reduce-scatter, at some time after the collective is over, and later on a busy machine: whoever watches them would
     count them for longer or shorter. Values are the same; asynchronous collectives are over at once.
-
-    Args:
-        operator: Of the namespace ``c10d``.
-        args: Of it; its tensors are changed as it would change them.
-        kwargs: Of it.
     """
     copies: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}  # of whole storages: tensors may share one
     originals: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of a copy, which is kept so that no other gets it
@@ -52,9 +46,7 @@ def run_on_copies(operator: Callable[..., Any], args: tuple[Any, ...], kwargs: M
         if not _is_boxed(out, dist.Work):
             return originals[id(out)][0] if id(out) in originals else out
         dist.Work.unbox(out).wait()
-        done: torch.futures.Future[None] = torch.futures.Future()
-        done.set_result(None)
-        return _create_work_from_future(done).boxed()
+        return make_finished_work().boxed()
 
     copied_args, copied_kwargs = tree_map_only(Tensor, copy, (args, dict(kwargs)))
     out = tree_map(finish, operator(*copied_args, **copied_kwargs))
