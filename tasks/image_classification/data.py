@@ -17,13 +17,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_fsdp.tasks.image_classification.augmentation import Augmentation
+from lit_fsdp.tasks.image_classification.images import BadImageError, Images
 from lit_fsdp.tasks.image_classification.metrics import IGNORED
 from lit_fsdp.tasks.image_classification.preprocessing import Pixels, Preprocessing, load_processor
 from lit_fsdp.tasks.image_classification.sources import (
     DIGITS,
-    BadImageError,
     Fields,
-    Images,
     Split,
     fetch_images,
     find_images,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from PIL import Image
 
 from lit_fsdp.checkpoint.state import agree
-from lit_fsdp.tasks.image_classification.sources import SUFFIXES, Images, decode, is_url
+from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 
 _LABELS = ("cls", "label", "json")  # endings of members that say the class
 _MAX_LABEL_BYTES = 1 << 20
@@ -69,6 +69,11 @@ def read_shards(source: str) -> Images:
         labels=labels or None,
         num_images=len(places),
     )
+
+
+def is_url(source: str) -> bool:
+    """Whether a source is not a path of this machine."""
+    return "://" in source
 
 
 class _ShardError(ValueError):

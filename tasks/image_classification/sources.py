@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,54 +10,14 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
+from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, read_table
+from lit_fsdp.tasks.image_classification.shards import is_url, read_shards
 
 DIGITS = "digits"
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _DIGITS_SEED = 0  # of the held-out fifth; results on it are compared
 
 Split = Literal["train", "validation", "test", "predict"]
-
-
-class BadImageError(Exception):
-    """An image that cannot be decoded; the message says which and why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Images:
-    """Images that are read one by one, and their labels.
-
-    Args:
-        locate: Names an image by its number, for messages.
-        open: Opens an image by its number; it may still fail when it is decoded.
-        labels: Name of the class of each; ``None`` where there are no labels.
-        class_names: In the order that the source has, if it has one.
-        num_images: How many there are.
-    """
-
-    locate: Callable[[int], str]
-    open: Callable[[int], Image.Image]
-    labels: Sequence[str] | None
-    class_names: list[str] | None = None
-    num_images: int
-
-    def __len__(self) -> int:
-        return self.num_images
-
-    def read(self, index: int) -> Image.Image:
-        """Return a decoded RGB image.
-
-        Raises:
-            BadImageError: It cannot be read or decoded.
-        """
-        try:
-            image = self.open(index)
-            image.load()
-            return _to_rgb(image)
-        # What decoders raise for damaged data differs by format; a missing file is an OSError too.
-        except (OSError, ValueError, SyntaxError, TypeError, EOFError, Image.DecompressionBombError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise BadImageError(f"{self.locate(index)}: {reason}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +50,6 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
     if is_url(source):
         if split is not None:
             raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
-        from lit_fsdp.tasks.image_classification.shards import read_shards
-
         return read_shards(source)
     path = Path(source).expanduser()
     is_set = path.is_dir() and any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
@@ -111,8 +68,6 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
     if path.suffix in MANIFESTS:
         return _read_manifest(path, fields, needs_labels=split_of != "predict")
     if path.is_dir() or path.suffix == ".tar" or source.endswith("}") or "*" in source:
-        from lit_fsdp.tasks.image_classification.shards import read_shards
-
         return read_shards(source)
     raise ValueError(
         f"{source}: expected a folder with one folder for each class, a {', '.join(MANIFESTS)} or .tar file, a data "
@@ -145,29 +100,10 @@ def _is_on_hub(source: str) -> bool:
 _DEFAULT_SPLITS: dict[Split, str] = {"train": "train", "validation": "validation", "test": "test", "predict": "test"}
 
 
-def is_url(source: str) -> bool:
-    """Whether a source is not a path of this machine."""
-    return "://" in source
-
-
-def decode(data: bytes) -> Image.Image:
-    """Return an image from the bytes of its file; it is decoded later."""
-    return Image.open(io.BytesIO(data))
-
-
 def sort_labels(labels: Sequence[str]) -> list[str]:
     """Return the classes of these labels: numbers by value, names by alphabet."""
     names = set(labels)
     return sorted(names, key=int) if all(name.isascii() and name.isdigit() for name in names) else sorted(names)
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode in ("I;16", "I;16B", "I;16L", "I"):  # 16 bits, which convert() would cut off
-        scaled = np.asarray(image).astype(np.float32) / 257
-        return Image.fromarray(scaled.clip(0, 255).astype(np.uint8)).convert("RGB")
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")
-    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 # Digits

@@ -16,7 +16,8 @@ from image_training import write_folder, write_shards
 
 from lit_fsdp.tasks import ImageData, Pixels
 from lit_fsdp.tasks.image_classification import shards
-from lit_fsdp.tasks.image_classification.sources import Fields, Images, find_images
+from lit_fsdp.tasks.image_classification.images import Images
+from lit_fsdp.tasks.image_classification.sources import Fields, find_images
 from ranks import run_ranks
 
 

@@ -12,7 +12,8 @@ import pytest
 from image_training import list_files, write_folder, write_shards
 from PIL import Image
 
-from lit_fsdp.tasks.image_classification.sources import BadImageError, Fields, Images, fetch_images, find_images
+from lit_fsdp.tasks.image_classification.images import BadImageError, Images
+from lit_fsdp.tasks.image_classification.sources import Fields, fetch_images, find_images
 
 FIELDS = Fields(image="image", label="label")
 
