@@ -45,7 +45,7 @@ class KnowsStep(Protocol):
     def rank_loss(self) -> Tensor | None:
         """Over this rank."""
 
-    def find_grad_norm(self) -> Tensor:
+    def get_grad_norm(self) -> Tensor:
         """Over all ranks, before clipping."""
 
 
@@ -193,7 +193,7 @@ class StabilityMonitor(Callback):
         state.is_scaled = scaler is not None
         loss = module.step_loss if isinstance(module, KnowsStep) else None
         is_reduced = loss is not None and isinstance(trainer.strategy, FSDP2Strategy)
-        norm = module.find_grad_norm() if isinstance(module, KnowsStep) else compute_grad_norm(module.parameters())
+        norm = module.get_grad_norm() if isinstance(module, KnowsStep) else compute_grad_norm(module.parameters())
         if loss is not None:
             assert isinstance(module, KnowsStep)
             state.rank_loss = module.rank_loss

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lit_fsdp.tasks.causal_lm.examples import RowError
+from lit_fsdp.tasks.causal_lm.rows import RowError
 
 Message = dict[str, Any]
 Render = Callable[..., str]  # of messages; add_generation_prompt=True adds the cue for an answer

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lit_fsdp.tasks.causal_lm.packing import IGNORED
+from lit_fsdp.tasks.causal_lm.batches import IGNORED
 
 _PROBE = (1, 8)  # rows and tokens on which both ways are compared
 _SPREAD = 50.0  # of their logits

@@ -14,15 +14,22 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
+from lit_fsdp.tasks.causal_lm.batches import (
+    Batch,
+    DocumentRows,
+    EvalRows,
+    Ints,
+    PackedRows,
+    PadRows,
+    PromptRows,
+    stack_rows,
+)
 from lit_fsdp.tasks.causal_lm.cache import build_once, find_cache_dir, make_key
-from lit_fsdp.tasks.causal_lm.collate import Batch, EvalRows, PadRows, PromptRows, stack_rows
-from lit_fsdp.tasks.causal_lm.examples import Format, LossOn, RowError, RowFormat, list_texts, parse_row
-from lit_fsdp.tasks.causal_lm.packing import DocumentRows, Ints, PackedRows
-from lit_fsdp.tasks.causal_lm.rows import Row
+from lit_fsdp.tasks.causal_lm.rows import Format, LossOn, Row, RowError, RowFormat, list_texts, parse_row
 from lit_fsdp.tasks.causal_lm.sources import Part, Source, TxtDocuments, check_source, find_parts, read_parts
 from lit_fsdp.tasks.causal_lm.tokenizer import (
     TrainTokenizer,
-    find_pad_id,
+    get_pad_id,
     identify_tokenizer,
     load_tokenizer,
     read_chat_template,
@@ -243,7 +250,7 @@ class TextData(LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """Return this rank's prompts, with ``index`` to put what the model makes of them in order."""
-        collate = PromptRows(pad_id=find_pad_id(self.tokenizer), multiple_of=self.pad_to_multiple_of)
+        collate = PromptRows(pad_id=get_pad_id(self.tokenizer), multiple_of=self.pad_to_multiple_of)
         return self._build_eval_loader("predict", collate)
 
     @property
@@ -254,7 +261,7 @@ class TextData(LightningDataModule):
     def _collate(self) -> Callable[[Any], Any]:
         if self.packing:
             return stack_rows
-        return PadRows(pad_id=find_pad_id(self.tokenizer), multiple_of=self.pad_to_multiple_of)
+        return PadRows(pad_id=get_pad_id(self.tokenizer), multiple_of=self.pad_to_multiple_of)
 
     def _build_eval_loader(self, split: Split, collate: Callable[[Any], Any] | None = None) -> DataLoader[Any]:
         return build_eval_loader(
@@ -274,7 +281,7 @@ class TextData(LightningDataModule):
         if store_name == "train" and self._holds_out:
             documents = _split_documents(len(store), self.validation_fraction, is_held_out=split == "validation")
         if self.packing and split != "predict":
-            pad_id = find_pad_id(self.tokenizer)
+            pad_id = get_pad_id(self.tokenizer)
             return PackedRows(store, documents, seq_length=self.seq_length, pad_id=pad_id)
         rows = DocumentRows(store, documents, seq_length=self.seq_length, keep_end=split == "predict")
         if cuts := rows.describe_cuts():

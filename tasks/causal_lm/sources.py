@@ -10,7 +10,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from lit_fsdp.tasks.causal_lm.rows import READERS, Row, read_file
+from lit_fsdp.tasks.causal_lm.files import READERS, read_file
+from lit_fsdp.tasks.causal_lm.rows import Row
 
 TxtDocuments = Literal["file", "line", "paragraph"]
 Source = str | list[str]

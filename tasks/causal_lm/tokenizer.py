@@ -91,18 +91,7 @@ def train_tokenizer(texts: Iterable[str], setting: TrainTokenizer) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=END, eos_token=END, pad_token=PAD)
 
 
-def identify_tokenizer(tokenizer: Any) -> str:
-    """Return a hash of all files the tokenizer consists of, its chat template included."""
-    digest = hashlib.sha256()
-    with tempfile.TemporaryDirectory() as name:
-        tokenizer.save_pretrained(name)
-        for path in sorted(p for p in Path(name).rglob("*") if p.is_file()):
-            digest.update(path.name.encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def find_pad_id(tokenizer: Any) -> int:
+def get_pad_id(tokenizer: Any) -> int:
     """Return the id to fill rows up with: the pad token, or where there is none the end token."""
     return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
@@ -119,3 +108,8 @@ def read_tokenizer_files(tokenizer: Any) -> dict[str, str | bytes]:
             except UnicodeDecodeError:
                 files[name] = content
     return files
+
+
+def identify_tokenizer(tokenizer: Any) -> str:
+    """Return a hash of all files the tokenizer consists of, its chat template included."""
+    return hashlib.sha256(repr(read_tokenizer_files(tokenizer)).encode()).hexdigest()

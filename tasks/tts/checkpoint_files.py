@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.tasks.pretrained import check_base, check_lora
+from lit_fsdp.tasks.pretrained import check_adapters
 from lit_fsdp.tasks.tts.families.family import FamilyConfig
 from lit_fsdp.tasks.tts.pretrained import find_speech_model
 from lit_fsdp.weights.base_weights import BASE, LORA, describe_base
@@ -90,10 +90,7 @@ def check_run(
     before, now = checkpoint.get(SPEECH, {}).get("text_dropout"), getattr(data, "text_dropout", None)
     if None not in (before, now) and before != now:
         rank_zero_warn(f"data.text_dropout: {now} is used from here on; the checkpoint was trained with {before}")
-    if BASE in checkpoint and pretrained is not None:
-        check_base(checkpoint[BASE], pretrained, quantization)
-    if LORA in checkpoint and lora is not None:
-        check_lora(checkpoint[LORA], lora)
+    check_adapters(checkpoint, pretrained=pretrained, quantization=quantization, lora=lora)
 
 
 def read_tokenizer_files(tokenizer: Any) -> dict[str, str | bytes]:

@@ -3,9 +3,9 @@ from typing import Any
 import pytest
 from learned_tokens import learned
 
-from lit_fsdp.tasks.causal_lm.encoding import Encoded, Encoder
-from lit_fsdp.tasks.causal_lm.examples import Chat, Example, PromptCompletion, RowError, RowFormat, Text
+from lit_fsdp.tasks.causal_lm.rows import Chat, Example, PromptCompletion, RowError, RowFormat, Text
 from lit_fsdp.tasks.causal_lm.tokenizer import TrainTokenizer, train_tokenizer
+from lit_fsdp.tasks.causal_lm.tokens import Encoded, Encoder
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
