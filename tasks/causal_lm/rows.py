@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Format = Literal["auto", "text", "prompt_completion", "chat"]
-LossOn = Literal["all", "completion"]
+LossOn = Literal["auto", "all", "completion"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -36,13 +36,13 @@ class RowFormat:
         format: ``auto`` decides row by row: ``messages`` makes a chat, ``prompt`` and ``completion`` together
             a pair, anything else must be plain text.
         text_field: The field that holds plain text.
-        loss_on: ``completion`` needs rows that have one.
+        loss_on: ``auto`` takes all of plain text and completions of other rows; ``completion`` needs rows that have one.
         is_prompt: Rows are prompts to continue, not documents to learn.
     """
 
     format: Format = "auto"
     text_field: str = "text"
-    loss_on: LossOn = "all"
+    loss_on: LossOn = "auto"
     is_prompt: bool = False
 
 
@@ -85,7 +85,7 @@ def parse_row(fields: Mapping[str, Any], row_format: RowFormat) -> Example:
         return PromptCompletion(prompt=_get_text(fields, "prompt", may_be_empty=True), completion=completion)
     text = Text(text=_get_text(fields, row_format.text_field))
     if row_format.loss_on == "completion":
-        raise RowError("plain text has no completion; set loss_on: all, or use prompt and completion")
+        raise RowError("plain text has no completion; set loss_on: auto, or use prompt and completion")
     return text
 
 
@@ -145,8 +145,9 @@ def _parse_chat(fields: Mapping[str, Any], row_format: RowFormat) -> Chat:
     last = parsed[-1]["role"]
     if row_format.is_prompt and last == "assistant":
         raise RowError("the last message is by the assistant; a prompt must end before its answer")
-    if not row_format.is_prompt and row_format.loss_on == "completion" and last != "assistant":
-        raise RowError(f'the last message is by "{last}"; loss_on: completion needs the assistant\'s answer last')
+    if not row_format.is_prompt and row_format.loss_on != "all" and last != "assistant":
+        needs = f"loss_on: {row_format.loss_on} needs the assistant's answer last"
+        raise RowError(f'the last message is by "{last}"; {needs}; or set loss_on: all')
     return Chat(messages=parsed, tools=fields.get("tools") or None)
 
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, read_table
 from lit_fsdp.tasks.image_classification.shards import is_url, read_shards
 
 DIGITS = "digits"
 _DIGITS_SEED = 0  # of the held-out fifth; results on it are compared
-
-Split = Literal["train", "validation", "test", "predict"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +53,8 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
     path = Path(source).expanduser()
     is_set = path.is_dir() and any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
     if is_set or _is_on_hub(source):
-        rows = _find_rows(source, split, default=_DEFAULT_SPLITS[split_of], is_saved=is_set)
-        name = f"{source} {split or _DEFAULT_SPLITS[split_of]}"
+        rows = _find_rows(source, split, default=DEFAULT_SPLITS[split_of], is_saved=is_set)
+        name = f"{source} {split or DEFAULT_SPLITS[split_of]}"
         return _open_data_set(name, rows, fields=fields, needs_labels=split_of != "predict")
     if split is not None:
         raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
@@ -87,7 +86,7 @@ def fetch_images(source: str, *, split: str | None, split_of: Split) -> None:
         ValueError: There is no such data set.
     """
     if _is_on_hub(source):
-        _find_rows(source, split, default=_DEFAULT_SPLITS[split_of], is_saved=False)
+        _find_rows(source, split, default=DEFAULT_SPLITS[split_of], is_saved=False)
 
 
 def _is_on_hub(source: str) -> bool:
@@ -95,9 +94,6 @@ def _is_on_hub(source: str) -> bool:
     # What ends like a file is one: else a mistyped name would be looked for on the Hub, and waited for.
     is_file = Path(source).suffix.lower() in (*MANIFESTS, *SUFFIXES, ".tar")
     return not is_elsewhere and not is_file and not Path(source).expanduser().exists()
-
-
-_DEFAULT_SPLITS: dict[Split, str] = {"train": "train", "validation": "validation", "test": "test", "predict": "test"}
 
 
 def sort_labels(labels: Sequence[str]) -> list[str]:

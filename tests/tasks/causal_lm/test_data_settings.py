@@ -97,7 +97,7 @@ def test_before_a_run_starts_it_is_known_which_data_is_not_there(
     data.check_stage("validate")
     make("trian.jsonl", tokenizer, tmp_path).check_stage("plan")
     for stage in ("test", "predict"):
-        with pytest.raises(ValueError, match=f"{stage} is not set"):
+        with pytest.raises(ValueError, match=f"{stage}: not set"):
             data.check_stage(stage)
 
 
