@@ -106,10 +106,14 @@ class GlobalSampler(DistributedSampler[int]):
         """Return all samples in the order of an epoch."""
         if not self.shuffle:
             return torch.arange(self.dataset_size)
-        # Mixed, because with seed + epoch the second epoch of seed 0 would be the first of seed 1.
-        state = np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)
-        generator = torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
+        generator = torch.Generator().manual_seed(mix_seeds(self.seed, epoch))
         return torch.randperm(self.dataset_size, generator=generator)
+
+
+def mix_seeds(*numbers: int) -> int:
+    """Return one seed for several numbers. With seed + epoch, the second epoch of seed 0 would be the first of 1."""
+    state = np.random.SeedSequence(list(numbers)).generate_state(1, np.uint64)
+    return int(state[0] >> np.uint64(1))
 
 
 class ResumableLoader(DataLoader[Any]):

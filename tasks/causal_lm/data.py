@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +22,9 @@ from lit_fsdp.tasks.causal_lm.batches import (
     PromptRows,
     stack_rows,
 )
-from lit_fsdp.tasks.causal_lm.cache import build_once, find_cache_dir, make_key
+from lit_fsdp.tasks.causal_lm.cache import build_once, get_cache_dir, make_key
 from lit_fsdp.tasks.causal_lm.rows import Format, LossOn, Row, RowError, RowFormat, list_texts, parse_row
-from lit_fsdp.tasks.causal_lm.sources import Part, Source, TxtDocuments, check_source, find_parts, read_parts
+from lit_fsdp.tasks.causal_lm.sources import Part, Source, TxtDocuments, check_source, list_parts, read_parts
 from lit_fsdp.tasks.causal_lm.tokenizer import (
     TrainTokenizer,
     get_pad_id,
@@ -68,8 +69,8 @@ class TextData(TaskData):
         text_field: Field that holds plain text.
         txt_documents: What is one document in a ``.txt`` file: the ``file``, each ``line``, or each
             ``paragraph`` between blank lines.
-        loss_on: Which tokens are learned. ``completion``: of the completion, or the assistant's messages. ``all``: every
-            one. ``auto``: as ``completion`` for chats and prompts, all of plain text.
+        loss_on: Which tokens are learned: ``all``, or those of the ``completion`` or the assistant's messages. ``auto``
+            learns completions of chats and prompts, and all of plain text.
         bad_rows: ``error`` stops at the first bad row; ``skip`` leaves bad rows out and warns with their
             number.
         tokenizer: Model name on the Hub or folder to load it from, or ``TrainTokenizer`` to train one on
@@ -148,7 +149,7 @@ class TextData(TaskData):
         self.seq_length = seq_length
         self.packing = packing
         self.pad_to_multiple_of = pad_to_multiple_of
-        self.cache_dir = find_cache_dir(cache_dir)
+        self.cache_dir = get_cache_dir(cache_dir)
         self._tokenizer: Any = None
         self._tokenizer_id = ""
         self._stores: dict[Split, TokenStore] = {}
@@ -182,7 +183,7 @@ class TextData(TaskData):
         if stage == "fit" and self.sources["train"][0] is None:
             raise self.describe_missing("train")
         if self._tokenizer is None:
-            self._tokenizer = self._get_tokenizer()
+            self._tokenizer = self._load_tokenizer()
             if self.chat_template is not None:
                 self._tokenizer.chat_template = self.chat_template
             self._tokenizer_id = identify_tokenizer(self._tokenizer)
@@ -243,23 +244,23 @@ class TextData(TaskData):
             rank_zero_warn(f"{split}: {cuts}")
         return rows
 
-    def _find_parts(self, split: Split) -> list[Part]:
+    def _get_parts(self, split: Split) -> list[Part]:
         source, name = self.sources[split]
         if source is None:
             raise self.describe_missing(split)
         try:
-            parts = find_parts(source, split=name or DEFAULT_SPLITS[split], txt_documents=self.txt_documents)
+            parts = list_parts(source, split=name or DEFAULT_SPLITS[split], txt_documents=self.txt_documents)
         except ValueError as error:
             raise ValueError(f"{split}: {error}") from error
         if name is not None and not any(part.has_splits for part in parts):
             raise ValueError(f"{split}_split: got {name!r}: {source} has no splits; leave it out")
         return parts
 
-    def _get_tokenizer(self) -> Any:
+    def _load_tokenizer(self) -> Any:
         setting = self.tokenizer_setting
         if isinstance(setting, str):
             return load_tokenizer(setting)
-        parts = self._find_parts("train")
+        parts = self._get_parts("train")
         key = self._make_key(parts, vocab_size=setting.vocab_size)
 
         def build(folder: Path) -> None:
@@ -269,8 +270,8 @@ class TextData(TaskData):
         return load_tokenizer(str(build_once(self.cache_dir / "tokenizers" / key, build)))
 
     def _get_tokens(self, split: Split) -> TokenStore:
-        parts = self._find_parts(split)
-        row_format = self._get_row_format(split)
+        parts = self._get_parts(split)
+        row_format = replace(self.row_format, is_prompt=split == "predict")
         key = self._make_key(parts, tokenizer=self._tokenizer_id, row_format=vars(row_format))
 
         def build(folder: Path) -> None:
@@ -286,13 +287,6 @@ class TextData(TaskData):
             rank_zero_warn(f"{split}: {num_bad} bad rows are skipped, {len(store)} are good. The first:\n  {named}")
         return store
 
-    def _get_row_format(self, split: Split) -> RowFormat:
-        # What is no document to learn must not fail for want of a completion.
-        given = self.row_format
-        if split != "predict":
-            return given
-        return RowFormat(format=given.format, text_field=given.text_field, is_prompt=True)
-
     def _make_key(self, parts: list[Part], **facts: Any) -> str:
         return make_key(
             cache_version=CACHE_VERSION,
@@ -306,9 +300,7 @@ class TextData(TaskData):
     def _read_texts(self, rows: Iterable[Row]) -> Iterator[str]:
         for row in rows:
             try:
-                if row.problem is not None:
-                    raise RowError(row.problem)
-                yield from list_texts(parse_row(row.fields, self.row_format))
+                yield from list_texts(parse_row(row, self.row_format))
             except RowError as error:
                 if not self.skips_bad_rows:
                     raise ValueError(f"train: {row.where}: {error}") from error

@@ -38,11 +38,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str | None, str]]:
                 yield number, raw.decode(), ""
             except UnicodeDecodeError as error:
                 byte = raw[error.start]
-                yield (
-                    number,
-                    None,
-                    f"not UTF-8 (byte 0x{byte:02x} at column {error.start + 1}); convert the file",
-                )
+                yield number, None, f"not UTF-8 (byte 0x{byte:02x} at column {error.start + 1}); convert the file"
 
 
 def _read_txt(path: Path, documents: str) -> Iterator[Row]:
@@ -64,11 +60,11 @@ def _read_txt(path: Path, documents: str) -> Iterator[Row]:
             begin = begin if lines else number
             lines.append(text)
     if lines:
-        where = str(path) if documents == "file" else f"{path} line {begin}"
-        yield Row(
-            where=where,
-            fields={"text": "".join(lines) if documents == "file" else "".join(lines).rstrip("\r\n")},
-        )
+        whole = "".join(lines)
+        if documents == "file":
+            yield Row(where=str(path), fields={"text": whole})
+        else:
+            yield Row(where=f"{path} line {begin}", fields={"text": whole.rstrip("\r\n")})
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
@@ -77,15 +73,10 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
         if text is None:
             yield _bad(where, problem)
         elif text.strip():
-            yield _parse_json(where, text)
-
-
-def _parse_json(where: str, text: str) -> Row:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        return _bad(where, f"not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
-    return _check_object(where, value)
+            try:
+                yield _check_object(where, json.loads(text))
+            except json.JSONDecodeError as error:
+                yield _bad(where, f"not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
 
 
 def _check_object(where: str, value: object) -> Row:
@@ -108,10 +99,8 @@ def _read_json(path: Path) -> Iterator[Row]:
     try:
         values = json.loads(whole)
     except json.JSONDecodeError as error:
-        yield _bad(
-            f"{path} line {error.lineno}",
-            f"not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}",
-        )
+        reason = f"not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+        yield _bad(f"{path} line {error.lineno}", reason)
         return
     for number, value in enumerate(values, start=1):
         yield _check_object(f"{path} row {number}", value)
@@ -132,10 +121,8 @@ def _read_csv(path: Path) -> Iterator[Row]:
                 num_extra, num_missing = len(fields.get(None) or []), list(fields.values()).count(None)
                 if num_extra or num_missing:
                     num_columns = len(reader.fieldnames or [])
-                    yield _bad(
-                        where,
-                        f"has {num_columns + num_extra - num_missing} fields, the header has {num_columns}",
-                    )
+                    num_fields = num_columns + num_extra - num_missing
+                    yield _bad(where, f"has {num_fields} fields, the header has {num_columns}")
                 else:
                     yield Row(where=where, fields=fields)
         except csv.Error as error:

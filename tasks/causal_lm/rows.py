@@ -36,7 +36,7 @@ class RowFormat:
         format: ``auto`` decides row by row: ``messages`` makes a chat, ``prompt`` and ``completion`` together
             a pair, anything else must be plain text.
         text_field: The field that holds plain text.
-        loss_on: ``auto`` takes all of plain text and completions of other rows; ``completion`` needs rows that have one.
+        loss_on: ``auto`` takes all of plain text, and completions of others; ``completion`` needs rows that have one.
         is_prompt: Rows are prompts to continue, not documents to learn.
     """
 
@@ -72,8 +72,11 @@ class Chat:
 Example = Text | PromptCompletion | Chat
 
 
-def parse_row(fields: Mapping[str, Any], row_format: RowFormat) -> Example:
-    """Return what a row means; raise ``RowError`` with the reason if it does not fit the format."""
+def parse_row(row: Row, row_format: RowFormat) -> Example:
+    """Return what a row means; raise ``RowError`` with the reason if it was not read or does not fit the format."""
+    if row.problem is not None:
+        raise RowError(row.problem)
+    fields = row.fields
     kind = _find_kind(fields) if row_format.format == "auto" else row_format.format
     if kind == "chat":
         return _parse_chat(fields, row_format)

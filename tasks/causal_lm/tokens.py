@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -173,7 +172,7 @@ def _find_start(tokenizer: Any) -> list[int]:
     return []
 
 
-class TokenWriter:
+class TokenWriter(ExitStack):
     """Writes documents to a folder one after the other.
 
     Args:
@@ -181,20 +180,11 @@ class TokenWriter:
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         self.num_tokens = 0
         self._ends: list[int] = []
-        self._files = ExitStack()
-
-    def __enter__(self) -> Self:
-        self._tokens = self._files.enter_context((self.folder / TOKENS).open("wb"))
-        self._learn = self._files.enter_context((self.folder / LEARN).open("wb"))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._files.close()
+        self._tokens, self._learn = (self.enter_context((folder / name).open("wb")) for name in (TOKENS, LEARN))
 
     def add(self, document: Encoded) -> None:
         """Append a document."""
@@ -283,10 +273,8 @@ def _encode(rows: Iterable[Row], encoder: Encoder) -> Iterator[tuple[Row, Encode
             yield row, result
 
 
-def _parse(row: Row, row_format: RowFormat) -> Any:
-    if row.problem is not None:
-        return RowError(row.problem)
+def _parse(row: Row, row_format: RowFormat) -> Example | RowError:
     try:
-        return parse_row(row.fields, row_format)
+        return parse_row(row, row_format)
     except RowError as error:
         return error

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from waiting import count_waiting, tell_of_waiting, wait_until
 
-from lit_fsdp.tasks.causal_lm.cache import COMPLETE, build_once, find_cache_dir, make_key
+from lit_fsdp.tasks.causal_lm.cache import COMPLETE, build_once, get_cache_dir, make_key
 
 FORK = multiprocessing.get_context("fork")
 
@@ -123,7 +123,7 @@ def test_a_key_changes_with_every_fact_and_the_cache_lies_where_it_is_told(
 ) -> None:
     assert make_key(a=1, b=[2]) == make_key(b=[2], a=1) != make_key(a=1, b=[3])
     monkeypatch.setenv("LIT_FSDP_CACHE", "/some/where")
-    assert find_cache_dir(None) == Path("/some/where")
-    assert find_cache_dir("here") == Path("here")
+    assert get_cache_dir(None) == Path("/some/where")
+    assert get_cache_dir("here") == Path("here")
     monkeypatch.delenv("LIT_FSDP_CACHE")
-    assert find_cache_dir(None) == Path.home() / ".cache" / "lit_fsdp"
+    assert get_cache_dir(None) == Path.home() / ".cache" / "lit_fsdp"
