@@ -204,11 +204,7 @@ class ResumableLoader(DataLoader[Any]):
 
 
 class IndexedRows(Dataset[tuple[int, Any]]):
-    """Rows with their numbers; ``PADDING`` gives ``(PADDING, first row)``, which must count nowhere.
-
-    Args:
-        rows: What is numbered.
-    """
+    """Rows with their numbers; ``PADDING`` gives ``(PADDING, first row)``, which must count nowhere."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows

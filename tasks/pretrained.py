@@ -169,11 +169,7 @@ class PretrainedTask(Task):
 
 
 def load_config(pretrained: str) -> PreTrainedConfig:
-    """Return the configuration of a model, a folder or of the Hub.
-
-    Raises:
-        ValueError: There is none, or no model has such a one.
-    """
+    """Return the configuration of a model, a folder or of the Hub."""
     try:
         return drop_quantization(AutoConfig.from_pretrained(find_pretrained(pretrained)))
     except StrictDataclassError as error:
@@ -183,11 +179,7 @@ def load_config(pretrained: str) -> PreTrainedConfig:
 
 
 def make_config(settings: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return the configuration that settings describe, ``model_type`` among them.
-
-    Raises:
-        ValueError: No model has such a one.
-    """
+    """Return the configuration that settings describe, ``model_type`` among them."""
     settings = dict(settings)
     model_type = settings.pop("model_type")
     try:
@@ -241,15 +233,6 @@ def check_adapters(
     """Refuse adapters over another model, or that would mean something else, though they would fit.
 
     Warns of adapters that were trained over other roundings of the model.
-
-    Args:
-        checkpoint: Its metadata.
-        pretrained: The model of this run.
-        quantization: Of this run.
-        lora: Of this run.
-
-    Raises:
-        ValueError: With the setting and what it was.
     """
     if BASE in checkpoint and pretrained is not None:
         stored, own = checkpoint[BASE], describe_base(pretrained, quantization)

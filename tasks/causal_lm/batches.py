@@ -72,14 +72,7 @@ class PackedRows:
 
 
 class DocumentRows:
-    """One document a row, cut to at most ``seq_length`` tokens.
-
-    Args:
-        store: Where the documents are.
-        documents: Which of them, in order.
-        seq_length: What is longer is cut.
-        keep_end: Cut at the front instead of the end, for prompts.
-    """
+    """One document a row, cut to ``seq_length`` tokens: at the end, or with ``keep_end``, for prompts, in front."""
 
     def __init__(self, store: TokenStore, documents: Ints, *, seq_length: int, keep_end: bool = False) -> None:
         self.store = store
@@ -151,12 +144,7 @@ class PadRows:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRows:
-    """Takes the labels off rows that only fill up a batch, then collates.
-
-    Args:
-        collate: Makes the batch.
-        is_packed: Rows must keep their length.
-    """
+    """Takes the labels off rows that only fill up a batch, then collates; packed rows keep their length."""
 
     collate: Callable[[Sequence[TokenRow]], Batch]
     is_packed: bool
@@ -175,10 +163,6 @@ class PromptRows:
     """Collates prompts: ``input_ids`` and ``attention_mask``, padded on the left, and ``index`` [batch].
 
     ``index`` is the place of each prompt in its source; -1 marks rows that only fill up the batch.
-
-    Args:
-        pad_id: Fills ``input_ids``.
-        multiple_of: The length is rounded up to a multiple of this.
     """
 
     pad_id: int

@@ -15,15 +15,7 @@ _PIECE = 8  # tokens of each of the two documents of the probe
 
 
 def build_model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """Return a causal language model on the meta device, in float32.
-
-    Args:
-        config: Of the model.
-        attention: Its implementation, a name of Transformers'.
-
-    Raises:
-        ValueError: There is no such model, or not with that attention.
-    """
+    """Return a causal language model on the meta device, in float32, with that implementation of attention."""
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -46,15 +38,7 @@ def build_model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
 
 
 def check_data(config: PreTrainedConfig, data: Any) -> None:
-    """Refuse ids and positions that the model has no row for, which would fail inside a kernel.
-
-    Args:
-        config: Of the model.
-        data: A data module, read where it has ``tokenizer`` and ``seq_length``.
-
-    Raises:
-        ValueError: With the setting and the nearest fix.
-    """
+    """Refuse ids and positions that the model has no row for, which would fail inside a kernel."""
     text = config.get_text_config()
     if hasattr(data, "tokenizer") and len(data.tokenizer) > text.vocab_size:
         size = len(data.tokenizer)
@@ -66,15 +50,7 @@ def check_data(config: PreTrainedConfig, data: Any) -> None:
 
 
 def check_length(config: PreTrainedConfig, data: Any) -> None:
-    """Refuse rows that are longer than the model has positions.
-
-    Args:
-        config: Of the model.
-        data: A data module, read where it has ``seq_length``.
-
-    Raises:
-        ValueError: With the setting and the nearest fix.
-    """
+    """Refuse rows that are longer than the model has positions."""
     text = config.get_text_config()
     limit, length = getattr(text, "max_position_embeddings", None), getattr(data, "seq_length", None)
     if limit and length and length > limit:
@@ -85,11 +61,7 @@ def check_length(config: PreTrainedConfig, data: Any) -> None:
 
 
 def check_generation(generation: Mapping[str, Any]) -> None:
-    """Refuse settings that ``generate`` does not know, now instead of when training ends.
-
-    Raises:
-        ValueError: With the nearest setting that it knows.
-    """
+    """Refuse settings that ``generate`` does not know, now instead of when training ends."""
     known = set(GenerationConfig().to_dict())
     for name in generation:
         if name not in known:
@@ -111,9 +83,6 @@ def check_packing(compute_logits: Callable[..., Tensor], vocab_size: int, device
         vocab_size: Ids are drawn below it.
         device: Of the inputs.
         model: Names it in the error.
-
-    Raises:
-        ValueError: The logits do change.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab_size, (1, 2 * _PIECE), generator=generator).to(device)

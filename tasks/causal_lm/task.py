@@ -89,11 +89,7 @@ class CausalLM(PretrainedTask):
             raise ValueError(f"sample_prompts: {len(empty)} of them are empty; expected a word or more")
 
     def check_loss_chunks(self) -> None:
-        """Refuse a loss in chunks that could not be computed.
-
-        Raises:
-            ValueError: With the nearest fix.
-        """
+        """Refuse a loss in chunks that could not be computed."""
         if self.loss_chunks < 1:
             raise ValueError(f"loss_chunks: got {self.loss_chunks}: expected 1 or more, such as 8")
         if self.loss_chunks > 1 and type(self).sum_losses is not CausalLM.sum_losses:

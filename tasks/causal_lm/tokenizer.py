@@ -47,11 +47,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def read_chat_template(setting: str) -> str:
-    """Return the text of a chat template, given as text or as the path of a file.
-
-    Raises:
-        ValueError: There is no such file, or the text is no Jinja.
-    """
+    """Return the text of a chat template, given as text or as the path of a file."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 

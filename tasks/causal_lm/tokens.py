@@ -33,12 +33,7 @@ NUM_AT_ONCE = 1000  # rows given to the tokenizer together
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """The tokens of one document.
-
-    Args:
-        ids: Token ids.
-        learn: For each token whether loss is taken on it.
-    """
+    """Token ids of one document, and for each whether loss is taken on it."""
 
     ids: list[int]
     learn: list[bool]
@@ -173,11 +168,7 @@ def _find_start(tokenizer: Any) -> list[int]:
 
 
 class TokenWriter(ExitStack):
-    """Writes documents to a folder one after the other.
-
-    Args:
-        folder: Exists and is empty.
-    """
+    """Writes documents one after the other to a folder that exists and is empty."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -200,11 +191,7 @@ class TokenWriter(ExitStack):
 
 
 class TokenStore:
-    """Documents as tokens, read from disk as needed.
-
-    Args:
-        folder: Was written by ``TokenWriter``.
-    """
+    """Documents that ``TokenWriter`` has written to a folder, as tokens, read from disk as needed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -50,11 +50,7 @@ class Augmentation:
             object.__setattr__(self, name, tuple(getattr(self, name)))  # YAML gives lists
 
     def check(self) -> None:
-        """Refuse values that mean nothing, or would be ignored.
-
-        Raises:
-            ValueError: With the setting and what is expected.
-        """
+        """Refuse values that mean nothing, or would be ignored."""
         (low, high), (narrow, wide) = self.crop_scale, self.crop_ratio
         rules = {
             "crop_scale": (0 < low <= high <= 1, "two shares above 0 and up to 1, the smaller first"),
@@ -81,11 +77,7 @@ class Augmentation:
 
 
 def find_library() -> Literal["torchvision", "kornia"]:
-    """Return which package changes colours and shapes.
-
-    Raises:
-        ValueError: None is installed.
-    """
+    """Return which package changes colours and shapes."""
     from importlib.util import find_spec
 
     for name in ("torchvision", "kornia"):
@@ -98,14 +90,7 @@ def find_library() -> Literal["torchvision", "kornia"]:
 
 
 def crop_and_flip(image: Image.Image, settings: Augmentation, size: tuple[int, int], resample: int) -> Image.Image:
-    """Return a random part of an image, resized, and flipped at random. Draws from torch's generator.
-
-    Args:
-        image: RGB.
-        settings: What is random.
-        size: Height and width of the result.
-        resample: Filter of Pillow.
-    """
+    """Return a part of an RGB image at random, resized, maybe flipped. Draws from torch's generator."""
     box = _draw_box(image.size, settings)
     image = image.resize((size[1], size[0]), resample=Image.Resampling(resample), box=box)
     if settings.flip and float(torch.rand(())) < settings.flip:
@@ -134,24 +119,14 @@ def _draw_box(size: tuple[int, int], settings: Augmentation) -> tuple[float, flo
 
 
 def change_colors(pixels: Tensor, settings: Augmentation) -> Tensor:
-    """Return an image after policy and jitter. Draws from torch's generator.
-
-    Args:
-        pixels: ``uint8`` [3, height, width].
-        settings: What is random.
-    """
+    """Return ``uint8`` [3, height, width] after policy and jitter. Draws from torch's generator."""
     for change in _build_changes(settings, find_library()) if settings.needs_library else ():
         pixels = change(pixels)
     return pixels
 
 
 def erase(pixels: Tensor, settings: Augmentation) -> Tensor:
-    """Return a normalized image, at random with a rectangle of noise. Draws from torch's generator.
-
-    Args:
-        pixels: ``float32`` [3, height, width].
-        settings: How probable it is.
-    """
+    """Return normalized pixels [3, height, width], maybe with a rectangle of noise. Draws from torch's generator."""
     if not settings.erasing or float(torch.rand(())) >= settings.erasing:
         return pixels
     # Values of the paper (arXiv 1708.04896), as in torchvision and timm.

@@ -21,16 +21,12 @@ def train_head(lora: LoRA, head: Sequence[str]) -> LoRA:
 
 
 def freeze_modules(model: nn.Module, names: Sequence[str], head: Sequence[str]) -> None:
-    """Turn off gradients of named parts.
+    """Turn off gradients of modules or parameters, in place.
 
     Args:
-        model: Changed in place.
-        names: Of modules or parameters, in full, by their last parts, or as patterns with ``*``; ``backbone`` is all
-            but the head.
+        model: Not sharded yet.
+        names: In full, their last parts, or patterns with ``*``; ``backbone`` is all but the head.
         head: Modules of the head.
-
-    Raises:
-        ValueError: There is no such part, or nothing is left to train.
     """
     parameters = dict(model.named_parameters())
     for wanted in names:
@@ -65,14 +61,11 @@ def rest_frozen(model: nn.Module) -> None:
 
 
 def list_blocks(model: nn.Module) -> list[str]:
-    """Return the names of the blocks, from the first to the last.
+    """Return the names of the blocks of a model without adapters, from the first to the last.
 
     They are elements of lists of modules, with two or more weights each: a convolution and its norm are part of a
     block. Of lists inside of lists the innermost are taken whose elements, all of one class, hold half of what those
     of any class do: layers, and not stages or stems.
-
-    Args:
-        model: Without adapters, not sharded yet.
     """
     groups: dict[str, dict[str, int]] = {}  # class of the elements -> name and size of each
     for name, module in model.named_modules():
@@ -97,10 +90,7 @@ def measure_distances(model: nn.Module, blocks: Sequence[str], layer_decay: floa
     Args:
         model: As it will train, not sharded yet.
         blocks: Names of its blocks in order, from before it had adapters.
-        layer_decay: Factor on the learning rate from one block to the next.
-
-    Raises:
-        ValueError: The factor would be ignored: there are no blocks, or only parameters of the head are trainable.
+        layer_decay: Factor on the learning rate; refused where it would change nothing.
     """
     if not blocks:
         raise ValueError(f"layer_decay: got {layer_decay}: no blocks found in {type(model).__name__}; leave it out")

@@ -117,12 +117,7 @@ class Metrics(nn.Module):
 def list_predictions(logits: Tensor, batch: Mapping[str, Any], class_names: Sequence[str]) -> dict[str, list[Any]]:
     """Return ``index`` of each image in its source, ``file``, ``prediction`` and ``probability``.
 
-    Of an image that could not be decoded the last two are ``None``.
-
-    Args:
-        logits: [batch, classes].
-        batch: With ``index``, ``files`` and ``is_bad``.
-        class_names: In the order of the outputs.
+    The last two are ``None`` for an image that could not be decoded.
     """
     probability, predicted = logits.float().softmax(1).max(1)
     is_bad = batch["is_bad"].tolist()

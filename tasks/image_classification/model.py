@@ -16,15 +16,7 @@ from lit_fsdp.weights.base_weights import find_pretrained
 
 
 def list_classes(data: Any, num_classes: int | None) -> list[str]:
-    """Return the names of the classes, in the order of the model's outputs.
-
-    Args:
-        data: The data module, which may have them in ``classes``.
-        num_classes: How many there are, if the data does not say it.
-
-    Raises:
-        ValueError: Neither says it, or they contradict each other.
-    """
+    """Return the names of the classes in the order of the model's outputs: those of the data, else numbers."""
     names = list(data.classes) if hasattr(data, "classes") else None
     if data is None and num_classes is None:
         raise ValueError("num_classes: not set, and there is no data module that says it; set data to ImageData, or it")
@@ -36,11 +28,7 @@ def list_classes(data: Any, num_classes: int | None) -> list[str]:
 
 
 def set_classes(config: PreTrainedConfig, class_names: Sequence[str], drop_path: float | None) -> None:
-    """Make a configuration that of a classifier for these classes, with stochastic depth at a rate if that is given.
-
-    Raises:
-        ValueError: The model has no stochastic depth.
-    """
+    """Make a configuration that of a classifier for these classes; ``drop_path`` sets its stochastic depth."""
     if drop_path is not None:
         if not hasattr(config, "drop_path_rate"):
             raise ValueError(
@@ -53,15 +41,7 @@ def set_classes(config: PreTrainedConfig, class_names: Sequence[str], drop_path:
 
 
 def build_classifier(config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
-    """Return a classifier on the meta device.
-
-    Args:
-        config: Its configuration.
-        attention: Implementation, if not that which Transformers would choose.
-
-    Raises:
-        ValueError: Transformers classifies no images with this model, or has no such attention for it.
-    """
+    """Return a classifier on the meta device; without ``attention`` with what Transformers takes for it."""
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     # Of several classifiers of one architecture, Transformers takes the first, but not where nothing is set.
     config.architectures = config.architectures or []
@@ -81,15 +61,7 @@ def build_classifier(config: PreTrainedConfig, attention: str | None) -> PreTrai
 
 
 def find_head(config: PreTrainedConfig, model: PreTrainedModel) -> list[str]:
-    """Return the names of the modules whose parameters have other shapes for another number of classes.
-
-    Args:
-        config: That the model was built from.
-        model: On the meta device.
-
-    Raises:
-        ValueError: There are none.
-    """
+    """Return the names of the modules whose parameters have other shapes for another number of classes."""
     other_config = type(config).from_dict(config.to_dict())
     other_config.num_labels = len(config.id2label or ()) + 1
     shapes = {name: p.shape for name, p in build_classifier(other_config, None).named_parameters()}
@@ -100,15 +72,7 @@ def find_head(config: PreTrainedConfig, model: PreTrainedModel) -> list[str]:
 
 
 def check_size(config: PreTrainedConfig, size: tuple[int, int]) -> bool:
-    """Return whether the model must be told to interpolate its position embeddings to images of this size.
-
-    Args:
-        config: That the model was built from.
-        size: Height and width of the images.
-
-    Raises:
-        ValueError: It takes no such images.
-    """
+    """Return whether the model must be told to interpolate its position embeddings to this height and width."""
     # Not the model itself, which may have an attention that only works on a GPU.
     model = build_classifier(type(config).from_dict(config.to_dict()), None).eval()
     pixels = torch.empty(1, 3, *size, device="meta")

@@ -45,11 +45,7 @@ class Pixels:
             object.__setattr__(self, name, tuple(getattr(self, name)))  # YAML gives lists
 
     def check(self) -> None:
-        """Refuse values that no image could be made with.
-
-        Raises:
-            ValueError: With the setting and what is expected.
-        """
+        """Refuse values that no image could be made with."""
         rules = {
             "size": (self.size >= 1, "1 or more"),
             "std": (min(self.std) > 0, "three numbers above 0"),
@@ -124,12 +120,7 @@ class Preprocessing:
         return self.processor(images=image, return_tensors="pt")["pixel_values"][0]
 
     def for_training(self, image: Image.Image, seed: Sequence[int]) -> Tensor:
-        """Return the same of an image that was changed at random.
-
-        Args:
-            image: RGB.
-            seed: What is drawn depends on this alone.
-        """
+        """Return the same of an image that was changed at random; what is drawn depends on the seed alone."""
         if self.augmentation is None:
             return self.for_evaluation(image)
         with torch.random.fork_rng(devices=[]):
@@ -145,13 +136,7 @@ class Preprocessing:
 
 
 def compare_colors(preprocessing: Preprocessing, pretrained: str, folder: Path) -> None:
-    """Warn where a pretrained model has seen colors normalized otherwise than it will.
-
-    Args:
-        preprocessing: Of this run.
-        pretrained: Name of the model.
-        folder: Where it lies, maybe with the configuration of its processor.
-    """
+    """Warn where the folder of a pretrained model says that it was trained on colors normalized otherwise."""
     path = folder / PROCESSOR_FILE
     if not path.is_file():
         return
@@ -166,11 +151,7 @@ def compare_colors(preprocessing: Preprocessing, pretrained: str, folder: Path) 
 
 
 def load_processor(setting: str | Pixels) -> Any:
-    """Return a processor of Transformers that needs no torchvision, of a model by its name or folder, or of values.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return a processor of Transformers that needs no torchvision: of a model by name or folder, or of values."""
     if isinstance(setting, Pixels):
         return setting.build()
     from transformers import AutoImageProcessor

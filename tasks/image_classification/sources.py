@@ -40,9 +40,6 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
         split: Which split of a data set, if the user has said so.
         split_of: What the images are for.
         fields: Names of columns.
-
-    Raises:
-        ValueError: There are none, or they cannot be read.
     """
     if source == DIGITS:
         return _load_digits(split or ("train" if split_of == "train" else "test"))
@@ -75,16 +72,7 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
 
 
 def fetch_images(source: str, *, split: str | None, split_of: Split) -> None:
-    """Download a data set of the Hub unless it is in the cache; do nothing for other sources.
-
-    Args:
-        source: As the settings of the data have it.
-        split: Which split of a data set, if the user has said so.
-        split_of: What the images are for.
-
-    Raises:
-        ValueError: There is no such data set.
-    """
+    """Download a data set of the Hub unless it is in the cache; do nothing for other sources."""
     if _is_on_hub(source):
         _find_rows(source, split, default=DEFAULT_SPLITS[split_of], is_saved=False)
 
@@ -194,11 +182,7 @@ def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
 def _open_data_set(source: str, rows: Any, *, fields: Fields, needs_labels: bool) -> Images:
     """Return the images of a data set of Hugging Face.
 
-    Args:
-        source: Where it is from, for messages.
-        rows: The data set.
-        fields: Names of its columns.
-        needs_labels: Whether rows without a class are refused; otherwise one such row leaves all without.
+    Where labels are not needed, one row without a class leaves all without.
     """
     import datasets
 
