@@ -57,7 +57,7 @@ class KnowsSamples(Protocol):
     def last_place(self) -> tuple[int, int]:
         """Of the micro-batch handed out last."""
 
-    def find_samples(self, place: tuple[int, int]) -> list[int]:
+    def list_samples(self, place: tuple[int, int]) -> list[int]:
         """Of this rank."""
 
 
@@ -266,7 +266,7 @@ class StabilityMonitor(Callback):
         loader = self._loader
         if not isinstance(loader, KnowsSamples) or not state.places or None in state.places:
             return None
-        return [sample for place in state.places if place is not None for sample in loader.find_samples(place)]
+        return [sample for place in state.places if place is not None for sample in loader.list_samples(place)]
 
     # Between steps
 

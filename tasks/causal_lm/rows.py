@@ -77,7 +77,7 @@ def parse_row(row: Row, row_format: RowFormat) -> Example:
     if row.problem is not None:
         raise RowError(row.problem)
     fields = row.fields
-    kind = _find_kind(fields) if row_format.format == "auto" else row_format.format
+    kind = _get_kind(fields) if row_format.format == "auto" else row_format.format
     if kind == "chat":
         return _parse_chat(fields, row_format)
     if row_format.is_prompt:
@@ -117,7 +117,7 @@ def describe(value: object) -> str:
     return f"{names.get(type(value), type(value).__name__)} ({shown[:40]}{'...' if len(shown) > 40 else ''})"
 
 
-def _find_kind(fields: Mapping[str, Any]) -> Format:
+def _get_kind(fields: Mapping[str, Any]) -> Format:
     if "messages" in fields:
         return "chat"
     return "prompt_completion" if "prompt" in fields and "completion" in fields else "text"

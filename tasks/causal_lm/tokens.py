@@ -52,7 +52,7 @@ class Encoder:
     def __init__(self, tokenizer: Any, row_format: RowFormat) -> None:
         self.tokenizer = tokenizer
         self.row_format = row_format
-        self._start = _find_start(tokenizer)
+        self._start = _read_start(tokenizer)
         self._end = [int(tokenizer.eos_token_id)]
         self._markers: dict[bool, TurnMarkers] = {}  # a tokenizer may have a template of its own for tools
 
@@ -114,7 +114,7 @@ class Encoder:
         """Find the answers in the rendered chat, which is tokenized as one text."""
         render = partial(self._render, chat)
         whole = render(chat.messages)
-        spans = find_answers(chat.messages, whole, render, self._find_markers(chat, render))
+        spans = find_answers(chat.messages, whole, render, self._get_markers(chat, render))
         out = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         is_answer = bytearray(len(whole))
         for begin, end in spans:
@@ -123,7 +123,7 @@ class Encoder:
         learn = [1 in is_answer[begin:end] for begin, end in out["offset_mapping"]]
         return Encoded(ids=out["input_ids"], learn=learn)
 
-    def _find_markers(self, chat: Chat, render: Render) -> TurnMarkers:
+    def _get_markers(self, chat: Chat, render: Render) -> TurnMarkers:
         has_tools = bool(chat.tools)
         if has_tools not in self._markers:
             question = [{"role": "user", "content": "a"}]
@@ -157,7 +157,7 @@ def _template_errors() -> Iterator[None]:
         ) from error
 
 
-def _find_start(tokenizer: Any) -> list[int]:
+def _read_start(tokenizer: Any) -> list[int]:
     """Return what the tokenizer puts before a text, such as ``<s>``; what it puts after is left out."""
     with_special = tokenizer("a")["input_ids"]
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]

@@ -68,7 +68,7 @@ class Augmentation:
             if getattr(self, name) is not None and self.policy != "randaugment":
                 raise ValueError(f"augmentation.{name}: not used by policy {self.policy!r}; set policy to randaugment")
         if self.needs_library:
-            find_library()
+            choose_library()
 
     @property
     def needs_library(self) -> bool:
@@ -76,7 +76,7 @@ class Augmentation:
         return self.policy != "none" or self.color_jitter > 0
 
 
-def find_library() -> Literal["torchvision", "kornia"]:
+def choose_library() -> Literal["torchvision", "kornia"]:
     """Return which package changes colours and shapes."""
     from importlib.util import find_spec
 
@@ -120,7 +120,7 @@ def _draw_box(size: tuple[int, int], settings: Augmentation) -> tuple[float, flo
 
 def change_colors(pixels: Tensor, settings: Augmentation) -> Tensor:
     """Return ``uint8`` [3, height, width] after policy and jitter. Draws from torch's generator."""
-    for change in _build_changes(settings, find_library()) if settings.needs_library else ():
+    for change in _build_changes(settings, choose_library()) if settings.needs_library else ():
         pixels = change(pixels)
     return pixels
 

@@ -22,7 +22,7 @@ from lit_fsdp.tasks.image_classification.sources import (
     DIGITS,
     Fields,
     fetch_images,
-    find_images,
+    open_images,
     sort_labels,
 )
 from lit_fsdp.tasks.loading import PADDING, GlobalSampler, ResumableLoader
@@ -184,9 +184,9 @@ class ImageData(TaskData):
         if stage == "fit" and self.sources["train"][0] is None:
             raise self.describe_missing("train")
         for split in SPLITS_OF_STAGE[stage]:
-            self._find(self.get_source_split(split))
+            self._open(self.get_source_split(split))
         if self._classes is None:
-            self._classes = self.given_classes or self._find_classes()
+            self._classes = self.given_classes or self._get_classes()
         for split, images in self._images.items():
             self._check_labels(split, images)
 
@@ -203,11 +203,11 @@ class ImageData(TaskData):
 
     # How it is done
 
-    def _find(self, split: Split) -> Images | None:
+    def _open(self, split: Split) -> Images | None:
         source, name = self.sources[split]
         if source is not None and split not in self._images:
             try:
-                self._images[split] = find_images(source, split=name, split_of=split, fields=self.fields)
+                self._images[split] = open_images(source, split=name, split_of=split, fields=self.fields)
             except ValueError as error:
                 raise ValueError(f"{split}: {error}") from error
             if split != "predict" and self._images[split].labels is None:
@@ -217,9 +217,9 @@ class ImageData(TaskData):
                 )
         return self._images.get(split)
 
-    def _find_classes(self) -> list[str]:
+    def _get_classes(self) -> list[str]:
         # Also for a test alone: its own images might lack a class.
-        images = self._find("train") or next(iter(self._images.values()), None)
+        images = self._open("train") or next(iter(self._images.values()), None)
         if images is None or images.labels is None:
             raise ValueError("classes: not known: no source has labels; set classes, or train to what was trained on")
         return images.class_names or sort_labels(images.labels)
@@ -236,7 +236,7 @@ class ImageData(TaskData):
             )
 
     def _build_rows(self, split: Split) -> _Rows:
-        images = self._find(self.get_source_split(split))
+        images = self._open(self.get_source_split(split))
         if images is None:
             raise self.describe_missing(split)
         chosen = self.choose_rows(split, len(images))

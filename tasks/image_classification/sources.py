@@ -32,7 +32,7 @@ class Fields:
     label: str
 
 
-def find_images(source: str, *, split: str | None, split_of: Split, fields: Fields) -> Images:
+def open_images(source: str, *, split: str | None, split_of: Split, fields: Fields) -> Images:
     """Return the images of a source, without decoding any.
 
     Args:
@@ -50,7 +50,7 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
     path = Path(source).expanduser()
     is_set = path.is_dir() and any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
     if is_set or _is_on_hub(source):
-        rows = _find_rows(source, split, default=DEFAULT_SPLITS[split_of], is_saved=is_set)
+        rows = _load_rows(source, split, default=DEFAULT_SPLITS[split_of], is_saved=is_set)
         name = f"{source} {split or DEFAULT_SPLITS[split_of]}"
         return _open_data_set(name, rows, fields=fields, needs_labels=split_of != "predict")
     if split is not None:
@@ -74,7 +74,7 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
 def fetch_images(source: str, *, split: str | None, split_of: Split) -> None:
     """Download a data set of the Hub unless it is in the cache; do nothing for other sources."""
     if _is_on_hub(source):
-        _find_rows(source, split, default=DEFAULT_SPLITS[split_of], is_saved=False)
+        _load_rows(source, split, default=DEFAULT_SPLITS[split_of], is_saved=False)
 
 
 def _is_on_hub(source: str) -> bool:
@@ -156,7 +156,7 @@ def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
     """Return the images of a table; paths in it are relative to its folder."""
     columns, rows = read_table(path, image=fields.image, label=fields.label)
     if rows is None:  # images are in it
-        found = _find_rows(str(path), None, default="train", is_saved=False)
+        found = _load_rows(str(path), None, default="train", is_saved=False)
         return _open_data_set(str(path), found, fields=fields, needs_labels=needs_labels)
     if fields.image not in columns:
         raise ValueError(f"{path}: has no column {fields.image!r}, but {', '.join(columns)}; set image_field")
@@ -221,7 +221,7 @@ def _open_data_set(source: str, rows: Any, *, fields: Fields, needs_labels: bool
     )
 
 
-def _find_rows(source: str, given: str | None, *, default: str, is_saved: bool) -> Any:
+def _load_rows(source: str, given: str | None, *, default: str, is_saved: bool) -> Any:
     """Return a split of a data set: from ``save_to_disk``, the Hub, or a file of Parquet."""
     import datasets
 
