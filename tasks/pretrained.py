@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict
@@ -192,6 +193,20 @@ def make_config(settings: Mapping[str, Any]) -> PreTrainedConfig:
         return AutoConfig.for_model(model_type, **settings)
     except StrictDataclassError as error:
         raise ValueError(f"config: {error.__cause__ or error}") from error
+
+
+def read_tokenizer_files(tokenizer: Any) -> dict[str, str | bytes]:
+    """Return the files of a tokenizer by name: texts, but for the models of SentencePiece."""
+    files: dict[str, str | bytes] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            name, content = path.relative_to(folder).as_posix(), path.read_bytes()
+            try:
+                files[name] = content.decode()
+            except UnicodeDecodeError:
+                files[name] = content
+    return files
 
 
 def drop_quantization(config: PreTrainedConfig) -> PreTrainedConfig:

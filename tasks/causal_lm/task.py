@@ -22,10 +22,10 @@ from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.causal_lm.batches import IGNORED, Batch
 from lit_fsdp.tasks.causal_lm.chunked_loss import check_chunked_loss, install_chunked_loss, sum_chunked_losses
 from lit_fsdp.tasks.causal_lm.model import build_model, check_data, check_generation, check_length, check_packing
-from lit_fsdp.tasks.causal_lm.tokenizer import get_pad_id, read_tokenizer_files
+from lit_fsdp.tasks.causal_lm.tokenizer import get_pad_id
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.masks import keep_branches, needs_mask
-from lit_fsdp.tasks.pretrained import PretrainedTask
+from lit_fsdp.tasks.pretrained import PretrainedTask, read_tokenizer_files
 from lit_fsdp.weights.base_weights import find_pretrained
 
 GENERATION = "generation_config.json"

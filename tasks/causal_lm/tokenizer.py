@@ -1,12 +1,13 @@
 """The tokenizer: loaded, or trained on the run's own documents."""
 
 import hashlib
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+from lit_fsdp.tasks.pretrained import read_tokenizer_files
 
 END = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -90,20 +91,6 @@ def train_tokenizer(texts: Iterable[str], setting: TrainTokenizer) -> Any:
 def get_pad_id(tokenizer: Any) -> int:
     """Return the id to fill rows up with: the pad token, or where there is none the end token."""
     return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
-
-
-def read_tokenizer_files(tokenizer: Any) -> dict[str, str | bytes]:
-    """Return the files of a tokenizer by name: texts, but for the models of SentencePiece."""
-    files: dict[str, str | bytes] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-            name, content = path.relative_to(folder).as_posix(), path.read_bytes()
-            try:
-                files[name] = content.decode()
-            except UnicodeDecodeError:
-                files[name] = content
-    return files
 
 
 def identify_tokenizer(tokenizer: Any) -> str:

@@ -120,7 +120,7 @@ def _draw_box(size: tuple[int, int], settings: Augmentation) -> tuple[float, flo
 
 def change_colors(pixels: Tensor, settings: Augmentation) -> Tensor:
     """Return ``uint8`` [3, height, width] after policy and jitter. Draws from torch's generator."""
-    for change in _build_changes(settings, choose_library()) if settings.needs_library else ():
+    for change in _build_changes(settings) if settings.needs_library else ():
         pixels = change(pixels)
     return pixels
 
@@ -144,38 +144,33 @@ def erase(pixels: Tensor, settings: Augmentation) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _build_changes(settings: Augmentation, library: str) -> tuple[Callable[[Tensor], Tensor], ...]:
+def _build_changes(settings: Augmentation) -> tuple[Callable[[Tensor], Tensor], ...]:
     """Return functions from ``uint8`` to ``uint8`` [3, height, width]."""
-    jitter = settings.color_jitter
-    num_ops, magnitude = (
-        settings.policy_num_ops or 2,
-        9 if settings.policy_magnitude is None else settings.policy_magnitude,
-    )
-    if library == "torchvision":
+    jitter, num_ops = settings.color_jitter, settings.policy_num_ops or 2
+    magnitude = 9 if settings.policy_magnitude is None else settings.policy_magnitude
+    policies: dict[str, Callable[[], Any]]
+    if choose_library() == "torchvision":
         from torchvision.transforms import v2  # type: ignore[import-not-found,unused-ignore]
 
+        jitter_class: Any = v2.ColorJitter
         policies = {
             "randaugment": lambda: v2.RandAugment(num_ops, magnitude),
             "trivialaugment": v2.TrivialAugmentWide,
             "autoaugment": v2.AutoAugment,
         }
-        changes = [policies[settings.policy]()] if settings.policy != "none" else []
-        return (*changes, *([v2.ColorJitter(jitter, jitter, jitter)] if jitter else []))
-    from kornia.augmentation import ColorJitter  # type: ignore[import-not-found,unused-ignore]
-    from kornia.augmentation.auto import (  # type: ignore[import-not-found,unused-ignore]
-        AutoAugment,
-        RandAugment,
-        TrivialAugment,
-    )
+    else:
+        from kornia import augmentation  # type: ignore[import-not-found,unused-ignore]
+        from kornia.augmentation import auto  # type: ignore[import-not-found,unused-ignore]
 
-    policies = {
-        "randaugment": lambda: RandAugment(num_ops, magnitude),
-        "trivialaugment": TrivialAugment,
-        "autoaugment": lambda: AutoAugment("imagenet"),
-    }
+        jitter_class = augmentation.ColorJitter
+        policies = {
+            "randaugment": lambda: auto.RandAugment(num_ops, magnitude),
+            "trivialaugment": auto.TrivialAugment,
+            "autoaugment": lambda: auto.AutoAugment("imagenet"),
+        }
     changes = [policies[settings.policy]()] if settings.policy != "none" else []
-    changes += [ColorJitter(jitter, jitter, jitter)] if jitter else []
-    return tuple(_run_on_floats(change) for change in changes)
+    changes += [jitter_class(jitter, jitter, jitter)] if jitter else []
+    return tuple(changes) if choose_library() == "torchvision" else tuple(map(_run_on_floats, changes))
 
 
 def _run_on_floats(change: Any) -> Callable[[Tensor], Tensor]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.tasks.pretrained import check_adapters
+from lit_fsdp.tasks.pretrained import check_adapters, read_tokenizer_files
 from lit_fsdp.tasks.tts.families.family import FamilyConfig
 from lit_fsdp.tasks.tts.pretrained import find_speech_model
 from lit_fsdp.weights.base_weights import BASE, LORA, describe_base
@@ -91,11 +89,3 @@ def check_run(
     if None not in (before, now) and before != now:
         rank_zero_warn(f"data.text_dropout: {now} is used from here on; the checkpoint was trained with {before}")
     check_adapters(checkpoint, pretrained=pretrained, quantization=quantization, lora=lora)
-
-
-def read_tokenizer_files(tokenizer: Any) -> dict[str, str | bytes]:
-    """Return the files of a tokenizer by name."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        return {path.relative_to(folder).as_posix(): path.read_text() for path in paths}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
-from waiting import count_waiting, tell_of_waiting, wait_until
+from waiting import count_waiting, run_forks, tell_of_waiting, wait_until
 
 from lit_fsdp.tasks.causal_lm import tokens
 from lit_fsdp.tasks.causal_lm.cache import COMPLETE
@@ -101,12 +101,7 @@ def test_of_processes_that_set_up_at_the_same_time_one_tokenizes(tmp_path: Path,
             data.setup("fit")
             assert len(data.train_dataloader()) > 0
 
-    processes = [FORK.Process(target=body) for _ in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0]
+    assert run_forks(body, 2) == [0, 0]
     assert log.read_text() == "x"
 
 

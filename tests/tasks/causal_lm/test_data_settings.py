@@ -8,7 +8,8 @@ from lightning.pytorch import Trainer
 
 from lit_fsdp.cli.train import run_trainer
 from lit_fsdp.tasks.causal_lm.data import TextData
-from lit_fsdp.tasks.causal_lm.tokenizer import TrainTokenizer, read_tokenizer_files, train_tokenizer
+from lit_fsdp.tasks.causal_lm.tokenizer import TrainTokenizer, train_tokenizer
+from lit_fsdp.tasks.pretrained import read_tokenizer_files
 
 TEXT = "[user] word / [assistant] says / [me]"
 
