@@ -45,7 +45,7 @@ class KnowsStep(Protocol):
     def rank_loss(self) -> Tensor | None:
         """Over this rank."""
 
-    def find_grad_norm(self) -> Tensor:
+    def get_grad_norm(self) -> Tensor:
         """Over all ranks, before clipping."""
 
 
@@ -57,7 +57,7 @@ class KnowsSamples(Protocol):
     def last_place(self) -> tuple[int, int]:
         """Of the micro-batch handed out last."""
 
-    def find_samples(self, place: tuple[int, int]) -> list[int]:
+    def list_samples(self, place: tuple[int, int]) -> list[int]:
         """Of this rank."""
 
 
@@ -193,7 +193,7 @@ class StabilityMonitor(Callback):
         state.is_scaled = scaler is not None
         loss = module.step_loss if isinstance(module, KnowsStep) else None
         is_reduced = loss is not None and isinstance(trainer.strategy, FSDP2Strategy)
-        norm = module.find_grad_norm() if isinstance(module, KnowsStep) else compute_grad_norm(module.parameters())
+        norm = module.get_grad_norm() if isinstance(module, KnowsStep) else compute_grad_norm(module.parameters())
         if loss is not None:
             assert isinstance(module, KnowsStep)
             state.rank_loss = module.rank_loss
@@ -266,7 +266,7 @@ class StabilityMonitor(Callback):
         loader = self._loader
         if not isinstance(loader, KnowsSamples) or not state.places or None in state.places:
             return None
-        return [sample for place in state.places if place is not None for sample in loader.find_samples(place)]
+        return [sample for place in state.places if place is not None for sample in loader.list_samples(place)]
 
     # Between steps
 

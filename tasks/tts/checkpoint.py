@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from lit_fsdp.adapters.lora import LoRA, add_adapters, iterate_adapters
 from lit_fsdp.checkpoint.reader import EXPORT, StoredCheckpoint, find_checkpoint, open_checkpoint
 from lit_fsdp.quantization.layers import ABSMAX, NESTED
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.tasks.pretrained import check_base, check_lora
+from lit_fsdp.tasks.pretrained import check_adapters, read_tokenizer_files
 from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig
 from lit_fsdp.tasks.tts.families.model_types import parse_family
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
@@ -96,18 +95,7 @@ def check_run(
     before, now = checkpoint.get(SPEECH, {}).get("text_dropout"), getattr(data, "text_dropout", None)
     if None not in (before, now) and before != now:
         rank_zero_warn(f"data.text_dropout: {now} is used from here on; the checkpoint was trained with {before}")
-    if BASE in checkpoint and pretrained is not None:
-        check_base(checkpoint[BASE], pretrained, quantization)
-    if LORA in checkpoint and lora is not None:
-        check_lora(checkpoint[LORA], lora)
-
-
-def read_tokenizer_files(tokenizer: Any) -> dict[str, str | bytes]:
-    """Return the files of a tokenizer by name."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        return {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
+    check_adapters(checkpoint, pretrained=pretrained, quantization=quantization, lora=lora)
 
 
 @dataclass(frozen=True, kw_only=True)

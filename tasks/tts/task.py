@@ -216,9 +216,9 @@ class TextToSpeech(Task):
         """Read this rank's shards of the pretrained weights, or draw random ones."""
         assert self.model is not None
         if self.pretrained is None:
-            init_weights(self.model, self.find_seed())
+            init_weights(self.model, self.get_seed())
         else:
-            self.family.load_weights(self.model, find_speech_model(self.pretrained), seed=self.find_seed())
+            self.family.load_weights(self.model, find_speech_model(self.pretrained), seed=self.get_seed())
 
     @property
     @override

@@ -22,8 +22,9 @@ from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Sharding
 from lit_fsdp.sharding.wrap import plan_module
+from lit_fsdp.tasks.image_classification.layers import freeze_modules
 from lit_fsdp.tasks.image_classification.mixup import Mixup, mix
-from lit_fsdp.tasks.image_classification.model import build_classifier, freeze_modules, measure_images
+from lit_fsdp.tasks.image_classification.model import build_classifier, measure_images
 from ranks import run_ranks
 
 SMALL = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -59,7 +60,7 @@ class Classifier(nn.Module):
         pixels, labels = batch["pixel_values"], batch["labels"]
         if not self.is_mixed:
             return self.model(pixel_values=pixels, labels=labels).loss
-        mixed = mix(pixels, torch.ones_like(labels, dtype=torch.bool), Mixup(mixup=1.0))
+        mixed = mix(pixels, torch.ones_like(labels, dtype=torch.bool), Mixup(mixup_alpha=1.0))
         return self.model(pixel_values=mixed.pixels, labels=labels).loss
 
 

@@ -3,9 +3,9 @@ from typing import Any
 import pytest
 from learned_tokens import learned
 
-from lit_fsdp.tasks.causal_lm.encoding import Encoded, Encoder
-from lit_fsdp.tasks.causal_lm.examples import Chat, Example, PromptCompletion, RowError, RowFormat, Text
+from lit_fsdp.tasks.causal_lm.rows import Chat, Example, PromptCompletion, RowError, RowFormat, Text
 from lit_fsdp.tasks.causal_lm.tokenizer import TrainTokenizer, train_tokenizer
+from lit_fsdp.tasks.causal_lm.tokens import Encoded, Encoder
 
 PLAIN = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
@@ -59,19 +59,25 @@ def test_a_tokenizer_that_begins_and_ends_texts_itself_ends_them_once(tokenizer:
     assert tokenizer.decode(encode(tokenizer, Text(text="two?")).ids) == "<|pad|>two?<|endoftext|>"
 
 
-def test_loss_on_completion_learns_the_completion_and_the_end_token(tokenizer: Any) -> None:
+@pytest.mark.parametrize("row_format", [{}, {"loss_on": "completion"}])
+def test_the_completion_and_the_end_token_are_learned_unless_all_shall_be(
+    tokenizer: Any, row_format: dict[str, Any]
+) -> None:
     pair = PromptCompletion(prompt="What is two?", completion=" One more than one.")
-    assert learned(tokenizer, encode(tokenizer, pair, loss_on="completion")) == [" One more than one.<|endoftext|>"]
-    assert all(encode(tokenizer, pair).learn)
+    assert learned(tokenizer, encode(tokenizer, pair, **row_format)) == [" One more than one.<|endoftext|>"]
+    assert all(encode(tokenizer, pair, loss_on="all").learn)
 
 
+@pytest.mark.parametrize("row_format", [{}, {"loss_on": "completion"}])
 @pytest.mark.parametrize(("template", "end"), [(PLAIN, "</s>\n"), (MARKED, "</s>")])
-def test_loss_on_completion_learns_what_the_assistant_says_and_its_end(tokenizer: Any, template: str, end: str) -> None:
+def test_what_the_assistant_says_is_learned_and_its_end(
+    tokenizer: Any, template: str, end: str, row_format: dict[str, Any]
+) -> None:
     tokenizer.chat_template = template
-    encoded = encode(tokenizer, CHAT, loss_on="completion")
+    encoded = encode(tokenizer, CHAT, **row_format)
     assert learned(tokenizer, encoded) == [f"One more than one.{end}", f"One more than two.{end}"]
     assert tokenizer.decode(encoded.ids) == tokenizer.apply_chat_template(CHAT.messages, tokenize=False)
-    assert all(encode(tokenizer, CHAT).learn)
+    assert all(encode(tokenizer, CHAT, loss_on="all").learn)
 
 
 def test_a_chat_prompt_ends_with_the_cue_for_an_answer(tokenizer: Any) -> None:

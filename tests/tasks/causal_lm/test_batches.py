@@ -7,10 +7,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lit_fsdp.tasks.causal_lm.collate import stack_rows
-from lit_fsdp.tasks.causal_lm.encoding import Encoded
-from lit_fsdp.tasks.causal_lm.packing import IGNORED, DocumentRows, PackedRows
-from lit_fsdp.tasks.causal_lm.tokens import TokenStore, TokenWriter
+from lit_fsdp.tasks.causal_lm.batches import IGNORED, DocumentRows, PackedRows, stack_rows
+from lit_fsdp.tasks.causal_lm.tokens import Encoded, TokenStore, TokenWriter
 
 LENGTHS = [5, 1, 9, 3, 12, 7]
 PAD = 99
