@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.weights.base_weights import describe_base, find_pretrained
+from lit_fsdp.weights.base_weights import describe_base, get_pretrained_folder
 from lit_fsdp.weights.prequantized import read_quantization
 
 
@@ -26,7 +26,7 @@ def load_config(pretrained: str) -> PreTrainedConfig:
         ValueError: There is none, or no model has such a one.
     """
     try:
-        return drop_quantization(AutoConfig.from_pretrained(find_pretrained(pretrained)))
+        return drop_quantization(AutoConfig.from_pretrained(get_pretrained_folder(pretrained)))
     except StrictDataclassError as error:
         raise ValueError(f"pretrained: {pretrained}: config.json: {error.__cause__ or error}") from error
     except (OSError, ValueError) as error:
@@ -84,19 +84,20 @@ def plan_quantization(folder: Path, model: nn.Module, given: Quantization | None
     skip = settings.get("llm_int8_skip_modules")
     options: dict[str, Any] = {"type": "int8"}
     if settings.get("load_in_4bit"):
-        options = {"type": settings["bnb_4bit_quant_type"], "double": settings.get("bnb_4bit_use_double_quant", False)}
+        options = {"type": settings["bnb_4bit_quant_type"]}
+        options["double_quant"] = settings.get("bnb_4bit_use_double_quant", False)
     return _compare_quantization(Quantization(**options, skip_modules=None if skip is None else tuple(skip)), given)
 
 
 def _compare_quantization(stored: Quantization | None, given: Quantization | None) -> Quantization | None:
     if stored is None or given is None:
         return stored or given
-    for name in ("type", "block_size", "is_double"):
+    for setting, name in (("type", "type"), ("block_size", "block_size"), ("double_quant", "is_double")):
         ours, theirs = getattr(given, name), getattr(stored, name)
         if ours != theirs:
             raise ValueError(
-                f"quantization.{name.removeprefix('is_')}: got {ours!r}: the weights of pretrained are stored with "
-                f"{theirs!r}; leave quantization out"
+                f"quantization.{setting}: got {ours!r}: the weights of pretrained are stored with {theirs!r}; leave "
+                "quantization out"
             )
     if given.skip_modules is not None:
         raise ValueError("quantization.skip_modules: the weights of pretrained are quantized already; leave it out")

@@ -103,7 +103,7 @@ def test_a_merged_model_leaves_in_4_bits(tmp_path: Path) -> None:
 
 def test_layers_that_do_not_divide_into_blocks_or_are_skipped_stay_dense(base: Path, tmp_path: Path) -> None:
     checkpoint = save_whole(base, tmp_path / "last.ckpt")
-    settings = replace(KINDS["nf4"][0], skip=["k_proj", "lm_head"])
+    settings = replace(KINDS["nf4"][0], skip_modules=["k_proj", "lm_head"])
     export_model(checkpoint, tmp_path / "out", quantization=settings)
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert "model.layers.1.self_attn.k_proj" in config["llm_int8_skip_modules"]
