@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
+from lit_fsdp.adapters.lora import LoRA, add_adapters, list_adapter_parameters
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.closed_form import MicroBatch, predict_step
 from lit_fsdp.planning.hardware import Gpu, find_gpu, get_product_share
@@ -150,7 +150,7 @@ def count_work(row: Row) -> Workload:
     """Return what a rank does: counted by the modules that ``plan`` uses."""
     module, settings = _build(row), Settings(recompute=_recompute(row), mesh=Mesh(replicate=row.replicas))
     dtypes = MixedPrecision(storage_dtype=row.storage, param_dtype="bfloat16", reduce_dtype=row.reduce)  # type: ignore[arg-type]
-    cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
+    cast_parameters(module, dtypes, keep=list_adapter_parameters(module))
     plan = plan_module(module, settings.wrap)
     step = predict_step(
         module,

@@ -175,7 +175,7 @@ def add_adapters(model: nn.Module, lora: LoRA) -> None:
 
 def _inject(model: Any, lora: LoRA) -> None:
     config = lora.build_config()
-    targets = find_targets(model, lora)
+    targets = resolve_targets(model, lora)
     patterns: dict[str, dict[str, Any]] = {}
     for setting in ("rank_pattern", "alpha_pattern"):
         patterns[setting] = getattr(config, setting)
@@ -230,7 +230,7 @@ def check_units(model: nn.Module, units: Sequence[str]) -> None:
             )
 
 
-def find_targets(model: nn.Module, lora: LoRA) -> list[str]:
+def resolve_targets(model: nn.Module, lora: LoRA) -> list[str]:
     """Return the names of the modules that get an adapter. Pure.
 
     Args:
@@ -260,7 +260,7 @@ def iterate_adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
 
 
-def find_adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
+def list_adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return all trainable parameters of a model with adapters; of one without, nothing."""
     if next(iterate_adapters(model), None) is None:
         return []

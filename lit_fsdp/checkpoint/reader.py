@@ -69,7 +69,7 @@ class StoredCheckpoint:
         return torch.empty(there.size, dtype=there.properties.dtype, device="meta")
 
 
-def find_checkpoint(path: Path) -> Path:
+def resolve_checkpoint(path: Path) -> Path:
     """Return the folder of a checkpoint: ``path`` itself, or the newest complete one of the run there.
 
     Raises:

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lit_fsdp.checkpoint.manifest import check_contents, check_sizes, describe_files, write_manifest
+from lit_fsdp.errors import join_names
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
 
@@ -166,7 +167,7 @@ def load_checkpoint(
     return meta
 
 
-def find_random_state(path: Path, rank: int, world_size: int) -> Callable[[], None]:
+def read_random_state(path: Path, rank: int, world_size: int) -> Callable[[], None]:
     """Return what makes this rank draw as it would have without the interruption.
 
     Saved by another number of ranks, there is no such thing: then all ranks start generators that depend on the
@@ -323,8 +324,7 @@ def _check_model(path: Path, state: Mapping[str, Any], stored: Mapping[str, Any]
     unknown = [name for name in unknown if name not in state]
     for what, names in (("lacks", missing), ("holds", unknown)):
         if names and strict:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ValueError(f"{path} {what} {', '.join(names[:5])}{more}: it was saved from another model")
+            raise ValueError(f"{path} {what} {join_names(names)}: it was saved from another model")
     for name, value in state.items():
         there = getattr(stored.get(prefix + name), "size", None)
         if there is not None and isinstance(value, torch.Tensor) and there != value.shape:

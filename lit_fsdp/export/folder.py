@@ -15,7 +15,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
 from lit_fsdp.export.quantized import Quantizer
-from lit_fsdp.export.safetensors_writer import TensorWriter
+from lit_fsdp.export.safetensors_writer import open_tensor_files
 from lit_fsdp.weights.hub_names import Part, convert_part
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -89,12 +89,12 @@ def write_model(
     """
     outputs = {name: tensor for part in parts for name, tensor in part.outputs.items()}
     if quantizer is not None:
-        outputs = quantizer.describe(outputs)
+        outputs = quantizer.convert(outputs)
     num_bytes = check_room(folder, outputs)
     pattern = "model{suffix}.safetensors"
     split = split_torch_state_dict_into_shards(outputs, filename_pattern=pattern, max_shard_size=max_bytes)
     by_file = {file: {n: outputs[n] for n in names} for file, names in split.filename_to_tensors.items()}
-    with TensorWriter(folder, by_file) as files:
+    with open_tensor_files(folder, by_file) as write:
         for part in tqdm(parts, desc="writing tensors", delay=2.0):
             tensors = read(part.inputs)
             for name, tensor in tensors.items():
@@ -104,7 +104,7 @@ def write_model(
                     )
             tensors = convert_part(model, tensors)
             for name, tensor in (tensors if quantizer is None else quantizer.convert(tensors)).items():
-                files.write(name, tensor)
+                write(name, tensor)
     if split.is_sharded:
         num_parameters = sum(p.numel() for p in model.parameters())
         metadata = {"total_parameters": num_parameters, **split.metadata}
@@ -115,7 +115,7 @@ def write_model(
 
 def check_room(folder: Path, tensors: Mapping[str, Tensor]) -> int:
     """Return the bytes of tensors; refuse more than the disk has left."""
-    num_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     if (free := shutil.disk_usage(folder).free) < num_bytes:
         needed = f"{num_bytes / 2**30:.2f} GiB, the disk has {free / 2**30:.2f} GiB left"
         raise ValueError(f"out: the model needs {needed}; free some, or choose another disk or dtype")

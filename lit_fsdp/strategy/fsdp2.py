@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.single_file import load_single_file
-from lit_fsdp.checkpoint.state import find_random_state, load_checkpoint
+from lit_fsdp.checkpoint.state import load_checkpoint, read_random_state
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.buffers import sync_buffers
@@ -340,7 +340,7 @@ class FSDP2Strategy(ParallelStrategy):
         optimizers = self.optimizers if is_fitting else []
         meta = load(path, self.lightning_module, optimizers, strict=self.lightning_module.strict_loading)
         if is_fitting:
-            self._restore_random = find_random_state(path, self.global_rank, self.world_size)
+            self._restore_random = read_random_state(path, self.global_rank, self.world_size)
             forget_train_loader(self.lightning_module.trainer)
         return meta
 

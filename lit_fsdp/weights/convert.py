@@ -106,7 +106,7 @@ def plan_conversions(
     return list(found.values()), [name for name in unknown if not any(p.search(name) for p in unread)]
 
 
-def find_optional(model: nn.Module) -> list[re.Pattern[str]]:
+def list_optional(model: nn.Module) -> list[re.Pattern[str]]:
     """Return patterns of names that files may lack, because the model's initializer sets them well."""
     return [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
 

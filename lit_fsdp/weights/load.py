@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lit_fsdp.adapters.lora import clean_name, is_adapter_name, is_decomposed, iterate_adapters, reset_adapter
+from lit_fsdp.errors import join_names
 from lit_fsdp.quantization.layers import iterate_quantized
-from lit_fsdp.weights.convert import Conversion, convert_rows, describe_sources, find_optional, plan_conversions
+from lit_fsdp.weights.convert import Conversion, convert_rows, describe_sources, list_optional, plan_conversions
 from lit_fsdp.weights.prequantized import QuantizedFiles
 from lit_fsdp.weights.safetensors_io import MAX_BLOCK_BYTES, StoredTensor, TensorFiles
-from lit_fsdp.weights.shard_writer import ShardWriter, find_rows, init_magnitudes
+from lit_fsdp.weights.shard_writer import ShardWriter, build_shard_writers, init_magnitudes
 
 
 def materialize(model: nn.Module, device: torch.device, *, parameter_device: torch.device | None = None) -> None:
@@ -72,7 +73,7 @@ def init_weights(model: nn.Module, seed: int) -> None:
         ValueError: A parameter or buffer was left without a value.
     """
     owners = _find_initializers(model)
-    rows = {id(rows.target): rows for rows in find_rows(model).values()}
+    rows = {id(rows.target): rows for rows in build_shard_writers(model).values()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for unit in _group_modules(model):
             _init_unit(unit, owners, seed, rows)
@@ -108,7 +109,7 @@ def load_weights(
     with QuantizedFiles(folder) as files, torch.no_grad():
         if files.quantized and next(iterate_quantized(model), None) is None:
             raise ValueError(f"{folder} holds quantized weights, and {_name_class(model)} has none; quantize it alike")
-        targets = find_rows(model, is_quantized=bool(files.quantized))
+        targets = build_shard_writers(model, is_quantized=bool(files.quantized))
         try:
             conversions, unknown = plan_conversions(model, files.tensors, targets)
         except ValueError as error:
@@ -247,14 +248,13 @@ def _check_names(
     made = {name for conversion in conversions for name in conversion.shapes}
     filled = {id(targets[name].target) for name in made & targets.keys()}
     absent = sorted(name for name, rows in targets.items() if id(rows.target) not in filled)
-    patterns = find_optional(model)
+    patterns = list_optional(model)
     optional = [name for name in absent if name in drawn or any(pattern.search(name) for pattern in patterns)]
     missing = [name for name in absent if name not in optional]
     strange = sorted([*unknown, *(made - targets.keys())])
     for what, names in (("lacks", missing), ("has tensors unknown to the model:", strange)):
         if names:
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            raise ValueError(f"{folder} does not fit {_name_class(model)}: it {what} {shown}")
+            raise ValueError(f"{folder} does not fit {_name_class(model)}: it {what} {join_names(names)}")
     return optional
 
 
@@ -277,7 +277,7 @@ def _check_kind(stored: StoredTensor, name: str, dtype: torch.dtype) -> None:
 def _init_unstored(model: nn.Module, optional: list[str], seed: int) -> None:
     """Set what files do not hold, as its module does it: buffers such as rotary frequencies, and ``optional``."""
     owners = _find_initializers(model)
-    rows = {id(rows.target): rows for rows in find_rows(model).values()} if optional else {}
+    rows = {id(rows.target): rows for rows in build_shard_writers(model).values()} if optional else {}
     holders = {name.rpartition(".")[0] for name in optional}
     with torch.random.fork_rng(devices=[]):
         for unit in _group_modules(model):

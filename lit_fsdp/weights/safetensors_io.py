@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES
 from torch import Tensor
 
+DTYPES: dict[str, torch.dtype] = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # What is read at once where it cannot be read into place: small beside a model, large enough for any disk.
 MAX_BLOCK_BYTES = 32 * 2**20
@@ -59,6 +60,7 @@ class TensorFiles:
     """
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         self._files: dict[Path, int] = {}
         self._stack = ExitStack()
@@ -74,6 +76,10 @@ class TensorFiles:
     def __exit__(self, *_: Any) -> None:
         self._stack.close()
         self._files.clear()
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor on the CPU, in the dtype in which it is stored."""
+        return self.read_rows(name, 0, self.tensors[name].num_rows)
 
     def read_rows(self, name: str, begin: int, end: int) -> Tensor:
         """Return rows of a tensor on the CPU, in the dtype in which they are stored."""
@@ -179,16 +185,10 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
-    dtypes = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
+    found: dict[str, StoredTensor] = {}
     for name, entry in header.items():
-        if entry["dtype"] not in dtypes:
+        if entry["dtype"] not in DTYPES:
             raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, which torch does not have")
-    return {
-        name: StoredTensor(
-            path=path,
-            shape=tuple(entry["shape"]),
-            dtype=dtypes[entry["dtype"]],
-            begin=8 + size + entry["data_offsets"][0],
-        )
-        for name, entry in header.items()
-    }
+        begin = 8 + size + entry["data_offsets"][0]
+        found[name] = StoredTensor(path=path, shape=tuple(entry["shape"]), dtype=DTYPES[entry["dtype"]], begin=begin)
+    return found

@@ -33,7 +33,7 @@ class ShardWriter:
         self.target = target
         self.shape: tuple[int, ...] = tuple(target.shape)
         self.dtype = target.dtype
-        self.begin, self.local = find_own_rows(target)
+        self.begin, self.local = get_local_shard(target)
 
     @property
     def device(self) -> torch.device:
@@ -83,7 +83,7 @@ class QuantizedRows(ShardWriter):
     @override
     def finish(self) -> None:
         own, self._absmax = self._get_absmax(), None
-        _, stored = find_own_rows(getattr(self.layer, self.name + ABSMAX))
+        _, stored = get_local_shard(getattr(self.layer, self.name + ABSMAX))
         if not self.layer.quantization.is_double:
             stored.copy_(own.view(torch.uint8))
             return
@@ -155,7 +155,7 @@ class DecomposedRows(ShardWriter):
         return requantize(weight, self.layer.get_base_layer().quantization)
 
 
-def find_rows(model: nn.Module, *, is_quantized: bool = False) -> dict[str, ShardWriter]:
+def build_shard_writers(model: nn.Module, *, is_quantized: bool = False) -> dict[str, ShardWriter]:
     """Map names as they are in files to the rows to fill. What adapters add is left out, as it is in no file.
 
     Args:
@@ -190,16 +190,16 @@ def init_magnitudes(layer: Any) -> None:
     base = layer.get_base_layer()
     magnitude = ShardWriter(layer.lora_magnitude_vector[ADAPTER].weight)
     if isinstance(base, QuantizedLayer):
-        codes, absmax = (find_own_rows(getattr(base, key))[1] for key in ("weight", f"weight{ABSMAX}"))
+        codes, absmax = (get_local_shard(getattr(base, key))[1] for key in ("weight", f"weight{ABSMAX}"))
         nested = getattr(base, f"weight{NESTED}", None)
         nested = None if nested is None else nested.to(codes.device)
         own = dequantize_shard(codes, absmax, nested, base.quantization, first=magnitude.begin)
     else:
-        own = find_own_rows(base.weight)[1]
+        own = get_local_shard(base.weight)[1]
     magnitude.write(magnitude.begin, torch.linalg.norm(own.float(), dim=1))
 
 
-def find_own_rows(target: Tensor) -> tuple[int, Tensor]:
+def get_local_shard(target: Tensor) -> tuple[int, Tensor]:
     """Return the first of this rank's rows of a tensor, and the memory of all of them."""
     if not isinstance(target, DTensor):
         return 0, target.detach()

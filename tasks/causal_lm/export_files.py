@@ -11,7 +11,7 @@ from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.export.adapter import describe_adapters
 from lit_fsdp.export.folder import ADAPTER_CONFIG
 from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id, read_tokenizer_files
-from lit_fsdp.weights.base_weights import find_pretrained
+from lit_fsdp.weights.base_weights import get_pretrained_folder
 
 GENERATION = "generation_config.json"
 
@@ -43,6 +43,6 @@ def collect_export_files(
         files[ADAPTER_CONFIG] = describe_adapters(model, lora, pretrained)
     if model.can_generate():
         files[GENERATION] = generation.to_json_string()
-    if pretrained is not None and (given := find_pretrained(pretrained) / GENERATION).is_file():
+    if pretrained is not None and (given := get_pretrained_folder(pretrained) / GENERATION).is_file():
         files[GENERATION] = given.read_text()
     return files

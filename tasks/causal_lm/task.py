@@ -38,7 +38,7 @@ from lit_fsdp.tasks.pretrained import (
     make_config,
     plan_quantization,
 )
-from lit_fsdp.weights.base_weights import BASE, LORA, describe_base, fetch_config, fetch_pretrained, find_pretrained
+from lit_fsdp.weights.base_weights import BASE, CONFIG, LORA, describe_base, fetch_pretrained, get_pretrained_folder
 from lit_fsdp.weights.load import init_weights, load_weights
 from lit_fsdp.weights.prequantized import read_quantization
 
@@ -136,7 +136,7 @@ class CausalLM(Task):
     def prepare_plan(self, data: Any) -> list[str]:
         """Fetch the configuration of the model, and nothing else."""
         if self.pretrained is not None:
-            fetch_config(self.pretrained)
+            fetch_pretrained(self.pretrained, patterns=CONFIG)
         self._is_planned = True
         check_length(self.read_config(), data)
         return super().prepare_plan(data)
@@ -153,7 +153,9 @@ class CausalLM(Task):
     @override
     def setup(self, stage: str) -> None:
         config = self.read_config()
-        is_stored = self.pretrained is not None and read_quantization(find_pretrained(self.pretrained)) is not None
+        is_stored = (
+            self.pretrained is not None and read_quantization(get_pretrained_folder(self.pretrained)) is not None
+        )
         if stage == "fit" and (is_stored or self.quantization is not None) and self.lora is None:
             raise ValueError(
                 "quantization: quantized weights cannot be trained; set lora, such as {r: 16}, or "
@@ -178,7 +180,7 @@ class CausalLM(Task):
             return
         model = build_model(self.read_config(), self.attention)
         if self.pretrained is not None:
-            folder = find_pretrained(self.pretrained)
+            folder = get_pretrained_folder(self.pretrained)
             choose = plan_quantization if self._is_planned else choose_quantization
             self.quantization = choose(folder, model, self.quantization)
         self.adapt_model(model, lora=self.lora, quantization=self.quantization)
@@ -203,7 +205,7 @@ class CausalLM(Task):
         if self.pretrained is None:
             init_weights(self.model, self.find_seed())
         else:
-            load_weights(self.model, find_pretrained(self.pretrained), seed=self.find_seed())
+            load_weights(self.model, get_pretrained_folder(self.pretrained), seed=self.find_seed())
 
     @property
     @override

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from lit_fsdp.tasks.image_classification.augmentation import Augmentation, change_colors, crop_and_flip, erase
-from lit_fsdp.weights.base_weights import fetch_processor, find_processor
+from lit_fsdp.weights.base_weights import PROCESSOR, fetch_pretrained, get_pretrained_folder
 
 PROCESSOR_FILE = "preprocessor_config.json"
 
@@ -177,8 +177,8 @@ def load_processor(setting: str | Pixels) -> Any:
         ValueError: There is none.
     """
     if isinstance(setting, str):
-        fetch_processor(setting)
-        return _load(find_processor(setting), setting)
+        fetch_pretrained(setting, "processor", PROCESSOR)
+        return _load(get_pretrained_folder(setting, PROCESSOR), setting)
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / PROCESSOR_FILE).write_text(json.dumps(setting.describe()))
         return _load(Path(name), name)

@@ -50,12 +50,12 @@ from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.pretrained import choose_quantization, plan_quantization
 from lit_fsdp.weights.base_weights import (
     BASE,
+    CONFIG,
     IMAGE_SIZE,
     LORA,
     describe_base,
-    fetch_config,
     fetch_pretrained,
-    find_pretrained,
+    get_pretrained_folder,
 )
 from lit_fsdp.weights.load import init_weights, load_weights
 from lit_fsdp.weights.prequantized import read_quantization
@@ -164,7 +164,7 @@ class ImageClassification(Task):
         """Fetch the configuration of the model, and nothing else."""
         notes = []
         if self.pretrained is not None:
-            fetch_config(self.pretrained)
+            fetch_pretrained(self.pretrained, patterns=CONFIG)
         self._is_planned = True
         count = self.num_classes or (data.count_classes() if hasattr(data, "count_classes") else None)
         if count is None:
@@ -181,7 +181,9 @@ class ImageClassification(Task):
     @override
     def setup(self, stage: str) -> None:
         self._class_names = find_classes(getattr(self.trainer, "datamodule", None), self.num_classes)
-        is_stored = self.pretrained is not None and read_quantization(find_pretrained(self.pretrained)) is not None
+        is_stored = (
+            self.pretrained is not None and read_quantization(get_pretrained_folder(self.pretrained)) is not None
+        )
         if stage == "fit" and (is_stored or self.quantization is not None) and self.lora is None:
             raise ValueError("quantization: quantized weights cannot be trained; set lora, such as {r: 16}")
 
@@ -200,9 +202,9 @@ class ImageClassification(Task):
             self._interpolates = check_size(config, preprocessing.size)
         if self.pretrained is not None:
             if preprocessing and is_fit:
-                compare_colors(preprocessing, self.pretrained, find_pretrained(self.pretrained))
+                compare_colors(preprocessing, self.pretrained, get_pretrained_folder(self.pretrained))
             choose = plan_quantization if self._is_planned else choose_quantization
-            self.quantization = choose(find_pretrained(self.pretrained), model, self.quantization)
+            self.quantization = choose(get_pretrained_folder(self.pretrained), model, self.quantization)
         self.lora = self.lora and train_head(self.lora, self._head)
         blocks = find_blocks(model, self.layer_decay)
         self.adapt_model(model, lora=self.lora, quantization=self.quantization)
@@ -230,7 +232,7 @@ class ImageClassification(Task):
         if self.pretrained is None:
             init_weights(self.model, seed)
             return
-        unused = load_weights(self.model, find_pretrained(self.pretrained), seed=seed, new=new, takes_part=True)
+        unused = load_weights(self.model, get_pretrained_folder(self.pretrained), seed=seed, new=new, takes_part=True)
         if unused:
             rank_zero_warn(f"pretrained: {len(unused)} tensors are not used, such as {', '.join(unused[:3])}")
 

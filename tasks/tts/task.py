@@ -48,7 +48,7 @@ from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 from lit_fsdp.tasks.tts.pretrained import check_stored, fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.quantizing import check_adapters, list_rest
 from lit_fsdp.tasks.tts.step_counts import count_step
-from lit_fsdp.weights.base_weights import fetch_config
+from lit_fsdp.weights.base_weights import CONFIG, fetch_pretrained
 from lit_fsdp.weights.load import init_weights
 
 _MAX_RATIO = 3  # speech of validation is at most so many times as long as what was recorded
@@ -146,7 +146,7 @@ class TextToSpeech(Task):
     def prepare_plan(self, data: Any) -> list[str]:
         """Fetch the configuration of the model, and nothing else."""
         if self.pretrained is not None:
-            fetch_config(self.pretrained)
+            fetch_pretrained(self.pretrained, patterns=CONFIG)
         if hasattr(data, "attach"):
             data.attach(self.read_config())
         return super().prepare_plan(data)

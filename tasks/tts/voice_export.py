@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_fsdp.adapters.lora import LoRA, add_adapters, iterate_adapters
-from lit_fsdp.checkpoint.reader import StoredCheckpoint, find_checkpoint, open_checkpoint
+from lit_fsdp.checkpoint.reader import StoredCheckpoint, open_checkpoint, resolve_checkpoint
 from lit_fsdp.quantization.layers import ABSMAX, NESTED
 from lit_fsdp.tasks.tts.checkpoint_files import GENERATION, SPEECH
 from lit_fsdp.tasks.tts.families.family import Family
@@ -89,7 +89,7 @@ def read_checkpoint(path: Path, base: str | None = None) -> SpeechCheckpoint:
     Raises:
         ValueError: It holds no speech, or its base model is not there, or has other weights.
     """
-    stored = open_checkpoint(find_checkpoint(path))
+    stored = open_checkpoint(resolve_checkpoint(path))
     if SPEECH not in stored.meta:
         raise ValueError(f"checkpoint: {stored.path} was not written by TextToSpeech: expected one that was")
     about: dict[str, Any] = stored.meta[SPEECH]

@@ -27,7 +27,7 @@ from lit_fsdp.sharding.shard import Sharding, shard_model
 from lit_fsdp.sharding.wrap import Wrap, iterate_blocks, plan_units
 from lit_fsdp.weights import load as weights
 from lit_fsdp.weights import safetensors_io as tensor_files
-from lit_fsdp.weights.base_weights import find_pretrained
+from lit_fsdp.weights.base_weights import get_pretrained_folder
 from lit_fsdp.weights.convert import clean_name
 from lit_fsdp.weights.load import load_weights, materialize
 from lit_fsdp.weights.safetensors_io import TensorFiles
@@ -361,6 +361,6 @@ def test_a_model_on_the_hub_is_read_from_the_cache(tmp_path: Path, monkeypatch: 
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0123abc")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    folder = find_pretrained("someone/tiny")
+    folder = get_pretrained_folder("someone/tiny")
     expected = AutoModelForCausalLM.from_pretrained(folder)
     assert list_unequal(load("mixtral", folder, is_sharded=False), expected) == []
