@@ -27,7 +27,9 @@ from ranks import run_ranks
 CPU = torch.device("cpu")
 
 
-def shard(model: nn.Module, units: Wrap | None = None, checkpointing: ActivationCheckpointing | None = None) -> nn.Module:
+def shard(
+    model: nn.Module, units: Wrap | None = None, checkpointing: ActivationCheckpointing | None = None
+) -> nn.Module:
     plan = plan_units(model, units or Wrap())
     apply_activation_checkpointing(model, checkpointing or ActivationCheckpointing(), list(iterate_blocks(plan)))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
