@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_fsdp.adapters.lora import ADAPTER, LoRA, clean_name, is_adapter_name
+from lit_fsdp.adapters.layers import ADAPTER, clean_name, is_adapter_name
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.export.folder import ADAPTER_CONFIG, check_room
 from lit_fsdp.export.merge import AdaptedWeights, BaseWeights
 from lit_fsdp.export.safetensors_writer import open_tensor_files

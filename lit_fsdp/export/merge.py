@@ -17,15 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_fsdp.adapters.lora import (
-    LoRA,
-    add_adapters,
-    clean_name,
-    decompose,
-    is_adapter_name,
-    is_decomposed,
-    iterate_adapters,
-)
+from lit_fsdp.adapters.decompositions import decompose, is_decomposed
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.layers import clean_name, is_adapter_name, iterate_adapters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, build_on_meta
 from lit_fsdp.errors import join_names
 from lit_fsdp.export.position_embeddings import ResizedCheckpoint

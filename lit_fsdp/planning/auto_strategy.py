@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lit_fsdp.adapters.lora import list_adapter_parameters
+from lit_fsdp.adapters.layers import list_adapter_parameters
 from lit_fsdp.checkpoint.writer import CheckpointFormat
 from lit_fsdp.planning.estimate import Hardware, ModelToTrain
 from lit_fsdp.planning.forecast import NoForecastError, find_optimizer, guess_optimizer, guess_shape, measure_batch

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_fsdp.adapters.lora import list_adapter_parameters
+from lit_fsdp.adapters.layers import list_adapter_parameters
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.auto_strategy import AutoFSDP2Strategy

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lit_fsdp.adapters.lora import check_units, list_adapter_parameters
+from lit_fsdp.adapters.layers import check_units, list_adapter_parameters
 from lit_fsdp.sharding.activation_checkpointing import apply_activation_checkpointing
 from lit_fsdp.sharding.cpu_offload import build_offload_policy
 from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters

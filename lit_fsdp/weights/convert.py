@@ -36,7 +36,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from lit_fsdp.adapters.lora import clean_name
+from lit_fsdp.adapters.layers import clean_name
 from lit_fsdp.weights.safetensors_io import StoredTensor
 
 Rows = Literal["stacked", "joined", "inside"]

@@ -12,7 +12,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
 
-from lit_fsdp.adapters.lora import LoRA, clean_name
+from lit_fsdp.adapters.layers import clean_name
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.planning.image_reader import count_tokens, find_embeddings
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.tasks.pretrained import load_config, make_config

@@ -17,7 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters, iterate_adapters
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.layers import iterate_adapters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, open_checkpoint, resolve_checkpoint
 from lit_fsdp.quantization.layers import ABSMAX, NESTED
 from lit_fsdp.tasks.tts.checkpoint_files import GENERATION, SPEECH

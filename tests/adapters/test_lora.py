@@ -10,7 +10,9 @@ from peft.tuners.lora import LoraLayer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters, clean_name, iterate_adapters, list_adapter_parameters
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.layers import clean_name, iterate_adapters, list_adapter_parameters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.shard import Sharding, shard_model
