@@ -33,10 +33,6 @@ def add_adapters(model: nn.Module, lora: LoRA) -> None:
     Call it after quantizing and before sharding. On the meta device it costs nothing; ``load_weights`` and
     ``init_weights`` give values.
 
-    Args:
-        model: Changed in place.
-        lora: The settings.
-
     Raises:
         ValueError: A target is not in the model, or cannot be trained.
     """

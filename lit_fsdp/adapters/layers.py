@@ -36,15 +36,7 @@ def clean_name(name: str) -> str:
 
 
 def check_units(model: nn.Module, units: Sequence[str]) -> None:
-    """Refuse FSDP units inside a layer of DoRA, which reads the weight of its base layer from outside of that.
-
-    Args:
-        model: Not sharded yet.
-        units: Names of its modules.
-
-    Raises:
-        ValueError: With the unit.
-    """
+    """Refuse FSDP units, given by name, inside a layer of DoRA: it reads the weight of its base layer from outside."""
     for name, layer in iterate_adapters(model):
         inside = [unit for unit in units if unit.startswith(f"{name}.")]
         if inside and len(layer.lora_magnitude_vector):

@@ -59,14 +59,7 @@ class LoRA:
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
 
     def check(self, *, is_quantized: bool) -> None:
-        """Refuse values with which nothing would be trained, or which contradict each other.
-
-        Args:
-            is_quantized: Whether the base weights are.
-
-        Raises:
-            ValueError: With the setting and what is expected.
-        """
+        """Refuse values with which nothing would be trained, or which contradict each other."""
         rules = {
             "r": (self.r >= 1 and all(r >= 1 for r in self.rank_pattern.values()), "1 or more"),
             "alpha": (self.alpha > 0 and all(a > 0 for a in self.alpha_pattern.values()), "above 0"),
@@ -93,12 +86,8 @@ class LoRA:
                 "model; leave one out"
             )
 
-    def build_config(self, base_model: str | None = None) -> LoraConfig:
-        """Return the configuration of peft, as it is exported.
-
-        Args:
-            base_model: Name or folder of the model that the adapter belongs to.
-        """
+    def build_config(self) -> LoraConfig:
+        """Return the configuration of peft, as it is exported."""
         return LoraConfig(
             r=self.r,
             lora_alpha=_to_whole(self.alpha),
@@ -111,7 +100,6 @@ class LoRA:
             rank_pattern=dict(self.rank_pattern),
             alpha_pattern={name: _to_whole(alpha) for name, alpha in self.alpha_pattern.items()},
             bias="none",
-            base_model_name_or_path=base_model,
         )
 
 

@@ -26,13 +26,7 @@ _STARTS_ELSEWHERE = ("pissa", "pissa_niter_16", "olora")  # with other base weig
 
 
 def describe_adapters(model: PreTrainedModel, lora: LoRA, base_model: str | None) -> str:
-    """Return ``adapter_config.json``, with the targets that peft found in this model.
-
-    Args:
-        model: With adapters.
-        lora: Their settings.
-        base_model: Name or folder of the model that they belong to.
-    """
+    """Return ``adapter_config.json``, with the targets that peft found in this model and where its base model is."""
     config: Any = deepcopy(model.peft_config[ADAPTER])
     config.modules_to_save = _name_saved(model, lora) or None
     config.base_model_name_or_path = base_model
@@ -54,11 +48,8 @@ def write_adapter(
 ) -> list[Tensor]:
     """Write the adapters and the modules that train beside them; return what was written, on the meta device.
 
-    Args:
-        folder: Where to.
-        weights: Of the run.
-        base: For those whose start was taken out of the base: relative to it, they have twice the rank.
-        dtype: Of floating tensors; none keeps theirs.
+    With ``base``, whose weights the adapters were taken out of, they are written relative to it, with twice the rank.
+    Without ``dtype``, tensors keep theirs.
     """
     outputs: dict[str, Tensor] = {}
     reads: list[Callable[[], dict[str, Tensor]]] = []

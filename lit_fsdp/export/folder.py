@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
+from lit_fsdp.checkpoint.state import replace_folder
 from lit_fsdp.export.quantized import Quantizer
 from lit_fsdp.export.safetensors_writer import open_tensor_files
 from lit_fsdp.weights.hub_names import Part, convert_part
@@ -24,16 +25,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def check_out(out: Path, *sources: Path, overwrite: bool) -> None:
-    """Refuse a folder that holds something else.
-
-    Args:
-        out: The folder to make.
-        sources: What is read, such as the checkpoint.
-        overwrite: Whether an exported model may be replaced.
-
-    Raises:
-        ValueError: With what is there.
-    """
+    """Refuse a folder that holds something else than an exported model, or lies in what is read, or the reverse."""
     for source, what in zip(sources, ("the checkpoint", "the base model"), strict=False):
         if source.resolve().is_relative_to(out) or out.is_relative_to(source.resolve()):
             raise ValueError(f"out: {out} holds or lies in {what}: expected another folder")
@@ -50,7 +42,7 @@ def check_out(out: Path, *sources: Path, overwrite: bool) -> None:
 @contextmanager
 def make_beside(out: Path) -> Iterator[Path]:
     """Give an empty folder that takes the place of ``out`` once the body has ended well."""
-    beside, old = out.with_name(f".{out.name}.incomplete"), out.with_name(f".{out.name}.replaced")
+    beside = out.with_name(f".{out.name}.incomplete")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     try:
@@ -58,11 +50,7 @@ def make_beside(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    if out.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        out.rename(old)
-    beside.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
+    replace_folder(out, beside)
 
 
 def write_model(
@@ -74,15 +62,9 @@ def write_model(
     max_bytes: int,
     quantizer: Quantizer | None = None,
 ) -> int:
-    """Write the weights of a model under the names of the Hub; return their bytes.
+    """Write the weights of a model under the names of the Hub, in files of up to ``max_bytes``; return their bytes.
 
-    Args:
-        folder: Where to.
-        parts: What belongs together.
-        read: Returns the inputs of one part, of the shapes and dtypes that it is given.
-        model: On the meta device.
-        max_bytes: Begin another file above this size.
-        quantizer: What to make of the weights of linear layers.
+    ``read`` returns the inputs of one part, of the shapes and dtypes that it is given.
 
     Raises:
         ValueError: The disk is too small, or a value is beyond the dtype.

@@ -107,9 +107,7 @@ class AdaptedWeights:
     def start(self, name: str, weight: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Return the weight that an adapter was trained over, and ``A`` and ``B`` that were taken out of it.
 
-        Args:
-            name: Of a weight with an adapter.
-            weight: Of the base, ``float32``.
+        ``weight`` is that of the base, ``float32``.
         """
         _, layer = self.layers[name]
         if not is_decomposed(layer):
@@ -119,12 +117,7 @@ class AdaptedWeights:
         return (quantize(rest) if name in self._quantized else rest), (a, b)
 
     def merge(self, name: str, weight: Tensor) -> Tensor:
-        """Return a weight with its adapter merged, ``float32``.
-
-        Args:
-            name: Of a weight with an adapter.
-            weight: Of the base.
-        """
+        """Return a weight of the base with its adapter merged, ``float32``."""
         prefix, layer = self.layers[name]
         weight, _ = self.start(name, weight.float())
         values = self.checkpoint.read(self.describe_adapter(name))
@@ -137,12 +130,7 @@ class AdaptedWeights:
         return getattr(layer.get_base_layer(), base_name).data
 
     def read_merged(self, base: BaseWeights, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors of the merged model: trained ones, and those of the base with adapters added.
-
-        Args:
-            base: The base model.
-            wanted: Of which dtypes, by name.
-        """
+        """Return tensors of the merged model, by name, in the dtypes of ``wanted``."""
         tensors: dict[str, Tensor] = {}
         for name, like in wanted.items():
             if name in self.trained:
@@ -168,11 +156,7 @@ def read_quantization(checkpoint: StoredCheckpoint) -> Quantization | None:
 
 
 def open_base(checkpoint: StoredCheckpoint, base: str | None) -> Path:
-    """Return the folder of the base model of a checkpoint of adapters.
-
-    Args:
-        checkpoint: Of adapters.
-        base: Its name on the Hub or its folder, if not the recorded one.
+    """Return the folder of the base model of adapters: the recorded one, or ``base``, a name on the Hub or a folder.
 
     Raises:
         ValueError: It is not there, or has other weights than those that the adapters were trained over.

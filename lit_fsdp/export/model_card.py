@@ -20,12 +20,7 @@ _TAGS = {"ForCausalLM": "text-generation", "ForImageClassification": "image-clas
 def write_model_card(name: str, stored: StoredCheckpoint, dtype: str, num_parameters: int, *, is_adapter: bool) -> str:
     """Return the text of a ``README.md`` as the Hugging Face Hub shows it.
 
-    Args:
-        name: What to call the model.
-        stored: The checkpoint; the run that wrote it has a ``config.yaml`` and ``metrics.csv`` where they are known.
-        dtype: Of the weights.
-        num_parameters: Shared ones counted once.
-        is_adapter: Whether it is only what is added to the base model that the checkpoint names.
+    Configuration and metrics are those of the run that wrote the checkpoint, where they are known.
     """
     meta, run = stored.meta, find_run(stored.path)
     architecture = json.loads(stored.files["config.json"])["architectures"][0]

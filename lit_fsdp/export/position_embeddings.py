@@ -44,11 +44,7 @@ class ResizedCheckpoint(StoredCheckpoint):
 
     @torch.no_grad()
     def interpolate(self, stored: Tensor) -> Tensor:
-        """Return the embeddings at the new size in ``float32``, as the model computes them in a forward.
-
-        Args:
-            stored: Those at the old size.
-        """
+        """Return embeddings of the old size at the new one, ``float32``, as the model computes them in a forward."""
         # With nothing in the image and in all other parameters, what is left of the embeddings are the positions.
         values = {key: torch.zeros(p.shape) for key, p in self.module.named_parameters()} | {self.key: stored.float()}
         return _embed(self.module, values, torch.zeros(self.image.shape), **{_FLAG: True}).reshape(self.shape)
@@ -72,9 +68,6 @@ def resize_positions(stored: StoredCheckpoint) -> StoredCheckpoint:
 
     The checkpoint itself where there is no other size, or where a model of that size would compute something else: its
     embeddings then stay as they were stored, and it has to be told to interpolate.
-
-    Args:
-        stored: Of a model with all its weights, or of adapters that will be merged into theirs.
     """
     if IMAGE_SIZE not in stored.meta:
         return stored

@@ -26,11 +26,7 @@ def open_tensor_files(
 ) -> Iterator[Callable[[str, Tensor], None]]:
     """Write the headers of safetensors files; give the function that writes one tensor, to be called once for each.
 
-    ``safetensors.torch.save_file`` wants all tensors of a file at once.
-
-    Args:
-        folder: Where the files are made.
-        files: The tensors of each file by name; those on the meta device will do.
+    ``safetensors.torch.save_file`` wants all tensors of a file at once; here those given may be on the meta device.
 
     Raises:
         ValueError: A tensor has a dtype that safetensors does not know, or, when it is written, holds NaN.

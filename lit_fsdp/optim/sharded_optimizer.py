@@ -88,13 +88,7 @@ class ShardOptimizer(Optimizer):
             self.state[parameter] = {n: self.take_over(parameter, v, old.get(n)) for n, v in loaded.items()}
 
     def take_over(self, parameter: Tensor, value: Tensor, old: Tensor | None) -> Tensor:  # noqa: ARG002
-        """Return what is kept of a loaded tensor.
-
-        Args:
-            parameter: To which it belongs.
-            value: The tensor.
-            old: What was kept before.
-        """
+        """Return what is kept of a loaded tensor; ``old`` is what was kept before."""
         return value.to(parameter.device) if value.ndim else value  # the number of steps stays on the CPU
 
 

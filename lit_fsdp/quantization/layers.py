@@ -114,13 +114,7 @@ class QuantizedExperts(QuantizedLayer):
     _apply_gate: Callable[[Tensor], Tensor]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return [tokens, hidden].
-
-        Args:
-            hidden_states: [tokens, hidden].
-            top_k_index: Which experts each token goes to [tokens, k].
-            top_k_weights: How much each of them counts [tokens, k].
-        """
+        """Return [tokens, hidden] for states of that shape; experts and weights of each token are [tokens, k]."""
         result = torch.zeros_like(hidden_states)
         activate: Any = self._apply_gate if self.has_gate else self.act_fn
         norm: Any = self.post_expert_norm if self.has_post_expert_norm else None

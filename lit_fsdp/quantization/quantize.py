@@ -51,11 +51,7 @@ class Quantization:
             object.__setattr__(self, "skip_modules", tuple(self.skip_modules))  # YAML gives a list
 
     def check(self) -> None:
-        """Refuse values for which there is no kernel, or which would be ignored.
-
-        Raises:
-            ValueError: With the setting and the nearest fix.
-        """
+        """Refuse values for which there is no kernel, or which would be ignored."""
         if self.type == "int8" and (self.double_quant or self.block_size != Quantization.block_size):
             name = "double_quant" if self.double_quant else "block_size"
             raise ValueError(f"quantization.{name}: not used by type int8, which has one maximum per row; leave it out")
@@ -75,11 +71,7 @@ class Quantization:
         return 1 if self.type == "int8" else 2
 
     def count_blocks(self, num_columns: int) -> int:
-        """Return the number of maxima of a row.
-
-        Raises:
-            ValueError: The row does not divide into blocks.
-        """
+        """Return the number of maxima of a row; refuse one that does not divide into blocks."""
         if self.type == "int8":
             return 1
         if num_columns % self.block_size:
@@ -109,13 +101,9 @@ def quantize_rows(rows: Tensor, settings: Quantization) -> tuple[Tensor, Tensor]
 
 
 def compress_absmax(absmax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the second level of double quantization.
+    """Return the second level of double quantization of the maxima of a whole weight, ``float32`` [rows, blocks].
 
-    Args:
-        absmax: Of the whole weight, ``float32`` [rows, blocks].
-
-    Returns:
-        Codes ``uint8`` [rows, blocks], and the bytes of their absmax and of the mean [bytes].
+    Codes ``uint8`` [rows, blocks], and the bytes of their absmax and of the mean [bytes].
     """
     flat = absmax.reshape(-1)
     mean = flat.mean()
@@ -166,14 +154,9 @@ def dequantize(
 def dequantize_shard(
     codes: Tensor, absmax: Tensor, nested: Tensor | None, settings: Quantization, *, first: int
 ) -> Tensor:
-    """Return some rows of a weight, ``float32``, from a shard of it.
+    """Return rows of a weight, ``float32``, from a shard that begins with row ``first`` of the weight.
 
-    Args:
-        codes: Of these rows.
-        absmax: Of these rows, stored.
-        nested: The second level, of the whole weight.
-        settings: How the weight was quantized.
-        first: Which row of the weight is the first of these.
+    Codes and absmax are of these rows, as stored; ``nested``, the second level, is of the whole weight.
     """
     if nested is not None:
         values = nested.view(torch.float32)

@@ -64,11 +64,7 @@ def init_weights(model: nn.Module, seed: int) -> None:
     """Draw random weights, the same at every world size; see Note [Filling a sharded model].
 
     Modules of a Transformers model are initialized as that model does it, all others by their
-    ``reset_parameters``.
-
-    Args:
-        model: Materialized, sharded or not.
-        seed: The same on all ranks.
+    ``reset_parameters``. The model must be materialized, and the seed the same on all ranks.
 
     Raises:
         ValueError: A parameter or buffer was left without a value.

@@ -157,9 +157,7 @@ class DecomposedShardWriter(ShardWriter):
 def build_shard_writers(model: nn.Module, *, is_quantized: bool = False) -> dict[str, ShardWriter]:
     """Map names as they are in files to the shards to fill. What adapters add is left out, as it is in no file.
 
-    Args:
-        model: With memory.
-        is_quantized: The files hold weights of quantized layers as these do.
+    ``is_quantized`` says that the files hold the codes of quantized layers, which are stored as they are.
     """
     around = {id(layer.get_base_layer()): layer for _, layer in iterate_adapters(model) if is_decomposed(layer)}
     found: dict[str, ShardWriter] = {}
@@ -181,8 +179,7 @@ def build_shard_writers(model: nn.Module, *, is_quantized: bool = False) -> dict
 def init_magnitudes(layer: Any) -> None:
     """Let DoRA start at the lengths of the rows of the base weight, as it is stored; nothing without DoRA.
 
-    Args:
-        layer: Of peft; its base weight has values, and its adapter adds nothing yet.
+    The base weight must have its values, and the adapter add nothing yet.
     """
     if ADAPTER not in layer.lora_magnitude_vector:
         return
