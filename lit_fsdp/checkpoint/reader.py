@@ -28,21 +28,13 @@ _MODEL = "model."  # a task holds its Transformers model under this name
 
 @dataclass(frozen=True, kw_only=True)
 class StoredCheckpoint:
-    """A checkpoint that was found to be complete.
-
-    Args:
-        path: Its folder.
-        meta: What it holds beside tensors.
-        files: The small files of a Hugging Face folder, by name.
-        metadata: Where its tensors lie.
-        tensors: What they are, by their names in the Transformers model.
-    """
+    """A checkpoint that was found to be complete."""
 
     path: Path
-    meta: dict[str, Any]
-    files: dict[str, str | bytes]
-    metadata: Metadata
-    tensors: dict[str, TensorStorageMetadata]
+    meta: dict[str, Any]  # what it holds beside tensors
+    files: dict[str, str | bytes]  # the small files of a Hugging Face folder, by name
+    metadata: Metadata  # where its tensors lie
+    tensors: dict[str, TensorStorageMetadata]  # what they are, by their names in the Transformers model
 
     def read(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return whole tensors on the CPU, cast on the way to the dtype of ``wanted``."""

@@ -86,7 +86,7 @@ def save_checkpoint(
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     beside = path.with_name(f".{path.name}.incomplete")
-    agree(lambda: _make_empty(beside) if rank == 0 else None, group)
+    agree(lambda: make_beside(path) if rank == 0 else None, group)
     with plain_errors("written", path):
         save(state, checkpoint_id=beside, process_group=group, no_dist=not dist.is_initialized())
 
@@ -151,7 +151,8 @@ def load_checkpoint(
         state[f"optimizer_{i}"] = get_optimizer_state_dict(model, optimizer, options=options)
     _check_model(path, state["state_dict"], stored, strict=strict)
     for i, optimizer in enumerate(optimizers):
-        names = _list_state_names(state[f"optimizer_{i}"])
+        state_by_name = state[f"optimizer_{i}"]["state"]
+        names = (f"{name}.{key}" for name, values in state_by_name.items() for key in values)
         prefix = f"optimizer_{i}.param_groups."
         check_same_groups(path, optimizer, len({k.split(".")[2] for k in stored if k.startswith(prefix)}))
         present = {key.removeprefix(f"optimizer_{i}.state.") for key in stored}
@@ -258,10 +259,6 @@ def check_same_groups(path: Path, optimizer: Optimizer, count: int) -> None:
         )
 
 
-def _list_state_names(state: Mapping[str, Any]) -> list[str]:
-    return [f"{name}.{key}" for name, values in state["state"].items() for key in values]
-
-
 @contextmanager
 def plain_errors(what: str, path: Path) -> Iterator[None]:
     """Turn what ``torch.distributed.checkpoint`` raises into a ``RuntimeError`` of one line."""
@@ -274,9 +271,12 @@ def plain_errors(what: str, path: Path) -> Iterator[None]:
         raise RuntimeError(f"{path} could not be {what}: rank {rank}: {cause}") from error
 
 
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def make_beside(path: Path) -> Path:
+    """Return an empty folder beside the place of one that is to be written."""
+    beside = path.with_name(f".{path.name}.incomplete")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    return beside
 
 
 def replace_folder(path: Path, beside: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
-from lit_fsdp.checkpoint.state import replace_folder
+from lit_fsdp.checkpoint.state import make_beside, replace_folder
 from lit_fsdp.export.quantized import Quantizer
 from lit_fsdp.export.safetensors_writer import open_tensor_files
 from lit_fsdp.weights.hub_names import Part, convert_part
@@ -40,11 +40,9 @@ def check_out(out: Path, *sources: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def make_beside(out: Path) -> Iterator[Path]:
+def write_beside(out: Path) -> Iterator[Path]:
     """Give an empty folder that takes the place of ``out`` once the body has ended well."""
-    beside = out.with_name(f".{out.name}.incomplete")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    beside = make_beside(out)
     try:
         yield beside
     except BaseException:

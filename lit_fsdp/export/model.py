@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, build_on_meta, open_checkpoint, resolve_checkpoint
 from lit_fsdp.errors import join_names
 from lit_fsdp.export.adapter import double_ranks, needs_base, write_adapter
-from lit_fsdp.export.folder import ADAPTER_CONFIG, check_out, list_files, make_beside, write_model, write_small_files
+from lit_fsdp.export.folder import ADAPTER_CONFIG, check_out, list_files, write_beside, write_model, write_small_files
 from lit_fsdp.export.merge import AdaptedWeights, BaseWeights, list_aliases, open_base, read_lora, read_quantization
 from lit_fsdp.export.model_card import write_model_card
 from lit_fsdp.export.position_embeddings import explain_size, resize_positions
@@ -39,25 +39,15 @@ _MODEL_FILES = ("config.json", "generation_config.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written.
-
-    Args:
-        checkpoint: Where it came from.
-        folder: Where it is.
-        files: Their names.
-        num_parameters: Shared ones counted once; of adapters, theirs.
-        dtype: Of the weights; of several, one that holds all their values.
-        num_bytes: Of all weights.
-        notes: Sentences that whoever uses it should read.
-    """
+    """What was written."""
 
     checkpoint: Path
     folder: Path
     files: list[str]
-    num_parameters: int
-    dtype: str
-    num_bytes: int
-    notes: tuple[str, ...] = ()
+    num_parameters: int  # shared ones counted once; of adapters, theirs
+    dtype: str  # of the weights; of several, one that holds all their values
+    num_bytes: int  # of all weights
+    notes: tuple[str, ...] = ()  # sentences that whoever uses it should read
 
 
 def export_model(
@@ -109,7 +99,7 @@ def export_model(
     is_adapter = LORA in stored.meta and not merge
     stored = stored if is_adapter else resize_positions(stored)
     adapted = AdaptedWeights(stored) if LORA in stored.meta else None
-    with nullcontext() if base_folder is None else QuantizedFiles(base_folder) as files, make_beside(out) as folder:
+    with nullcontext() if base_folder is None else QuantizedFiles(base_folder) as files, write_beside(out) as folder:
         base_weights = None
         if adapted is not None and files is not None:
             base_weights = BaseWeights(files, build_on_meta(stored), adapted.trained)

@@ -26,21 +26,13 @@ _FLAG = "interpolate_pos_encoding"
 
 @dataclass(frozen=True, kw_only=True)
 class ResizedCheckpoint(StoredCheckpoint):
-    """A checkpoint whose position embeddings, and size in ``config.json``, are those of the images it was trained on.
+    """A checkpoint whose position embeddings, and size in ``config.json``, are those of the images in training."""
 
-    Args:
-        position_name: Of the parameter in the model.
-        shape: Of the parameter at the new size.
-        image: Without values: one of the new size.
-        module: Computes embeddings at the old size, on the CPU.
-        key: Name of the parameter in it.
-    """
-
-    position_name: str
-    shape: torch.Size
-    image: Tensor
-    module: nn.Module
-    key: str
+    position_name: str  # of the parameter in the model
+    shape: torch.Size  # of the parameter at the new size
+    image: Tensor  # without values: one of the new size
+    module: nn.Module  # computes embeddings at the old size, on the CPU
+    key: str  # name of the parameter in it
 
     @torch.no_grad()
     def interpolate(self, stored: Tensor) -> Tensor:

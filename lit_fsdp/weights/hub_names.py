@@ -20,15 +20,10 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Tensors that are converted together, on the meta device.
+    """Tensors that are converted together, on the meta device."""
 
-    Args:
-        inputs: By their names in the model's state dict.
-        outputs: What they become, by their names on the Hub.
-    """
-
-    inputs: Mapping[str, Tensor]
-    outputs: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]  # by their names in the model's state dict
+    outputs: Mapping[str, Tensor]  # what they become, by their names on the Hub
 
 
 def list_saved_names(model: PreTrainedModel) -> list[str]:
