@@ -29,7 +29,7 @@ import transformers
 from plan_cases import GROUPS, TINY, Case, list_cases
 from plan_steps import make_batch, make_micro_batch, make_model, make_optimizer, make_settings
 
-from lit_fsdp.adapters.lora import find_adapter_parameters
+from lit_fsdp.adapters.layers import list_adapter_parameters
 from lit_fsdp.optim.factory import build_optimizer
 from lit_fsdp.planning.closed_form import StepPrediction, predict_step
 from lit_fsdp.planning.dry_run import TracedStep, fake_ranks, trace_training_step
@@ -148,7 +148,7 @@ def measure_alone(case: Case, device: torch.device) -> Allocated | None:
 def predict(case: Case, device: torch.device) -> StepPrediction | None:
     """Return the closed form; ``None`` where it has no rules."""
     module, settings, dtypes = make_model(case), make_settings(case), read_precision(case.precision)
-    cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
+    cast_parameters(module, dtypes, keep=list_adapter_parameters(module))
     try:
         return predict_step(
             module,

@@ -23,7 +23,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.layers import list_adapter_parameters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.closed_form import MicroBatch, predict_step
 from lit_fsdp.planning.hardware import Gpu, find_gpu, get_product_share
@@ -151,7 +153,7 @@ def count_work(row: Row) -> Workload:
     module, mesh = _build(row), Mesh(replicate=row.replicas)
     settings = Settings(activation_checkpointing=_recompute(row), mesh=mesh)
     dtypes = MixedPrecision(storage_dtype=row.storage, param_dtype="bfloat16", reduce_dtype=row.reduce)  # type: ignore[arg-type]
-    cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
+    cast_parameters(module, dtypes, keep=list_adapter_parameters(module))
     plan = plan_module(module, settings.wrap)
     step = predict_step(
         module,

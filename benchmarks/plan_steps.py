@@ -10,7 +10,8 @@ from plan_models import FAMILIES, IMAGE_TOKENS, SPEECH
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.planning.step_parts import MicroBatch

@@ -16,7 +16,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args, get_type_hints
@@ -71,6 +71,11 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     lowered = {k.lower(): k for k in known}
     close = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
     return lowered[close[0]] if close else None
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Return names for an error: the first five, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def explain_unknown_key(message: str, known: Iterable[str]) -> str:

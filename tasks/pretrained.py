@@ -25,7 +25,7 @@ from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.lr_schedule import LRSchedule
-from lit_fsdp.weights.base_weights import BASE, LORA, describe_base, fetch_config, fetch_pretrained, find_pretrained
+from lit_fsdp.weights.base_weights import BASE, CONFIG, LORA, describe_base, fetch_pretrained, get_pretrained_folder
 from lit_fsdp.weights.load import init_weights, load_weights
 from lit_fsdp.weights.prequantized import read_quantization
 
@@ -80,7 +80,7 @@ class PretrainedTask(Task):
     def prepare_plan(self, data: Any) -> list[str]:
         """Fetch the configuration of the model, and nothing else."""
         if self.pretrained is not None:
-            fetch_config(self.pretrained)
+            fetch_pretrained(self.pretrained, patterns=CONFIG)
         self._is_planned = True
         return super().prepare_plan(data)
 
@@ -104,7 +104,7 @@ class PretrainedTask(Task):
         """
         stored, given = None, self.quantization
         if self.pretrained is not None:
-            folder = find_pretrained(self.pretrained)
+            folder = get_pretrained_folder(self.pretrained)
             stored = _read_planned_quantization(folder) if self._is_planned else read_quantization(folder, model)
         if stored is not None and given is not None:
             _compare_quantization(stored, given)
@@ -127,7 +127,7 @@ class PretrainedTask(Task):
         if self.pretrained is None:
             init_weights(self.model, self.get_seed())
         else:
-            load_weights(self.model, find_pretrained(self.pretrained), seed=self.get_seed())
+            load_weights(self.model, get_pretrained_folder(self.pretrained), seed=self.get_seed())
 
     @property
     @override
@@ -172,7 +172,7 @@ class PretrainedTask(Task):
 def load_config(pretrained: str) -> PreTrainedConfig:
     """Return the configuration of a model, a folder or of the Hub."""
     try:
-        return drop_quantization(AutoConfig.from_pretrained(find_pretrained(pretrained)))
+        return drop_quantization(AutoConfig.from_pretrained(get_pretrained_folder(pretrained)))
     except StrictDataclassError as error:
         raise ValueError(f"pretrained: {pretrained}: config.json: {error.__cause__ or error}") from error
     except (OSError, ValueError) as error:

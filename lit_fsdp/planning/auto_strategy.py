@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lit_fsdp.adapters.lora import find_adapter_parameters
+from lit_fsdp.adapters.layers import list_adapter_parameters
 from lit_fsdp.planning.estimate import Hardware, ModelToTrain
 from lit_fsdp.planning.forecast import NoForecastError, find_optimizer, guess_optimizer, guess_shape, measure_batch
 from lit_fsdp.planning.hardware import find_gpu, find_usual_gpu
@@ -156,7 +156,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         """Return what is searched for, and why the closed form cannot, if it cannot."""
         trainer: Any = module.trainer
         dtypes = self.precision_plugin.mixed_precision
-        cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
+        cast_parameters(module, dtypes, keep=list_adapter_parameters(module))
         reason = ""
         try:
             micro_batch = measure_batch(module, batch)

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_fsdp.adapters.lora import find_adapter_parameters
+from lit_fsdp.adapters.layers import list_adapter_parameters
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.auto_strategy import AutoFSDP2Strategy
@@ -108,7 +108,7 @@ def describe_step(
     assert isinstance(strategy, FSDP2Strategy)
     nodes, per_node = trainer.num_nodes, strategy.num_processes
     replicas, shards = strategy.settings.mesh.resolve(world_size=nodes * per_node, ranks_per_node=per_node)
-    cast_parameters(module, strategy.precision_plugin.mixed_precision, keep=find_adapter_parameters(module))
+    cast_parameters(module, strategy.precision_plugin.mixed_precision, keep=list_adapter_parameters(module))
     return PlannedStep(
         module=module,
         strategy=strategy,

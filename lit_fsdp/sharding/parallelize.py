@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lit_fsdp.adapters.lora import check_units, find_adapter_parameters
+from lit_fsdp.adapters.layers import check_units, list_adapter_parameters
 from lit_fsdp.sharding.activation_checkpointing import apply_activation_checkpointing
 from lit_fsdp.sharding.cpu_offload import build_offload_policy
 from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
@@ -38,7 +38,7 @@ def shard_module(
         is_whole: Shard the module as one root; otherwise each of its children.
         show: Called with the units before anything is sharded.
     """
-    cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
+    cast_parameters(module, dtypes, keep=list_adapter_parameters(module))
     plan = plan_module(module, settings.wrap)
     check_units(module, [name for unit in plan for name in unit.names])
     blocks = list(iterate_blocks(plan))

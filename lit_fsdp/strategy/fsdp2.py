@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.single_file import load_single_file
-from lit_fsdp.checkpoint.state import find_random_state, load_checkpoint
+from lit_fsdp.checkpoint.state import load_checkpoint, read_random_state
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.buffers import has_statistics_of_ranks, sync_buffers
@@ -355,7 +355,7 @@ class FSDP2Strategy(ParallelStrategy):
         optimizers = self.optimizers if is_fitting else []
         meta = load(path, self._module, optimizers, strict=self._module.strict_loading)
         if is_fitting:
-            self._restore_random = find_random_state(path, self.global_rank, self.world_size)
+            self._restore_random = read_random_state(path, self.global_rank, self.world_size)
             forget_train_loader(self._module.trainer)
         return meta
 

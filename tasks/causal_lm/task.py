@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_flash_attn_2_available
 from typing_extensions import override
 
-from lit_fsdp.adapters.lora import LoRA, iterate_adapters
+from lit_fsdp.adapters.layers import iterate_adapters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.quantize import Quantization
@@ -26,7 +27,7 @@ from lit_fsdp.tasks.causal_lm.tokenizer import get_pad_id
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.masks import keep_branches, needs_mask
 from lit_fsdp.tasks.pretrained import PretrainedTask, read_tokenizer_files
-from lit_fsdp.weights.base_weights import find_pretrained
+from lit_fsdp.weights.base_weights import get_pretrained_folder
 
 GENERATION = "generation_config.json"
 
@@ -295,7 +296,7 @@ class CausalLM(PretrainedTask):
         files |= super().collect_export_files(model, **changes)
         if model.can_generate():
             files[GENERATION] = generation.to_json_string()
-        if self.pretrained is not None and (given := find_pretrained(self.pretrained) / GENERATION).is_file():
+        if self.pretrained is not None and (given := get_pretrained_folder(self.pretrained) / GENERATION).is_file():
             files[GENERATION] = given.read_text()
         return files
 

@@ -26,7 +26,7 @@ from lit_fsdp.tasks.image_classification.sources import (
     sort_labels,
 )
 from lit_fsdp.tasks.loading import PADDING, GlobalSampler, ResumableLoader
-from lit_fsdp.weights.base_weights import fetch_processor
+from lit_fsdp.weights.base_weights import PROCESSOR, fetch_pretrained
 
 Batch = dict[str, Any]
 
@@ -177,7 +177,7 @@ class ImageData(TaskData):
                 except ValueError as error:
                     raise ValueError(f"{split}: {error}") from error
         if isinstance(self.processor_setting, str):
-            fetch_processor(self.processor_setting)
+            fetch_pretrained(self.processor_setting, "processor", PROCESSOR)
 
     def setup(self, stage: str | None = None) -> None:
         """Find the images that a stage needs, and the classes; none is decoded."""

@@ -9,7 +9,8 @@ from dataclasses import replace
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
-from lit_fsdp.adapters.lora import LoRA, clean_name
+from lit_fsdp.adapters.layers import clean_name
+from lit_fsdp.adapters.lora import LoRA
 
 BACKBONE = "backbone"  # in freeze: all but the head
 

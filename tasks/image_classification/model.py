@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageClassification, PreTrained
 
 from lit_fsdp.planning.image_reader import count_tokens, find_embeddings
 from lit_fsdp.planning.step_parts import MicroBatch
-from lit_fsdp.weights.base_weights import find_pretrained
+from lit_fsdp.weights.base_weights import get_pretrained_folder
 
 
 def list_classes(data: Any, num_classes: int | None) -> list[str]:
@@ -109,7 +109,7 @@ def keeps_head(pretrained: str | None, head: str, class_names: Sequence[str], *,
     """
     if pretrained is None or head == "new":
         return False
-    stored = AutoConfig.from_pretrained(find_pretrained(pretrained))
+    stored = AutoConfig.from_pretrained(get_pretrained_folder(pretrained))
     names = [stored.id2label[i] for i in sorted(stored.id2label)]
     if head == "keep":
         if len(names) != len(class_names):

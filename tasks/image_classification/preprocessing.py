@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lit_fsdp.tasks.image_classification.augmentation import Augmentation, change_colors, crop_and_flip, erase
 from lit_fsdp.tasks.loading import mix_seeds
-from lit_fsdp.weights.base_weights import fetch_processor, find_processor
+from lit_fsdp.weights.base_weights import PROCESSOR, fetch_pretrained, get_pretrained_folder
 
 PROCESSOR_FILE = "preprocessor_config.json"
 
@@ -156,10 +156,10 @@ def load_processor(setting: str | Pixels) -> Any:
         return setting.build()
     from transformers import AutoImageProcessor
 
-    fetch_processor(setting)
+    fetch_pretrained(setting, "processor", PROCESSOR)
     try:
         with _quiet():
-            return AutoImageProcessor.from_pretrained(find_processor(setting), backend="pil")
+            return AutoImageProcessor.from_pretrained(get_pretrained_folder(setting, PROCESSOR), backend="pil")
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"processor: got {setting!r}: {reason}") from error

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import override
 
-from lit_fsdp.adapters.lora import LoRA, clean_name
+from lit_fsdp.adapters.layers import clean_name
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.step_parts import MicroBatch
@@ -42,7 +43,7 @@ from lit_fsdp.tasks.image_classification.preprocessing import PROCESSOR_FILE, Pr
 from lit_fsdp.tasks.image_classification.skipped import SkippedImages
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.pretrained import PretrainedTask
-from lit_fsdp.weights.base_weights import IMAGE_SIZE, find_pretrained
+from lit_fsdp.weights.base_weights import IMAGE_SIZE, get_pretrained_folder
 from lit_fsdp.weights.load import load_weights
 
 CLASSES = "classes"  # in the metadata of a checkpoint: their names, in the order of the model's outputs
@@ -172,7 +173,7 @@ class ImageClassification(PretrainedTask):
             self._image_size = preprocessing.size
             self._interpolates = check_size(config, preprocessing.size)
         if self.pretrained is not None and preprocessing and is_fit:
-            compare_colors(preprocessing, self.pretrained, find_pretrained(self.pretrained))
+            compare_colors(preprocessing, self.pretrained, get_pretrained_folder(self.pretrained))
         self.resolve_quantization(model)
         self.lora = self.lora and train_head(self.lora, self._head)
         blocks = list_blocks(model) if self.layer_decay != 1 else []  # adapters would count as weights
@@ -200,7 +201,7 @@ class ImageClassification(PretrainedTask):
         if self.pretrained is None:
             super().configure_weights()
             return
-        new, folder = [] if self._keeps_head else self._head, find_pretrained(self.pretrained)
+        new, folder = [] if self._keeps_head else self._head, get_pretrained_folder(self.pretrained)
         unused = load_weights(self.model, folder, seed=self.get_seed(), new=new, takes_part=True)
         if unused:
             rank_zero_warn(f"pretrained: {len(unused)} tensors are not used, such as {', '.join(unused[:3])}")

@@ -12,8 +12,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters, iterate_adapters
-from lit_fsdp.checkpoint.reader import EXPORT, StoredCheckpoint, find_checkpoint, open_checkpoint
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.layers import iterate_adapters
+from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.checkpoint.reader import EXPORT, StoredCheckpoint, open_checkpoint, resolve_checkpoint
 from lit_fsdp.quantization.layers import ABSMAX, NESTED
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.pretrained import check_adapters, read_tokenizer_files
@@ -133,7 +135,7 @@ def read_checkpoint(path: Path, base: str | None = None) -> SpeechCheckpoint:
     Raises:
         ValueError: It holds no speech, or its base model is not there, or has other weights.
     """
-    stored = open_checkpoint(find_checkpoint(path))
+    stored = open_checkpoint(resolve_checkpoint(path))
     if SPEECH not in stored.meta:
         raise ValueError(f"checkpoint: {stored.path} was not written by TextToSpeech: expected one that was")
     about: dict[str, Any] = stored.meta[SPEECH]

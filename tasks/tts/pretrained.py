@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
-from lit_fsdp.weights.base_weights import fetch_pretrained, find_pretrained
+from lit_fsdp.weights.base_weights import fetch_pretrained, get_pretrained_folder
 
 CODEC_FOLDER = "speech_tokenizer"  # beside the model's own files
 _CONFIG = (CONFIG,)
@@ -29,7 +29,7 @@ def fetch_speech_model(pretrained: str, setting: str = "pretrained") -> None:
     if Path(pretrained).expanduser().is_dir():
         return
     fetch_pretrained(pretrained, setting, _CONFIG)
-    fetch_pretrained(pretrained, setting, (_name_weights(find_pretrained(pretrained, _CONFIG)), *_BESIDE))
+    fetch_pretrained(pretrained, setting, (_name_weights(get_pretrained_folder(pretrained, _CONFIG)), *_BESIDE))
 
 
 def _name_weights(folder: Path) -> str:
@@ -41,7 +41,7 @@ def _name_weights(folder: Path) -> str:
 
 def find_speech_model(pretrained: str) -> Path:
     """Return the folder of a model that is there or has been fetched."""
-    return find_pretrained(pretrained)
+    return get_pretrained_folder(pretrained)
 
 
 def check_stored(raw: Mapping[str, Any], pretrained: str) -> None:

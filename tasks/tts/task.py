@@ -36,7 +36,7 @@ from lit_fsdp.tasks.tts.parts import check_adapters, check_parts, describe_param
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 from lit_fsdp.tasks.tts.pretrained import check_stored, fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.utterance import Batch
-from lit_fsdp.weights.base_weights import fetch_config
+from lit_fsdp.weights.base_weights import CONFIG, fetch_pretrained
 from lit_fsdp.weights.load import init_weights
 
 _MAX_RATIO = 3  # speech of validation is up to this many times as long as what was recorded
@@ -134,7 +134,7 @@ class TextToSpeech(Task):
     def prepare_plan(self, data: Any) -> list[str]:
         """Fetch the configuration of the model, and nothing else."""
         if self.pretrained is not None:
-            fetch_config(self.pretrained)
+            fetch_pretrained(self.pretrained, patterns=CONFIG)
         if hasattr(data, "attach"):
             data.attach(self.read_config())
         return super().prepare_plan(data)

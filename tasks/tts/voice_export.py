@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lit_fsdp.export.folder import check_out, make_beside, write_small_files
+from lit_fsdp.export.folder import check_out, write_beside, write_small_files
 from lit_fsdp.tasks.tts.checkpoint import GENERATION, SpeechCheckpoint, read_checkpoint
 from lit_fsdp.tasks.tts.codec.loading import has_codec
 from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, fetch_speech_model, find_speech_model
@@ -95,7 +95,7 @@ def export_voice(
         _build_in(raw, weights, source, speakers, first_row)
     if dtype != "keep":
         weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
-    with make_beside(out) as beside:
+    with write_beside(out) as beside:
         _write(beside, raw, weights, source)
     return ExportedVoice(folder=out, notes=_describe_use(out, source))
 

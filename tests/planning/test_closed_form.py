@@ -6,7 +6,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification, masking_utils
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.layers import list_adapter_parameters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
 from lit_fsdp.planning.closed_form import StepPrediction, predict_step
 from lit_fsdp.planning.dry_run import TracedStep, fake_ranks, trace_training_step
@@ -74,7 +76,7 @@ def predict(
     **settings: Any,
 ) -> StepPrediction:
     dtypes, chosen = read_precision(precision), Settings(**settings)
-    cast_parameters(model, dtypes, keep=find_adapter_parameters(model))
+    cast_parameters(model, dtypes, keep=list_adapter_parameters(model))
     return predict_step(
         model,
         plan_module(model, chosen.wrap),

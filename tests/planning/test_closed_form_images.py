@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.layers import list_adapter_parameters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
 from lit_fsdp.planning.closed_form import StepPrediction, predict_step
 from lit_fsdp.planning.dry_run import TracedStep, fake_ranks, trace_training_step
@@ -78,7 +80,7 @@ def predict(
     **settings: Any,
 ) -> StepPrediction:
     dtypes, chosen = read_precision(precision), Settings(**settings)
-    cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
+    cast_parameters(module, dtypes, keep=list_adapter_parameters(module))
     micro_batch = measure_images(module.model, make_pixels(rows), is_mixed=module.is_mixed)
     assert micro_batch is not None
     return predict_step(

@@ -11,7 +11,7 @@ import torch
 
 from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
 from lit_fsdp.tasks.tts.preparation.audio import Audio
-from lit_fsdp.weights.base_weights import fetch_pretrained, find_pretrained
+from lit_fsdp.weights.base_weights import fetch_pretrained, get_pretrained_folder
 
 Transcribe = Callable[[Sequence[Audio], int, Sequence[str]], list[str]]
 _SECONDS = 30  # that it reads at once
@@ -37,7 +37,7 @@ def fetch_transcriber(name: str) -> None:
 
 def find_transcriber(name: str) -> Path:
     """Return the folder of a model that is there or has been fetched."""
-    return find_pretrained(name, _PATTERNS)
+    return get_pretrained_folder(name, _PATTERNS)
 
 
 @lru_cache(maxsize=1)

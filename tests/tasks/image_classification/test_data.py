@@ -123,7 +123,9 @@ def test_the_processor_of_a_model_is_read_from_its_folder(tmp_path: Path, folder
 def test_what_is_on_the_hub_is_fetched_before_the_ranks_set_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[Any] = []
     monkeypatch.setattr("datasets.load_dataset", lambda *where, **options: fetched.append((*where, options["split"])))
-    monkeypatch.setattr("lit_fsdp.tasks.image_classification.data.fetch_processor", fetched.append)
+    monkeypatch.setattr(
+        "lit_fsdp.tasks.image_classification.data.fetch_pretrained", lambda name, *_: fetched.append(name)
+    )
     ImageData(train=str(folder), test="digits", processor=PIXELS).prepare_data()
     assert fetched == []
     sources = {"train": "org/name", "validation": str(folder), "test": "org/name:small", "test_split": "test[:5]"}

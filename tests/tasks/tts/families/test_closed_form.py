@@ -10,7 +10,9 @@ from speech_families import CSM, DEPTH, DIA
 from speech_golden import CONFIG
 from torch import nn
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.layers import list_adapter_parameters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
 from lit_fsdp.planning.closed_form import StepPrediction, predict_step
 from lit_fsdp.planning.dry_run import TracedStep, fake_ranks, trace_training_step
@@ -91,7 +93,7 @@ def ask_both(
     settings, dtypes = Settings(**options), read_precision(precision)
     module, same = Model(**model), Model(**model)
     example = module.make_batch(**(batch or {"rows": 2, "length": 40}))
-    cast_parameters(same, dtypes, keep=find_adapter_parameters(same))
+    cast_parameters(same, dtypes, keep=list_adapter_parameters(same))
     sizes: dict[str, Any] = {"ranks_per_node": world_size, "num_micro_batches": num_micro_batches, "dtypes": dtypes}
     sizes["device_type"] = "cpu"
     predicted = predict_step(
