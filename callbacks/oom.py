@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_iter
 from typing_extensions import override
 
 from lit_fsdp.planning.advice import Situation, Suggestion, suggest_settings
+from lit_fsdp.profiling.expected_communication import count_gathered_bytes
 from lit_fsdp.profiling.memory import KINDS, Kind, is_on, iterate_states, measure_states
 from lit_fsdp.reporting.metrics import (
     find_run_folder,
@@ -24,7 +25,6 @@ from lit_fsdp.reporting.metrics import (
     start_recording,
     stop_recording,
 )
-from lit_fsdp.sharding.wrap import Unit
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import outlive_children
 
@@ -213,7 +213,8 @@ def _assess(
     parameters = dict(module.named_parameters())
     stored = {p.element_size() for p in parameters.values() if p.is_floating_point()}
     compute = strategy.precision_plugin.mixed_precision.build_policy().param_dtype
-    sizes = [_count_gathered(unit, parameters, compute) for unit in plan]
+    units = ([parameters[name] for name in unit.parameters if name in parameters] for unit in plan)
+    sizes = [count_gathered_bytes(own, compute) for own in units]
     rows = {t.shape[0] for t in tree_iter(batch) if isinstance(t, Tensor) and t.dim()}
     return Situation(
         held=held,
@@ -232,12 +233,6 @@ def _assess(
         has_quantization=_is_unset(module, "quantization"),
         is_gpu=strategy.root_device.type == "cuda",
     )
-
-
-def _count_gathered(unit: Unit, parameters: dict[str, Any], compute: torch.dtype | None) -> int:
-    """Return the bytes of a unit when it is gathered."""
-    own = [parameters[name] for name in unit.parameters if name in parameters]
-    return sum(p.numel() * (compute or p.dtype).itemsize if p.is_floating_point() else p.numel() for p in own)
 
 
 def _is_unset(module: LightningModule, name: str) -> bool | None:

@@ -15,11 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_fsdp.profiling.bad_steps import KINDS, classify, conclude, describe, make_row
+from lit_fsdp.profiling.anomalies import KINDS, SpikeDetector, UnitWatch, classify, conclude, describe, make_row
 from lit_fsdp.profiling.clock import Clock, Mark
 from lit_fsdp.profiling.flops import is_compiled
-from lit_fsdp.profiling.spikes import SpikeDetector
-from lit_fsdp.profiling.unit_watch import UnitWatch
 from lit_fsdp.reporting.metrics import find_checkpoint_folder, is_logging_step
 from lit_fsdp.reporting.sections import Section, Table
 from lit_fsdp.sharding.grad_clipping import compute_grad_norm
@@ -222,7 +220,7 @@ class StabilityMonitor(Callback):
         self._clock.wait(state.mark)
         assert state.values is not None
         loss, norm = state.values.tolist()
-        limits = {"loss_spike": self._loss.find_limit(), "grad_norm_spike": self._norm.find_limit()}
+        limits = {"loss_spike": self._loss.compute_limit(), "grad_norm_spike": self._norm.compute_limit()}
         kind = classify(loss, norm, limits, is_scaled=state.is_scaled)
         self._loss.add(loss)
         self._norm.add(norm)

@@ -18,9 +18,8 @@ from lit_fsdp.planning.forecast import NoForecastError
 from lit_fsdp.planning.links import parse_links
 from lit_fsdp.planning.step_forecast import StepForecast, compare_times, find_compute_dtype, read_gpu
 from lit_fsdp.planning.step_time import StepTime
-from lit_fsdp.profiling.clock import Clock
+from lit_fsdp.profiling.clock import Clock, Step, Timeline
 from lit_fsdp.profiling.flops import FlopCounter, Flops, is_compiled
-from lit_fsdp.profiling.timeline import Step, Timeline
 from lit_fsdp.reporting.metrics import is_logging_step, read_metric
 from lit_fsdp.reporting.rank_stats import AsyncRankStats, Spread
 from lit_fsdp.reporting.sections import Curve, Plot, Section, Table, print_table

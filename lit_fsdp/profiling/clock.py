@@ -1,9 +1,12 @@
-"""Marks in the time of a device, set without making the host wait for it."""
+"""The time of a device: marks in it, and named stretches between them, step by step. The host never waits."""
 
 from __future__ import annotations
 
 import time
-from typing import TypeAlias
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
@@ -49,3 +52,102 @@ class Clock:
             return begin.elapsed_time(end) / 1000
         assert isinstance(begin, float) and isinstance(end, float)  # noqa: PT018
         return end - begin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one step took.
+
+    Args:
+        parts: Seconds by the name of the part.
+        tag: What ``Timeline.close`` was given.
+    """
+
+    parts: Mapping[str, float]
+    tag: Any
+
+    @property
+    def total_s(self) -> float:
+        """All parts together."""
+        return sum(self.parts.values())
+
+
+@dataclass
+class _Stretch:
+    name: str
+    begin: Mark
+    end: Mark | None = None
+    is_dropped: bool = False
+
+
+class Timeline:
+    """Stretches of time without gaps, each with a name, collected into steps.
+
+    Args:
+        clock: Sets the marks.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._open: list[_Stretch] = []
+        self._closed: deque[tuple[list[_Stretch], Any]] = deque()  # with their tags
+
+    @property
+    def name(self) -> str | None:
+        """Of the present stretch."""
+        return self._open[-1].name if self._open else None
+
+    def cut(self, name: str) -> None:
+        """End the present stretch, and begin one of this name."""
+        mark = self._clock.mark()
+        if self._open:
+            self._open[-1].end = mark
+        self._open.append(_Stretch(name, mark))
+
+    def rename(self, name: str) -> None:
+        """Give the present stretch another name."""
+        if self._open:
+            self._open[-1].name = name
+
+    def drop(self) -> None:
+        """Let the present stretch count nowhere."""
+        if self._open:
+            self._open[-1].is_dropped = True
+
+    def close(self, tag: Any = None) -> None:
+        """End a step here, with the present stretch; the next one begins with a stretch of the same name.
+
+        Args:
+            tag: Given back with the step.
+        """
+        if self.name is None:
+            return
+        self.cut(self.name)
+        last = self._open.pop()
+        self._closed.append((self._open, tag))
+        self._open = [last]
+
+    def take(self, *, wait: bool = False) -> list[Step]:
+        """Return the steps that ended since the last call and that the device has come to the end of.
+
+        Args:
+            wait: Also those that it has not, which waits for it.
+        """
+        steps = []
+        while self._closed:
+            stretches, tag = self._closed[0]
+            end = stretches[-1].end
+            assert end is not None
+            if not wait and not self._clock.is_past(end):
+                break
+            self._closed.popleft()
+            steps.append(self._measure(stretches, tag))
+        return steps
+
+    def _measure(self, stretches: list[_Stretch], tag: Any) -> Step:
+        parts: dict[str, float] = {}
+        for stretch in stretches:
+            assert stretch.end is not None
+            if not stretch.is_dropped:
+                parts[stretch.name] = parts.get(stretch.name, 0.0) + self._clock.measure_s(stretch.begin, stretch.end)
+        return Step(parts=parts, tag=tag)
