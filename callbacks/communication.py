@@ -15,7 +15,7 @@ from typing_extensions import override
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective
 from lit_fsdp.profiling.communication_meter import CommunicationMeter, StepCommunication, UnitCommunication
 from lit_fsdp.profiling.expected_communication import UnitBytes, predict_bytes, predict_collectives
-from lit_fsdp.reporting.communication_section import NUMBERS, SHORT_NAMES, Interval, make_traffic_section
+from lit_fsdp.reporting.communication_section import NUMBERS, SHORT_NAMES, Interval, make_communication_section
 from lit_fsdp.reporting.rank_stats import AsyncRankStats
 from lit_fsdp.reporting.sections import Section, print_table
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
@@ -76,10 +76,10 @@ class CommunicationLogger(Callback):
         self._num_micro_batches = 0
         if not meter.num_units:
             name = type(trainer.strategy).__name__
-            self._note(f"traffic is not measured: nothing is sharded with FSDP2 (the strategy is {name})")
+            self._note(f"communication is not measured: nothing is sharded with FSDP2 (the strategy is {name})")
             return
         if trainer.world_size == 1:
-            self._note("traffic is not measured: one rank has nobody to send to")
+            self._note("communication is not measured: one rank has nobody to send to")
             return
         self._meter = meter
         self._exchange = AsyncRankStats(trainer, NUMBERS)
@@ -154,7 +154,7 @@ class CommunicationLogger(Callback):
         """Return what was measured, on rank 0."""
         if self._meter is None or not self._intervals or self._last is None:
             return Section(title="Communication", name="comm", notes=self._notes) if self._notes else None
-        return make_traffic_section(
+        return make_communication_section(
             self._intervals,
             self._list_units(),
             predicted=self._predicted,
