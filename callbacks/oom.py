@@ -17,14 +17,10 @@ from torch.utils._pytree import tree_iter
 from typing_extensions import override
 
 from lit_fsdp.planning.advice import Situation, Suggestion, suggest_settings
+from lit_fsdp.profiling.device_memory import read_resident_bytes, start_recording, stop_recording, write_snapshot
 from lit_fsdp.profiling.expected_communication import count_gathered_bytes
 from lit_fsdp.profiling.memory import KINDS, Kind, is_on, iterate_states, measure_states
-from lit_fsdp.reporting.metrics import (
-    find_run_folder,
-    read_resident_bytes,
-    start_recording,
-    stop_recording,
-)
+from lit_fsdp.reporting.metrics import find_run_folder
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import outlive_children
 
@@ -132,8 +128,7 @@ class OOMReport(Callback):
         except FileExistsError:
             print(f"out of memory on {where}; another rank has reported: {path}", flush=True)
         if self.snapshot:
-            dump = self._folder / f"out_of_memory_rank_{trainer.global_rank}.pickle"
-            torch.cuda.memory._dump_snapshot(str(dump))  # documented, though it has no public name yet
+            write_snapshot(self._folder / f"out_of_memory_rank_{trainer.global_rank}.pickle")
 
     def _describe(
         self, trainer: Trainer, module: LightningModule, error: BaseException, batch: Any, *, where: str

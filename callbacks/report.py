@@ -11,20 +11,21 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
-from lit_fsdp.reporting import curves, run_facts
+from lit_fsdp.reporting import run_facts
+from lit_fsdp.reporting.curves import Series, make_curves_section
 from lit_fsdp.reporting.environment import read_environment
-from lit_fsdp.reporting.history import Series
-from lit_fsdp.reporting.metrics import find_run_folder, has_dropped_last_step
+from lit_fsdp.reporting.metrics import find_run_folder, has_dropped_last_step, is_trial
 from lit_fsdp.reporting.redaction import hide_hosts, hide_paths, shorten_path
 from lit_fsdp.reporting.report_files import HTML, Part, Report, draw_section, make_plain, write_report
 from lit_fsdp.reporting.sections import HasSection, Section
+from lit_fsdp.reporting.step_callback import StepCallback
 from lit_fsdp.strategy.lightning_internals import outlive_children, read_logged
 
 FORMAT = 1  # of report.json
@@ -32,7 +33,7 @@ _OWN_FOLDER = "run_report"
 _MAX_MESSAGE = 1500  # characters of an error
 
 
-class RunReport(Callback):
+class RunReport(StepCallback):
     """Write ``report.html``, ``report.md`` and ``report.json`` into the run's folder when ``fit`` ends.
 
     It is written however the run ends, unless the process is killed: finished, stopped, interrupted, preempted or
@@ -57,7 +58,7 @@ class RunReport(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the folder while all ranks are here: at the end it may be rank 0 alone."""
-        self._is_on = stage == "fit" and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        self._is_on = stage == "fit" and not is_trial(trainer)
         if not self._is_on:
             return
         self._start, self._start_time = time.perf_counter(), datetime.now(UTC)
@@ -65,8 +66,8 @@ class RunReport(Callback):
         self._environment = read_environment(trainer)
         self._history: dict[str, Series] = {}
         self._known: set[str] = set()  # names that are read where they are logged
-        self._first_step: int | None = None  # none is trained yet
-        self._last_step = 0
+        self._has_begun = False
+        self.first_step = self.last_step = 0
         self._num_planned = math.inf
         self._units: Section | None = None
 
@@ -77,19 +78,17 @@ class RunReport(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._has_begun = True
         if self._is_on:
-            self._first_step = self._last_step = trainer.global_step  # after a resume, so not at 0
             self._num_planned = trainer.estimated_stepping_batches
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        step = trainer.global_step
-        if not self._is_on or step == self._last_step:  # else a micro-batch without a step
+    def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._is_on:
             return
-        self._last_step = step
-        if step == (self._first_step or 0) + 1:
+        step = self.last_step
+        if step == self.first_step + 1:
             self._known.update(read_logged(trainer))
         is_last = step >= self._num_planned or trainer.should_stop
         if is_last or step % max(trainer.log_every_n_steps, 1) == 0:  # type: ignore[attr-defined]
@@ -112,7 +111,7 @@ class RunReport(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._is_on:
             outlive_children(trainer)
-            when = "before the first step" if self._first_step is None else f"at step {self._last_step:,}"
+            when = f"at step {self.last_step:,}" if self._has_begun else "before the first step"
             self._write(trainer, *_describe_end(exception, when))
 
     @override
@@ -121,7 +120,7 @@ class RunReport(Callback):
         if not self._is_on:
             return
         step, planned = trainer.global_step, self._num_planned
-        self._first_step, self._last_step = step if self._first_step is None else self._first_step, step
+        self.first_step, self.last_step = self.first_step if self._has_begun else step, step
         if trainer.should_stop and step < planned:
             of = f" of {planned:,}" if math.isfinite(planned) else ""
             self._write(trainer, "stopped", f"training was stopped early, at step {step:,}{of}.")
@@ -183,7 +182,7 @@ class RunReport(Callback):
         ended = datetime.now(UTC)
         config = run_facts.read_config(trainer, self._folder)
         checkpoints = run_facts.describe_checkpoints(trainer, self._folder, since=self._start_time.timestamp())
-        curve_section = curves.make_section(self._history)
+        curve_section = make_curves_section(self._history)
         own = [checkpoints, self._units, run_facts.describe_environment(self._environment)]
         parts = [draw_section(curve_section, self._folder, is_grid=True)]
         others = self._collect_sections(trainer)
@@ -237,8 +236,7 @@ class RunReport(Callback):
         return found
 
     def _describe_run(self, trainer: Trainer, status: str, message: str, ended: datetime) -> dict[str, Any]:
-        first = self._first_step or 0
-        last = max(self._last_step, first)
+        first, last = self.first_step, self.last_step
         strategy = type(trainer.strategy).__name__
         return {
             "name": self._find_name(trainer),

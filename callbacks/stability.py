@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,8 +18,9 @@ from typing_extensions import override
 from lit_fsdp.profiling.anomalies import KINDS, SpikeDetector, UnitWatch, classify, conclude, describe, make_row
 from lit_fsdp.profiling.clock import Clock, Mark
 from lit_fsdp.profiling.flops import is_compiled
-from lit_fsdp.reporting.metrics import find_checkpoint_folder, is_logging_step
+from lit_fsdp.reporting.metrics import find_checkpoint_folder, is_logging_step, is_trial, log_values
 from lit_fsdp.reporting.sections import Section, Table
+from lit_fsdp.reporting.step_callback import StepCallback
 from lit_fsdp.sharding.grad_clipping import compute_grad_norm
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import mark_saved
@@ -72,7 +73,7 @@ class _StepState:
     is_scaled: bool = False
 
 
-class StabilityMonitor(Callback):
+class StabilityMonitor(StepCallback):
     """Find steps with a NaN or infinite loss or gradient, or a spike of either, and warn, skip them or stop.
 
     A bad step is reported with its number, the ranks whose own loss was bad, their samples (rows of the training data,
@@ -145,12 +146,12 @@ class StabilityMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._state, self._pending = _StepState(), None
         self._num_bad = 0
         self._notes = []
         self._loader: Any = None
         self._clock = Clock(trainer.strategy.root_device)
-        self._step = trainer.global_step
         self._watch = UnitWatch(pl_module)
         if self.watch_units and is_compiled(pl_module):
             self._notes.append("outputs of units are not watched: what is compiled cannot be seen")
@@ -269,21 +270,14 @@ class StabilityMonitor(Callback):
     # Between steps
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if trainer.global_step == self._step:
-            return
-        self._step = trainer.global_step
+    def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._error is not None:
             self._save(trainer)
         if trainer.is_global_zero and is_logging_step(trainer):
-            values = {f"stability/{name}": float(self._counts[name]) for name in ("skipped_steps", *KINDS)}
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=self._step)
+            log_values(trainer, {f"stability/{name}": float(n) for name, n in self._list_counts()}, self.last_step)
 
     def _save(self, trainer: Trainer) -> None:
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if is_trial(trainer):
             return
         path = find_checkpoint_folder(trainer) / f"unstable-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
@@ -293,19 +287,14 @@ class StabilityMonitor(Callback):
 
     def _raise_if_stopped(self) -> None:
         if self._error is not None:
-            self._stop()
-
-    def _stop(self) -> NoReturn:
-        error, self._error = self._error, None
-        raise UnstableTrainingError(error)
+            error, self._error = self._error, None
+            raise UnstableTrainingError(error)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._raise_if_stopped()
 
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._raise_if_stopped()
+    on_train_epoch_end = on_validation_start
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -331,9 +320,11 @@ class StabilityMonitor(Callback):
         self._counts = Counter(state_dict["counts"])
         self._events = list(state_dict["events"])
 
+    def _list_counts(self) -> list[tuple[str, int]]:
+        return [(name, self._counts[name]) for name in ("skipped_steps", *KINDS)]
+
     def make_section(self) -> Section | None:
         """Return how many steps were bad, and the first of them in full."""
-        counts = {name: self._counts[name] for name in ("skipped_steps", *KINDS)}
         notes = list(self._notes)
         tables = []
         if self._events:
@@ -341,6 +332,5 @@ class StabilityMonitor(Callback):
             tables = [Table(title="Bad steps", columns=columns, rows=[make_row(event) for event in self._events])]
         else:
             notes.append("no step was bad")
-        return Section(
-            title="Stability", name="stability", numbers={**counts, "events": self._events}, tables=tables, notes=notes
-        )
+        numbers = {**dict(self._list_counts()), "events": self._events}
+        return Section(title="Stability", name="stability", numbers=numbers, tables=tables, notes=notes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -53,12 +53,15 @@ class Spread:
         return self.values.index(self.high)
 
 
+Exchanged: TypeAlias = tuple[dict[str, Spread], Any]  # with the tag that they were sent off with
+
+
 class AsyncRankStats:
     """Puts numbers of all ranks together, in the background.
 
     ``start`` sends this rank's numbers off over gloo, in host memory, and returns at once; ``finish`` waits for
-    them. Between two steps of training, where ``finish`` comes a step later, nothing is left to wait for. All ranks
-    must make the same calls.
+    them. Between two steps of training, where ``finish`` comes a step later, nothing is left to wait for: so numbers
+    of an interval are logged one interval later. All ranks must make the same calls.
 
     Args:
         trainer: Of the run, its process group exists already.
@@ -89,7 +92,13 @@ class AsyncRankStats:
         self._all = torch.empty(self._world_size, len(self.names), dtype=torch.float64, device="cpu")
         self._pending = dist.all_gather_single(self._all, own, group=self._group, async_op=True)
 
-    def finish(self) -> tuple[dict[str, Spread], Any] | None:
+    def exchange(self, values: Mapping[str, float], tag: Any = None) -> Exchanged | None:
+        """Return the numbers that were sent off last, and send the next ones off."""
+        found = self.finish()
+        self.start(values, tag)
+        return found
+
+    def finish(self) -> Exchanged | None:
         """Return the numbers of all ranks that were sent off last, and their tag; ``None`` if there are none."""
         if self._pending is not None:
             self._pending.wait()
@@ -100,6 +109,15 @@ class AsyncRankStats:
         self._all = None
         spreads = {name: Spread(values=tuple(column)) for name, column in zip(self.names, columns, strict=True)}
         return spreads, self._tag
+
+
+def gather_over_ranks(trainer: Trainer, values: Mapping[str, float]) -> dict[str, Spread]:
+    """Return numbers of all ranks by name, and wait for them. All ranks must call it with the same names."""
+    stats = AsyncRankStats(trainer, list(values))
+    stats.start(values)
+    found = stats.finish()
+    assert found is not None
+    return found[0]
 
 
 def _get_group(trainer: Trainer) -> dist.ProcessGroup | None:

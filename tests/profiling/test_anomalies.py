@@ -37,4 +37,4 @@ def test_a_saved_window_is_the_same_window() -> None:
     one, two = SpikeDetector(6.0, 8), SpikeDetector(6.0, 8)
     find_spikes([1.0, 1.1, 0.9, 1.2, 1.0, 1.05], one)
     two.load_state_dict(one.state_dict())
-    assert one.compute_limit() == two.find_limit() < math.inf
+    assert one.compute_limit() == two.compute_limit() < math.inf
