@@ -56,15 +56,10 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one step took.
+    """What one step took."""
 
-    Args:
-        parts: Seconds by the name of the part.
-        tag: What ``Timeline.close`` was given.
-    """
-
-    parts: Mapping[str, float]
-    tag: Any
+    parts: Mapping[str, float]  # seconds by the name of the part
+    tag: Any  # what ``Timeline.close`` was given
 
     @property
     def total_s(self) -> float:

@@ -35,21 +35,12 @@ def count_wire_bytes(collective: Collective, num_bytes: int, num_ranks: int) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """A collective of one size.
-
-    Args:
-        collective: Which.
-        num_bytes: Its full size.
-        seconds: Median over its repeats, mean over the ranks.
-        seconds_low: The shortest of all repeats and ranks.
-        seconds_high: The longest.
-        num_ranks: How many took part.
-    """
+    """A collective of one size."""
 
     collective: Collective
     num_bytes: int
-    seconds: float
-    seconds_low: float
+    seconds: float  # median over its repeats, mean over the ranks
+    seconds_low: float  # the shortest of all repeats and ranks
     seconds_high: float
     num_ranks: int
 
@@ -61,16 +52,11 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """The time of a collective as ``alpha_s + wire bytes / bandwidth``.
+    """The time of a collective as ``alpha_s + wire bytes / bandwidth``."""
 
-    Args:
-        alpha_s: The latency: what a collective takes however little it sends.
-        bandwidth_gb_s: The bus bandwidth of large ones, in 1e9 bytes.
-        worst_pct: The largest difference to what was measured, of that; ``None`` of two sizes, which any line meets.
-    """
-
-    alpha_s: float
-    bandwidth_gb_s: float
+    alpha_s: float  # the latency: what a collective takes however little it sends
+    bandwidth_gb_s: float  # the bus bandwidth of large ones, in 1e9 bytes
+    # The largest difference to what was measured, of that; ``None`` of two sizes, which any line meets
     worst_pct: float | None
 
 

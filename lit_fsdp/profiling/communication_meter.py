@@ -33,21 +33,13 @@ _MAX_PENDING = 8  # steps that the GPU is behind; what is older is dropped, not 
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """Some collectives of a step, on this rank.
-
-    Args:
-        calls: How many.
-        num_bytes: Their full sizes: what came out of gathers, what went into reductions.
-        wire_bytes: What a rank had to send for them, see ``count_wire_bytes``.
-        seconds: How long they took, see Note [What is timed]; those of several streams may run at once.
-        exposed_s: How much of that compute waited.
-    """
+    """Some collectives of a step, on this rank."""
 
     calls: int = 0
-    num_bytes: int = 0
-    wire_bytes: float = 0.0
-    seconds: float = 0.0
-    exposed_s: float = 0.0
+    num_bytes: int = 0  # their full sizes: what came out of gathers, what went into reductions
+    wire_bytes: float = 0.0  # what a rank had to send for them, see ``count_wire_bytes``
+    seconds: float = 0.0  # how long they took, see Note [What is timed]; those of several streams may run at once
+    exposed_s: float = 0.0  # how much of that compute waited
 
     @property
     def overlapped_s(self) -> float:
@@ -62,30 +54,19 @@ class Communication:
 
 @dataclass(frozen=True, kw_only=True)
 class UnitCommunication(Communication):
-    """The collectives of one kind that one unit had in a step.
+    """The collectives of one kind that one unit had in a step."""
 
-    Args:
-        unit: Its name, as in the plan of units.
-        collective: The kind.
-    """
-
-    unit: str
+    unit: str  # its name, as in the plan of units
     collective: Collective
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCommunication:
-    """The collectives of one optimizer step on this rank.
+    """The collectives of one optimizer step on this rank."""
 
-    Args:
-        tag: Given to ``end_step``.
-        step_s: Seconds of the step, without pauses.
-        units: In the order of modules, without what a unit did not have.
-    """
-
-    tag: Any
-    step_s: float
-    units: Sequence[UnitCommunication]
+    tag: Any  # given to ``end_step``
+    step_s: float  # seconds of the step, without pauses
+    units: Sequence[UnitCommunication]  # in the order of modules, without what a unit did not have
 
     def add_up(self, collective: Collective | None = None) -> Communication:
         """Return the sums over all units, of one kind of collective or of all."""

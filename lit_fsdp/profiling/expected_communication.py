@@ -17,17 +17,11 @@ from lit_fsdp.sharding.wrap import Unit
 
 @dataclass(frozen=True, kw_only=True)
 class Collectives:
-    """Collectives of one optimizer step on one rank.
+    """Collectives of one optimizer step on one rank."""
 
-    Args:
-        gathers: All-gathers of parameters.
-        reduce_scatters: Of gradients, over the shards.
-        all_reduces: Of gradients, between replicas.
-    """
-
-    gathers: int
-    reduce_scatters: int
-    all_reduces: int
+    gathers: int  # all-gathers of parameters
+    reduce_scatters: int  # of gradients, over the shards
+    all_reduces: int  # of gradients, between replicas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,24 +29,15 @@ class UnitBytes:
     """The bytes of one unit: what each of its collectives has, and all of them in a step.
 
     Sizes are full ones: what comes out of a gather, and what goes into a reduction.
-
-    Args:
-        unit: Its name.
-        gather: Of one all-gather.
-        reduce_scatter: Of one reduce-scatter.
-        all_reduce: Of one all-reduce.
-        gather_step: Of all its all-gathers in a step.
-        reduce_scatter_step: Of all its reduce-scatters.
-        all_reduce_step: Of all its all-reduces.
     """
 
     unit: str
-    gather: int
-    reduce_scatter: int
-    all_reduce: int
-    gather_step: int
-    reduce_scatter_step: int
-    all_reduce_step: int
+    gather: int  # of one all-gather
+    reduce_scatter: int  # of one reduce-scatter
+    all_reduce: int  # of one all-reduce
+    gather_step: int  # of all its all-gathers in a step
+    reduce_scatter_step: int  # of all its reduce-scatters
+    all_reduce_step: int  # of all its all-reduces
 
 
 def predict_collectives(

@@ -27,19 +27,12 @@ from lit_fsdp.quantization.quantize import count_hidden_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """Floating-point operations of one rank; see Note [FLOPs].
-
-    Args:
-        forward: Of forward.
-        backward: Of backward alone.
-        recomputed: Of what backward computes once more.
-        uncounted: Operators outside of torch for which there is no formula, by name.
-    """
+    """Floating-point operations of one rank; see Note [FLOPs]."""
 
     forward: int = 0
-    backward: int = 0
-    recomputed: int = 0
-    uncounted: tuple[str, ...] = ()
+    backward: int = 0  # of backward alone
+    recomputed: int = 0  # of what backward computes once more
+    uncounted: tuple[str, ...] = ()  # operators outside of torch for which there is no formula, by name
 
     def __mul__(self, factor: float) -> Flops:
         """Return those of so many times the work."""

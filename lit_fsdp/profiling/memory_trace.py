@@ -27,39 +27,25 @@ OUTSIDE = "(outside units)"
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The moment at which most was alive.
-
-    Args:
-        num_bytes: All of it.
-        operator: Number of the operator, from 0.
-        phase: The part of the step.
-        unit: The unit that was computing.
-        by_kind: Bytes of each kind.
-        by_unit: Bytes of each kind, for each unit that has any.
-    """
+    """The moment at which most was alive."""
 
     num_bytes: int
-    operator: int
-    phase: str
-    unit: str
-    by_kind: Mapping[Kind, int]
-    by_unit: Mapping[str, Mapping[Kind, int]]
+    operator: int  # number of the operator, from 0
+    phase: str  # the part of the step
+    unit: str  # the unit that was computing
+    by_kind: Mapping[Kind, int]  # bytes of each kind
+    by_unit: Mapping[str, Mapping[Kind, int]]  # bytes of each kind, for each unit that has any
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """The memory of one step.
+    """The memory of one step."""
 
-    Args:
-        peak: Its largest moment.
-        by_kind: Bytes of each kind after each operator.
-        phases: ``(name, first operator, end)``, in order; with several micro-batches they repeat.
-        host_by_kind: Bytes that a trace was told to count as host memory, each kind at its largest.
-    """
-
-    peak: Peak
-    by_kind: Mapping[Kind, Sequence[int]]
+    peak: Peak  # its largest moment
+    by_kind: Mapping[Kind, Sequence[int]]  # bytes of each kind after each operator
+    # ``(name, first operator, end)``, in order; with several micro-batches they repeat
     phases: Sequence[tuple[str, int, int]]
+    # Bytes that a trace was told to count as host memory, each kind at its largest
     host_by_kind: Mapping[Kind, int] = field(default_factory=dict)
 
 

@@ -25,15 +25,10 @@ _MAX_RANKS = 16  # in a table
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """The steps between two loggings: medians over them, for every rank.
+    """The steps between two loggings: medians over them, for every rank."""
 
-    Args:
-        step: The last of them.
-        spreads: By the names in ``NUMBERS``.
-    """
-
-    step: int
-    spreads: Mapping[str, Spread]
+    step: int  # the last of them
+    spreads: Mapping[str, Spread]  # by the names in ``NUMBERS``
 
     def list_bandwidths(self) -> list[float]:
         """Return the bus bandwidth of each rank in GB/s."""
@@ -48,17 +43,11 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """The rank that the others wait for.
-
-    Args:
-        rank: Which.
-        waited_s: How much longer the others are in collectives, in their median and each step.
-        waited_pct: That part of the step.
-    """
+    """The rank that the others wait for."""
 
     rank: int
-    waited_s: float
-    waited_pct: float
+    waited_s: float  # how much longer the others are in collectives, in their median and each step
+    waited_pct: float  # that part of the step
 
 
 def make_communication_section(

@@ -20,15 +20,10 @@ _MAX_LIMIT = 4  # of the peak; the step would be too small to see below a higher
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A step beside what was predicted for it.
+    """A step beside what was predicted for it."""
 
-    Args:
-        predicted: Its peak by the closed form.
-        measured_bytes: Its peak as it was: of a GPU what the allocator gave out, else what was traced.
-    """
-
-    predicted: Peak
-    measured_bytes: int
+    predicted: Peak  # its peak by the closed form
+    measured_bytes: int  # its peak as it was: of a GPU what the allocator gave out, else what was traced
 
     @property
     def difference_pct(self) -> float:
@@ -45,19 +40,12 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedStep:
-    """The step whose tensors were followed.
-
-    Args:
-        number: Which.
-        memory: Of rank 0.
-        ranks: Bytes of each kind at the peak of each rank.
-        comparison: With what was predicted, where there is any.
-    """
+    """The step whose tensors were followed."""
 
     number: int
-    memory: StepMemory
-    ranks: Mapping[str, Spread]
-    comparison: Comparison | None
+    memory: StepMemory  # of rank 0
+    ranks: Mapping[str, Spread]  # bytes of each kind at the peak of each rank
+    comparison: Comparison | None  # with what was predicted, where there is any
 
 
 def make_memory_section(

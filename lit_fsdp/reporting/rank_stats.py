@@ -19,13 +19,9 @@ _GROUPS: WeakKeyDictionary[Trainer, dist.ProcessGroup] = WeakKeyDictionary()
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """One number over all ranks.
+    """One number over all ranks."""
 
-    Args:
-        values: That of each rank, in the order of ranks.
-    """
-
-    values: tuple[float, ...]
+    values: tuple[float, ...]  # that of each rank, in the order of ranks
 
     @property
     def low(self) -> float:

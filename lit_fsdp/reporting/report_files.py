@@ -26,74 +26,44 @@ HTML, MARKDOWN, JSON, PICTURES = "report.html", "report.md", "report.json", "rep
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A plot as it lies in the files.
-
-    Args:
-        title: Of the plot.
-        wide: As ``<svg>`` for a screen; empty where the narrow one does for all.
-        narrow: As ``<svg>`` for a phone.
-        png: Its file, as seen from the folder of the report.
-    """
+    """A plot as it lies in the files."""
 
     title: str
-    wide: str
-    narrow: str
-    png: str
+    wide: str  # as ``<svg>`` for a screen; empty where the narrow one does for all
+    narrow: str  # as ``<svg>`` for a phone
+    png: str  # its file, as seen from the folder of the report
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """Audio as it lies in the files.
-
-    Args:
-        title: Of it.
-        source: The whole file as a ``data:`` address.
-        wav: Its file, as seen from the folder of the report.
-    """
+    """Audio as it lies in the files."""
 
     title: str
-    source: str
-    wav: str
+    source: str  # the whole file as a ``data:`` address
+    wav: str  # its file, as seen from the folder of the report
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A section that has been drawn.
-
-    Args:
-        section: What is in it.
-        anchor: Its name in the page.
-        pictures: Of its plots.
-        recordings: Of its sounds.
-        code: Text that is shown as it is.
-    """
+    """A section that has been drawn."""
 
     section: Section
-    anchor: str
+    anchor: str  # its name in the page
     pictures: Sequence[Picture] = ()
     recordings: Sequence[Recording] = ()
-    code: str = ""
+    code: str = ""  # text that is shown as it is
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that is written.
-
-    Args:
-        name: Of the run.
-        status: How it ended, in one word.
-        message: The same in a sentence.
-        facts: What comes first: labels and values.
-        parts: What comes then.
-        numbers: For ``report.json``.
-    """
+    """All that is written."""
 
     name: str
-    status: str
-    message: str
-    facts: Mapping[str, str]
+    status: str  # how it ended, in one word
+    message: str  # the same in a sentence
+    facts: Mapping[str, str]  # what comes first: labels and values
     parts: Sequence[Part]
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)  # for ``report.json``
 
 
 def draw_section(section: Section, folder: Path, *, code: str = "", is_grid: bool = False) -> Part:
