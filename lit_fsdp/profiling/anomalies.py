@@ -68,12 +68,10 @@ class SpikeDetector:
 
 
 class UnitWatch:
-    """Keeps the sum of what each unit puts out while ``is_on``: finite only if all of it is.
+    """Keeps the sum of what each FSDP unit puts out while ``is_on``: finite only if all of it is.
 
-    Costs one pass over the output of each unit and a number of memory; nothing waits for the device.
-
-    Args:
-        model: Whose FSDP units are looked at; of a model that is not sharded, those that it would have.
+    Costs one pass over the output of each unit and a number of memory; nothing waits for the device. Of a model that is
+    not sharded, the units are those that it would have.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -113,13 +111,9 @@ class UnitWatch:
 
 
 def classify(loss: float, norm: float, limits: dict[str, float], *, is_scaled: bool) -> str | None:
-    """Return the key of ``KINDS`` for a step, ``None`` if it is good.
+    """Return the key of ``KINDS`` for a step, ``None`` if it is good. Spikes begin above ``limits``.
 
-    Args:
-        loss: Over all ranks.
-        norm: Of the gradients.
-        limits: Above which the kinds of spike begin.
-        is_scaled: Gradients are scaled, and infinite ones are part of finding the scale.
+    Where gradients are scaled (``is_scaled``), infinite ones are part of finding the scale.
     """
     if not math.isfinite(loss):
         return "nonfinite_loss"

@@ -16,12 +16,9 @@ Mark: TypeAlias = float | torch.cuda.Event
 class Clock:
     """Sets marks in the work of a device, and measures between them.
 
-    A GPU gets its work long before it does it, so a mark there is an event in the current stream: it costs
-    microseconds to set, and says when the work that was given before it had been done. On the CPU, work is done when
-    it is given, and a mark is the time.
-
-    Args:
-        device: Whose time.
+    A GPU gets its work long before it does it. So a mark there is an event in the current stream: it costs
+    microseconds, and says when the work given before it was done. A CPU does its work when it is given; there a mark is
+    the time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,11 +73,7 @@ class _Stretch:
 
 
 class Timeline:
-    """Stretches of time without gaps, each with a name, collected into steps.
-
-    Args:
-        clock: Sets the marks.
-    """
+    """Stretches of time without gaps, each with a name, collected into steps."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -110,11 +103,7 @@ class Timeline:
             self._open[-1].is_dropped = True
 
     def close(self, tag: Any = None) -> None:
-        """End a step here, with the present stretch; the next one begins with a stretch of the same name.
-
-        Args:
-            tag: Given back with the step.
-        """
+        """End a step, and its present stretch, here. The next step begins with a stretch of the same name."""
         if self.name is None:
             return
         self.cut(self.name)
@@ -123,10 +112,7 @@ class Timeline:
         self._open = [last]
 
     def take(self, *, wait: bool = False) -> list[Step]:
-        """Return the steps that ended since the last call and that the device has come to the end of.
-
-        Args:
-            wait: Also those that it has not, which waits for it.
+        """Return the steps that ended since the last call. Without ``wait``, only those that the device has finished.
         """
         steps = []
         while self._closed:

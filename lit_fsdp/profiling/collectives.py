@@ -24,11 +24,7 @@ def count_wire_bytes(collective: Collective, num_bytes: int, num_ranks: int) -> 
 
     As nccl-tests defines it (``doc/PERFORMANCE.md``): of the full size, (n-1)/n to gather or to reduce and scatter,
     twice that to all-reduce. Divided by the time it is the bus bandwidth, which can be compared with that of a link.
-
-    Args:
-        collective: Which.
-        num_bytes: The full size: what comes out of a gather, what goes into a reduction.
-        num_ranks: How many take part.
+    ``num_bytes`` is the full size: what comes out of a gather, what goes into a reduction.
     """
     return (2 if collective == "all_reduce" else 1) * (num_ranks - 1) / num_ranks * num_bytes
 
@@ -63,12 +59,8 @@ class Line:
 def measure_fabric(sizes: Sequence[int], *, num_repeats: int, device: torch.device) -> list[Timing]:
     """Time every collective at every size. All ranks of the default process group must call it.
 
-    Repeats follow each other directly, on the same memory, after a few that do not count.
-
-    Args:
-        sizes: Full sizes in bytes; each is rounded up so that all ranks get equal parts.
-        num_repeats: Of each.
-        device: Of this rank.
+    Repeats follow each other directly, on the same memory, after a few that do not count. Sizes are full ones in
+    bytes, rounded up so that all ranks get equal parts.
     """
     return [
         _time_collective(collective, size, num_repeats, device) for collective in COLLECTIVES for size in sorted(sizes)
@@ -78,10 +70,8 @@ def measure_fabric(sizes: Sequence[int], *, num_repeats: int, device: torch.devi
 def fit_line(timings: Sequence[Timing]) -> Line | None:
     """Fit latency and bandwidth to timings of one collective, by least squares of relative errors.
 
-    Relative, as otherwise the largest size would decide alone, and the latency would be noise.
-
-    Args:
-        timings: Of several sizes; fewer than two give ``None``, and so do times that do not grow with the size.
+    Relative, as otherwise the largest size would decide alone, and the latency would be noise. Fewer than two sizes
+    give ``None``, and so do times that do not grow with the size.
     """
     if len({timing.num_bytes for timing in timings}) < 2 or timings[0].num_ranks < 2:
         return None

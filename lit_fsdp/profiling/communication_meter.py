@@ -84,11 +84,7 @@ class CommunicationMeter:
     Collectives are timed by marks around them, nothing is waited for. Only what lies between ``resume`` and ``pause``
     counts, so that a validation in a step does not. Communication that the user gave to FSDP2 (its
     ``set_custom_all_gather``, symmetric memory, ...) goes on working, if it was set before ``attach``; what is set
-    meanwhile is not measured.
-
-    Args:
-        model: Sharded by ``fully_shard``, or holding modules that are. Nothing else is measured.
-        device: Where it computes.
+    meanwhile is not measured. Neither are modules that ``fully_shard`` has not seen.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -142,10 +138,7 @@ class CommunicationMeter:
             self._pending.popleft()
 
     def take(self, *, wait: bool = False) -> list[StepCommunication]:
-        """Return the steps that the device is done with, each once.
-
-        Args:
-            wait: For the others as well; for the end of a run.
+        """Return the steps that ended since the last call. Without ``wait``, only those that the device has finished.
         """
         taken = []
         while self._pending and (wait or all(self._clock.is_past(end) for _, end in self._pending[0].stretches)):

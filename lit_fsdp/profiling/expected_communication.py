@@ -83,15 +83,7 @@ def predict_bytes(
     """Return the bytes of each unit in one optimizer step, counted as in ``predict_collectives``.
 
     Gradients are reduced in the dtype of reduction. Every trainable parameter is taken to get a gradient in every step.
-
-    Args:
-        model: The root of the plan, sharded or not, its parameters in the storage dtype.
-        plan: Its units.
-        sharding: What happens between their uses.
-        mixed_precision: All dtypes, as of ``strategy.precision_plugin.mixed_precision``.
-        num_shards: Over how many ranks each copy is split.
-        num_replicas: Copies of the model.
-        num_micro_batches: Accumulated in a step.
+    The parameters of ``model`` are in the storage dtype, sharded or not.
     """
     parameters = dict(model.named_parameters())
     policy = mixed_precision.build_policy()
@@ -119,12 +111,9 @@ def predict_bytes(
 
 
 def count_gathered_bytes(parameters: Iterable[Tensor], param_dtype: torch.dtype | None, num_shards: int = 1) -> int:
-    """Return the bytes of parameters when they are gathered.
+    """Return the bytes of parameters when they are gathered for compute in ``param_dtype``; ``None`` is that of each.
 
-    Args:
-        parameters: Of one unit, in the storage dtype.
-        param_dtype: In which FSDP2 computes; ``None`` is that of each parameter.
-        num_shards: Over how many ranks they are split; one adds no padding.
+    They are in the storage dtype, and split over ``num_shards`` ranks; one adds no padding.
     """
     return sum(pad_numel(p, num_shards) * get_gather_dtype(p, param_dtype).itemsize for p in parameters)
 

@@ -33,10 +33,6 @@ def iterate_states(
 
     Parameters and buffers, gradients (those that are not reduced yet as well), gathered parameters, optimizer
     state. DTensors are yielded as this rank's part.
-
-    Args:
-        model: Sharded or not.
-        optimizers: Of its parameters.
     """
     names: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters():
@@ -61,12 +57,9 @@ def iterate_states(
 def measure_states(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), *, device: torch.device | None = None
 ) -> dict[Kind, int]:
-    """Return the bytes of the tensors of ``iterate_states`` by kind; memory that several share is counted once.
+    """Return the bytes of the tensors of ``iterate_states`` by kind, of those on ``device`` if it is given.
 
-    Args:
-        model: Sharded or not.
-        optimizers: Of its parameters.
-        device: Count what lies there only; ``None`` counts all.
+    Memory that several share is counted once.
     """
     seen: set[int] = set()
     num_bytes: dict[Kind, int] = defaultdict(int)

@@ -64,7 +64,7 @@ def make_communication_section(
         intervals: Of the run, at least one.
         units: Of the first rank, times as means over the steps.
         predicted: What the plan says, by collective.
-        notes: To be shown above.
+        notes: Shown above.
         straggler_pct: From which part of the step on a rank is named.
     """
     whole = _summarize(intervals)
@@ -97,11 +97,7 @@ def make_communication_section(
 def find_straggler(interval: Interval, straggler_pct: float) -> Straggler | None:
     """Return the rank that is in collectives for the shortest time, if the others are there for much longer.
 
-    Who comes last to a collective does not wait in it.
-
-    Args:
-        interval: Of at least two ranks.
-        straggler_pct: How much longer, in percent of the step.
+    The rank that comes last to a collective does not wait in it. Much is more than ``straggler_pct`` of the step.
     """
     seconds, step_s = interval.spreads["collective_s"], interval.spreads["step_s"].mean
     others = [value for rank, value in enumerate(seconds.values) if rank != seconds.low_rank]

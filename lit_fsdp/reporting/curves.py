@@ -18,11 +18,8 @@ _MAX_RATIO = 50  # between the scales of two curves in one plot
 class Series:
     """The values of one metric over the steps, thinned as they become many.
 
-    Once there are more than ``max_points``, every stretch of steps keeps its lowest and its highest value only, so
-    that a peak of a single step is never lost. A value that is not finite counts as higher than any other.
-
-    Args:
-        max_points: How many are kept at most; a multiple of 4.
+    Once there are more than ``max_points`` (a multiple of 4), every stretch of steps keeps its lowest and its highest
+    value only. So a peak of a single step is never lost. A value that is not finite counts as higher than any other.
     """
 
     def __init__(self, max_points: int = 2000) -> None:
@@ -77,13 +74,10 @@ class Series:
 
 
 def make_curves_section(history: Mapping[str, Series]) -> Section:
-    """Return the curves of a run.
+    """Return the curves of a run, by the names of metrics.
 
     ``train/loss`` and ``val/loss`` share a plot, and so do names with another prefix in common, unless their scales
     are too far apart.
-
-    Args:
-        history: By the names of the metrics.
     """
     numbers = {name: _describe_series(series) for name, series in history.items()}
     plots = [plot for group in _group(history) for plot in _plot(group, history)]

@@ -54,10 +54,10 @@ def make_memory_section(
     """Return the part of the report about memory.
 
     Args:
-        ranks: By name what every rank has read at the end of the run.
-        series: By name what rank 0 has read after each step.
-        step: That was followed, if one was.
-        notes: To be shown above.
+        ranks: By name, what every rank has read at the end of the run.
+        series: By name, what rank 0 has read after each step.
+        step: The one that was followed, if any.
+        notes: Shown above.
     """
     numbers: dict[str, Any] = {name: _list_spread(spread) for name, spread in ranks.items()}
     rows = [[_spell_reading(name), *_format_spread(spread)] for name, spread in ranks.items()]
@@ -129,13 +129,9 @@ def _describe_step(step: TracedStep) -> dict[str, Any]:
 
 
 def plot_step(memory: StepMemory, *, title: str, x_label: str = "operator", limit_bytes: int | None = None) -> Plot:
-    """Return the kinds as areas upon each other.
+    """Return the kinds as areas upon each other, over moments that ``x_label`` names.
 
-    Args:
-        memory: Of the step.
-        title: Above it.
-        x_label: What the moments are.
-        limit_bytes: What tensors may take; drawn across where it is near enough to be seen beside them.
+    ``limit_bytes`` is what tensors may take: drawn across where it is near enough to be seen beside them.
     """
     size, unit = (_GIB, "GiB") if memory.peak.num_bytes >= _GIB / 4 else (_GIB / 1024, "MiB")
     limit = limit_bytes if limit_bytes and limit_bytes < _MAX_LIMIT * memory.peak.num_bytes else None

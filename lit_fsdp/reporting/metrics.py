@@ -28,10 +28,8 @@ def has_dropped_last_step(trainer: Trainer) -> bool:
 def find_run_folder(trainer: Trainer, fallback_dir: str | None = None) -> Path:
     """Return where a run leaves what it writes. All ranks must call it, as ``log_dir`` is a broadcast.
 
-    Args:
-        trainer: Of the run.
-        fallback_dir: Where to if the run has no folder of its own, which it has with TensorBoardLogger and
-            CSVLogger; by default ``default_root_dir``.
+    A run has a folder of its own with TensorBoardLogger and CSVLogger. Without, it is ``fallback_dir``, by default
+    ``default_root_dir``.
     """
     folder = trainer.log_dir
     if fallback_dir is not None and not isinstance(trainer.logger, CSVLogger | TensorBoardLogger):

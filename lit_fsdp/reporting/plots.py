@@ -31,11 +31,8 @@ def render_svg(plot: Plot, size: tuple[float, float] = WIDE) -> str:
     """Return a plot as one ``<svg>`` element that needs no other file.
 
     It has the width of what is around it, no background, and the colour of the text there. A page may set the
-    colours of the curves, as ``--curve-1`` to ``--curve-10``.
-
-    Args:
-        plot: What to draw.
-        size: Width and height in inches: how much there is room for beside the text, which is of one size.
+    colours of the curves, as ``--curve-1`` to ``--curve-10``. ``size``, in inches, is the room beside the text, whose
+    size is always the same.
     """
     buffer = io.StringIO()
     colors: Any = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK)

@@ -57,11 +57,7 @@ class AsyncRankStats:
 
     ``start`` sends this rank's numbers off over gloo, in host memory, and returns at once; ``finish`` waits for
     them. Between two steps of training, where ``finish`` comes a step later, nothing is left to wait for: so numbers
-    of an interval are logged one interval later. All ranks must make the same calls.
-
-    Args:
-        trainer: Of the run, its process group exists already.
-        names: What the numbers are, always the same.
+    of an interval are logged one interval later. All ranks must make the same calls, with the same names.
     """
 
     def __init__(self, trainer: Trainer, names: Sequence[str]) -> None:
@@ -73,12 +69,7 @@ class AsyncRankStats:
         self._tag: Any = None
 
     def start(self, values: Mapping[str, float], tag: Any = None) -> None:
-        """Send this rank's numbers off.
-
-        Args:
-            values: One for each name.
-            tag: Given back with the result, such as the step they are of.
-        """
+        """Send this rank's numbers off, one for each name. ``finish`` gives ``tag`` back, such as their step."""
         assert self._pending is None, "finish comes before the next start"
         own = torch.tensor([[values[name] for name in self.names]], dtype=torch.float64, device="cpu")
         self._tag = tag

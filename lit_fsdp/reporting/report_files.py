@@ -67,13 +67,10 @@ class Report:
 
 
 def draw_section(section: Section, folder: Path, *, code: str = "", is_grid: bool = False) -> Part:
-    """Draw the plots of a section, and write them as PNG, and its sounds as WAV.
+    """Draw the plots of a section, and write them as PNG, and its sounds as WAV, into the report's folder.
 
-    Args:
-        section: Its texts are cleared of paths of this machine.
-        folder: Of the report.
-        code: Text to show as it is.
-        is_grid: Whether small pictures beside each other will do.
+    Its texts are cleared of paths of this machine. ``code`` is shown as it is. A grid has small pictures beside each
+    other.
     """
     section = hide_paths(section)
     anchor = _make_slug(section.name)

@@ -37,10 +37,6 @@ def read_config(trainer: Trainer, folder: Path) -> dict[str, Any]:
     """Return the merged configuration where a command line wrote it, else what Trainer and modules tell.
 
     Values of keys that name a secret are left out.
-
-    Args:
-        trainer: Of the run.
-        folder: Of the run.
     """
     config = _read_saved_config(trainer, folder)
     if config is None:
@@ -89,13 +85,7 @@ def describe_units(trainer: Trainer, module: LightningModule) -> Section | None:
 
 
 def describe_checkpoints(trainer: Trainer, folder: Path, since: float) -> Section | None:
-    """Return what lies in the folders of checkpoints and was written in this run, ``None`` if that is nothing.
-
-    Args:
-        trainer: Of the run.
-        folder: Of the run.
-        since: When the run began, in seconds since 1970.
-    """
+    """Return the checkpoints that were written after ``since``, in seconds since 1970; ``None`` if there are none."""
     found: dict[str, dict[str, Any]] = {}
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
