@@ -140,8 +140,7 @@ def _draw(confusion: list[list[int]], names: list[str], stage: str) -> Plot:
 
 
 def reduce_confusion(confusion: list[list[int]], names: list[str]) -> tuple[list[list[int]], list[str]]:
-    """Return matrix and names of the classes that are mistaken most, and of all others as one. Rows are real classes.
-    """
+    """Return matrix and names of the classes that are mistaken most, and of all others as one. Rows: real classes."""
     counts = np.asarray(confusion)
     mistakes = counts - np.diag(np.diag(counts))
     order = np.argsort(-mistakes, axis=None, kind="stable")

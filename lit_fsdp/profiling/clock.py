@@ -112,8 +112,7 @@ class Timeline:
         self._open = [last]
 
     def take(self, *, wait: bool = False) -> list[Step]:
-        """Return the steps that ended since the last call. Without ``wait``, only those that the device has finished.
-        """
+        """Return the steps that ended since the last call. Without ``wait``, only those the device has finished."""
         steps = []
         while self._closed:
             stretches, tag = self._closed[0]

@@ -138,8 +138,7 @@ class CommunicationMeter:
             self._pending.popleft()
 
     def take(self, *, wait: bool = False) -> list[StepCommunication]:
-        """Return the steps that ended since the last call. Without ``wait``, only those that the device has finished.
-        """
+        """Return the steps that ended since the last call. Without ``wait``, only those the device has finished."""
         taken = []
         while self._pending and (wait or all(self._clock.is_past(end) for _, end in self._pending[0].stretches)):
             taken.append(self._read(self._pending.popleft()))
