@@ -19,6 +19,7 @@ from lit_fsdp.profiling.anomalies import KINDS, SpikeDetector, UnitWatch, classi
 from lit_fsdp.profiling.clock import Clock, Mark
 from lit_fsdp.profiling.flops import is_compiled
 from lit_fsdp.reporting.metrics import find_checkpoint_folder, is_logging_step, is_trial, log_values
+from lit_fsdp.reporting.rank_stats import gather_objects
 from lit_fsdp.reporting.sections import Section, Table
 from lit_fsdp.reporting.step_callback import StepCallback
 from lit_fsdp.sharding.grad_clipping import compute_grad_norm
@@ -255,11 +256,7 @@ class StabilityMonitor(StepCallback):
         sums = torch.stack(list(state.sums.values())).tolist() if state.sums else []
         own["forward"] = [name for name, total in zip(state.sums, sums, strict=True) if not math.isfinite(total)]
         own["backward"] = self._watch.list_bad_gradients() if has_gradients else []
-        everyone: list[Any] = [own]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, own)
-        return conclude(everyone, kind, list(self._watch.units))
+        return conclude(gather_objects(own), kind, list(self._watch.units))
 
     def _find_samples(self, state: _StepState) -> list[int] | None:
         loader = self._loader

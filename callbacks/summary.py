@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lit_fsdp.profiling.device_memory import read_peak_gib, reset_peak
-from lit_fsdp.reporting.metrics import has_dropped_last_step, read_count, read_metric
+from lit_fsdp.reporting.metrics import has_dropped_last_step, read_count, read_metric, relative_to_here
 from lit_fsdp.reporting.rank_stats import Spread, gather_over_ranks
 from lit_fsdp.reporting.sections import Table, print_table
 
@@ -117,9 +117,9 @@ class RunSummary(Callback):
         if isinstance(checkpoint, ModelCheckpoint):
             for name, path in (("best", checkpoint.best_model_path), ("last", checkpoint.last_model_path)):
                 if path and (Path(path).exists() or "://" in path):  # else skipped, as the disk is full
-                    rows[f"{name} checkpoint"] = _shorten_path(path)
+                    rows[f"{name} checkpoint"] = str(relative_to_here(path))
         if log_dir is not None and trainer.loggers:
-            rows["logs"] = _shorten_path(log_dir)
+            rows["logs"] = str(relative_to_here(log_dir))
         return rows
 
 
@@ -139,8 +139,3 @@ def _format_peaks(peaks: Spread) -> str:
         return f"{peaks.low:.2f} GiB"
     low, high = f"min {peaks.low:.2f} (rank {peaks.low_rank})", f"max {peaks.high:.2f} GiB (rank {peaks.high_rank})"
     return f"{low}, mean {peaks.mean:.2f}, {high}"
-
-
-def _shorten_path(path: str) -> str:
-    absolute = Path(path).absolute()
-    return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)

@@ -21,7 +21,7 @@ for name in ("tasks", "callbacks"):
     assert importlib.util.find_spec(name) is None, f"a top-level package {name} is importable"
 for name in ("lit_fsdp", "lit_fsdp.tasks", "lit_fsdp.callbacks"):
     print(importlib.import_module(name).__file__)
-template = importlib.resources.files("lit_fsdp.callbacks").joinpath("report.html.jinja")
+template = importlib.resources.files("lit_fsdp.reporting").joinpath("report.html.jinja")
 assert template.is_file(), f"{template} was not installed"
 """
 

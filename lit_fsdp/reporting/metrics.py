@@ -37,6 +37,12 @@ def find_run_folder(trainer: Trainer, fallback_dir: str | None = None) -> Path:
     return Path(folder or trainer.default_root_dir)
 
 
+def relative_to_here(path: str | Path) -> Path:
+    """Return a path as seen from the current folder if it lies below, else as it is from the root."""
+    path = Path(path).absolute()
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def is_logging_step(trainer: Trainer) -> bool:
     """Return whether Lightning logs the step that has just ended."""
     interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by one of its connectors

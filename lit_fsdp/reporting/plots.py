@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from html import escape
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def _fit_in(svg: str, plot: Plot) -> str:
         svg = svg.replace(color, f"var(--curve-{number}, {color})")
     head, rest = svg.split(">", 1)
     head = re.sub(r'\s(width|height)="[^"]*"', "", head)
-    return f'{head} role="img" aria-label="{_escape(plot.title)}">{rest}'
+    return f'{head} role="img" aria-label="{escape(plot.title)}">{rest}'
 
 
 def _draw(plot: Plot, size: tuple[float, float]) -> Figure:
@@ -141,7 +142,3 @@ def _draw_matrix(plot: Plot, matrix: Matrix, axes: Axes, *, is_wide: bool) -> No
 
 def _plain(text: str) -> str:
     return text.replace("$", r"\$")  # else what is between two of them would be set as mathematics
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

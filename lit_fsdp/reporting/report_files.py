@@ -7,8 +7,8 @@ import math
 import os
 import re
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from jinja2 import Environment, StrictUndefined
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_fsdp.reporting.plots import NARROW, render_svg, write_png
-from lit_fsdp.reporting.redaction import hide_paths
-from lit_fsdp.reporting.sections import Plot, Section, Table
+from lit_fsdp.reporting.redaction import hide_hosts, hide_paths
+from lit_fsdp.reporting.sections import HasSection, Plot, Section, Table
 
 HTML, MARKDOWN, JSON, PICTURES = "report.html", "report.md", "report.json", "report"
 
@@ -88,6 +89,34 @@ def draw_section(section: Section, folder: Path, *, code: str = "", is_grid: boo
     return Part(section=section, anchor=anchor, pictures=pictures, recordings=recordings, code=code)
 
 
+def draw_sections(callbacks: Iterable[Any], folder: Path) -> dict[str, tuple[Part, dict[str, Any]]]:
+    """Return what callbacks have to say, drawn and for ``report.json``, by the names of sections.
+
+    A section that cannot be made becomes a note that says so.
+    """
+    taken = {"curves", "checkpoints", "units", "configuration", "environment"}
+    found: dict[str, tuple[Part, dict[str, Any]]] = {}
+    for callback in callbacks:
+        if not isinstance(callback, HasSection):
+            continue
+        try:
+            section = callback.make_section()
+            if section is None:
+                continue
+            section = _rename(section, taken)
+            part = draw_section(section, folder)
+            entry = {"title": section.title, "notes": section.notes, "numbers": make_plain(section.numbers)}
+        except Exception as error:  # noqa: BLE001 - of a callback that may be anyone's
+            name, text = type(callback).__name__, f"{type(error).__name__}: {error}"
+            rank_zero_warn(f"{name} has no section in the report: make_section: {text}")
+            note = f"This section could not be made: {hide_hosts(text)}"
+            section = _rename(Section(title=name, name=name.lower(), notes=[note]), taken)
+            part, entry = draw_section(section, folder), {"title": name, "error": hide_hosts(text)}
+        taken.add(section.name)
+        found[section.name] = (part, entry)
+    return found
+
+
 def write_report(report: Report, folder: Path) -> None:
     """Write the three files; those that exist are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,6 +152,17 @@ def make_plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} has no place in JSON: expected numbers, texts, lists and dicts")
 
 
+def _rename(section: Section, taken: set[str]) -> Section:
+    """Return a section with a name that no other has."""
+    if not isinstance(section, Section):
+        raise TypeError(f"make_section returned a {type(section).__name__}: expected a Section, or None")
+    name, number = section.name, 1
+    while name in taken:
+        number += 1
+        name = f"{section.name}_{number}"
+    return replace(section, name=name)
+
+
 def _draw(plot: Plot, path: Path, *, is_grid: bool) -> Picture:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_png(plot, path)
@@ -135,7 +175,7 @@ def _make_slug(text: str) -> str:
 
 
 def _render_html(report: Report) -> str:
-    template = resources.files("lit_fsdp.callbacks").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    template = resources.files("lit_fsdp.reporting").joinpath("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(template).render(report=report)
 
