@@ -8,7 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
@@ -88,7 +88,7 @@ class Preemption(StepCallback):
         self._stats = AsyncRankStats(trainer, ["order"])
         if order := int(gather_over_ranks(trainer, {"order": self._order})["order"].high):
             self._end(trainer, order, "before the first step, so there is nothing to save")
-            self._leave()
+            self._leave_if_preempted()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -106,15 +106,7 @@ class Preemption(StepCallback):
     on_train_epoch_end = on_validation_start
 
     @override
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         # Other strategies may give the ranks unequal numbers of batches: they would disagree on when.
         is_equal = isinstance(trainer.strategy, FSDP2Strategy)
         if trainer.state.fn == "fit" and not trainer.sanity_checking and is_equal:
@@ -161,10 +153,7 @@ class Preemption(StepCallback):
 
     def _leave_if_preempted(self) -> None:
         if self.is_preempted:
-            self._leave()
-
-    def _leave(self) -> NoReturn:
-        raise SIGTERMException(self.exit_code)
+            raise SIGTERMException(self.exit_code)
 
     def _stop_listening(self) -> None:
         # After a signal the process is about to end, well or not; the next signal must not end it half-way.

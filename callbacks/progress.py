@@ -46,11 +46,9 @@ class ProgressBar(TQDMProgressBar):
         self._total_steps = trainer.estimated_stepping_batches
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if not self._is_plain:
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            super().on_train_batch_end(trainer, pl_module, *args)
             return
         step = trainer.global_step
         is_due = self.is_enabled and (step % max(self.refresh_rate, 1) == 0 or step == self._total_steps)

@@ -11,7 +11,6 @@ from typing import Any
 
 import yaml
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
@@ -19,7 +18,13 @@ from typing_extensions import override
 from lit_fsdp.reporting import run_facts
 from lit_fsdp.reporting.curves import Series, make_curves_section
 from lit_fsdp.reporting.environment import describe_environment, format_devices, format_ranks, read_environment
-from lit_fsdp.reporting.metrics import find_run_folder, has_dropped_last_step, is_trial, relative_to_here
+from lit_fsdp.reporting.metrics import (
+    find_run_folder,
+    has_dropped_last_step,
+    has_own_folder,
+    is_trial,
+    relative_to_here,
+)
 from lit_fsdp.reporting.redaction import hide_paths, shorten_path
 from lit_fsdp.reporting.report_files import HTML, Report, draw_section, draw_sections, make_plain, write_report
 from lit_fsdp.reporting.sections import Section
@@ -59,7 +64,10 @@ class RunReport(StepCallback):
         if not self._is_on:
             return
         self._start, self._start_time = time.perf_counter(), datetime.now(UTC)
-        self._folder = self._find_folder(trainer)
+        self._folder = find_run_folder(trainer, self.fallback_dir)
+        if self.fallback_dir is None and not has_own_folder(trainer):
+            # Not the folder itself: it is likely the current one, where report.md may be the user's.
+            self._folder /= _OWN_FOLDER
         self._environment = read_environment(trainer)
         self._history: dict[str, Series] = {}
         self._known: set[str] = set()  # names that are read where they are logged
@@ -135,13 +143,6 @@ class RunReport(StepCallback):
             if is_loss and series.last is not None and not math.isfinite(series.last[1]):
                 return f"{name} is {series.last[1]} (not finite for the first time at step {series.first_not_finite:,})"
         return None
-
-    def _find_folder(self, trainer: Trainer) -> Path:
-        folder = find_run_folder(trainer)
-        if isinstance(trainer.logger, CSVLogger | TensorBoardLogger):
-            return folder
-        # Not the folder itself: it is likely the current one, where report.md may be the user's.
-        return folder / _OWN_FOLDER if self.fallback_dir is None else Path(self.fallback_dir)
 
     def _keep_logged(self, trainer: Trainer) -> None:
         metrics = read_logged(trainer)
@@ -232,7 +233,7 @@ class RunReport(StepCallback):
 
     def _find_name(self, trainer: Trainer) -> str:
         folder = self._folder.absolute()
-        if isinstance(trainer.logger, CSVLogger | TensorBoardLogger):
+        if has_own_folder(trainer):
             return f"{folder.parent.name}/{folder.name}"
         return folder.name if folder.name != _OWN_FOLDER else folder.parent.name
 

@@ -182,10 +182,8 @@ class StabilityMonitor(StepCallback):
             self._judge_pending()
             self._pending = state
             return
-        if self._judge(state, parameters=optimizer):
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+        if self._judge(state, has_gradients=True):
+            optimizer.zero_grad()
 
     def _collect(self, trainer: Trainer, module: LightningModule, state: _StepState) -> None:
         """Put loss and norm of the step, the same on all ranks, on their way to host memory."""
@@ -215,10 +213,10 @@ class StabilityMonitor(StepCallback):
     def _judge_pending(self) -> None:
         if self._pending is not None:
             state, self._pending = self._pending, None
-            self._judge(state, parameters=None)
+            self._judge(state, has_gradients=False)
 
-    def _judge(self, state: _StepState, *, parameters: Optimizer | None) -> bool:
-        """Return whether a step is bad, having dealt with it; with parameters whose gradients are still those of it."""
+    def _judge(self, state: _StepState, *, has_gradients: bool) -> bool:
+        """Return whether a step is bad, having dealt with it; ``has_gradients`` while its gradients are still there."""
         self._clock.wait(state.mark)
         assert state.values is not None
         loss, norm = state.values.tolist()
@@ -235,18 +233,15 @@ class StabilityMonitor(StepCallback):
             self._counts["skipped_steps"] += 1
         # A model that is broken stays so: its first step tells why.
         if self.policy != "warn" or self._num_bad == 1:
-            self._report(state, kind, {"loss": loss, "grad_norm": norm, "limit": limits.get(kind)}, parameters)
+            values = {"loss": loss, "grad_norm": norm, "limit": limits.get(kind), "action": self.policy}
+            found = self._diagnose(state, kind, has_gradients=has_gradients)
+            event = {"step": state.step, "kind": kind, **values, **found}
+            self._events = [*self._events, event][:_MAX_EVENTS]
+            rank_zero_warn(describe(event))
         if self.policy == "stop" or (self.policy == "skip" and self._num_bad >= self.max_skips):
             why = "" if self.policy == "stop" else f", the last of {self._num_bad} bad steps in a row (max_skips)"
             self._error = f"step {state.step}: {KINDS[kind]}{why}"
         return True
-
-    def _report(self, state: _StepState, kind: str, values: dict[str, Any], parameters: Optimizer | None) -> None:
-        event = {"step": state.step, "kind": kind, **values, "action": self.policy}
-        event |= self._diagnose(state, kind, has_gradients=parameters is not None)
-        if len(self._events) < _MAX_EVENTS:
-            self._events.append(event)
-        rank_zero_warn(describe(event))
 
     def _diagnose(self, state: _StepState, kind: str, *, has_gradients: bool) -> dict[str, Any]:
         """Ask all ranks what was wrong; all must call it."""

@@ -55,9 +55,7 @@ class RunSummary(Callback):
         self._first_step = trainer.global_step  # after a resume, so not at 0
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         step = trainer.global_step
         window = self.window_steps if trainer.strategy.root_device.type == "cuda" else 1
         if self._last is not None and step - self._last[0] < window:

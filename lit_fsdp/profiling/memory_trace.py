@@ -146,14 +146,11 @@ class MemoryTrace(TorchDispatchMode):
             unit = self._owners.get(names.get(find_shard(sharded), ""), OUTSIDE)
             self._sharded.setdefault(unit, []).append(sharded)
         self._hooks = list(self._watch_units())
-        self._watcher = _watch_resizes(self._resize)
-        self._watcher.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        self._look()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._watcher.__exit__(*error)
+        self._look_away()
         for hook in self._hooks:
             hook.remove()
         self._sharded.clear()
@@ -161,17 +158,23 @@ class MemoryTrace(TorchDispatchMode):
     def pause(self) -> None:
         """Look away: what runs next is not part of the step."""
         self._record_sum()
-        self._watcher.__exit__(None, None, None)
-        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._look_away()
 
     def resume(self) -> None:
         """Look again, at what is left of the tensors that were known."""
         for block in self._blocks.values():
             if (storage := block.storage()) is not None:
                 self._resize(storage)
+        self._look()
+
+    def _look(self) -> None:
         self._watcher = _watch_resizes(self._resize)
         self._watcher.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
+
+    def _look_away(self) -> None:
+        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._watcher.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -32,9 +32,14 @@ def find_run_folder(trainer: Trainer, fallback_dir: str | None = None) -> Path:
     ``default_root_dir``.
     """
     folder = trainer.log_dir
-    if fallback_dir is not None and not isinstance(trainer.logger, CSVLogger | TensorBoardLogger):
+    if fallback_dir is not None and not has_own_folder(trainer):
         return Path(fallback_dir)
     return Path(folder or trainer.default_root_dir)
+
+
+def has_own_folder(trainer: Trainer) -> bool:
+    """Return whether the logger of a run makes a folder that belongs to this run alone."""
+    return isinstance(trainer.logger, CSVLogger | TensorBoardLogger)
 
 
 def relative_to_here(path: str | Path) -> Path:

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_fsdp.reporting.plots import NARROW, render_svg, write_png
 from lit_fsdp.reporting.redaction import hide_hosts, hide_paths
-from lit_fsdp.reporting.sections import HasSection, Plot, Section, Table
+from lit_fsdp.reporting.sections import HasSection, Section
 
 HTML, MARKDOWN, JSON, PICTURES = "report.html", "report.md", "report.json", "report"
 
@@ -75,14 +75,17 @@ def draw_section(section: Section, folder: Path, *, code: str = "", is_grid: boo
     """
     section = hide_paths(section)
     anchor = _make_slug(section.name)
+    if section.plots or section.sounds:
+        (folder / PICTURES).mkdir(parents=True, exist_ok=True)
     pictures = []
     for number, plot in enumerate(section.plots, start=1):
         path = folder / PICTURES / f"{anchor}_{number}_{_make_slug(plot.title)}.png"
-        pictures.append(_draw(plot, path, is_grid=is_grid))
+        write_png(plot, path)
+        wide, narrow = "" if is_grid else render_svg(plot), render_svg(plot, NARROW)
+        pictures.append(Picture(title=plot.title, wide=wide, narrow=narrow, png=f"{PICTURES}/{path.name}"))
     recordings = []
     for number, sound in enumerate(section.sounds, start=1):
         path = folder / PICTURES / f"{anchor}_{number}.wav"
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(sound.wav)
         source = f"data:audio/wav;base64,{b64encode(sound.wav).decode()}"
         recordings.append(Recording(title=sound.title, source=source, wav=f"{PICTURES}/{path.name}"))
@@ -163,13 +166,6 @@ def _rename(section: Section, taken: set[str]) -> Section:
     return replace(section, name=name)
 
 
-def _draw(plot: Plot, path: Path, *, is_grid: bool) -> Picture:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_png(plot, path)
-    wide = "" if is_grid else render_svg(plot)
-    return Picture(title=plot.title, wide=wide, narrow=render_svg(plot, NARROW), png=f"{PICTURES}/{path.name}")
-
-
 def _make_slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")[:60] or "part"
 
@@ -193,12 +189,9 @@ def _format_markdown(report: Report) -> str:
         blocks += [f"![{_escape(picture.title)}]({picture.png})" for picture in part.pictures]
         blocks += [f"[{_escape(recording.title)}]({recording.wav})" for recording in part.recordings]
         for table in section.tables:
-            blocks += _format_titled(table)
+            blocks += [f"### {_escape(table.title)}"] if table.title else []
+            blocks.append(_format_table(table.columns, table.rows))
     return "\n\n".join(blocks) + "\n"
-
-
-def _format_titled(table: Table) -> list[str]:
-    return [*([f"### {_escape(table.title)}"] if table.title else []), _format_table(table.columns, table.rows)]
 
 
 def _format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -23,9 +23,7 @@ class StepCallback(Callback):
         self.first_step = self.last_step = trainer.global_step
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_step != self.last_step:
             self.last_step = trainer.global_step
             self.on_step_end(trainer, pl_module)
