@@ -168,15 +168,12 @@ class CommunicationLogger(StepCallback):
             if not is_warmup and self._num_summed == len(self._warmup):  # the first that counts
                 self._unit_sums, self._num_summed = {}, 0
             (self._warmup if is_warmup else self._steps).append(_flatten(step))
-            self._add_units(step)
-
-    def _add_units(self, step: StepCommunication) -> None:
-        self._last = step
-        self._num_summed += 1
-        for unit in step.units:
-            sums = self._unit_sums.setdefault((unit.unit, unit.collective), [0.0, 0.0])
-            sums[0] += unit.seconds
-            sums[1] += unit.exposed_s
+            self._last = step
+            self._num_summed += 1
+            for unit in step.units:
+                sums = self._unit_sums.setdefault((unit.unit, unit.collective), [0.0, 0.0])
+                sums[0] += unit.seconds
+                sums[1] += unit.exposed_s
 
     def _take_medians(self) -> dict[str, float]:
         """Return the medians since the last time, NaN of no steps: all ranks make the same exchanges."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -87,12 +88,9 @@ class MemoryLogger(StepCallback):
         self._reset()
 
     def _reset(self) -> None:
-        self._step_memory: StepMemory | None = None
-        self._traced_step = 0
-        self._micro_batch: MicroBatch | None = None  # the largest of the traced step
-        self._comparison: Comparison | None = None
-        self._ranks: dict[str, Spread] = {}  # over the whole run
         self._step: TracedStep | None = None
+        self._micro_batch: MicroBatch | None = None  # the largest of the traced step
+        self._ranks: dict[str, Spread] = {}  # over the whole run
         self._series: dict[str, Series] = {}
         self._notes: list[str] = []
         self._snapshots_left = sorted(self.snapshot_steps)
@@ -124,7 +122,7 @@ class MemoryLogger(StepCallback):
         if self._snapshots_left and step >= self._snapshots_left[0] and not self._is_recording:
             self._is_recording = True
             start_recording(self)
-        if self._can_trace and self._step_memory is None and self._trace is None and step >= (self.trace_step or 0):
+        if self._can_trace and self._step is None and self._trace is None and step >= (self.trace_step or 0):
             plan = getattr(trainer.strategy, "plan", ())
             trace = MemoryTrace(pl_module, trainer.optimizers, plan=plan, device=self._device)
             self._trace = trace.__enter__()
@@ -143,12 +141,13 @@ class MemoryLogger(StepCallback):
 
     @override
     def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if (trace := self._close_trace()) is not None:
-            self._step_memory, self._traced_step = trace.finish(), self.last_step
+        trace = self._close_trace()
         self._write_snapshot(trainer)
         values = read_step(self._device)
         if trace is not None:
-            self._compare(trainer, pl_module, values)
+            memory = trace.finish()
+            comparison = self._compare(trainer, pl_module, memory, values)
+            self._step = TracedStep(number=self.last_step, memory=memory, ranks={}, comparison=comparison)
         for name, value in values.items():
             self._series.setdefault(name, Series()).add(self.last_step, value)
         peak = PEAK_NAMES[self._device.type]
@@ -165,11 +164,11 @@ class MemoryLogger(StepCallback):
         stop_recording(self)
         self._log(trainer, self._stats.finish())
         self._ranks = gather_over_ranks(trainer, read_memory(self._device))
-        if self._can_trace and self._step_memory is None:
+        if self._can_trace and self._step is None:
             self._notes.append(f"No step was followed: the run had no step {self.trace_step}.")
-        if (memory := self._step_memory) is not None:
-            ranks = gather_over_ranks(trainer, {kind: memory.peak.by_kind.get(kind, 0) for kind in KINDS})
-            self._step = TracedStep(number=self._traced_step, memory=memory, ranks=ranks, comparison=self._comparison)
+        if self._step is not None:
+            peak = self._step.memory.peak.by_kind
+            self._step = replace(self._step, ranks=gather_over_ranks(trainer, {k: peak.get(k, 0) for k in KINDS}))
         section = self.make_section()
         has_steps = trainer.is_global_zero and self.last_step > self.first_step
         if section is not None and has_steps and not is_trial(trainer):
@@ -218,24 +217,25 @@ class MemoryLogger(StepCallback):
         known = [] if self._micro_batch is None else [self._micro_batch]
         self._micro_batch = max([*known, found], key=lambda one: (one.rows * one.length, one.is_masked))
 
-    def _compare(self, trainer: Trainer, pl_module: LightningModule, values: Mapping[str, float]) -> None:
-        memory, micro_batch = self._step_memory, self._micro_batch
-        if memory is None or micro_batch is None:
-            return
+    def _compare(
+        self, trainer: Trainer, pl_module: LightningModule, memory: StepMemory, values: Mapping[str, float]
+    ) -> Comparison | None:
+        if (micro_batch := self._micro_batch) is None:
+            return None
         num_micro_batches = count_micro_batches(trainer)
         try:
             predicted = self._forecast(trainer, pl_module, micro_batch, num_micro_batches)
         except NoForecastError as error:
             self._note_missing(error)
-            return
+            return None
         allocated = round(values.get("peak_allocated_gib", 0) * _GIB)
         found = Comparison(predicted=predicted.memory.peak, measured_bytes=allocated or memory.peak.num_bytes)
-        self._comparison = found
-        self._notes.append(f"Step {self._traced_step}, rank 0: {found.describe()}.")
+        self._notes.append(f"Step {self.last_step}, rank 0: {found.describe()}.")
         shape = f"{'the batch' if num_micro_batches == 1 else 'the largest micro-batch'}, {micro_batch.describe()}"
         self._notes.append(f"Predicted for {shape}, of that step and rank; plan counts the largest that may come.")
         if abs(found.difference_pct) > self.warn_pct:
-            rank_zero_warn(f"memory of step {self._traced_step}: {found.describe()}: a plan of this run would mislead")
+            rank_zero_warn(f"memory of step {self.last_step}: {found.describe()}: a plan of this run would mislead")
+        return found
 
     def _forecast(
         self, trainer: Trainer, module: LightningModule, micro_batch: MicroBatch, num_micro_batches: int | None

@@ -226,8 +226,7 @@ class ThroughputLogger(StepCallback):
             self._warn_if_starved(spreads)
 
     def _warn_if_starved(self, spreads: dict[str, Spread]) -> None:
-        pairs = zip(spreads["data_s"].values, spreads["step_s"].values, strict=True)
-        shares = [100 * data / step if step > 0 else 0.0 for data, step in pairs]
+        shares = [100 * share for share in spreads["data_s"].divide_by(spreads["step_s"])]
         worst = max(shares)
         if worst <= self.starved_pct or self._is_starved:
             return

@@ -159,17 +159,14 @@ def describe(event: dict[str, Any]) -> str:
     loss, norm, limit = (event[name] for name in ("loss", "grad_norm", "limit"))
     value = norm if event["kind"].endswith("grad") or event["kind"] == "grad_norm_spike" else loss
     above = "" if limit is None else f", above {limit:.4g}"
+    ranks = event["ranks"]
+    named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    who = named if ranks else "no rank's own loss stands out"
     done = {"warn": "", "skip": "; skipped", "stop": "; the run ends before the weights change"}[event["action"]]
     return (
-        f"step {event['step']}: {KINDS[event['kind']]} ({value:.4g}{above}); {_describe_ranks(event['ranks'])}, "
+        f"step {event['step']}: {KINDS[event['kind']]} ({value:.4g}{above}); {who}, "
         f"{_describe_samples(event['samples'])}{_describe_unit(event)}{done}"
     )
-
-
-def _describe_ranks(ranks: list[int]) -> str:
-    if not ranks:
-        return "no rank's own loss stands out"
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _describe_samples(samples: dict[str, list[int] | None]) -> str:

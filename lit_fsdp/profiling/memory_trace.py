@@ -184,8 +184,8 @@ class MemoryTrace(TorchDispatchMode):
             return NotImplemented
         self._record_sum()
         kwargs = kwargs or {}
-        run = run_on_copies if is_collective_of_gloo(func, args) else _run
-        out = run(func, args, kwargs)
+        is_copied = is_collective_of_gloo(func, args)
+        out = run_on_copies(func, args, kwargs) if is_copied else func(*args, **kwargs)
         phase = self._phases[-1][0] if self._phases else PHASES[0]
         if phase == "backward":
             self._find_backward_unit((args, kwargs))
@@ -355,10 +355,6 @@ class MemoryTrace(TorchDispatchMode):
     def _leave_unit(self, *_: Any) -> None:
         self._stack.pop()
         self._unit = self._stack[-1] if self._stack else OUTSIDE
-
-
-def _run(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return operator(*args, **kwargs)
 
 
 @contextmanager

@@ -32,13 +32,11 @@ class Interval:
 
     def list_bandwidths(self) -> list[float]:
         """Return the bus bandwidth of each rank in GB/s."""
-        pairs = zip(self.spreads["wire_bytes"].values, self.spreads["collective_s"].values, strict=True)
-        return [num_bytes / seconds / 1e9 if seconds else 0.0 for num_bytes, seconds in pairs]
+        return [speed / 1e9 for speed in self.spreads["wire_bytes"].divide_by(self.spreads["collective_s"])]
 
     def list_shares(self) -> list[float]:
         """Return the exposed part of each rank's step, in percent."""
-        pairs = zip(self.spreads["exposed_s"].values, self.spreads["step_s"].values, strict=True)
-        return [100 * exposed_s / step_s if step_s else 0.0 for exposed_s, step_s in pairs]
+        return [100 * share for share in self.spreads["exposed_s"].divide_by(self.spreads["step_s"])]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,10 @@ class Spread:
 
     values: tuple[float, ...]  # that of each rank, in the order of ranks
 
+    def divide_by(self, other: Spread) -> list[float]:
+        """Return the quotient on each rank, 0 where the other number is 0."""
+        return [a / b if b else 0.0 for a, b in zip(self.values, other.values, strict=True)]
+
     @property
     def low(self) -> float:
         """The smallest."""
