@@ -21,6 +21,7 @@ from lit_fsdp.planning.reader import Reader, UnreadableModuleError
 from lit_fsdp.planning.step_parts import OUTSIDE, MicroBatch, Moment, UnitSizes, WalkSettings
 from lit_fsdp.planning.step_walk import Walk
 from lit_fsdp.planning.tape import FLOAT32, RELEASE, Op, Tape
+from lit_fsdp.profiling.expected_communication import count_gathered_bytes, get_gather_dtype, pad_numel
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory import KINDS, Kind, label_unit
 from lit_fsdp.profiling.memory_trace import Peak, StepMemory
@@ -212,16 +213,12 @@ def _measure_units(
     first = next((i for i, unit in enumerate(plan) if unit.num_trainable), len(plan))
     sizes = []
     for i, unit in enumerate(plan):
-        gathered = cast = numel = gradient = 0
-        for name in unit.parameters:
-            parameter = parameters[name]
-            padded = _pad(parameter, num_shards)
-            dtype = compute if parameter.is_floating_point() and compute else parameter.dtype
-            gathered += padded * dtype.itemsize
-            cast += padded * dtype.itemsize if dtype != parameter.dtype else 0
-            if parameter.requires_grad:
-                numel += padded
-                gradient += padded // num_shards * parameter.element_size()
+        own = [parameters[name] for name in unit.parameters]
+        gathered = count_gathered_bytes(own, compute, num_shards)
+        cast = count_gathered_bytes((p for p in own if get_gather_dtype(p, compute) != p.dtype), compute, num_shards)
+        trained = [(p, pad_numel(p, num_shards)) for p in own if p.requires_grad]
+        numel = sum(padded for _, padded in trained)
+        gradient = sum(padded // num_shards * p.element_size() for p, padded in trained)
         last = _find_last([name for name in unit.parameters if parameters[name].requires_grad], unit.names[-1])
         last_gradient = parameters[last].numel() * (compute or parameters[last].dtype).itemsize if last else 0
         reshards = unit.kind in ("block", "embedding") and reshard is not False
@@ -257,12 +254,6 @@ def _find_last(names: Sequence[str], module: str) -> str:
     return _find_last(names, f"{prefix}{inner[-1][0]}")
 
 
-def _pad(parameter: torch.Tensor, num_shards: int) -> int:
-    """Return the elements of a parameter whose rows were filled up to divide among the shards."""
-    rows, *rest = parameter.shape or (1,)
-    return ceil(rows / num_shards) * num_shards * prod(rest)
-
-
 def _measure_optimizer(
     parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, num_shards: int, *, device_type: str
 ) -> tuple[int, int]:
@@ -271,7 +262,7 @@ def _measure_optimizer(
     for parameter in parameters.values():
         if not parameter.requires_grad:
             continue
-        local, size = _pad(parameter, num_shards) // num_shards, parameter.element_size()
+        local, size = pad_numel(parameter, num_shards) // num_shards, parameter.element_size()
         state += FLOAT32 + _count_state(parameter, local, optimizer)
         largest = max(largest, local * FLOAT32)
         total += local * size

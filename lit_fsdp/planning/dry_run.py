@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_map_only
 from lit_fsdp.optim.adamw_8bit import make_code_books
 from lit_fsdp.planning.fake_gpu_ops import run_as_gpus
 from lit_fsdp.planning.overrides import keeps_gradients
-from lit_fsdp.profiling.flops import Flops
+from lit_fsdp.profiling.flops import Flops, WorkCounter
 from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
-from lit_fsdp.profiling.work import WorkCounter
 from lit_fsdp.quantization.quantize import prepare_tables
 from lit_fsdp.sharding.grad_clipping import clip_grad_norm
 from lit_fsdp.sharding.mesh import build_mesh

@@ -8,9 +8,9 @@ from pathlib import Path
 from lit_fsdp.planning.plan import HEADROOM, OUTSIDE_BYTES, Plan, choose_unit
 from lit_fsdp.planning.step_time import StepTime
 from lit_fsdp.profiling.memory import KINDS
+from lit_fsdp.reporting.memory_section import plot_step
 from lit_fsdp.reporting.plots import write_png
 from lit_fsdp.reporting.sections import Table, print_table
-from lit_fsdp.reporting.step_memory import plot_step
 
 _GIB = 2**30
 _MEANINGS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from lit_fsdp.planning.plan import choose_unit, describe_time
 from lit_fsdp.planning.search import Candidate, format_changes
-from lit_fsdp.reporting.sections import Table, find_width, print_table
+from lit_fsdp.reporting.sections import Table, get_width, print_table
 from lit_fsdp.sharding.settings import PRESETS
 
 _GIB = 2**30
@@ -74,7 +74,7 @@ def list_settings(rows: Mapping[int, Candidate], chosen: Candidate | None) -> li
         rows: Candidates by their numbers.
         chosen: Gets a star.
     """
-    width, lines = min(find_width() or _USUAL_WIDTH, _MAX_WIDTH), []
+    width, lines = min(get_width() or _USUAL_WIDTH, _MAX_WIDTH), []
     for number, candidate in rows.items():
         lines.append(f"{_mark(number, candidate, chosen):>4} ")
         said = [format_changes({key: value}) for key, value in candidate.changes.items()] or [format_changes({})]

@@ -108,7 +108,7 @@ def test_a_plan_is_what_a_run_on_two_ranks_holds(
     architecture |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     sections = {"trainer": {"enable_checkpointing": False}, "data": {"seq_length": 128}}
     write_run(folder, model={"config": architecture, **model}, **sections)
-    monkeypatch.setattr(ThroughputLogger, "_find_peak", find_fast_peak)
+    monkeypatch.setattr(ThroughputLogger, "_choose_peak", find_fast_peak)
     ended = fork_ranks("fit", "--config=run.yaml", "--monitoring=true")
     assert [rank.code for rank in ended] == [0, 0], ended[0].err
     report = json.loads(next(folder.glob("runs/run/**/report.json")).read_text())["sections"]

@@ -1,7 +1,7 @@
 import itertools
 import math
 
-from lit_fsdp.reporting.history import Series
+from lit_fsdp.reporting.curves import Series
 
 
 def test_a_short_series_keeps_every_value() -> None:

@@ -1,12 +1,12 @@
 import math
 
-from lit_fsdp.profiling.spikes import SpikeDetector
+from lit_fsdp.profiling.anomalies import SpikeDetector
 
 
 def find_spikes(values: list[float], detector: SpikeDetector) -> list[int]:
     found = []
     for i, value in enumerate(values):
-        if value > detector.find_limit():
+        if value > detector.compute_limit():
             found.append(i)
         detector.add(value)
     return found
@@ -37,4 +37,4 @@ def test_a_saved_window_is_the_same_window() -> None:
     one, two = SpikeDetector(6.0, 8), SpikeDetector(6.0, 8)
     find_spikes([1.0, 1.1, 0.9, 1.2, 1.0, 1.05], one)
     two.load_state_dict(one.state_dict())
-    assert one.find_limit() == two.find_limit() < math.inf
+    assert one.compute_limit() == two.compute_limit() < math.inf
