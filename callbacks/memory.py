@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_fsdp.planning.forecast import NoForecastError, forecast_step, measure_batch
-from lit_fsdp.planning.step_parts import MicroBatch
+from lit_fsdp.planning.closed_form import estimate_step
+from lit_fsdp.planning.estimate import describe_model, measure_batch
+from lit_fsdp.planning.step_parts import MicroBatch, NoEstimateError, Ranks
 from lit_fsdp.profiling.memory import KINDS
 from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.reporting.history import Series
@@ -244,14 +245,14 @@ class MemoryLogger(Callback):
             return
         try:
             if not isinstance(trainer.strategy, FSDP2Strategy):
-                raise NoForecastError(f"the strategy is {type(trainer.strategy).__name__}")
+                raise NoEstimateError(f"the strategy is {type(trainer.strategy).__name__}")
             found = measure_batch(pl_module, batch)
-        except NoForecastError as error:
+        except NoEstimateError as error:
             self._note_missing(error)
             return
         # A mask is a matter of square lengths, so of two alike the one with it holds more.
         known = [] if self._micro_batch is None else [self._micro_batch]
-        self._micro_batch = max([*known, found], key=lambda one: (one.rows * one.length, one.is_masked))
+        self._micro_batch = max([*known, found], key=lambda one: (one.num_tokens, one.is_masked))
 
     def _compare(self, trainer: Trainer, pl_module: LightningModule, values: Mapping[str, float]) -> None:
         strategy, memory = trainer.strategy, self._step_memory
@@ -264,16 +265,15 @@ class MemoryLogger(Callback):
             self._notes.append("Nothing was predicted: the number of accumulated micro-batches changes.")
             return
         try:
-            predicted = forecast_step(
-                pl_module,
-                strategy,
+            predicted = estimate_step(
+                describe_model(pl_module, strategy),
+                strategy.settings,
                 self._micro_batch,
-                world_size=trainer.world_size,
-                ranks_per_node=trainer.world_size // trainer.num_nodes,
+                ranks=Ranks(num_nodes=trainer.num_nodes, per_node=trainer.world_size // trainer.num_nodes),
                 num_micro_batches=num_micro_batches,
                 device_type=self._device.type,
             )
-        except NoForecastError as error:
+        except NoEstimateError as error:
             self._note_missing(error)
             return
         allocated = round(values.get("peak_allocated_gib", 0) * _GIB)
@@ -285,7 +285,7 @@ class MemoryLogger(Callback):
         if abs(found.difference_pct) > self.warn_pct:
             rank_zero_warn(f"memory of step {self._traced_step}: {found.describe()}: a plan of this run would mislead")
 
-    def _note_missing(self, error: NoForecastError) -> None:
+    def _note_missing(self, error: NoEstimateError) -> None:
         if (note := f"Nothing was predicted: {error}.") not in self._notes:
             self._notes.append(note)
 

@@ -50,7 +50,7 @@ def find_overrides(module: nn.Module) -> tuple[str, list[str]]:
     return owner_name, found
 
 
-def find_untraced(module: nn.Module) -> list[str]:
+def list_untraced(module: nn.Module) -> list[str]:
     """Return which methods of a user's class take part in a step, and are left out by whoever follows it."""
     found = []
     for name in _UNTRACED:

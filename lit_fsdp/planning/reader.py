@@ -11,13 +11,14 @@ from typing import Any
 
 from torch import nn
 
+from lit_fsdp.planning.step_parts import NoEstimateError
 from lit_fsdp.planning.tape import Tape
 
 # Activation functions whose backward needs what they got.
 SAVES_INPUT = {"SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh"}
 
 
-class UnreadableModuleError(ValueError):
+class UnreadableModuleError(NoEstimateError):
     """A module whose memory has no rule here; the exact trace runs it instead.
 
     Args:
@@ -26,8 +27,7 @@ class UnreadableModuleError(ValueError):
     """
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name}: {reason}: the closed form has no rule for it; use the exact trace")
-        self.name, self.reason = name, reason
+        super().__init__(f"{name}: {reason}")
 
 
 @dataclass(frozen=True, kw_only=True)

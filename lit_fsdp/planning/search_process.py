@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lit_fsdp.planning.search import Candidate, Problem
 
-WORKER = "lit_fsdp.planning.search_worker"
+_WORKER = "lit_fsdp.planning.traced_search"
 REQUEST, RESULT = "request.pkl", "result.pkl"  # files in the folder that the process is told
 # Of launchers, which would make a rank of it.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR")
@@ -64,7 +64,7 @@ class SearchProcess:
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         # Its standard input is never written to: that it closes tells the process that this one has gone.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", WORKER, str(folder)], stdin=subprocess.PIPE, env=environ, start_new_session=True
+            [sys.executable, "-m", _WORKER, str(folder)], stdin=subprocess.PIPE, env=environ, start_new_session=True
         )
 
     def wait(self, timeout_s: float) -> list[Candidate] | str | None:

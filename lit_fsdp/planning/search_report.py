@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lit_fsdp.planning.plan import choose_unit, describe_time
+from lit_fsdp.planning.plan_report import choose_unit, describe_time
 from lit_fsdp.planning.search import Candidate, format_changes
 from lit_fsdp.reporting.sections import Table, find_width, print_table
 from lit_fsdp.sharding.settings import PRESETS

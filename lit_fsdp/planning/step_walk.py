@@ -12,12 +12,112 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_fsdp.planning.step_parts import OUTSIDE, Gradient, Moment, UnitSizes, WalkSettings
 from lit_fsdp.planning.tape import Op, Tape
 from lit_fsdp.profiling.memory import KINDS, Kind
 
+OUTSIDE = "(outside units)"
 # Products of rows: their gradients are views of matrices, to which autograd adds nothing in place.
 _GIVE_VIEWS = ("mm", "addmm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitSizes:
+    """Bytes of one unit on one rank.
+
+    Args:
+        label: Its name in tables.
+        gathered: All its parameters, in the dtype of compute.
+        cast: The shard in the dtype of compute, where that is another than it is stored in.
+        reduce: What its gradients are reduced from, at full size.
+        reduced: The shard that comes out, in the dtype of reduction.
+        gradient: The shard of the gradient that is kept.
+        kept: What stays of a gather after forward, where it is resharded to fewer ranks.
+        last_gradient: The gradient of its last parameter, of which FSDP2 lets go later.
+        reshards: Whether it is resharded after forward.
+        trains: Whether it has a gradient.
+        is_root: Whether it is the root.
+        is_idle: Whether no step has a use for it.
+        is_reached: Whether backward gathers it ahead: not what is frozen before the first unit that trains.
+        num_parameters: How many it has.
+    """
+
+    label: str
+    gathered: int
+    cast: int
+    reduce: int
+    reduced: int
+    gradient: int
+    kept: int
+    last_gradient: int
+    reshards: bool
+    trains: bool
+    is_root: bool
+    is_idle: bool
+    is_reached: bool
+    num_parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """The most that was alive during one part of the step.
+
+    Args:
+        phase: ``forward``, ``backward`` or ``optimizer``.
+        unit: Which unit was computing.
+        num_bytes: All of it.
+        by_kind: Bytes of each kind.
+        activations: Bytes of those by the part of the model that made them.
+    """
+
+    phase: str
+    unit: str
+    num_bytes: int
+    by_kind: Mapping[Kind, int]
+    activations: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WalkSettings:
+    """How a step goes.
+
+    Args:
+        num_shards: Ranks that share a copy of the model.
+        is_replicated: Whether there are several copies.
+        num_micro_batches: Accumulated in a step.
+        holds_gradients: Whether only the last of them reduces.
+        reduce_itemsize: Bytes of a number of the dtype that gradients are reduced in.
+        casts_shards: Whether gradients are kept in another dtype than they are reduced in.
+        forward_prefetch: Wrap gathered ahead in forward.
+        backward_prefetch: Wrap gathered ahead in backward.
+        saved_ops: Names of operators whose outputs are kept although a block is computed again.
+        keeps_shards: Whether sharded gradients stay on the device.
+    """
+
+    num_shards: int
+    is_replicated: bool
+    num_micro_batches: int
+    holds_gradients: bool
+    reduce_itemsize: int
+    casts_shards: bool
+    forward_prefetch: int
+    backward_prefetch: int
+    saved_ops: frozenset[str]
+    keeps_shards: bool
+
+
+@dataclass
+class Gradient:
+    """The gradient of a value, in backward.
+
+    Args:
+        num_bytes: Of it.
+        is_view: Whether it is a view, to which autograd adds nothing in place.
+        refs: How many hold it.
+    """
+
+    num_bytes: int
+    is_view: bool
+    refs: int = 1
 
 
 @dataclass

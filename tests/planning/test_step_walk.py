@@ -1,7 +1,6 @@
 import pytest
 
-from lit_fsdp.planning.step_parts import WalkSettings
-from lit_fsdp.planning.step_walk import Walk
+from lit_fsdp.planning.step_walk import Walk, WalkSettings
 from lit_fsdp.planning.tape import Tape
 
 SIZE = 1000
