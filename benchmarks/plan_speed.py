@@ -149,10 +149,8 @@ def read_rows(path: Path) -> list[Row]:
 @cache
 def count_work(row: Row) -> Workload:
     """Return what a rank does: counted by the modules that ``plan`` uses."""
-    module, settings = (
-        _build(row),
-        Settings(activation_checkpointing=_recompute(row), mesh=Mesh(replicate=row.replicas)),
-    )
+    module, per_node = _build(row), min(row.per_node, row.num_ranks)
+    settings = Settings(activation_checkpointing=_recompute(row), mesh=Mesh(replicate=row.replicas))
     dtypes = MixedPrecision(storage_dtype=row.storage, param_dtype="bfloat16", reduce_dtype=row.reduce)  # type: ignore[arg-type]
     cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
     plan = plan_module(module, settings.wrap)

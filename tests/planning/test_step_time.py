@@ -98,7 +98,7 @@ class Case:
         num_replicas: int = 1,
         layers: int = 4,
         length: int = 2048,
-        recompute: ActivationCheckpointing | None = None,
+        activation_checkpointing: ActivationCheckpointing | None = None,
         is_quantized: bool = False,
         num_micro_batches: int = 1,
     ) -> None:
@@ -110,7 +110,7 @@ class Case:
             quantize_model(model, Quantization())
         dtypes = read_precision("bf16-mixed")
         cast_parameters(model, dtypes)
-        settings = Settings(activation_checkpointing=recompute or ActivationCheckpointing(mode="full"))
+        settings = Settings(activation_checkpointing=activation_checkpointing or ActivationCheckpointing(mode="full"))
         self.plan, self.length = plan_module(model, settings.wrap), length
         self.num_shards, self.num_replicas = num_shards, num_replicas
         self.step: StepEstimate = estimate_step(
