@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from lit_fsdp.planning.linear_reader import find_linears, get_features, read_linear
@@ -17,10 +18,10 @@ from lit_fsdp.planning.reader import (
     find_source,
     list_children,
 )
-from lit_fsdp.planning.rotary_reader import find_part, rotate, rotate_views
 from lit_fsdp.planning.tape import FLOAT32
 
 _DROPOUTS = ("attn_dropout", "attention_dropout")  # of what each token gives the others
+_ROTATION = "apply_rotary_pos_emb"  # whose code alone says in which order and with which dtype
 _KERNELS = "attention_interface"  # of Transformers, chosen by a setting; others write all of it down
 _DROPS_BY_NUMBER = "else self.dropout,"  # what it passes to the kernel
 _SCALED_QUERIES = "self.q_proj(hidden_states) * self.scaling"
@@ -31,12 +32,7 @@ _OUTPUT_DROPOUTS = ("resid_dropout", "residual_dropout")
 def read_attention(reader: Reader, name: str, module: Any, x: int, context: Context | None = None) -> int:
     """Add attention with separate or joint projections, grouped heads, norms of heads and rotary positions.
 
-    Args:
-        reader: Its tokens are those of ``x``.
-        name: Of the module.
-        module: That attends.
-        x: What goes in.
-        context: What it attends to; ``None`` is ``x`` itself.
+    ``context`` is what it attends to; ``None`` is ``x`` itself.
 
     Raises:
         UnreadableModuleError: It is of another kind.
@@ -61,7 +57,7 @@ def read_attention(reader: Reader, name: str, module: Any, x: int, context: Cont
     if len(inner) == 1:
         q = k = v = joint = read_linear(reader, *inner[0], x)  # views of one storage
         if is_rotated:
-            q = k = rotate_views(reader, module, joint, widths)
+            q = k = _rotate_views(reader, module, joint, widths)
     else:
         other = x if context is None else context.value
         q, k, v = (read_linear(reader, n, child, y) for (n, child), y in zip(inner, (x, other, other), strict=True))
@@ -70,9 +66,9 @@ def read_attention(reader: Reader, name: str, module: Any, x: int, context: Cont
         if norms:
             q, k = read_norm(reader, *norms[0], q), read_norm(reader, *norms[1], k)
         if is_rotated:
-            q, k = rotate(reader, module, (q, k), head_dim)
+            q, k = _rotate(reader, module, (q, k), head_dim)
     y = _attend(reader, module, (q, k, v), widths, context)
-    if is_rotated and find_part(module, head_dim) is not None and _find_implementation(module) != "eager":
+    if is_rotated and _get_rotated(module, head_dim) is not None and _find_implementation(module) != "eager":
         y = tape.add("clone", (y,), tape.sizes[y])  # queries lie head by head in memory, and so does what comes out
     return tape.add_dropout(read_linear(reader, out_name, out, y), find_dropout(module, *_OUTPUT_DROPOUTS))
 
@@ -80,6 +76,59 @@ def read_attention(reader: Reader, name: str, module: Any, x: int, context: Cont
 def _rotates(module: Any) -> bool:
     """Whether it uses the positions that it gets: of Cohere 2, only layers with a window do."""
     return type(module).__name__ != "Cohere2Attention" or module.sliding_window is not None
+
+
+def _get_rotated(module: Any, head_dim: int) -> int | None:
+    """Return how many numbers of each head are rotated, where the rest is joined to them; ``None`` rotates all."""
+    size: int | None = getattr(module, "rotary_ndims", None)
+    if size is not None:
+        return size
+    settings = getattr(getattr(module, "config", None), "rope_parameters", None)
+    # Families that can rotate a part have a factor in their settings, and join also where it is 1.
+    factor = settings.get("partial_rotary_factor") if isinstance(settings, Mapping) else None
+    return None if factor is None or "_pass" not in find_source(module, _ROTATION) else int(head_dim * factor)
+
+
+def _rotate(reader: Reader, module: Any, values: tuple[int, int], head_dim: int) -> tuple[int, int]:
+    """Add the rotation of queries and keys; return both."""
+    tape, part, source = reader.tape, _get_rotated(module, head_dim), find_source(module, _ROTATION)
+    size = 2 * reader.length * (part or head_dim) * tape.itemsize  # cosines and sines of one row
+    kept: tuple[int, ...] = ()
+    if "repeat_interleave" in source:  # each layer repeats them for itself
+        tape.passed[f"positions {size}"] = size
+        kept = (tape.add("repeat_interleave", (), size),)
+    else:
+        tape.tables[f"positions {size}"] = size
+    q, k = (_rotate_one(reader, x, (part or head_dim, head_dim), kept, is_wide=".float()" in source) for x in values)
+    return q, k
+
+
+def _rotate_views(reader: Reader, module: Any, qkv: int, widths: tuple[int, int, int]) -> int:
+    """Add the rotation of queries and keys that are views of one tensor, in part; return both as one value.
+
+    Raises:
+        UnreadableModuleError: They are rotated otherwise.
+    """
+    query, key, head_dim = widths
+    tape, part, source = reader.tape, _get_rotated(module, head_dim), find_source(module, _ROTATION)
+    if part is None or "repeat_interleave" in source or ".float()" in source:
+        raise UnreadableModuleError(type(module).__name__, "joint projections, of which whole heads are rotated")
+    table = 2 * reader.length * part * tape.itemsize
+    tape.tables[f"positions {table}"] = table
+    # Of both at once. The values stay a view; their gradient waits for that of the others.
+    size = reader.count_bytes(query)
+    both = size + reader.count_bytes(key)
+    return tape.add("rotary", (qkv,), both, forward_temp=3 * size * part // head_dim, backward_temp=size)
+
+
+def _rotate_one(reader: Reader, x: int, widths: tuple[int, int], kept: tuple[int, ...], *, is_wide: bool) -> int:
+    tape, (part, head_dim) = reader.tape, widths
+    x = tape.add_cast(x, tape.itemsize, FLOAT32) if is_wide else x
+    size = tape.sizes[x]
+    # Both halves of the sum are gradients at once; where a part is rotated, both of them are smaller.
+    temp, backward_temp = 3 * size * part // head_dim, size if part < head_dim else 2 * size
+    y = tape.add("rotary", (x, *kept), size, saves=kept, forward_temp=temp, backward_temp=backward_temp)
+    return tape.add_cast(y, FLOAT32, tape.itemsize) if is_wide else y
 
 
 def _list_dropouts(module: Any) -> tuple[str, ...]:

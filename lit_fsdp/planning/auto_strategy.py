@@ -129,9 +129,8 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             chosen = min(candidates, key=lambda candidate: candidate.needed_bytes)
             self._report_missing(chosen, problem.device_bytes)
         chosen = self.broadcast(chosen)
-        is_automatic = module.automatic_optimization
         chosen.settings.check_accumulation(
-            num_micro_batches=count_micro_batches(module.trainer), is_automatic=is_automatic
+            num_micro_batches=count_micro_batches(module.trainer), is_automatic=module.automatic_optimization
         )
         if chosen.settings.mesh != self.settings.mesh:
             sizes = {"world_size": self.world_size, "ranks_per_node": self.num_processes}

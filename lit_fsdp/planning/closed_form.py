@@ -85,15 +85,6 @@ def estimate_step(
 
     ``sdpa`` counts as fused where there is a kernel, compiled blocks as if they were not, which is more than they need.
 
-    Args:
-        model: That is trained.
-        settings: Of the strategy.
-        micro_batch: The shape of one.
-        ranks: That take part.
-        num_micro_batches: Accumulated in a step.
-        device_type: Whose kernels: CPU's keep larger dropout masks, and all scores where attention drops some. CUDA's
-            keep these where heads are shared in float32.
-
     Raises:
         ValueError: A setting does not fit, or a module has no rule: an ``UnreadableModuleError``.
     """

@@ -120,15 +120,7 @@ def estimate_step_time(
 ) -> StepTime:
     """Estimate the time of an optimizer step from what an engine has counted.
 
-    Args:
-        model: That is trained.
-        settings: Of the strategy.
-        hardware: Where.
-        cost: Of all micro-batches of a rank, from either engine.
-        ranks: That take part.
-        micro_batch: Of a rank.
-        num_micro_batches: Accumulated in a step.
-        dtype: That products are computed in, as of ``Gpu.get_peak_tflops``; by default that of the parameters.
+    ``cost`` is of all micro-batches of a rank. ``dtype`` is that of products, by default that of the parameters.
 
     Raises:
         ValueError: The GPU does not compute in this dtype, or there is no link between nodes.

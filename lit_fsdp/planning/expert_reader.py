@@ -7,11 +7,10 @@ from typing import Any
 from torch import nn
 
 from lit_fsdp.planning.reader import SAVES_INPUT, Reader, UnreadableModuleError
-from lit_fsdp.planning.tape import FLOAT32
+from lit_fsdp.planning.tape import FLOAT32, INDEX
 from lit_fsdp.quantization.layers import QuantizedExperts
 
 _SHARED = {"shared_expert", "shared_expert_gate"}  # which are read elsewhere
-_INDEX = 8  # bytes of the number of a token
 
 
 def is_mixture(module: nn.Module) -> bool:
@@ -62,7 +61,7 @@ def _read_router(reader: Reader, router: Any, x: int) -> tuple[int, int]:
     )
     logits = tape.add_cast(logits, tape.itemsize, FLOAT32)
     probabilities = tape.add_pointwise("softmax", logits, saves_output=True)
-    top = tape.add("topk", (probabilities,), tokens * router.top_k * FLOAT32, extra=tokens * router.top_k * _INDEX)
+    top = tape.add("topk", (probabilities,), tokens * router.top_k * FLOAT32, extra=tokens * router.top_k * INDEX)
     top = tape.add_pointwise("div", top, saves_input=True)  # some do not, which is next to nothing
     if not hasattr(router, "norm_topk_prob"):  # Mixtral multiplies in float32
         return top, FLOAT32
@@ -87,7 +86,7 @@ def _read_one_by_one(reader: Reader, experts: Any, routed: tuple[int, int, int])
         size,
         # Of every expert: both halves, the activated one, what comes out, before and after it is weighed, and the
         # numbers of tokens and places.
-        extra=rows * ((both + half + 2 * width) * itemsize + 2 * _INDEX),
+        extra=rows * ((both + half + 2 * width) * itemsize + 2 * INDEX),
         forward_temp=dense + share * (both + width) * itemsize,
         # The gradient of each expert's tokens is spread over all tokens before it is added.
         backward_temp=size + dense + share * (both + 2 * width) * itemsize,
@@ -108,7 +107,7 @@ def _read_in_groups(reader: Reader, experts: Any, routed: tuple[int, int, int, i
         both, width = width, both
     rows = reader.num_tokens * top_k
     wide, half = rows * width * tape.itemsize, rows * both // 2 * tape.itemsize
-    own = tape.add("index", (x,), wide, extra=rows * _INDEX)
+    own = tape.add("index", (x,), wide, extra=rows * INDEX)
     joined = _multiply(reader, experts.gate_up_proj, own, rows)
     # Both halves are views of one tensor, whose gradient is put together from theirs.
     gate = tape.add("activation", (joined,), half, saves=(joined,))
@@ -118,7 +117,7 @@ def _read_in_groups(reader: Reader, experts: Any, routed: tuple[int, int, int, i
     # What is summed for the scores, and the gradient of the product before it is cast to the dtype of the rows.
     wide_products = 1 + (scores_itemsize != tape.itemsize)
     y = tape.add("mul", (y, scores), product, saves=(y,), backward_temp=wide_products * product)
-    y = tape.add("index", (y,), tape.sizes[y], extra=rows * _INDEX)
+    y = tape.add("index", (y,), tape.sizes[y], extra=rows * INDEX)
     y = tape.add("sum", (y,), tape.sizes[y] // top_k)
     return tape.add_cast(y, scores_itemsize, tape.itemsize)
 

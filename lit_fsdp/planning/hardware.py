@@ -51,9 +51,7 @@ class Gpu:
     def get_peak_tflops(self, dtype: str) -> float | None:
         """Return the peak of matrix products.
 
-        Args:
-            dtype: ``float32``, ``tf32``, ``bfloat16`` or ``float16``. Others give ``None``, as does one that this GPU
-                has no tensor cores for.
+        Of ``float32``, ``tf32``, ``bfloat16`` or ``float16``; ``None`` of others, and without tensor cores for it.
         """
         peaks = {
             "float32": self.fp32_tflops,
@@ -78,10 +76,7 @@ def find_gpu(name: str, memory_gib: float | None = None) -> Gpu | None:
     ``4060ti``. Every word must belong to the GPU, so laptop versions, which are slower, are not taken for the cards
     they are named after; ``RTX 6000`` alone, a name of three generations, finds none. Where several fit (``a100``),
     it is the one with the least memory, and of these the slowest: what fits it, fits all.
-
-    Args:
-        name: Of the GPU; case and punctuation do not matter.
-        memory_gib: Where it is known, of several that fit the one that is nearest to it.
+    Where ``memory_gib`` is known, it is the one that is nearest to it.
     """
     near_gib = memory_gib or 0.0
     return min(

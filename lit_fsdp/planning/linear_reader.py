@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from lit_fsdp.planning.dora_reader import read_lengths
 from lit_fsdp.planning.reader import Reader, UnreadableModuleError
 from lit_fsdp.planning.tape import FLOAT32
 from lit_fsdp.quantization.layers import QuantizedLinear
@@ -82,8 +81,32 @@ def _read_adapted(reader: Reader, name: str, module: Any, x: int) -> int:
         dropped = tape.add_dropout(x, getattr(module.lora_dropout[key], "p", 0.0))
         low = read_linear(reader, name, module.lora_B[key], read_linear(reader, name, lora_a, dropped))
         if has_lengths:
-            y = read_lengths(reader, module, key, (y, low), get_features(module))
+            y = _read_dora(reader, module, key, (y, low))
         else:
             y = tape.add_sum(y, tape.add_pointwise("mul", low))
     tape.release(x)  # also of what was dropped
     return y
+
+
+def _read_dora(reader: Reader, module: Any, key: str, values: tuple[int, int]) -> int:
+    """Add what DoRA without dropout (arXiv:2402.09353), as peft computes it, makes of a layer and its LoRA.
+
+    ``values`` are what both returned, that of the LoRA not scaled yet.
+    """
+    tape, base = reader.tape, module.base_layer
+    result, low = values
+    num_in, num_out = get_features(module)
+    size, item = tape.sizes[result], tape.itemsize
+    dense, rank = num_in * num_out, module.r[key]
+    is_quantized = isinstance(base, QuantizedLinear)
+    # The product of the adapter's matrices goes through an identity matrix; then the weight, and the sum of both.
+    weight = max(dense * (FLOAT32 + item if item != FLOAT32 else FLOAT32), 3 * dense * item) if is_quantized else 0
+    temp = num_in * num_in * item + (weight or 2 * dense * item)
+    half = tape.add("mm", (), num_in * rank * item, flops=2 * num_in * num_in * rank)
+    product = tape.add("mm", (half,), dense * item, flops=2 * num_in * rank * num_out)
+    tape.add("norm", (product,), 0, forward_temp=temp)
+    inner = result if base.bias is None else tape.add("sub", (result,), size, shares_grad=True)
+    lengths = reader.list_trained(module.lora_magnitude_vector[key].weight)
+    kept_too = tape.add("mul", (inner,), size, saves=(inner,), weights=lengths, backward_temp=size)
+    added = tape.add_pointwise("mul", tape.add("mul", (low,), size, saves=(low,), backward_temp=size))
+    return tape.add_sum(result, tape.add_sum(kept_too, added))

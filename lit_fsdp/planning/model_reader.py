@@ -32,10 +32,9 @@ from lit_fsdp.planning.reader import (
     find_forward,
     list_filled,
 )
-from lit_fsdp.planning.tape import FLOAT32, Tape
+from lit_fsdp.planning.tape import FLOAT32, INDEX, Tape
 from lit_fsdp.sharding.wrap import Unit, iterate_blocks
 
-INDEX = 8  # bytes of a token's number
 _OWN_MASK = r"\battention_mask = torch\.ones"  # which only its values could tell to be none
 _DROPOUTS = ("drop", "emb_dropout", "embed_dropout", "embedding_dropout", "dropout")  # of embeddings
 
@@ -94,11 +93,7 @@ class ModelReader:
         """Add a block, an embedding, a norm or a linear layer, with its unit if it is one, and return its output.
 
         For models that read their own step.
-
-        Args:
-            module: Of the model.
-            x: What goes in; of an embedding anything, as ids are of the batch.
-            reader: Where its rows and tokens are not those of the micro-batch.
+        What goes into an embedding may be anything, as ids are of the batch.
 
         Raises:
             UnreadableModuleError: It has no rule.
@@ -116,11 +111,6 @@ class ModelReader:
 
     def read_block(self, name: str, x: int, reader: Reader | None = None) -> int:
         """Add one of the blocks, with its unit, and return its output.
-
-        Args:
-            name: Of the block.
-            x: What goes in.
-            reader: Where its rows and tokens are not those of the micro-batch.
 
         Raises:
             UnreadableModuleError: It has no rule.

@@ -32,9 +32,7 @@ def find_overrides(module: nn.Module) -> tuple[str, list[str]]:
 
     Replaced is what belongs to a class more derived than the one that defines ``measure_batch`` or ``read_step``, and
     was there before: hooks for logging, evaluation and checkpoints are not of the step.
-
-    Args:
-        module: Of any class; one without these two methods replaces nothing.
+    A module without these two methods replaces nothing.
     """
     classes = type(module).__mro__
     ruled = next((i for i, owner in enumerate(classes) if any(name in vars(owner) for name in _RULES)), 0)
@@ -66,9 +64,6 @@ def keeps_gradients(module: nn.Module) -> bool:
     It lets go of them only before backward, unless the module itself does after the optimizer step, and says so by
     ``releases_gradients``, which holds up to a class that has another ``optimizer_step``. A module that is none of
     Lightning's has a loop of its own, which is taken to let go.
-
-    Args:
-        module: Of any class.
     """
     if not hasattr(module, "optimizer_zero_grad"):
         return False

@@ -87,11 +87,8 @@ class Plan:
 def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = None) -> Plan:
     """Plan a step, with the closed form where that has rules for it.
 
-    Args:
-        step: Afterwards of no other use, if it was traced.
-        exact: Trace it, and compare.
-        hardware: To estimate the time on. Without the module's ``measure_batch``, or with an optimizer of its own,
-            there is none, and a note says so.
+    One that was traced is of no other use afterwards. Without the module's ``measure_batch``, or with an optimizer of
+    its own, there is no time, and a note says so.
 
     Raises:
         ConfigError: It cannot be traced, and has to be.

@@ -29,10 +29,7 @@ _MEANINGS = {
 def print_report(plan: Plan, device_bytes: int | None, *, other_gpus: Sequence[str] = ()) -> None:
     """Print what a step takes, and whether it fits.
 
-    Args:
-        plan: The step.
-        device_bytes: Memory of a device, where it is known.
-        other_gpus: That could have been meant as well as the one whose time is shown.
+    ``other_gpus`` could have been meant as well as the one whose time is shown.
     """
     print(f"parameters: {plan.num_weights:,}, of which {plan.num_trained:,} train")
     print_table(_make_memory_table(plan))

@@ -96,11 +96,7 @@ def prepare_step(
 ) -> PlannedStep:
     """Build the model of a run on the meta device, and return what its step is made of.
 
-    Args:
-        trainer: Of the run, with its strategy.
-        module: Not built yet.
-        data: That would give the data.
-        searches: Whether other settings will be tried as well.
+    ``searches`` says whether other settings will be tried as well.
 
     Raises:
         ConfigError: It is none that can be planned.

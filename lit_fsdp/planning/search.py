@@ -120,7 +120,7 @@ def search(problem: Problem) -> list[Candidate]:
     it. Of every other training it is the fastest that fits and the smallest. Where none of a training fits, it is the
     nearest to it. The global batch stays as it is. CPUOffload is only tried where nothing fits without.
     """
-    configured = _estimate(problem, problem.variants[0], problem.settings, (problem.micro_batch.rows, {}))
+    configured = _estimate(problem, problem.variants[0], problem.settings, problem.micro_batch.rows)
     found: list[Candidate] = []
     for variant in problem.variants if problem.trace is None else _spread_optimizers(problem):
         if problem.trace is not None and any(candidate.fits for candidate in found):
@@ -138,8 +138,7 @@ def search(problem: Problem) -> list[Candidate]:
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
     """Return the fastest that fits and computes the same; else the fastest that fits; ``None`` if nothing does.
 
-    Args:
-        candidates: From :func:`search`. What is configured wins over what is not 2 % faster.
+    What is configured wins over what is not 2 % faster.
     """
     configured, *others = candidates
     fitting = [candidate for candidate in others if candidate.fits]
@@ -151,30 +150,26 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
 
 def format_changes(changes: Mapping[str, Any]) -> str:
     """Return settings as on the command line, without what all have in front."""
-    if not changes:
-        return "as configured"
-    names = {key: key.removeprefix("trainer.strategy.").removeprefix("trainer.") for key in changes}
-    return ", ".join(f"{names[key]}={_spell(value)}" for key, value in changes.items())
+    names = {key: key.removeprefix(f"{_STRATEGY}.").removeprefix("trainer.") for key in changes}
+    return ", ".join(f"{names[key]}={_spell(value)}" for key, value in changes.items()) or "as configured"
 
 
 def _try_all(problem: Problem, variant: Variant, offload: CPUOffload | None) -> Iterator[Candidate]:
     own = variant.model.optimizer
     if offload is not None and own.name == "adamw_8bit_paged":  # its pages are in host memory already
         return
-    for split in _list_splits(problem):
-        has_fit = False
+    is_spread = problem.trace is not None or not problem.tries_optimizers
+    optimizers = [own] if is_spread else _list_optimizers(variant, offload)
+    for rows in _list_rows(problem):
         known: list[Candidate] = []
-        for settings in _list_settings(problem, variant, offload, split[1].get("trainer.accumulate_grad_batches")):
+        for settings in _list_settings(problem, variant, offload, rows):
             if problem.only_fastest and any(_is_beaten(settings, candidate) for candidate in known):
                 continue
-            is_spread = problem.trace is not None or not problem.tries_optimizers
-            for optimizer in [own] if is_spread else _list_optimizers(variant, offload):
+            for optimizer in optimizers:
                 model = replace(variant.model, optimizer=optimizer)
-                candidate = _estimate(problem, replace(variant, model=model), settings, split)
-                has_fit |= candidate.fits
-                known.append(candidate)
-                yield candidate
-        if problem.trace is not None and has_fit:
+                known.append(_estimate(problem, replace(variant, model=model), settings, rows))
+                yield known[-1]
+        if problem.trace is not None and any(candidate.fits for candidate in known):
             return
 
 
@@ -189,25 +184,20 @@ def _is_beaten(settings: Settings, known: Candidate) -> bool:
 def count_tries(problem: Problem) -> int:
     """Return how many settings a search tries at most without offload, for the configured model and batch."""
     variant = problem.variants[0]
-    return len({problem.settings, *_list_settings(problem, variant, None, None)})
+    return len({problem.settings, *_list_settings(problem, variant, None, problem.micro_batch.rows)})
 
 
-def _list_splits(problem: Problem) -> list[tuple[int, dict[str, Any]]]:
-    """Return rows of a micro-batch, with the settings that make them so; to trace, from the configured ones down."""
-    rows, num = problem.micro_batch.rows, problem.num_micro_batches
+def _list_rows(problem: Problem) -> list[int]:
+    """Return rows of a micro-batch to try; to trace, from the configured ones down."""
+    rows = problem.micro_batch.rows
     if not problem.splits_batch:
-        return [(rows, {})]
-    sizes = sorted({2**i for i in range((rows * num).bit_length()) if rows * num % 2**i == 0} | {rows})
-    found: list[tuple[int, dict[str, Any]]] = []
-    for size in sizes:
-        changes = {"data.batch_size": size, "trainer.accumulate_grad_batches": rows * num // size}
-        found.append((size, {} if size == rows else changes))
-    return found if problem.trace is None else [split for split in reversed(found) if split[0] <= rows]
+        return [rows]
+    total = rows * problem.num_micro_batches
+    sizes = sorted({2**i for i in range(total.bit_length()) if total % 2**i == 0} | {rows})
+    return sizes if problem.trace is None else [size for size in reversed(sizes) if size <= rows]
 
 
-def _list_settings(
-    problem: Problem, variant: Variant, offload: CPUOffload | None, num_micro_batches: int | None
-) -> Iterator[Settings]:
+def _list_settings(problem: Problem, variant: Variant, offload: CPUOffload | None, rows: int) -> Iterator[Settings]:
     ranks, given = problem.ranks, problem.settings
     meshes = [given.mesh]
     if ranks.num_nodes > 1:  # what crosses nodes: everything, or gradients only
@@ -216,12 +206,12 @@ def _list_settings(
     is_plain = recomputes[0].every_n_blocks == 1 and not recomputes[0].saved_ops
     if is_plain and any(unit.kind == "block" for unit in variant.model.units):
         recomputes = [ActivationCheckpointing(mode=mode) for mode in ("none", "selective", "full")]
-    num = num_micro_batches or problem.num_micro_batches
+    accumulates = problem.micro_batch.rows * problem.num_micro_batches > rows
     for mesh in meshes:
         _, shards = ranks.resolve(mesh)
         if shards == 1 and offload is not None and problem.trace is not None:  # cannot be traced
             continue
-        keeps: list[tuple[bool | int, bool]] = [(True, False), (False, False), *([(False, True)] if num > 1 else [])]
+        keeps: list[tuple[bool | int, bool]] = [(True, False), (False, False), *[(False, True)] * accumulates]
         # Second gathers among fewer ranks: as configured, and those of a node.
         own = given.sharding.reshard_after_forward
         sizes = dict.fromkeys([*([] if isinstance(own, bool) else [own]), ranks.per_node])
@@ -254,13 +244,10 @@ def _list_optimizers(variant: Variant, offload: CPUOffload | None) -> list[Optim
     return [given, replace(given, name="adamw_8bit", fused=None)]
 
 
-def _estimate(
-    problem: Problem, variant: Variant, settings: Settings, split: tuple[int, Mapping[str, Any]]
-) -> Candidate:
-    rows, changes = split
+def _estimate(problem: Problem, variant: Variant, settings: Settings, rows: int) -> Candidate:
     model, configured = variant.model, problem.variants[0].model
     micro_batch = problem.measure(rows) if problem.measure else replace(problem.micro_batch, rows=rows)
-    num = changes.get("trainer.accumulate_grad_batches", problem.num_micro_batches)
+    num = problem.micro_batch.rows * problem.num_micro_batches // rows
     common: dict[str, Any] = {"ranks": problem.ranks, "num_micro_batches": num}
     cost: StepCost
     if problem.trace is not None:
@@ -279,7 +266,10 @@ def _estimate(
     )
     host_bytes, peak_bytes = sum(cost.memory.host_by_kind.values()), cost.memory.peak.num_bytes
     has_host = problem.host_bytes is None or host_bytes * problem.ranks.per_node <= problem.host_bytes
-    own = {**variant.changes, **changes, **_list_changes(problem.settings, settings)}
+    own = dict(variant.changes)
+    if rows != problem.micro_batch.rows:
+        own |= {"data.batch_size": rows, "trainer.accumulate_grad_batches": num}
+    own |= _list_changes(problem.settings, settings)
     if model.optimizer.name != configured.optimizer.name:
         own["model.optimizer.name"] = model.optimizer.name
         if configured.optimizer.fused is not None:

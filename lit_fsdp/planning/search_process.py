@@ -37,14 +37,9 @@ class NotPicklableError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchRequest:
-    """What is searched for, and what a trace needs besides.
+    """What is searched for, and the micro-batch that a trace needs besides."""
 
-    Args:
-        problem: Of one variant, the module to trace.
-        batch: One micro-batch.
-    """
-
-    problem: Problem
+    problem: Problem  # of one variant, the module to trace
     batch: Mapping[str, Any]
 
 
@@ -68,11 +63,7 @@ class SearchProcess:
         )
 
     def wait(self, timeout_s: float) -> list[Candidate] | str | None:
-        """Return what was found, why nothing was, or ``None`` if it still searches.
-
-        Args:
-            timeout_s: How long to wait for it.
-        """
+        """Return what was found, why nothing was, or ``None`` if it still searches after ``timeout_s``."""
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -115,11 +106,7 @@ def pack_request(request: SearchRequest, trainer: object, settings: Mapping[str,
 
 
 class RequestReader(pickle.Unpickler):
-    """Reads what :func:`pack_request` has packed: the settings first, then the request.
-
-    Args:
-        stream: Of its bytes.
-    """
+    """Reads what :func:`pack_request` has packed: the settings first, then the request."""
 
     def __init__(self, stream: BytesIO) -> None:
         super().__init__(stream)

@@ -27,13 +27,7 @@ def print_search(
 ) -> None:
     """Print what is configured, what would be faster or smaller, and which to take.
 
-    Args:
-        candidates: From ``search``.
-        chosen: Of them.
-        device_bytes: Memory of one GPU.
-        ranks_per_node: How many ranks share the memory of a host.
-        speed_unit: Of what the search took for tokens.
-        notes: What to know about the chosen one.
+    ``speed_unit`` is that of what the search took for tokens, ``notes`` are those of the chosen one.
     """
     configured, *others = candidates
     shown: list[Candidate] = []
@@ -68,12 +62,7 @@ def print_search(
 
 
 def list_settings(rows: Mapping[int, Candidate], chosen: Candidate | None) -> list[str]:
-    """Return the lines that say what the numbers of a table stand for, one setting whole on a line.
-
-    Args:
-        rows: Candidates by their numbers.
-        chosen: Gets a star.
-    """
+    """Return the lines that say what the numbers of a table stand for, one setting whole on a line."""
     width, lines = min(find_width() or _USUAL_WIDTH, _MAX_WIDTH), []
     for number, candidate in rows.items():
         lines.append(f"{_mark(number, candidate, chosen):>4} ")
@@ -112,9 +101,7 @@ def describe_search(
 def apply_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with other settings.
 
-    Args:
-        config: As YAML has it: ``trainer``, ``model`` and ``data``, the latter two with ``class_path``.
-        changes: Of a candidate.
+    The configuration is as in YAML: ``trainer``, ``model`` and ``data``, the latter two with ``class_path``.
     """
     found = _copy(config)
     trainer = found.setdefault("trainer", {})

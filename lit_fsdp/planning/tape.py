@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-FLOAT32 = 4  # bytes
+FLOAT32, INDEX = 4, 8  # bytes of a number, and of the number of a token or class
 RELEASE = "release"  # name of an operator that runs nothing
 
 
@@ -201,12 +201,7 @@ class Tape:
     ) -> int:
         """Apply a function to every element.
 
-        Args:
-            name: Of the operator.
-            x: What it reads.
-            saves_input: Whether backward needs the input.
-            saves_output: Whether backward needs the output.
-            temps: How many tensors of its size backward needs besides.
+        ``temps`` is how many tensors of its size backward needs besides.
         """
         size = self.sizes[x]
         saves = (x,) if saves_input else ()

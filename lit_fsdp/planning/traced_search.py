@@ -68,11 +68,7 @@ def make_tracer(
 
 
 def answer(packed: bytes) -> list[Candidate] | str:
-    """Return what a search finds, or in one line why it cannot.
-
-    Args:
-        packed: From ``pack_request``.
-    """
+    """Return what a search finds, or in one line why it cannot."""
     try:
         reader = RequestReader(BytesIO(packed))
         trainer = reader.trainer = _build_trainer(reader.load())
