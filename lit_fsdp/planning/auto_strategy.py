@@ -23,6 +23,7 @@ from lit_fsdp.planning.estimate import (
     get_optimizer,
     guess_optimizer,
     guess_shape,
+    make_example_batch,
     measure_batch,
 )
 from lit_fsdp.planning.hardware import choose_usual_gpu, find_gpu, parse_memory
@@ -113,7 +114,8 @@ class AutoFSDP2Strategy(FSDP2Strategy):
 
     def _choose(self, module: pl.LightningModule) -> None:
         """Set ``settings``, the same on all ranks."""
-        batch = _make_batch(module)
+        trainer: Any = module.trainer
+        batch = make_example_batch(trainer.datamodule)
         problem, reason = self._describe(module, batch)
         candidates: list[Candidate] = []
         try:
@@ -257,17 +259,6 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             f"{chosen.time.step_s / default.time.step_s:.2f} of the time of the defaults, which need "
             f"{default.needed_bytes / _GIB:.2f} GiB (speed as on {problem.hardware.gpu.name}, {problem.hardware.links})"
         )
-
-
-def _make_batch(module: pl.LightningModule) -> Mapping[str, Any]:
-    trainer: Any = module.trainer
-    make: Any = getattr(trainer.datamodule, "make_example_batch", None)
-    if make is None:
-        raise NoEstimateError("the data has no method make_example_batch, see docs/planning.md")
-    batch = make()
-    if not isinstance(batch, Mapping):
-        raise NoEstimateError(f"make_example_batch of the data returned a {type(batch).__name__}: expected a dict")
-    return batch
 
 
 def _count_host_bytes() -> int:

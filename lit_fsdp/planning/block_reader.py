@@ -68,8 +68,10 @@ def read_block(reader: Reader, name: str, block: nn.Module, x: int) -> int:
         if not after and (i == 0 or len(norms) > 1):
             y = read_norm(reader, *norms[2 * i if around else i], x)
         with reader.tape.part("attention" if key else "MLP"):
-            if key is None:
-                out = _read_rest(reader, name, {key: others[key] for key in rest}, y)
+            if key is None and len(rest) > 1:  # the layers of an MLP themselves
+                out = _read_layers(reader, name, {key: others[key] for key in rest}, y)
+            elif key is None:
+                out = read_mlp(reader, f"{name}.{rest[0]}", others[rest[0]], y)
             else:
                 out = read_attention(reader, f"{name}.{key}", others[key], y, reader.context if i else None)
         reader.tape.release(y)
@@ -148,14 +150,6 @@ def read_mlp(reader: Reader, name: str, module: Any, x: int) -> int:
     layers = {key: child for key, child in module.named_children() if not isinstance(child, nn.Dropout)}
     y = _read_layers(reader, name, layers, x)
     return reader.tape.add_dropout(y, find_dropout(module, *_DROPOUTS))
-
-
-def _read_rest(reader: Reader, name: str, rest: dict[str, nn.Module], x: int) -> int:
-    """Add what a block has besides attention: one module, or the layers of an MLP themselves."""
-    if len(rest) > 1:
-        return _read_layers(reader, name, rest, x)
-    ((key, module),) = rest.items()
-    return read_mlp(reader, f"{name}.{key}", module, x)
 
 
 def _read_layers(reader: Reader, name: str, layers: dict[str, nn.Module], x: int) -> int:

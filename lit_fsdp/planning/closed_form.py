@@ -156,11 +156,9 @@ def _describe_walk(
         num_shards=mesh[1],
         is_replicated=mesh[0] > 1,
         num_micro_batches=num_micro_batches,
-        holds_gradients=settings.sharding.no_sync,
+        sharding=settings.sharding,
         reduce_itemsize=reduce.itemsize,
         casts_shards=trained != reduce,
-        forward_prefetch=settings.sharding.forward_prefetch,
-        backward_prefetch=settings.sharding.backward_prefetch,
         saved_ops=frozenset(_list_kept(settings.activation_checkpointing)),
         keeps_shards=settings.cpu_offload is None,
     )

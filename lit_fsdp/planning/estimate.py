@@ -51,6 +51,26 @@ def compute_needed_bytes(peak_bytes: int) -> int:
     return round(peak_bytes * HEADROOM) + OUTSIDE_BYTES
 
 
+def make_example_batch(data: object) -> Mapping[str, Any]:
+    """Return a micro-batch, as the data module's ``make_example_batch`` says.
+
+    Raises:
+        NoEstimateError: It has no such method, or that returns something else.
+    """
+    make: Any = getattr(data, "make_example_batch", None)
+    if make is None:
+        what = "not set" if data is None else f"{type(data).__name__} has no method make_example_batch"
+        raise NoEstimateError(
+            f"data: {what}: a plan needs one that returns a micro-batch of the sizes that training will have, without "
+            "reading data; see docs/planning.md"
+        )
+    batch: object = make()
+    if not isinstance(batch, Mapping):
+        made = f"{type(data).__name__}.make_example_batch returned a {type(batch).__name__}"
+        raise NoEstimateError(f"data: {made}: expected a dict of tensors")
+    return batch
+
+
 def measure_batch(module: LightningModule, batch: Any) -> MicroBatch:
     """Return the shape of a micro-batch, as the module's ``measure_batch`` says.
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from lit_fsdp.planning.reader import SAVES_INPUT, Reader, UnreadableModuleError
+from lit_fsdp.planning.linear_reader import read_product
+from lit_fsdp.planning.reader import SAVES_INPUT, Reader, UnreadableModuleError, list_children
 from lit_fsdp.planning.tape import FLOAT32, INDEX
 from lit_fsdp.quantization.layers import QuantizedExperts
 
@@ -29,8 +30,7 @@ def read_mixture(reader: Reader, name: str, module: Any, x: int) -> int:
     implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     is_plain = getattr(experts, "has_gate", False) and not experts.has_bias and not experts.has_post_expert_norm
     if not known or not is_plain or not type(router).__name__.endswith("TopKRouter"):
-        children = ", ".join(f"{key} ({type(child).__name__})" for key, child in module.named_children())
-        raise UnreadableModuleError(name, f"a mixture of {children}")
+        raise UnreadableModuleError(name, f"a mixture of {list_children(module)}")
     kind = type(experts.act_fn).__name__
     if kind not in SAVES_INPUT:
         raise UnreadableModuleError(f"{name}.experts", f"activation {kind}")
@@ -49,16 +49,7 @@ def _read_router(reader: Reader, router: Any, x: int) -> tuple[int, int]:
     tape, tokens = reader.tape, reader.num_tokens
     num_experts, width = router.weight.shape
     flops = 2 * tokens * num_experts * width
-    is_trained = router.weight.requires_grad
-    logits = tape.add(
-        "mm",
-        (x,),
-        tokens * num_experts * tape.itemsize,
-        saves=(x,) if is_trained else (),
-        weights=reader.list_trained(router.weight),
-        flops=flops,
-        backward_flops=flops * (is_trained + tape.needs_grad[x]),
-    )
+    logits = read_product(reader, "mm", x, tokens * num_experts * tape.itemsize, flops, router.weight)
     logits = tape.add_cast(logits, tape.itemsize, FLOAT32)
     probabilities = tape.add_pointwise("softmax", logits, saves_output=True)
     top = tape.add("topk", (probabilities,), tokens * router.top_k * FLOAT32, extra=tokens * router.top_k * INDEX)
@@ -127,13 +118,5 @@ def _multiply(reader: Reader, weight: Any, x: int, rows: int) -> int:
     tape = reader.tape
     num_in = tape.sizes[x] // rows // tape.itemsize
     num_out = weight[0].numel() // num_in
-    flops, is_trained = 2 * rows * num_in * num_out, weight.requires_grad
-    return tape.add(
-        "_grouped_mm",
-        (x,),
-        rows * num_out * tape.itemsize,
-        saves=(x,) if is_trained else (),
-        weights=reader.list_trained(weight),
-        flops=flops,
-        backward_flops=flops * (is_trained + tape.needs_grad[x]),
-    )
+    flops = 2 * rows * num_in * num_out
+    return read_product(reader, "_grouped_mm", x, rows * num_out * tape.itemsize, flops, weight)

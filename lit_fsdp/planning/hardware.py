@@ -99,13 +99,13 @@ def choose_usual_gpu(memory_gib: float) -> Gpu:
     return next(gpu for gpu in GPUS if gpu.name == name)
 
 
-def suggest_gpus(name: str, count: int = 3) -> list[str]:
-    """Return the names of GPUs that ``name`` might have been meant to be, nearest first, at least one."""
+def suggest_gpus(name: str) -> list[str]:
+    """Return the names of up to 3 GPUs that ``name`` might have been meant to be, nearest first, at least one."""
     typed = " ".join(sorted(_split(name) - _NOISE))
     keys: dict[str, str] = {}
     for gpu in GPUS:
         keys.setdefault(" ".join(sorted(_list_words(gpu)[0] - _NOISE)), gpu.name)
-    near = difflib.get_close_matches(typed, keys, n=count, cutoff=0.0)
+    near = difflib.get_close_matches(typed, keys, n=3, cutoff=0.0)
     return [keys[key] for key in near]
 
 

@@ -20,9 +20,13 @@ _UNUSED = "mask_token"  # of pretraining
 
 def find_embeddings(model: nn.Module, convolution: str) -> str | None:
     """Return the name of the innermost module around the convolution of the patches that has parameters of its own."""
-    parts = convolution.split(".")
-    parents = [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
-    return next((name for name in parents if _list_own(model.get_submodule(name))), None)
+    return next((name for name in list_parents(convolution) if _list_own(model.get_submodule(name))), None)
+
+
+def list_parents(name: str) -> list[str]:
+    """Return the names of the modules around one, innermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
 
 
 def count_tokens(embeddings: nn.Module, width: int) -> int:

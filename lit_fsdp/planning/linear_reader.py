@@ -35,16 +35,20 @@ def read_linear(reader: Reader, name: str, module: Any, x: int) -> int:
         options: dict[str, Any] = {"forward_temp": 0 if is_4bit else temp, "backward_temp": temp, "weights": weights}
         options |= {"forward_moved": temp, "backward_moved": temp}  # the dense weight: written once in each
         return tape.add("quantized", (x,), size, flops=flops, backward_flops=flops * tape.needs_grad[x], **options)
-    weights = reader.list_trained(module.weight, module.bias)
-    is_trained = module.weight.requires_grad
-    return tape.add(
-        "mm" if module.bias is None else "addmm",
+    return read_product(reader, "mm" if module.bias is None else "addmm", x, size, flops, module.weight, module.bias)
+
+
+def read_product(reader: Reader, name: str, x: int, num_bytes: int, flops: int, weight: Any, bias: Any = None) -> int:
+    """Add a product with a matrix, which keeps what goes in if the matrix is trained."""
+    is_trained = weight.requires_grad
+    return reader.tape.add(
+        name,
         (x,),
-        size,
+        num_bytes,
         saves=(x,) if is_trained else (),
-        weights=weights,
+        weights=reader.list_trained(weight, bias),
         flops=flops,
-        backward_flops=flops * (is_trained + tape.needs_grad[x]),
+        backward_flops=flops * (is_trained + reader.tape.needs_grad[x]),
     )
 
 

@@ -16,6 +16,7 @@ from lit_fsdp.planning.block_reader import read_block, read_embedding
 from lit_fsdp.planning.image_reader import (
     count_tokens,
     find_embeddings,
+    list_parents,
     read_classifier,
     read_patches,
     read_pixels,
@@ -215,7 +216,7 @@ class ModelReader:
         convolution: Any = self.model.get_submodule(name)
         embeddings = self.model.get_submodule(around)
         num_patches = reader.length - count_tokens(embeddings, convolution.out_channels)
-        owners = [n for n in (name, *_list_parents(name)) if n in self._units]
+        owners = [n for n in (name, *list_parents(name)) if n in self._units]
         if len(owners) > 1:
             raise UnreadableModuleError(name, f"a unit inside {owners[1]}")
         x = read_pixels(reader, convolution, num_patches)
@@ -328,8 +329,3 @@ class ModelReader:
         self.reader.tape.hold(y)
         parent = base.rpartition(".")[0]
         return self._read_loss(read_classifier(self.reader, parent, self.model.get_submodule(parent), y))
-
-
-def _list_parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]

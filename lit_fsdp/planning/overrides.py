@@ -42,7 +42,7 @@ def find_overrides(module: nn.Module) -> tuple[str, list[str]]:
     owner_name = type(module).__name__
     found: list[str] = []
     for owner in classes[:ruled]:
-        if not _is_library(owner) and (names := [n for n in _list_methods(owner) if n in of_task | _STEP]):
+        if not _is_library(owner) and (names := [n for n in _list_step_methods(owner) if n in of_task | _STEP]):
             owner_name = owner.__name__ if not found else owner_name
             found += [name for name in names if name not in found]
     return owner_name, found
@@ -74,7 +74,7 @@ def keeps_gradients(module: nn.Module) -> bool:
     return not module.releases_gradients
 
 
-def _list_methods(owner: type) -> Iterator[str]:
+def _list_step_methods(owner: type) -> Iterator[str]:
     for name, value in vars(owner).items():
         is_method = callable(value) or isinstance(value, property | cached_property | staticmethod | classmethod)
         is_harmless = name in _HARMLESS or name.startswith(_HARMLESS_PREFIXES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
 
@@ -32,43 +32,24 @@ from lit_fsdp.sharding.wrap import plan_module
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A training step, planned.
+    """A training step, planned."""
 
-    Args:
-        memory: Of the rank with the largest shards.
-        ranks: That take part.
-        num_replicas: Copies of the model.
-        num_shards: Ranks that share one copy.
-        traffic: Bytes of each unit in an optimizer step.
-        collectives: Their number in an optimizer step.
-        num_micro_batches: Accumulated in a step.
-        num_weights: Of the model, those of quantized layers and of adapters included.
-        num_trained: How many of them train.
-        quantized_bytes: Of the parameters that are stored as 4 or 8 bits, a part of ``parameters``.
-        engine: What the memory was found with.
-        closed_form_bytes: The peak that the closed form says, whatever the engine; ``None`` if it has no rules for it.
-        flops: Of a step, likewise.
-        time: Of a step, on the hardware that was named; ``None`` without, or if it cannot be estimated.
-        activations: Bytes at the peak by the part of the model that made them, likewise; empty without.
-        notes: What to know about the numbers.
-    """
-
-    memory: StepMemory
+    memory: StepMemory  # of the rank with the largest shards
     ranks: Ranks
     num_replicas: int
     num_shards: int
     traffic: Sequence[UnitBytes]
     collectives: Collectives
     num_micro_batches: int
-    num_weights: int
+    num_weights: int  # those of quantized layers and of adapters included
     num_trained: int
-    quantized_bytes: int
-    engine: str
-    closed_form_bytes: int | None
+    quantized_bytes: int  # of the parameters that are stored as 4 or 8 bits, a part of ``parameters``
+    engine: str  # that the memory was found with
+    closed_form_bytes: int | None  # its peak, whatever the engine; ``None`` if it has no rules for the step
     flops: Flops
-    time: StepTime | None
-    activations: Mapping[str, int] = field(default_factory=dict)
-    notes: Sequence[str] = ()
+    time: StepTime | None  # on the hardware that was named
+    activations: Mapping[str, int]  # by the closed form: bytes at the peak by the part of the model that made them
+    notes: Sequence[str]
 
     @property
     def needed_bytes(self) -> int:

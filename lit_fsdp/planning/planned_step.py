@@ -17,7 +17,8 @@ from lit_fsdp.adapters.lora import find_adapter_parameters
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.auto_strategy import AutoFSDP2Strategy
-from lit_fsdp.planning.step_parts import Ranks
+from lit_fsdp.planning.estimate import make_example_batch
+from lit_fsdp.planning.step_parts import NoEstimateError, Ranks
 from lit_fsdp.sharding.mixed_precision import cast_parameters
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import check_trainer, refuse_overfit
@@ -50,25 +51,15 @@ class PlannedGpu(CUDAAccelerator):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """Everything that a step is made of.
+    """Everything that a step is made of."""
 
-    Args:
-        module: On the meta device, cast as it will be.
-        strategy: With its settings and dtypes.
-        batch: One micro-batch.
-        ranks: That take part.
-        num_micro_batches: Accumulated in a step.
-        clip_norm: Of ``gradient_clip_val``.
-        notes: What to know about it.
-    """
-
-    module: LightningModule
+    module: LightningModule  # on the meta device, cast as it will be
     strategy: FSDP2Strategy
-    batch: Mapping[str, Any]
+    batch: Mapping[str, Any]  # one micro-batch
     ranks: Ranks
     num_micro_batches: int
     clip_norm: float | None
-    notes: Sequence[str]
+    notes: Sequence[str]  # what to know about it
 
     @property
     def device_type(self) -> str:
@@ -111,7 +102,10 @@ def prepare_step(
         num_micro_batches=trainer.accumulate_grad_batches, is_automatic=module.automatic_optimization
     )
     notes = _prepare_module(trainer, module, data)
-    batch = _make_batch(data)
+    try:
+        batch = make_example_batch(data)
+    except NoEstimateError as error:
+        raise ConfigError(str(error)) from None
     if isinstance(strategy, AutoFSDP2Strategy):
         help_text = "" if searches else "; add --search true"
         notes.append(f"fsdp2_auto chooses its settings when fit starts: here are those of fsdp2{help_text}")
@@ -175,20 +169,3 @@ def _prepare_module(trainer: Trainer, module: LightningModule, data: LightningDa
     if not any(parameter.is_meta for parameter in module.parameters()):
         notes.append("the model was not built on the meta device: this process has allocated it")
     return notes
-
-
-def _make_batch(data: LightningDataModule | None) -> Mapping[str, Any]:
-    make: Any = getattr(data, "make_example_batch", None)
-    if make is None:
-        what = "data: not set" if data is None else f"data: {type(data).__name__} has no method make_example_batch"
-        raise ConfigError(
-            f"{what}: a plan needs one that returns a micro-batch of the sizes that training will have, without "
-            "reading data; see docs/planning.md"
-        )
-    batch: Mapping[str, Any] = make()
-    if not isinstance(batch, Mapping):
-        raise ConfigError(
-            f"data: {type(data).__name__}.make_example_batch returned a {type(batch).__name__}: expected a dict of "
-            "tensors"
-        )
-    return batch

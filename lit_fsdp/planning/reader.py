@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from torch import nn
 
-from lit_fsdp.planning.step_parts import NoEstimateError
+from lit_fsdp.planning.step_parts import MicroBatch, NoEstimateError
 from lit_fsdp.planning.tape import Tape
 
 # Activation functions whose backward needs what they got.
@@ -32,13 +32,7 @@ class UnreadableModuleError(NoEstimateError):
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What attention looks at.
-
-    Args:
-        value: On the tape.
-        length: Tokens of a row.
-        is_masked: Whether some of them must not be seen, besides those after a token.
-    """
+    """What attention looks at: a value on the tape, the tokens of a row, and whether some must not be seen."""
 
     value: int
     length: int
@@ -46,35 +40,18 @@ class Context:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reader:
-    """What every rule needs.
+class Reader(MicroBatch):
+    """What every rule needs: the shape of what it reads, and what it adds to.
 
     Args:
         tape: Grows.
         names: Of the parameters, by ``id``.
-        rows: Of a micro-batch.
-        length: Tokens of a row.
-        is_masked: Whether some of the tokens must not see each other, besides those after them.
-        shapes: As of ``MicroBatch``.
-        num_bytes: As of ``MicroBatch``.
-        is_mixed: As of ``MicroBatch``.
         context: What every block attends to besides its own tokens, such as the states of an encoder.
     """
 
     tape: Tape
     names: Mapping[int, str]
-    rows: int
-    length: int
-    is_masked: bool = False
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    num_bytes: int = 0
-    is_mixed: bool = False
     context: Context | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Of a micro-batch."""
-        return self.rows * self.length
 
     def count_bytes(self, width: int) -> int:
         """Return the bytes of ``width`` numbers for every token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict
 from typing import Any
 
@@ -103,7 +104,7 @@ def apply_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
 
     The configuration is as in YAML: ``trainer``, ``model`` and ``data``, the latter two with ``class_path``.
     """
-    found = _copy(config)
+    found = deepcopy(dict(config))
     trainer = found.setdefault("trainer", {})
     if any(key.startswith("trainer.strategy.") for key in changes):
         trainer["strategy"] = _spell_out(trainer.get("strategy"))
@@ -130,10 +131,6 @@ def _spell_out(strategy: Any) -> dict[str, Any]:
         return {**strategy, "init_args": options}
     _, settings = PRESETS.get(str(strategy), ("", {}))
     return {"class_path": _CLASS, "init_args": {name: asdict(value) for name, value in settings.items()}}
-
-
-def _copy(node: Any) -> Any:
-    return {key: _copy(value) for key, value in node.items()} if isinstance(node, Mapping) else node
 
 
 def _make_table(

@@ -34,9 +34,7 @@ _MEMORY_SHARE = 0.8  # of the bandwidth on data sheets
 CONTENTION, CONTENTION_THROUGH_HOST = 0.4, 0.8
 _HOST_COPY_GB_S = 20.0  # of a rank, between pinned memory and its GPU by PCIe 4 x16
 _HOST_GB_S = 50.0  # of the memory of a node, for all its ranks: two channels of DDR5, or a few of DDR4
-# Where it was not counted: bytes that other operators move for each FLOP. Of blocks from 7 to 70 billion parameters.
-_TYPICAL_BYTES_PER_FLOP = 1.2e-3
-_COMPILED_SHARE = 0.4  # of these bytes, what is left when operators are fused
+_COMPILED_SHARE = 0.4  # of the bytes that other operators move, what is left when they are fused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +114,8 @@ class Workload:
         plan: The units, as given to ``predict_bytes``.
         units: What that returned.
         tokens: Of a micro-batch.
+        moved_bytes: As of ``StepEstimate``.
         num_micro_batches: Accumulated in a step.
-        moved_bytes: As of ``StepEstimate``; without it, a typical number for each FLOP.
         update_bytes: Of ``count_update_bytes``.
         offloaded_bytes: Its shards, where they are in host memory: copied up for each gather, gradients down.
         regather_ranks: ``reshard_after_forward``, where that is a number of ranks.
@@ -128,8 +126,8 @@ class Workload:
     plan: Sequence[Unit]
     units: Sequence[UnitBytes]
     tokens: int
+    moved_bytes: int
     num_micro_batches: int = 1
-    moved_bytes: int | None = None
     update_bytes: int = 0
     offloaded_bytes: int = 0
     regather_ranks: int | None = None
@@ -334,21 +332,15 @@ def compute_crossover(bytes_per_parameter: float, flops_per_parameter: float, *,
     """Return the tokens of a GPU and gather below which communication takes longer than compute.
 
     It does not depend on the size of the model: both grow with its parameters. ``StepTime.crossover_tokens`` is the
-    same with all that is counted there.
-
-    Args:
-        bytes_per_parameter: That a rank sends in a micro-batch: 8 for full training in bfloat16 with reduction in
-            float32 (two gathers of 2, one reduction of 4), 4 for LoRA, 1.03 for QLoRA.
-        flops_per_parameter: And token: 6, 8 with checkpointing, 6 for adapters with checkpointing.
-        tflops: That a GPU achieves.
-        gb_s: That the link achieves.
+    same with all that is counted there. A rank sends 8 bytes for each parameter and micro-batch in full training in
+    bfloat16 with reduction in float32 (two gathers of 2, one reduction of 4), 4 for LoRA, 1.03 for QLoRA. FLOPs for
+    each parameter and token: 6, 8 with checkpointing, 6 for adapters with checkpointing.
     """
     return bytes_per_parameter / flops_per_parameter * tflops * 1e12 / (gb_s * 1e9)
 
 
 def _time_compute(work: Workload, machine: Machine) -> float:
-    moved = work.flops.hardware * _TYPICAL_BYTES_PER_FLOP if work.moved_bytes is None else work.moved_bytes
-    moved *= _COMPILED_SHARE if work.is_compiled else 1.0
+    moved = work.moved_bytes * (_COMPILED_SHARE if work.is_compiled else 1.0)
     # Gathered parameters are copied out of the buffer, gradients into one in the dtype of reduction.
     moved += sum(2 * unit.gather_step + 1.5 * unit.reduce_scatter_step for unit in work.units)
     return work.flops.hardware / (machine.product_tflops * 1e12) + moved / (machine.memory_gb_s * 1e9)
@@ -393,8 +385,6 @@ def _list_notes(work: Workload, machine: Machine) -> list[str]:
         notes.append(f"speed: a second of hidden communication costs compute {machine.hidden_cost:.2f} s")
     if machine.num_replicas * machine.num_shards > 1:
         notes += machine.links.notes
-    if work.moved_bytes is None:
-        notes.append("speed: what norms and activations move was not counted: as in models of 7 to 70 billion")
     if work.offloaded_bytes:
         notes.append(
             f"speed: offload: {_HOST_COPY_GB_S:.0f} GB/s between a GPU and its host, {_HOST_GB_S:.0f} GB/s of memory "

@@ -62,7 +62,7 @@ def _list_variants(module: LightningModule) -> list[tuple[LightningModule, dict[
         trainings.append({"model.lora": {"r": 16}, **released})
         if getattr(module, "quantization", "") is None:
             trainings.append({**trainings[-1], "model.quantization": {"type": "nf4"}})
-    found: list[tuple[LightningModule, dict[str, Any]]] = []
+    found = []
     choices = [{**more, **training} for training in trainings for more in ([{}, chunks] if chunks else [{}])]
     for changes in choices[1:]:
         variant: Any = deepcopy(module)

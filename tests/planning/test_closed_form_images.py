@@ -55,7 +55,7 @@ class Classifier(nn.Module):
         pixels, labels = batch["pixel_values"], batch["labels"]
         if not self.is_mixed:
             return self.model(pixel_values=pixels, labels=labels).loss
-        mixed = mix(pixels, torch.ones_like(labels, dtype=torch.bool), Mixup(mixup=1.0))
+        mixed = mix(pixels, torch.ones_like(labels, dtype=torch.bool), Mixup(mixup_alpha=1.0))
         return self.model(pixel_values=mixed.pixels, labels=labels).loss
 
 
