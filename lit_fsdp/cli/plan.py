@@ -20,7 +20,7 @@ from lit_fsdp.cli.config_files import check_config_files
 from lit_fsdp.cli.train import TrainerCLI
 from lit_fsdp.errors import ConfigError, describe_exception, is_debugging
 from lit_fsdp.planning.estimate import Hardware, describe_model, guess_optimizer, guess_shape, measure_batch
-from lit_fsdp.planning.hardware import choose_usual_gpu, find_cards, find_gpu, parse_memory, suggest_gpus
+from lit_fsdp.planning.hardware import choose_usual_gpu, find_gpu, list_cards, parse_memory, suggest_gpus
 from lit_fsdp.planning.links import choose_links, parse_links
 from lit_fsdp.planning.plan import Plan, plan_step
 from lit_fsdp.planning.plan_report import choose_unit, describe_plan, draw_plan, print_report
@@ -264,7 +264,7 @@ def _list_others(gpu: str | None, hardware: Hardware | None) -> list[str]:
     """Return the GPUs that the name means as well as the one that was taken."""
     if gpu is None or hardware is None:
         return []
-    return [card.name for card in find_cards(gpu) if card is not hardware.gpu]
+    return [card.name for card in list_cards(gpu) if card is not hardware.gpu]
 
 
 def describe_problem(steps: Steps, hardware: Hardware, device_bytes: int) -> Problem:

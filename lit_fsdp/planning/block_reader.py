@@ -16,8 +16,8 @@ from lit_fsdp.planning.reader import (
     Reader,
     UnreadableModuleError,
     check_dropouts,
-    find_dropout,
-    find_forward,
+    get_dropout,
+    get_forward,
     list_children,
 )
 
@@ -98,12 +98,12 @@ def _sort_children(name: str, block: nn.Module, num_parts: int) -> _Children:
         elif kind.endswith("LayerScale") and len(list(child.parameters())) == 1:
             found.scales.append(child)
         elif kind.endswith("DropPath"):
-            found.paths.append(find_dropout(block, key))
+            found.paths.append(get_dropout(block, key))
         elif not isinstance(child, nn.Identity):
             found.others[key] = child
-    drops = find_forward(block).count("p=self.dropout,") == num_parts
+    drops = get_forward(block).count("p=self.dropout,") == num_parts
     if drops:  # after each part, without a layer for it
-        found.dropouts += [find_dropout(block, "dropout")] * num_parts
+        found.dropouts += [get_dropout(block, "dropout")] * num_parts
     repeated = (0, 1, num_parts)
     own = [key for key, _ in block.named_parameters(recurse=False)]
     are_known = len(found.dropouts) in repeated and len(found.paths) in repeated and not own
@@ -149,7 +149,7 @@ def read_mlp(reader: Reader, name: str, module: Any, x: int) -> int:
     check_dropouts(name, module, _DROPOUTS)
     layers = {key: child for key, child in module.named_children() if not isinstance(child, nn.Dropout)}
     y = _read_layers(reader, name, layers, x)
-    return reader.tape.add_dropout(y, find_dropout(module, *_DROPOUTS))
+    return reader.tape.add_dropout(y, get_dropout(module, *_DROPOUTS))
 
 
 def _read_layers(reader: Reader, name: str, layers: dict[str, nn.Module], x: int) -> int:

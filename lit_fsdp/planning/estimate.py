@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.hardware import Gpu
 from lit_fsdp.planning.links import Interconnect
-from lit_fsdp.planning.overrides import find_overrides
+from lit_fsdp.planning.overrides import list_overrides
 from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, NoEstimateError, Ranks
 from lit_fsdp.planning.step_time import Machine, StepTime, Workload, count_update_bytes, estimate_time
 from lit_fsdp.profiling.expected_communication import predict_bytes
@@ -97,7 +97,7 @@ def get_optimizer(module: LightningModule) -> Optimizer:
         NoEstimateError: It builds one of its own, of which nothing is known.
     """
     optimizer = getattr(module, "optimizer_settings", None)
-    owner, replaced = find_overrides(module)
+    owner, replaced = list_overrides(module)
     if "configure_optimizers" in replaced:
         raise NoEstimateError(f"{owner} overrides configure_optimizers, so it builds an optimizer of its own")
     if not isinstance(optimizer, Optimizer):

@@ -80,13 +80,13 @@ def find_gpu(name: str, memory_gib: float | None = None) -> Gpu | None:
     """
     near_gib = memory_gib or 0.0
     return min(
-        find_cards(name),
+        list_cards(name),
         key=lambda gpu: (abs(gpu.memory_gib - near_gib), gpu.fp16_tflops, gpu.bandwidth_gb_s),
         default=None,
     )
 
 
-def find_cards(name: str) -> list[Gpu]:
+def list_cards(name: str) -> list[Gpu]:
     """Return all GPUs that a name can mean: several where it leaves memory or the kind of board open."""
     words = _split(name)
     wanted = [(gpu, *_list_words(gpu)) for gpu in GPUS]

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from lit_fsdp.planning.linear_reader import find_linears, get_features, read_linear
-from lit_fsdp.planning.reader import Reader, UnreadableModuleError, check_dropouts, find_dropout, list_filled
+from lit_fsdp.planning.linear_reader import get_features, list_linears, read_linear
+from lit_fsdp.planning.reader import Reader, UnreadableModuleError, check_dropouts, get_dropout, list_filled
 from lit_fsdp.planning.tape import FLOAT32, INDEX
 
 _FIRST = ("cls_token", "distillation_token")
@@ -85,7 +85,7 @@ def read_tokens(reader: Reader, name: str, module: Any, x: int, num_patches: int
         # Gradients of what is before and after them come one by one, each of all tokens.
         weights = reader.list_trained(own[_LATE])
         x = tape.add("cat", (x,), reader.length * row, weights=weights, backward_temp=tape.sizes[x])
-    return tape.add_dropout(x, find_dropout(module, "dropout"))
+    return tape.add_dropout(x, get_dropout(module, "dropout"))
 
 
 def _add_positions(reader: Reader, name: str, module: Any, x: int, counts: tuple[int, int]) -> int:
@@ -115,7 +115,7 @@ def read_classifier(reader: Reader, name: str, module: nn.Module, x: int) -> int
     Raises:
         UnreadableModuleError: It is of another kind.
     """
-    tape, heads = reader.tape, find_linears(module)
+    tape, heads = reader.tape, list_linears(module)
     filled = list_filled(module)
     if len(heads) != 1 or len(filled) != 2:
         raise UnreadableModuleError(

@@ -57,7 +57,7 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or _is_conv1d(module) or hasattr(module, "lora_A")
 
 
-def find_linears(module: nn.Module) -> dict[str, nn.Module]:
+def list_linears(module: nn.Module) -> dict[str, nn.Module]:
     """Return the linear layers directly inside a module."""
     return {key: child for key, child in module.named_children() if is_linear(child)}
 

@@ -24,13 +24,13 @@ from lit_fsdp.planning.image_reader import (
 )
 from lit_fsdp.planning.linear_reader import read_linear
 from lit_fsdp.planning.norm_reader import is_norm, read_norm
-from lit_fsdp.planning.overrides import find_overrides, keeps_gradients
+from lit_fsdp.planning.overrides import keeps_gradients, list_overrides
 from lit_fsdp.planning.reader import (
     Reader,
     UnreadableModuleError,
     check_dropouts,
-    find_dropout,
-    find_forward,
+    get_dropout,
+    get_forward,
     list_filled,
 )
 from lit_fsdp.planning.tape import FLOAT32, INDEX, Tape
@@ -70,7 +70,7 @@ class ModelReader:
             UnreadableModuleError: Some of it has no rule.
         """
         tape = self.reader.tape
-        owner, replaced = find_overrides(self.model)
+        owner, replaced = list_overrides(self.model)
         if replaced:
             raise UnreadableModuleError(owner, f"overrides {', '.join(replaced)}, which the closed form cannot see")
         if keeps_gradients(self.model):
@@ -198,12 +198,12 @@ class ModelReader:
             if not is_known and any(True for _ in child.parameters()):
                 raise UnreadableModuleError(base, f"{key} ({type(child).__name__}) beside its blocks")
         check_dropouts(base, around, _DROPOUTS)
-        if "super().forward" in find_forward(around):
+        if "super().forward" in get_forward(around):
             raise UnreadableModuleError(base, f"a {type(around).__name__}, part of whose forward is that of its parent")
-        if re.search(_OWN_MASK, find_forward(around)):
+        if re.search(_OWN_MASK, get_forward(around)):
             raise UnreadableModuleError(base, "a mask of attention that it makes for every batch")
-        used = [name for name in _DROPOUTS if f"self.{name}" in find_forward(around)]
-        return tape.add_dropout(x, find_dropout(around, *used))
+        used = [name for name in _DROPOUTS if f"self.{name}" in get_forward(around)]
+        return tape.add_dropout(x, get_dropout(around, *used))
 
     def _read_patches(self, base: str, convolutions: Sequence[str]) -> int:
         reader, tape = self.reader, self.reader.tape

@@ -27,7 +27,7 @@ _LIBRARIES = {"lightning", "torch", "torchmetrics", "builtins", "abc", "typing"}
 _UNTRACED = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
 
 
-def find_overrides(module: nn.Module) -> tuple[str, list[str]]:
+def list_overrides(module: nn.Module) -> tuple[str, list[str]]:
     """Return which methods of the step a module's class replaces, and the name of the class that does.
 
     Replaced is what belongs to a class more derived than the one that defines ``measure_batch`` or ``read_step``, and

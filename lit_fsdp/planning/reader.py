@@ -63,10 +63,10 @@ class Reader(MicroBatch):
         return [(self.names[id(p)], p.numel() * size) for p in parameters if p is not None and p.requires_grad]
 
 
-def find_dropout(module: Any, *names: str) -> float:
+def get_dropout(module: Any, *names: str) -> float:
     """Return with what probability a module drops: of the first attribute that it has, a layer or a number."""
     found = next((value for name in names if (value := getattr(module, name, None)) is not None), 0.0)
-    return float(_find_probability(found))
+    return float(_get_probability(found))
 
 
 def check_dropouts(name: str, module: nn.Module, known: Collection[str]) -> None:
@@ -76,23 +76,23 @@ def check_dropouts(name: str, module: nn.Module, known: Collection[str]) -> None
         UnreadableModuleError: It has another dropout than those of the names.
     """
     for key, value in {**vars(module), **dict(module.named_children())}.items():
-        probability = _find_probability(value)
+        probability = _get_probability(value)
         if "drop" in key and key not in known and isinstance(probability, float) and probability > 0:
             raise UnreadableModuleError(name, f"a dropout {key} of {probability:g}")
 
 
-def _find_probability(value: Any) -> Any:
+def _get_probability(value: Any) -> Any:
     """Return that of a layer that drops numbers or whole rows; what is no such layer comes back."""
     return getattr(value, "p", getattr(value, "drop_prob", value))
 
 
-def find_source(module: Any, name: str) -> str:
+def get_source(module: Any, name: str) -> str:
     """Return the code of a function in the file of a module's class; of one that is not there, nothing."""
     function = getattr(sys.modules[type(module).__module__], name, None)
     return "" if function is None else inspect.getsource(function)
 
 
-def find_forward(module: Any) -> str:
+def get_forward(module: Any) -> str:
     """Return the code of a module's ``forward``, which alone says what it does with its numbers."""
     return _get_source(type(module).forward)
 

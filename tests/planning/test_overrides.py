@@ -12,7 +12,7 @@ from launches import ROOT, fork_ranks, write_run
 from plan_runs import Recorded, check_refused, enter_folder, plan
 from torch import nn
 
-from lit_fsdp.planning.overrides import find_overrides, keeps_gradients, list_untraced
+from lit_fsdp.planning.overrides import keeps_gradients, list_overrides, list_untraced
 from lit_fsdp.tasks import CausalLM, ImageClassification, TextToSpeech
 from lit_fsdp.tasks.base import Task
 
@@ -153,7 +153,7 @@ class Whispering(TextToSpeech):
 def test_what_a_subclass_replaces_of_the_step_is_found(task: type[nn.Module], owner: str, names: list[str]) -> None:
     module = task.__new__(task)
     nn.Module.__init__(module)
-    found = find_overrides(module)
+    found = list_overrides(module)
     assert found[1] == names
     assert not owner or found[0] == owner
 
