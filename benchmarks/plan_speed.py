@@ -105,7 +105,7 @@ class Row:
     shards: int
     per_node: int
     compiled: bool
-    offload: bool
+    cpu_offload: bool
     measured_s: float
 
     @property
