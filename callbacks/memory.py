@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_fsdp.planning.closed_form import StepPrediction
-from lit_fsdp.planning.forecast import NoForecastError, forecast_step, measure_batch
-from lit_fsdp.planning.step_parts import MicroBatch
+from lit_fsdp.planning.closed_form import StepEstimate, estimate_step
+from lit_fsdp.planning.estimate import describe_model, measure_batch
+from lit_fsdp.planning.step_parts import MicroBatch, NoEstimateError, Ranks
 from lit_fsdp.profiling.device_memory import (
     PEAK_NAMES,
     read_memory,
@@ -208,14 +208,14 @@ class MemoryLogger(StepCallback):
             return
         try:
             if not isinstance(trainer.strategy, FSDP2Strategy):
-                raise NoForecastError(f"the strategy is {type(trainer.strategy).__name__}")
+                raise NoEstimateError(f"the strategy is {type(trainer.strategy).__name__}")
             found = measure_batch(pl_module, batch)
-        except NoForecastError as error:
+        except NoEstimateError as error:
             self._note_missing(error)
             return
         # A mask is a matter of square lengths, so of two alike the one with it holds more.
         known = [] if self._micro_batch is None else [self._micro_batch]
-        self._micro_batch = max([*known, found], key=lambda one: (one.rows * one.length, one.is_masked))
+        self._micro_batch = max([*known, found], key=lambda one: (one.num_tokens, one.is_masked))
 
     def _compare(
         self, trainer: Trainer, pl_module: LightningModule, memory: StepMemory, values: Mapping[str, float]
@@ -224,8 +224,8 @@ class MemoryLogger(StepCallback):
             return None
         num_micro_batches = count_micro_batches(trainer)
         try:
-            predicted = self._forecast(trainer, pl_module, micro_batch, num_micro_batches)
-        except NoForecastError as error:
+            predicted = self._estimate(trainer, pl_module, micro_batch, num_micro_batches)
+        except NoEstimateError as error:
             self._note_missing(error)
             return None
         allocated = round(values.get("peak_allocated_gib", 0) * _GIB)
@@ -237,26 +237,25 @@ class MemoryLogger(StepCallback):
             rank_zero_warn(f"memory of step {self.last_step}: {found.describe()}: a plan of this run would mislead")
         return found
 
-    def _forecast(
+    def _estimate(
         self, trainer: Trainer, module: LightningModule, micro_batch: MicroBatch, num_micro_batches: int | None
-    ) -> StepPrediction:
+    ) -> StepEstimate:
         strategy = trainer.strategy
         assert isinstance(strategy, FSDP2Strategy)  # else there is no micro-batch
         if strategy.settings.cpu_offload is not None and self._device.type == "cpu":
-            raise NoForecastError("on a CPU, offload moves nothing")
+            raise NoEstimateError("on a CPU, offload moves nothing")
         if num_micro_batches is None:
-            raise NoForecastError("the number of accumulated micro-batches changes")
-        return forecast_step(
-            module,
-            strategy,
+            raise NoEstimateError("the number of accumulated micro-batches changes")
+        return estimate_step(
+            describe_model(module, strategy),
+            strategy.settings,
             micro_batch,
-            world_size=trainer.world_size,
-            ranks_per_node=trainer.world_size // trainer.num_nodes,
+            ranks=Ranks(num_nodes=trainer.num_nodes, per_node=trainer.world_size // trainer.num_nodes),
             num_micro_batches=num_micro_batches,
             device_type=self._device.type,
         )
 
-    def _note_missing(self, error: NoForecastError) -> None:
+    def _note_missing(self, error: NoEstimateError) -> None:
         if (note := f"Nothing was predicted: {error}.") not in self._notes:
             self._notes.append(note)
 

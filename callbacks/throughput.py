@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lit_fsdp.planning.forecast import NoForecastError
 from lit_fsdp.planning.links import parse_links
-from lit_fsdp.planning.step_forecast import StepForecast, compare_times, find_compute_dtype, read_gpu
+from lit_fsdp.planning.step_estimate import StepTimeEstimator, compare_times, get_compute_dtype, read_gpu
+from lit_fsdp.planning.step_parts import NoEstimateError
 from lit_fsdp.planning.step_time import StepTime
 from lit_fsdp.profiling.clock import Clock, Step, Timeline
 from lit_fsdp.profiling.flops import FlopCounter, Flops, is_compiled
@@ -97,7 +97,7 @@ class ThroughputLogger(StepCallback):
         self._is_starved = False
         self._flops: Flops | None = None
         self._flop_elements = 0.0
-        self._forecast: StepForecast | None = None
+        self._estimator: StepTimeEstimator | None = None
         self._peak_tflops = self._choose_peak(trainer, pl_module)
         self._counter = self._build_counter(pl_module)
         self._undo.append(watch_fetches(trainer, lambda: self._timeline.cut("data")))
@@ -112,8 +112,8 @@ class ThroughputLogger(StepCallback):
         self._timeline.cut("forward")
         self._num_elements += _count_elements(batch)
         is_sample = trainer.global_step == self.first_step or is_logging_step(trainer)
-        if self._forecast is not None and is_sample:
-            self._forecast.add(pl_module, batch)
+        if self._estimator is not None and is_sample:
+            self._estimator.add(pl_module, batch)
         if self._counter is not None and trainer.global_step == self.first_step:
             self._counter.__enter__()  # type: ignore[no-untyped-call]
             self._is_counting = True
@@ -255,7 +255,7 @@ class ThroughputLogger(StepCallback):
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _choose_peak(self, trainer: Trainer, module: LightningModule) -> float | None:
-        device, dtype = trainer.strategy.root_device, find_compute_dtype(trainer, module)
+        device, dtype = trainer.strategy.root_device, get_compute_dtype(trainer, module)
         if device.type != "cuda":
             self._notes.append(f"no MFU, and no time predicted: the peak of a {device.type} is not known")
             return None
@@ -266,7 +266,7 @@ class ThroughputLogger(StepCallback):
             self._notes.append(f"no MFU, and no time predicted: {name} {what}")
         else:
             self._notes.append(f"MFU is of {peak:g} TFLOP/s, the peak of {name} in {dtype}")
-            self._forecast = StepForecast(gpu=gpu, dtype=dtype, links=self.links)
+            self._estimator = StepTimeEstimator(gpu=gpu, dtype=dtype, links=self.links)
         return peak
 
     # The end
@@ -288,11 +288,11 @@ class ThroughputLogger(StepCallback):
             self._section = self._build_section(spreads, trainer.world_size, num_steps - begin, is_warm=begin > 0)
 
     def _predict(self, trainer: Trainer, module: LightningModule) -> StepTime | None:
-        if self._forecast is None or not trainer.is_global_zero:
+        if self._estimator is None or not trainer.is_global_zero:
             return None
         try:
-            return self._forecast.predict(trainer, module)
-        except NoForecastError as error:
+            return self._estimator.estimate(trainer, module)
+        except NoEstimateError as error:
             self._notes.append(f"no time predicted: {error}")
             return None
 

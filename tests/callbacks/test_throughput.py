@@ -16,7 +16,7 @@ from training import EVEN, GLOBAL_BATCH, Rows, build_task, build_trainer, save_m
 
 from lit_fsdp import ActivationCheckpointing, FSDP2Strategy
 from lit_fsdp.callbacks import ThroughputLogger
-from lit_fsdp.planning.step_forecast import find_compute_dtype
+from lit_fsdp.planning.step_estimate import get_compute_dtype
 from lit_fsdp.reporting.sections import HasSection, Section
 from ranks import run_ranks
 
@@ -288,4 +288,4 @@ def test_mfu_is_of_the_peak_of_the_dtype_that_is_computed_in(tmp_path: Path, mon
         for strategy in strategies:
             trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, precision=precision, logger=False)  # type: ignore[arg-type]
             task = SlowTask().double() if precision == "64-true" else SlowTask()
-            assert find_compute_dtype(trainer, task) == expected
+            assert get_compute_dtype(trainer, task) == expected
