@@ -127,7 +127,7 @@ class Row:
         mode = {"full": "", "lora": ", LoRA", "nf4": ", NF4 + LoRA", "fp8": ", fp8"}[self.mode]
         batch = f"{self.rows}x{self.length}" + f" x{self.micro_batches}" * (self.micro_batches > 1)
         extra = {"none": "", "full": ", recompute", "selective": ", selective"}[self.recompute]
-        return f"{self.model}{mode}, {batch}{extra}" + ", compiled" * self.compiled + ", offload" * self.offload
+        return f"{self.model}{mode}, {batch}{extra}" + ", compiled" * self.compiled + ", offload" * self.cpu_offload
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -141,7 +141,7 @@ def read_rows(path: Path) -> list[Row]:
         step, rate = values.pop("step_s"), values.pop("tokens_per_s_per_gpu")
         tokens = values["rows"] * values["length"] * values["micro_batches"]
         values["measured_s"] = float(step) if step else tokens / float(rate)
-        for name in ("compiled", "offload"):
+        for name in ("compiled", "cpu_offload"):
             values[name] = values[name] == "yes"
         values["memory_gb_s"] = float(values["memory_gb_s"]) if values["memory_gb_s"] else None
         rows.append(Row(**values))
@@ -173,7 +173,7 @@ def count_work(row: Row) -> Workload:
         moved_bytes=step.moved_bytes,
         update_bytes=count_update_bytes(plan, Optimizer(), num_shards=row.shards, itemsize=4),
         is_compiled=row.compiled,
-        offloaded_bytes=sum(count_shard_bytes(module, unit, row.shards) for unit in plan) if row.offload else 0,
+        offloaded_bytes=sum(count_shard_bytes(module, unit, row.shards) for unit in plan) if row.cpu_offload else 0,
     )
 
 
