@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -11,18 +10,18 @@ import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-import jsonargparse
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
-from typing_extensions import override
 
+from lit_fsdp.cli.messages import report_error
+from lit_fsdp.cli.parser import run_function
 from lit_fsdp.cli.scaling import bench_scaling, check_out_folder
-from lit_fsdp.errors import ConfigError, describe_config_error, explain_unknown_key, nearest, report_error
+from lit_fsdp.errors import ConfigError, nearest
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, Line, Timing, fit_line, measure_fabric
 from lit_fsdp.strategy.processes import is_torchrun
 from lit_fsdp.strategy.signals import put_off_interrupt
@@ -48,10 +47,8 @@ def run_bench(args: Sequence[str]) -> int:
         hint = f"did you mean {guess}?" if guess else f"expected one of {', '.join(BENCHMARKS)}"
         raise ConfigError(f"bench {what}: unknown benchmark: {hint}" if what else f"bench: no benchmark: {hint}")
     run, summary = BENCHMARKS[what]
-    parser = BenchParser(prog=f"python -m lit_fsdp bench {what}", description=summary, allow_abbrev=False)
-    parser.add_function_arguments(run, fail_untyped=True)
-    settings = parser.instantiate(parser.parse_args(list(args[2:])))
-    return run(**settings.as_dict())
+    code: int = run_function(run, args[2:], command=f"bench {what}", description=summary)
+    return code
 
 
 def bench_comm(
@@ -285,17 +282,6 @@ def _draw(title: str, by_kind: dict[Collective, list[Timing]], path: Path) -> No
         for kind, found in by_kind.items()
     ]
     write_png(Plot(title=title, x_label="size in bytes", y_label="bus GB/s", curves=curves, log_x=True), path)
-
-
-class BenchParser(jsonargparse.ArgumentParser):
-    """A parser whose every refusal is one line, with the nearest known option."""
-
-    @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise instead of printing the usage."""
-        known = {action.dest for action in self._actions if action.dest != argparse.SUPPRESS}
-        message = explain_unknown_key(message, known - {"help", "config", "print_config"})
-        raise ConfigError(describe_config_error(message)) from ex
 
 
 # By the word after ``bench``: what runs it, and its line in the help. A further benchmark is one more entry.

@@ -52,7 +52,7 @@ def _check_content(file: Path) -> None:
         problem = getattr(error, "problem", None) or "cannot be read"
         raise ConfigError(f"{file}{where}: not valid YAML: {problem}") from None
     if root is None:
-        return
+        raise ConfigError(f"--config: {str(file)!r} is empty: expected settings of trainer, model and data")
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{file}: got a {root.id}: expected keys such as `trainer: {{max_steps: 100}}`")
     for key, value in root.value:

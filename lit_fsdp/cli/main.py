@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from lit_fsdp.errors import ConfigError, describe_exception, is_debugging, nearest, report_error
+from lit_fsdp.cli.messages import describe_exception, report_error
+from lit_fsdp.errors import ConfigError, is_debugging, nearest
 
 
 @dataclass(frozen=True, kw_only=True)

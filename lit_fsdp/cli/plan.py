@@ -17,8 +17,9 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from typing_extensions import override
 
 from lit_fsdp.cli.config_files import check_config_files
+from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.cli.train import TrainerCLI
-from lit_fsdp.errors import ConfigError, describe_exception, is_debugging
+from lit_fsdp.errors import ConfigError, is_debugging
 from lit_fsdp.planning.estimate import Hardware, ModelToTrain
 from lit_fsdp.planning.forecast import NoForecastError, describe_model, guess_optimizer, guess_shape, measure_batch
 from lit_fsdp.planning.hardware import find_cards, find_gpu, find_usual_gpu, suggest_gpus

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lit_fsdp.cli.export import ExportParser
+from lit_fsdp.cli.parser import run_function
 from lit_fsdp.tasks.tts.codec.codec_12hz import load_codec
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN, build_small_codec
 from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
@@ -28,14 +28,13 @@ def run_speak(args: Sequence[str]) -> int:
     Args:
         args: The command line, the command first.
     """
-    parser = ExportParser(
-        prog="python -m lit_fsdp speak",
+    spoken_files = run_function(
+        speak_texts,
+        args[1:],
+        command="speak",
         description="Speak texts with a checkpoint of TextToSpeech, or with the folder of a model.",
-        allow_abbrev=False,
     )
-    parser.add_function_arguments(speak_texts, fail_untyped=True)
-    settings = parser.instantiate(parser.parse_args(list(args[1:])))
-    for spoken in speak_texts(**settings.as_dict()):
+    for spoken in spoken_files:
         cut = f", cut off at sampling.max_frames {spoken.max_frames}: no end was written"
         print(f"{spoken.path}  {spoken.seconds:.2f} s{'' if spoken.has_ended else cut}")
     return 0
@@ -47,14 +46,12 @@ def run_export_voice(args: Sequence[str]) -> int:
     Args:
         args: The command line, the command first.
     """
-    parser = ExportParser(
-        prog="python -m lit_fsdp export-voice",
+    exported = run_function(
+        export_voice,
+        args[1:],
+        command="export-voice",
         description="Write the model of a speech checkpoint as a folder that qwen-tts or Transformers loads.",
-        allow_abbrev=False,
     )
-    parser.add_function_arguments(export_voice, fail_untyped=True)
-    settings = parser.instantiate(parser.parse_args(list(args[1:])))
-    exported = export_voice(**settings.as_dict())
     print(f"folder  {exported.folder}")
     for note in exported.notes:
         print(f"note    {note}")

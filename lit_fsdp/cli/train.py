@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 import os
@@ -10,7 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from jsonargparse import Namespace
@@ -30,16 +29,9 @@ from lit_fsdp.callbacks import Preemption, ProgressBar
 from lit_fsdp.checkpoint.latest import describe_interruption, find_last_checkpoint
 from lit_fsdp.cli.config_files import check_config_files
 from lit_fsdp.cli.default_callbacks import Defaults, choose_callbacks
-from lit_fsdp.errors import (
-    ConfigError,
-    describe_config_error,
-    describe_exception,
-    explain_bare_flag,
-    explain_unknown_key,
-    is_debugging,
-    nearest,
-    report_error,
-)
+from lit_fsdp.cli.messages import describe_exception, report_error
+from lit_fsdp.cli.parser import OneLineParser
+from lit_fsdp.errors import ConfigError, is_debugging, nearest
 from lit_fsdp.planning.auto_strategy import NAME
 from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.processes import choose_processes, describe_failed, stop_children
@@ -71,25 +63,10 @@ def run_trainer(args: Sequence[str]) -> int:
     return 0
 
 
-class RunParser(LightningArgumentParser):
-    """A parser whose every refusal is one line, with the YAML path and the nearest known key."""
+class RunParser(OneLineParser, LightningArgumentParser):
+    """The parser of a run, with its own way to build classes."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # An abbreviation is a typo that runs: --trainer.max_step=3 would be taken for max_steps. Not in
-        # `parser_kwargs`, which do not reach the parser that jsonargparse makes for each class.
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
-        self.build_class: Callable[..., Any] | None = None
-
-    @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise instead of printing the usage; a nested parser hands its line to the one that holds it."""
-        parser = getattr(ex, "subcommand_parser", None) or self
-        known = {action.dest for action in parser._actions} - {argparse.SUPPRESS, "help", "config", "print_config"}
-        message = explain_bare_flag(explain_unknown_key(message, known), parser._actions)
-        if not self.exit_on_error:
-            raise argparse.ArgumentError(None, message) from ex
-        subcommand = getattr(parser, "subcommand", "fit")
-        raise ConfigError(describe_config_error(message, subcommand=subcommand)) from ex
+    build_class: Callable[..., Any] | None = None
 
     @override
     def instantiate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> Namespace:
@@ -97,15 +74,6 @@ class RunParser(LightningArgumentParser):
         if self.build_class is not None:
             kwargs["instantiators"] = [(self.build_class, object, True)]
         return super().instantiate(namespace, *args, **kwargs)
-
-    @override
-    def validate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> None:
-        """Refuse a scalar given for a dataclass, which jsonargparse 4.53 lets pass until it is built."""
-        for key in self.groups or {}:
-            value = namespace.get(key)
-            if isinstance(value, bool | int | float | str | list):
-                raise TypeError(f"Parser key \"{key}\":\n  Expected a <class 'dict'>. Got value: {value}")
-        super().validate(namespace, *args, **kwargs)
 
 
 class SaveRunConfig(SaveConfigCallback):

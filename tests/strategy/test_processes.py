@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from report_runs import TinyTask
 from torch.utils.data import DataLoader
 
-from lit_fsdp.errors import describe_exception
+from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.strategy import lightning_internals
 from lit_fsdp.strategy.lightning_internals import delay_killing
 from lit_fsdp.strategy.processes import describe_failed
