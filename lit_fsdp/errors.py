@@ -28,3 +28,9 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     lowered = {k.lower(): k for k in known}
     close = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
     return lowered[close[0]] if close else None
+
+
+def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return ``did you mean x?`` where a known name is near, else what was expected."""
+    guess = nearest(name, known)
+    return f"did you mean {guess}?" if guess else otherwise

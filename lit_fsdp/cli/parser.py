@@ -24,7 +24,7 @@ from jsonargparse._typehints import get_all_subclass_paths  # private, seen in 4
 from typing_extensions import override
 
 from lit_fsdp.cli.renamed import RENAMED, rename_key
-from lit_fsdp.errors import ConfigError, nearest
+from lit_fsdp.errors import ConfigError, nearest, suggest
 
 _BASES = ("LightningModule", "LightningDataModule")  # what model and data are without a class
 _TYPE_WORDS = {type(None): "null", bool: "true or false", collections.abc.Iterable: "list", dict: "mapping"}
@@ -43,7 +43,9 @@ class OneLineParser(jsonargparse.ArgumentParser):
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise a ``ConfigError``, or for a class what the parser that holds it makes one of."""
-        error = ex or _UnrecognizedError(message, self)
+        error = ex or _RefusalError(
+            message.removeprefix("unrecognized arguments: "), "unexpected argument: expected --key=value", self
+        )
         if not self.exit_on_error:
             raise argparse.ArgumentError(None, message) from error
         try:
@@ -58,7 +60,7 @@ class OneLineParser(jsonargparse.ArgumentParser):
         for key in self.groups or {}:
             value = namespace.get(key)
             if isinstance(value, bool | int | float | str | list):
-                raise _NoMappingError(key, value)
+                raise _RefusalError(key, f"got {value!r}: expected mapping")
         super().validate(namespace, *args, **kwargs)
 
 
@@ -76,56 +78,37 @@ def run_function(function: Callable[..., Any], args: Sequence[str], *, command: 
     return function(**parser.instantiate(parser.parse_args(list(args))).as_dict())
 
 
-class _UnrecognizedError(TypeError):
-    """The command line has what the parser has no option for."""
+class _RefusalError(TypeError):
+    """What is refused here, or what is left of a command line, of which only ``parser`` knows what it may be."""
 
-    def __init__(self, message: str, parser: jsonargparse.ArgumentParser) -> None:
-        super().__init__(message)
-        self.arguments = message.removeprefix("unrecognized arguments: ")
-        self.parser = parser
-
-
-class _NoMappingError(TypeError):
-    """A dataclass is given as a plain value."""
-
-    def __init__(self, key: str, value: Any) -> None:
-        super().__init__(f"{key}: got {value!r}")
-        self.key, self.value = key, value
+    def __init__(self, key: str, text: str, parser: jsonargparse.ArgumentParser | None = None) -> None:
+        super().__init__(f"{key}: {text}")
+        self.key, self.text, self.parser = key, text, parser
 
 
 @dataclasses.dataclass(frozen=True)
 class _Refusal:
-    """One thing that is wrong, or one alternative of a union that does not fit.
-
-    Args:
-        error: What was raised.
-        function: Where in jsonargparse.
-        at: The variables there.
-        path: Of the setting in the YAML.
-        depth: How many settings and classes it lies in.
-        owner: Class that the setting is of.
-        setting: Type of the setting, with all alternatives.
-        typehint: The alternative.
-        value: What was given.
-    """
+    """One thing that is wrong, or one alternative of a union that does not fit."""
 
     error: BaseException
-    function: str = ""
-    at: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    path: str = ""
-    depth: int = 0
-    owner: str = ""
-    setting: Any = None
-    typehint: Any = None
+    function: str = ""  # of jsonargparse, where it was found
+    at: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the variables there
+    path: str = ""  # in the YAML
+    depth: int = 0  # in how many settings and classes it lies
+    owner: str = ""  # class that the setting is of
+    setting: Any = None  # its type, with all alternatives
+    typehint: Any = None  # the alternative
     value: Any = None
 
     def enter(self, function: str, at: Mapping[str, Any]) -> _Refusal:
         """Return what is known one call further in."""
         inside = dataclasses.replace(self, function=function, at=at)
         match function:
-            case "_check_type" | "_load_config":
-                key, setting = at["self"].dest, getattr(at["self"], "_typehint", None)
-                return dataclasses.replace(inside, path=_join(self.path, key), depth=self.depth + 1, setting=setting)
+            case "_check_type" | "_load_config" | "instantiate_classes" | "group_instantiate_class":
+                action = at.get("self", at.get("group"))
+                path = _join(self.path, getattr(action, "dest", ""))  # a parser has none
+                setting = getattr(action, "_typehint", None)
+                return dataclasses.replace(inside, path=path, depth=self.depth + 1, setting=setting)
             case "apply_config":
                 return dataclasses.replace(inside, path=at["dest"])
             case "adapt_class_type":
@@ -145,8 +128,9 @@ class _Refusal:
         return 2 if "val_input" not in self.at else 1 if "val_class" not in self.at else 0
 
 
-_FUNCTIONS = {"_check_type", "_load_config", "adapt_class_type", "adapt_typehints", "apply_config"}
-_FUNCTIONS |= {"check_values", "check_required", "import_object", "raise_union_unexpected_value"}
+_FUNCTIONS = {"_check_type", "_load_config", "instantiate_classes", "group_instantiate_class", "apply_config"}
+_FUNCTIONS |= {"adapt_class_type", "adapt_typehints", "raise_union_unexpected_value"}
+_FUNCTIONS |= {"check_values", "check_required", "import_object"}
 
 
 def _read_refusals(error: BaseException, place: _Refusal) -> Iterator[_Refusal]:
@@ -154,9 +138,8 @@ def _read_refusals(error: BaseException, place: _Refusal) -> Iterator[_Refusal]:
     seen: set[FrameType] = set()
     cause: BaseException | None = error
     while cause is not None:
-        error = cause
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        for frame in frames:
+        error, cause = cause, cause.__cause__
+        for frame, _ in traceback.walk_tb(error.__traceback__):
             function, module = frame.f_code.co_name, frame.f_globals["__name__"]
             if frame in seen or function not in _FUNCTIONS or not module.startswith("jsonargparse."):
                 continue
@@ -167,8 +150,12 @@ def _read_refusals(error: BaseException, place: _Refusal) -> Iterator[_Refusal]:
                 for alternative in frame.f_locals["exceptions"]:
                     yield from _read_refusals(alternative, place)
                 return
-        cause = error.__cause__
     yield dataclasses.replace(place, error=error)
+
+
+def read_path(error: BaseException) -> str:
+    """Return the YAML path of the class that was being built when an error was raised, without its ``init_args``."""
+    return max((r.path for r in _read_refusals(error, _Refusal(error=error))), key=len).removesuffix(".init_args")
 
 
 def describe_refusal(error: BaseException, parser: jsonargparse.ArgumentParser) -> str:
@@ -223,12 +210,10 @@ def _explain(refusal: _Refusal, parser: jsonargparse.ArgumentParser) -> tuple[st
     """Return what to add to the path and what to say, for everything but a plain wrong type."""
     error, at = refusal.error, refusal.at
     match error:
-        case _UnrecognizedError() if error.arguments.startswith("--"):
-            return _explain_key(error.arguments.split()[0].partition("=")[0][2:], error.parser, refusal)
-        case _UnrecognizedError():
-            return "", f"{error.arguments}: unexpected argument: expected --key=value"
-        case _NoMappingError():
-            return error.key, f"got {error.value!r}: expected mapping"
+        case _RefusalError() if error.parser and error.key.startswith("--"):
+            return _explain_key(error.key.split()[0].partition("=")[0][2:], error.parser, refusal)
+        case _RefusalError():
+            return error.key, error.text
         case argparse.ArgumentError(argument_name=str(name), message=message):
             option = name.split("/")[-1]
             # Private, seen in jsonargparse 4.53: the type of an option, which argparse is not told.
@@ -276,15 +261,10 @@ def _explain_key(key: str, parser: jsonargparse.ArgumentParser, refusal: _Refusa
     if new != old and new[start:].split(".")[0] in siblings:
         return key, f"renamed: {new[start:]}"
     elsewhere = [k for k in known if k.endswith(f".{part}")]
+    listed = ", ".join(siblings) if len(siblings) <= 15 else "the keys that --help lists"
+    expected = f"expected one of {listed}" if siblings else "expected no key here"
+    hint = f"did you mean {elsewhere[0]}?" if len(elsewhere) == 1 else suggest(part, siblings, expected)
     owner = f" of {refusal.owner}" if refusal.owner else ""
-    if len(elsewhere) == 1:
-        hint = f"did you mean {elsewhere[0]}?"
-    elif guess := nearest(part, siblings):
-        hint = f"did you mean {guess}?"
-    elif len(siblings) > 15:
-        hint = "expected one of the keys that --help lists"
-    else:
-        hint = f"expected one of {', '.join(siblings)}" if siblings else "expected no key here"
     return f"{prefix}{part}", f"unknown key{owner}: {hint}"
 
 
@@ -296,8 +276,7 @@ def _explain_import(refusal: _Refusal) -> tuple[str, str]:
     if (new := RENAMED.get(name)) is not None:
         return "class_path", f"{got}: renamed: {_join(module, new)}"
     if isinstance(error, AttributeError) and error.obj is sys.modules.get(module):
-        guess = nearest(name, [n for n in dir(error.obj) if not n.startswith("_")])
-        hint = f"did you mean {guess}?" if guess else "expected a class in it"
+        hint = suggest(name, [n for n in dir(error.obj) if not n.startswith("_")], "expected a class in it")
         return "class_path", f"{got}: module {module} has no {name}: {hint}"
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
@@ -310,10 +289,10 @@ def _explain_import(refusal: _Refusal) -> tuple[str, str]:
     if isinstance(given, tuple):  # a nested option, as jsonargparse keeps it
         example = "lit_fsdp.FSDP2Strategy" if class_path == "fsdp2" else "one"
         return "", f"{got} before, which has no {given[0]}: expected class_path: {example}"
-    guess = nearest(name, {path.rpartition(".")[2] for path in get_all_subclass_paths(refusal.setting)})
-    if dataclasses.is_dataclass(typehint) and not guess and not module:
+    if dataclasses.is_dataclass(typehint) and not module:
         return "", f"{got}: expected {_describe_mapping(typehint, class_path)}"
-    hint = f"did you mean {guess}?" if guess else "expected module.Class, or the name of a class of ours"
+    known = [path.rpartition(".")[2] for path in get_all_subclass_paths(refusal.setting)]
+    hint = suggest(name, known, "expected module.Class, or the name of a class of ours")
     return "class_path", f"{got}: no class of this name: {hint}"
 
 
