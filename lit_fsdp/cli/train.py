@@ -287,12 +287,12 @@ class TrainerCLI(LightningCLI):
         """Begin an error with the YAML path of the setting that it names first, else with ``path``."""
         name = re.match(r"\w+(?=[.: ])", line)
         sections = [section for section in _SETTINGS if section.startswith(path) or path.startswith(section)]
-        for section in filter(None, [path, f"{path}.init_args", *sections]):
+        for section in [path, f"{path}.init_args", *sections] if path else sections:
             settings = self._get(self.config, section)
             if name is None or not isinstance(settings, Namespace) or name[0] not in settings:
                 continue
             # `train.jsonl line 3: ...` is about a file, not about the setting `train`.
-            if line[name.end()] != "." or isinstance(settings[name[0]], Namespace):
+            if line[name.end()] != "." or isinstance(settings[name[0]], Namespace | dict):
                 return f"{section}.{line}"
         return f"{path}: {line}" if path else line
 
