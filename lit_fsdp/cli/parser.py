@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import collections.abc
 import dataclasses
+import os
 import pkgutil
 import sys
 import traceback
@@ -76,6 +77,16 @@ def run_function(function: Callable[..., Any], args: Sequence[str], *, command: 
     parser = OneLineParser(prog=f"python -m lit_fsdp {command}", description=description)
     parser.add_function_arguments(function, fail_untyped=True)
     return function(**parser.instantiate(parser.parse_args(list(args))).as_dict())
+
+
+def check_out_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written to, before anything runs."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out: got {folder}: {error.strerror}; choose another folder") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"out: got {folder}: not writable; choose another folder")
 
 
 class _RefusalError(TypeError):

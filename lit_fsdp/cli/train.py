@@ -30,7 +30,7 @@ from lit_fsdp.cli.config_files import check_config_files
 from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers
 from lit_fsdp.cli.messages import describe_exception, report_error
 from lit_fsdp.cli.parser import OneLineParser, read_path
-from lit_fsdp.errors import ConfigError, is_debugging, nearest
+from lit_fsdp.errors import ConfigError, is_debugging, nearest, suggest
 from lit_fsdp.planning.auto_strategy import NAME
 from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.processes import choose_processes, describe_failed, stop_children
@@ -309,6 +309,5 @@ def _check_strategy_name(strategy: Any) -> None:
     known = ["auto", *StrategyRegistry.available_strategies()]
     if isinstance(strategy, str) and strategy not in known:
         ours = [*PRESETS, NAME]
-        guess = nearest(strategy, ours) or nearest(strategy, known)
-        hint = f"did you mean {guess}?" if guess else f"expected a name such as {', '.join(ours)}"
+        hint = suggest(strategy, ours, suggest(strategy, known, f"expected a name such as {', '.join(ours)}"))
         raise ConfigError(f"trainer.strategy: got {strategy!r}: {hint}")
