@@ -190,9 +190,9 @@ def _join(*keys: str) -> str:
 
 
 def _without_subcommand(key: str, parser: jsonargparse.ArgumentParser) -> str:
-    subcommands = parser._subcommands_action  # private, seen in jsonargparse 4.53
+    commands = next((action.choices for action in parser._actions if action.dest == "subcommand"), None) or ()
     name, _, rest = key.partition(".")
-    return rest if subcommands is not None and name in subcommands.choices else key
+    return rest if name in commands else key
 
 
 def _explain_types(refusals: Sequence[_Refusal]) -> str:
@@ -228,8 +228,10 @@ def _explain(refusal: _Refusal, parser: jsonargparse.ArgumentParser) -> tuple[st
         case argparse.ArgumentError(argument_name=str(name), message=message):
             option = name.split("/")[-1]
             # Private, seen in jsonargparse 4.53: the type of an option, which argparse is not told.
-            is_flag = getattr(parser._option_string_actions.get(option), "_typehint", None) is bool
-            wanted = f"expected true or false, such as {option} true" if is_flag else message
+            flags = {
+                name for a in parser._actions if getattr(a, "_typehint", None) is bool for name in a.option_strings
+            }
+            wanted = f"expected true or false, such as {option} true" if option in flags else message
             return option.removeprefix("--"), f"no value given: {wanted}"
     match refusal.function:
         case "check_values":

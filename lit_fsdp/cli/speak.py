@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from lit_fsdp.tasks.tts.codec.codec_12hz import load_codec
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN, build_small_codec
 from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
 from lit_fsdp.tasks.tts.evaluation.prompts import read_prompts
-from lit_fsdp.tasks.tts.generation import Sampling, Speech
+from lit_fsdp.tasks.tts.generation import Sampling
 from lit_fsdp.tasks.tts.preparation.audio import AudioError, read_audio, write_wav
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.speaker import Reference, Speaker, open_speaker
@@ -60,14 +59,7 @@ def run_export_voice(args: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SpokenFile:
-    """A text that was spoken.
-
-    Args:
-        path: Of the WAV file.
-        seconds: Of its audio.
-        has_ended: Whether the end was written; otherwise the speech was cut off.
-        max_frames: Where.
-    """
+    """A text that was spoken; without an end it was cut off at ``max_frames``."""
 
     path: Path
     seconds: float
@@ -109,21 +101,27 @@ def speak_texts(
         base: Of a checkpoint: where the model is that its run started from, if not where it was.
         sampling: How codes are chosen; what is not given comes from the model's ``generation_config.json``.
     """
-    _check_sources(text, texts)
-    _check_reference(ref_audio, ref_text, speaker)
+    if (text is None) == (texts is None):
+        raise ValueError("text or texts: expected one of them: what to say, or a file of it")
+    if speaker is not None and ref_audio is not None:
+        raise ValueError("ref_audio: not used, as speaker names a voice; leave one of them out")
+    if ref_text is not None and ref_audio is None:
+        raise ValueError("ref_text: not used without ref_audio, in which it is said; set that, or leave it out")
     if batch_size < 1:
         raise ValueError(f"batch_size: got {batch_size}: expected 1 or more")
-    _check_folder(out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out: {out} is a file: expected a folder, or the name of a new one")
     rows = [(text or "", speaker, language)]
     if texts is not None:
         rows = _read_texts(texts, speaker, language, is_cloned=ref_audio is not None)
     opened = open_speaker(model, sampling, base=base)
-    decoder = _find_codec(codec, opened)
+    decoder = _open_codec(codec, opened)
     reference = _read_reference(ref_audio, ref_text, opened, decoder) if ref_audio is not None else None
     utterances = [opened.encode(*row, reference=reference) for row in rows]
     out.mkdir(parents=True, exist_ok=True)
     written, lines = [], []
     streaming = opened.is_streaming if streaming is None else streaming
+    settings = {"model": model, "sampling": asdict(opened.sampling)}
     for begin in range(0, len(rows), batch_size):
         spoken = opened.speak(utterances[begin : begin + batch_size], is_streaming=streaming)
         for i, speech in enumerate(spoken, start=begin):
@@ -132,37 +130,11 @@ def speak_texts(
             write_wav(path, audio.numpy(), decoder.sample_rate)
             limit = opened.sampling.max_frames
             written.append(SpokenFile(path=path, seconds=seconds, has_ended=speech.has_ended, max_frames=limit))
-            lines.append(_describe(path, rows[i], speech))
-    _write_list(out / "spoken.jsonl", lines, {"model": model, "sampling": asdict(opened.sampling)})
+            about = dict(zip(("text", "speaker", "language"), rows[i], strict=True))
+            line = {"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)}
+            lines.append(json.dumps({**line, **settings}, ensure_ascii=False) + "\n")
+    (out / "spoken.jsonl").write_text("".join(lines), encoding="utf-8")
     return written
-
-
-def _check_sources(text: str | None, texts: Path | None) -> None:
-    if (text is None) == (texts is None):
-        raise ValueError("text or texts: expected one of them: what to say, or a file of it")
-
-
-def _check_folder(out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out: {out} is a file: expected a folder, or the name of a new one")
-
-
-def _check_reference(audio: Path | None, text: str | None, speaker: str | None) -> None:
-    if speaker is not None and audio is not None:
-        raise ValueError("ref_audio: not used, as speaker names a voice; leave one of them out")
-    if text is not None and audio is None:
-        raise ValueError("ref_text: not used without ref_audio, in which it is said; set that, or leave it out")
-
-
-def _describe(path: Path, row: tuple[str, str | None, str | None], speech: Speech) -> dict[str, Any]:
-    about = dict(zip(("text", "speaker", "language"), row, strict=True))
-    return {"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)}
-
-
-def _write_list(path: Path, lines: list[dict[str, Any]], settings: dict[str, Any]) -> None:
-    """Write what was spoken as JSON lines, each with the settings."""
-    texts = (json.dumps({**line, **settings}, ensure_ascii=False) for line in lines)
-    path.write_text("".join(f"{line}\n" for line in texts), encoding="utf-8")
 
 
 def _read_texts(
@@ -194,7 +166,7 @@ def _read_reference(path: Path, text: str | None, speaker: Speaker, codec: Frame
     return Reference(text=text, codes=codes.numpy())
 
 
-def _find_codec(name: str | None, speaker: Speaker) -> FrameCodec:
+def _open_codec(name: str | None, speaker: Speaker) -> FrameCodec:
     if name == SPOKEN:
         return build_small_codec()
     source = name or speaker.codec_source
