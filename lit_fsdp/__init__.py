@@ -10,11 +10,15 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lit_fsdp.adapters.lora import LoRA
+    from lit_fsdp.optim.factory import Optimizer
     from lit_fsdp.planning.auto_strategy import AutoFSDP2Strategy
+    from lit_fsdp.quantization.quantize import Quantization
     from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
     from lit_fsdp.sharding.cpu_offload import CPUOffload
     from lit_fsdp.sharding.mesh import Mesh
     from lit_fsdp.sharding.mixed_precision import MixedPrecision
+    from lit_fsdp.sharding.settings import Settings
     from lit_fsdp.sharding.shard import Compile, Sharding
     from lit_fsdp.sharding.wrap import Unit, Wrap
     from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
@@ -25,8 +29,12 @@ __all__ = [
     "CPUOffload",
     "Compile",
     "FSDP2Strategy",
+    "LoRA",
     "Mesh",
     "MixedPrecision",
+    "Optimizer",
+    "Quantization",
+    "Settings",
     "Sharding",
     "Unit",
     "Wrap",
@@ -35,13 +43,17 @@ __all__ = [
 __version__ = version("lit_fsdp")
 
 _HOMES = {
+    "ActivationCheckpointing": "sharding.activation_checkpointing",
     "AutoFSDP2Strategy": "planning.auto_strategy",
+    "CPUOffload": "sharding.cpu_offload",
     "Compile": "sharding.shard",
     "FSDP2Strategy": "strategy.fsdp2",
+    "LoRA": "adapters.lora",
     "Mesh": "sharding.mesh",
     "MixedPrecision": "sharding.mixed_precision",
-    "CPUOffload": "sharding.cpu_offload",
-    "ActivationCheckpointing": "sharding.activation_checkpointing",
+    "Optimizer": "optim.factory",
+    "Quantization": "quantization.quantize",
+    "Settings": "sharding.settings",
     "Sharding": "sharding.shard",
     "Unit": "sharding.wrap",
     "Wrap": "sharding.wrap",

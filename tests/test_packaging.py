@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import lit_fsdp
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("lit_fsdp", "tasks", "callbacks")
 BUILD = ("-m", "build", "--no-isolation", "--outdir")
@@ -89,3 +91,48 @@ def test_an_editable_install_is_imported_from_the_working_tree(clone: Path, tmp_
     found = run(python, "-I", "-c", LOOK, cwd=tmp_path).split()
     assert [Path(file).resolve() for file in found] == [clone / f / "__init__.py" for f in FOLDERS]
     assert (env / "bin" / "lit_fsdp").is_file()
+
+
+# Imports all files of each room in a process that has none of ours yet; forked, as torch takes seconds to import.
+IMPORT_ROOMS = """
+import importlib, os, pkgutil, sys
+import torch, transformers, peft
+
+def import_all(room):
+    package = importlib.import_module("lit_fsdp." + room)
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+    return "lightning" in sys.modules
+
+def try_first(room, may_load_lightning):
+    if (child := os.fork()) == 0:
+        try:
+            code = int(import_all(room) and not may_load_lightning)
+        except BaseException as error:
+            print(room, repr(error), flush=True)
+            code = 1
+        os._exit(code)
+    if os.waitpid(child, 0)[1] != 0:
+        sys.exit(f"{room}: fails as the first import, or imports lightning")
+
+for room in ("quantization", "adapters", "sharding", "optim", "weights", "checkpoint", "profiling", "export"):
+    try_first(room, False)
+import lightning.pytorch
+for room in ("strategy", "reporting", "planning", "tasks", "callbacks", "cli"):
+    try_first(room, True)
+"""
+
+
+def test_each_room_can_be_the_first_that_is_imported_and_few_bring_lightning() -> None:
+    run(sys.executable, "-c", IMPORT_ROOMS, cwd=ROOT)
+
+
+def test_every_public_name_is_found_and_none_is_loaded_before_it_is_used() -> None:
+    look = "import sys, lit_fsdp; print('torch' in sys.modules); print(*(type(n).__name__ for n in"
+    look += " map(lit_fsdp.__getattr__, set(lit_fsdp.__all__) - {'__version__'})))"
+    is_loaded, *kinds = run(sys.executable, "-c", look, cwd=ROOT).split()
+    assert is_loaded == "False"
+    assert set(kinds) <= {"type", "ABCMeta"}
+    assert set(lit_fsdp.__all__) <= set(dir(lit_fsdp))
+    with pytest.raises(AttributeError, match="no attribute 'Meshh'"):
+        lit_fsdp.__getattr__("Meshh")

@@ -17,6 +17,9 @@ SOURCES = [
 # Public by name, but moved or changed between minor releases all the same.
 DEEP = ("transformers.models.", "transformers.core_model_loading", "transformers.conversion_mapping", "peft.tuners.")
 IMPORTS = {
+    "jsonargparse": {
+        "jsonargparse._typehints.get_all_subclass_paths",
+    },
     "lightning": {
         "lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver",
         "lightning.fabric.utilities.distributed._destroy_dist_connection",

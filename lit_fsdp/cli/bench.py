@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-import jsonargparse
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
-from typing_extensions import override
 
-from lit_fsdp.cli.scaling import bench_scaling, check_out_folder
-from lit_fsdp.errors import ConfigError, describe_config_error, explain_unknown_key, nearest, report_error
+from lit_fsdp.cli.messages import report_error
+from lit_fsdp.cli.parser import check_out_folder, run_function
+from lit_fsdp.cli.scaling import bench_scaling, make_table
+from lit_fsdp.errors import ConfigError, suggest
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, Line, Timing, fit_line, measure_fabric
 from lit_fsdp.strategy.processes import is_torchrun
 from lit_fsdp.strategy.signals import put_off_interrupt
@@ -44,14 +44,11 @@ def run_bench(args: Sequence[str]) -> int:
         print(_HELP.format(benchmarks="\n".join(f"  {name:8}{summary}" for name, (_, summary) in BENCHMARKS.items())))
         return 0
     if what not in BENCHMARKS:
-        guess = nearest(what, BENCHMARKS)
-        hint = f"did you mean {guess}?" if guess else f"expected one of {', '.join(BENCHMARKS)}"
+        hint = suggest(what, BENCHMARKS, f"expected one of {', '.join(BENCHMARKS)}")
         raise ConfigError(f"bench {what}: unknown benchmark: {hint}" if what else f"bench: no benchmark: {hint}")
     run, summary = BENCHMARKS[what]
-    parser = BenchParser(prog=f"python -m lit_fsdp bench {what}", description=summary, allow_abbrev=False)
-    parser.add_function_arguments(run, fail_untyped=True)
-    settings = parser.instantiate(parser.parse_args(list(args[2:])))
-    return run(**settings.as_dict())
+    code: int = run_function(run, args[2:], command=f"bench {what}", description=summary)
+    return code
 
 
 def bench_comm(
@@ -179,8 +176,8 @@ def _end(processes: Sequence[Any]) -> None:
 def _enter(rank: int, world_size: int, port: int, body: tuple[Any, ...]) -> None:
     # Ctrl-C reaches all of them: end at once, without a traceback each. Also what they get when their parent is gone.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
+    os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size)))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     _measure(*body)
 
@@ -206,10 +203,9 @@ def _measure(sizes: list[int], backend: Backend, repeats: int, out: Path | None,
 
 
 def _describe_ranks(device: torch.device, backend: Backend, repeats: int) -> dict[str, Any]:
-    local = int(os.environ["LOCAL_WORLD_SIZE"])
     return {
         "num_ranks": dist.get_world_size(),
-        "num_nodes": dist.get_world_size() // local,
+        "num_nodes": dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"]),
         "backend": backend,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
@@ -226,25 +222,30 @@ def _report(timings: Sequence[Timing], ranks: dict[str, Any], out: Path | None) 
     console.print(_make_lines_table(lines))
     if out is None:
         return
+    unknown = {"alpha_s": None, "bandwidth_gb_s": None, "worst_pct": None}
     collectives = {
         kind: {
-            "alpha_s": None if (line := lines[kind]) is None else line.alpha_s,
-            "bandwidth_gb_s": None if line is None else line.bandwidth_gb_s,
-            "worst_pct": None if line is None else line.worst_pct,
+            **(unknown if (line := lines[kind]) is None else asdict(line)),
             "timings": [{name: getattr(timing, name) for name in _TIMING} for timing in found],
         }
         for kind, found in by_kind.items()
     }
     (out / "comm.json").write_text(json.dumps({"version": 1, **ranks, "collectives": collectives}, indent=1) + "\n")
-    _draw(title, by_kind, out / "comm.png")
+    # Late, as they load Lightning.
+    from lit_fsdp.reporting.plots import write_png
+    from lit_fsdp.reporting.sections import Curve, Plot
+
+    curves = [
+        Curve(label=kind, x=[timing.num_bytes for timing in found], y=[timing.bus_gb_s for timing in found])
+        for kind, found in by_kind.items()
+    ]
+    plot = Plot(title=title, x_label="size in bytes", y_label="bus GB/s", curves=curves, log_x=True)
+    write_png(plot, out / "comm.png")
     console.print(f"written: {out / 'comm.json'}, {out / 'comm.png'}", soft_wrap=True)
 
 
 def _make_table(title: str, by_kind: dict[Collective, list[Timing]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("collective")
-    for name in ("size", "median", "shortest", "longest", "bus GB/s"):
-        table.add_column(name, justify="right")
+    table = make_table(title, "collective", "size", "median", "shortest", "longest", "bus GB/s")
     for kind, found in by_kind.items():
         for timing in found:
             seconds = (timing.seconds, timing.seconds_low, timing.seconds_high)
@@ -255,10 +256,8 @@ def _make_table(title: str, by_kind: dict[Collective, list[Timing]]) -> Table:
 
 
 def _make_lines_table(lines: dict[Collective, Line | None]) -> Table:
-    table = Table(title="latency + bytes on the wire / bandwidth", title_justify="left")
-    table.add_column("collective")
-    for name in ("latency", "bandwidth", "off by up to"):
-        table.add_column(name, justify="right")
+    title = "latency + bytes on the wire / bandwidth"
+    table = make_table(title, "collective", "latency", "bandwidth", "off by up to")
     for kind, line in lines.items():
         cells = ["-", "-", "-"]
         if line is not None:
@@ -273,29 +272,6 @@ def _format_size(num_bytes: int) -> str:
         if num_bytes >= _UNITS[unit]:
             return f"{num_bytes / _UNITS[unit]:.4g} {unit}"
     return f"{num_bytes} B"
-
-
-def _draw(title: str, by_kind: dict[Collective, list[Timing]], path: Path) -> None:
-    # Late, as they load Lightning.
-    from lit_fsdp.reporting.plots import write_png
-    from lit_fsdp.reporting.sections import Curve, Plot
-
-    curves = [
-        Curve(label=kind, x=[timing.num_bytes for timing in found], y=[timing.bus_gb_s for timing in found])
-        for kind, found in by_kind.items()
-    ]
-    write_png(Plot(title=title, x_label="size in bytes", y_label="bus GB/s", curves=curves, log_x=True), path)
-
-
-class BenchParser(jsonargparse.ArgumentParser):
-    """A parser whose every refusal is one line, with the nearest known option."""
-
-    @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise instead of printing the usage."""
-        known = {action.dest for action in self._actions if action.dest != argparse.SUPPRESS}
-        message = explain_unknown_key(message, known - {"help", "config", "print_config"})
-        raise ConfigError(describe_config_error(message)) from ex
 
 
 # By the word after ``bench``: what runs it, and its line in the help. A further benchmark is one more entry.

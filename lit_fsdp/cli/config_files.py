@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -19,7 +20,11 @@ def check_config_files(args: Sequence[str]) -> list[Path]:
     Raises:
         ConfigError: What is wrong with which file, on which line.
     """
-    files = list(_find_config_files(args))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-c", "--config", action="append", nargs="?", default=[])
+    given = parser.parse_known_args(list(args))[0].config
+    # A mapping may be given in place of a file; an option without a value is for the next parser to refuse.
+    files = [Path(value).expanduser() for value in given if value and not value.lstrip().startswith("{")]
     for file in files:
         if not file.is_file():
             guess = nearest(file.name, [f.name for f in file.parent.glob("*.y*ml")])
@@ -28,17 +33,6 @@ def check_config_files(args: Sequence[str]) -> list[Path]:
             raise ConfigError(f"--config: {str(file)!r} {what}: {hint}")
         _check_content(file)
     return files
-
-
-def _find_config_files(args: Sequence[str]) -> Iterable[Path]:
-    for index, arg in enumerate(args):
-        name, equals, value = arg.partition("=")
-        if name in ("--config", "-c"):
-            if not equals:
-                value = args[index + 1] if index + 1 < len(args) else ""
-            # A mapping may be given in place of a file; an option that follows is for argparse to refuse.
-            if value and not value.lstrip().startswith(("{", "--")):
-                yield Path(value).expanduser()
 
 
 def _check_content(file: Path) -> None:
@@ -52,7 +46,7 @@ def _check_content(file: Path) -> None:
         problem = getattr(error, "problem", None) or "cannot be read"
         raise ConfigError(f"{file}{where}: not valid YAML: {problem}") from None
     if root is None:
-        return
+        raise ConfigError(f"--config: {str(file)!r} is empty: expected settings of trainer, model and data")
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{file}: got a {root.id}: expected keys such as `trainer: {{max_steps: 100}}`")
     for key, value in root.value:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from lit_fsdp.errors import ConfigError, describe_exception, is_debugging, nearest, report_error
+from lit_fsdp.cli.messages import describe_exception, report_error
+from lit_fsdp.errors import ConfigError, is_debugging, suggest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +136,7 @@ def _run_command(args: list[str]) -> int:
     if name.startswith("-"):
         raise ConfigError(f"{name}: an option before the command: expected {', '.join(COMMANDS)} first")
     if name not in COMMANDS:
-        guess = nearest(name, COMMANDS)
-        hint = f"did you mean {guess}?" if guess else f"expected one of {', '.join(COMMANDS)}"
+        hint = suggest(name, COMMANDS, f"expected one of {', '.join(COMMANDS)}")
         raise ConfigError(f"{name}: unknown command: {hint}")
     # Of an extra package that only 4-bit weights on CPUs would gain from; seen in bitsandbytes 0.50.
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_missing_kernel)

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,10 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from typing_extensions import override
 
 from lit_fsdp.cli.config_files import check_config_files
+from lit_fsdp.cli.messages import describe_exception
+from lit_fsdp.cli.parser import check_out_folder
 from lit_fsdp.cli.train import TrainerCLI
-from lit_fsdp.errors import ConfigError, describe_exception, is_debugging
+from lit_fsdp.errors import ConfigError, is_debugging
 from lit_fsdp.planning.estimate import Hardware, describe_model, guess_optimizer, guess_shape, measure_batch
 from lit_fsdp.planning.hardware import choose_usual_gpu, find_gpu, list_cards, parse_memory, suggest_gpus
 from lit_fsdp.planning.links import choose_links, parse_links
@@ -94,13 +96,18 @@ class PlanTrainer(PlannedTrainer):
             write: With `search`: file for the configuration with the chosen settings, for `fit --config`.
             out: Folder for `plan.json` and the picture `plan.png`. By default nothing is written.
         """
-        device_bytes = None if device_memory is None else _check(parse_memory, device_memory)
-        hardware = find_hardware(gpu, link, device_bytes=device_bytes, ranks_per_node=self.num_devices, search=search)
+        try:
+            device_bytes = None if device_memory is None else parse_memory(device_memory)
+            hardware = choose_hardware(
+                gpu, link, device_bytes=device_bytes, ranks_per_node=self.num_devices, search=search
+            )
+        except ValueError as error:  # not of the strategy, which may have settings of these names
+            raise ConfigError(str(error)) from None
         if gpu is not None and device_bytes is None and hardware is not None:
             device_bytes = round(hardware.gpu.memory_gib * 2**30)
         _check_search(search=search, exact=exact, write=write, device_bytes=device_bytes)
         if out is not None:
-            _make_folder(out)
+            check_out_folder(out)
         candidates: list[Candidate] = []
         speed_unit = ""
         if search:
@@ -232,13 +239,13 @@ class PlanCLI(TrainerCLI):
             raise ConfigError(line) from error
 
 
-def find_hardware(
+def choose_hardware(
     gpu: str | None, link: str | None, *, device_bytes: int | None, ranks_per_node: int, search: bool
 ) -> Hardware | None:
     """Return what was named, or for a search what is usual; ``None`` if time is not asked for.
 
     Raises:
-        ConfigError: No such GPU or link is known.
+        ValueError: No such GPU or link is known.
     """
     memory_gib = None if device_bytes is None else device_bytes / 2**30
     if gpu is None:
@@ -253,11 +260,7 @@ def find_hardware(
         raise ConfigError(
             f"gpu: got {gpu!r}: not in lit_fsdp/planning/hardware.py; nearest: {', '.join(suggest_gpus(gpu))}"
         )
-    try:
-        links = choose_links(found, ranks_per_node) if link is None else parse_links(link)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    return Hardware(gpu=found, links=links)
+    return Hardware(gpu=found, links=choose_links(found, ranks_per_node) if link is None else parse_links(link))
 
 
 def _list_others(gpu: str | None, hardware: Hardware | None) -> list[str]:
@@ -318,12 +321,12 @@ def _make_problem(
 def _report_search(steps: Steps, candidates: Sequence[Candidate], device_bytes: int, speed_unit: str) -> dict[str, Any]:
     """Print what a search has found, and return it for programs."""
     chosen = choose(candidates)
-    notes, per_node = _find_notes(steps, chosen), steps[0][0].ranks.per_node
+    notes, per_node = _choose_notes(steps, chosen), steps[0][0].ranks.per_node
     print_search(candidates, chosen, device_bytes, ranks_per_node=per_node, speed_unit=speed_unit, notes=notes)
     return describe_search(candidates, chosen, notes)
 
 
-def _find_notes(steps: Steps, chosen: Candidate | None) -> list[str]:
+def _choose_notes(steps: Steps, chosen: Candidate | None) -> list[str]:
     """Return what is to be known of the chosen model and was not said of the configured one."""
     changes = {} if chosen is None else chosen.changes
     step, own = max((pair for pair in steps if pair[1].items() <= changes.items()), key=lambda pair: len(pair[1]))
@@ -356,20 +359,6 @@ def _splits_batch(trainer: Trainer, module: LightningModule, data: Any) -> bool:
     counts = [trainer.val_check_interval, trainer.limit_train_batches]  # as whole numbers, of micro-batches
     is_counting = any(isinstance(count, int) and not isinstance(count, bool) for count in counts)
     return isinstance(getattr(data, "batch_size", None), int) and not mixes and not is_counting
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out: got {folder}: {error.strerror}; choose another folder") from error
-
-
-def _check(parse: Callable[[str], int], text: str) -> int:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _spell_options(args: Sequence[str]) -> list[str]:

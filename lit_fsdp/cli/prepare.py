@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from lit_fsdp.cli.export import ExportParser
+from lit_fsdp.cli.parser import run_function
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN
 from lit_fsdp.tasks.tts.codec.loading import fetch_codec
@@ -28,14 +28,12 @@ def run_prepare(args: Sequence[str]) -> int:
     if args[1:2] != ["tts"] and args[1:2] not in (["-h"], ["--help"]):
         got = args[1] if len(args) > 1 else "nothing"
         raise ConfigError(f"prepare: got {got}: expected `prepare tts`, the only data that is prepared")
-    parser = ExportParser(
-        prog="python -m lit_fsdp prepare tts",
+    done = run_function(
+        prepare_tts,
+        args[2:] if args[1] == "tts" else args[1:],
+        command="prepare tts",
         description="Turn audio files into rows with codes and speaker embeddings, for SpeechData.",
-        allow_abbrev=False,
     )
-    parser.add_function_arguments(prepare_tts, fail_untyped=True)
-    settings = parser.instantiate(parser.parse_args(list(args[2:] if args[1:2] == ["tts"] else args[1:])))
-    done = prepare_tts(**settings.as_dict())
     resumed = f", {done.num_resumed} shards were there already" if done.num_resumed else ""
     print(f"folder    {done.folder}{resumed}")
     print(f"rows      {done.num_rows}, {done.seconds / 3600:.3f} h")

@@ -12,6 +12,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from rich.console import Console
+from rich.table import Column, Table
+
+from lit_fsdp.cli.parser import check_out_folder
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.strategy.processes import is_torchrun
 
@@ -115,16 +120,6 @@ def read_report(path: Path) -> Scale:
     )
 
 
-def check_out_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be written to, before anything runs."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out: got {folder}: {error.strerror}; choose another folder") from error
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"out: got {folder}: not writable; choose another folder")
-
-
 def _list(given: list[str] | str | None) -> list[str]:
     return [given] if isinstance(given, str) else given or []
 
@@ -134,8 +129,6 @@ def _choose_ranks(given: str | None) -> list[int]:
         raise ConfigError(
             "bench scaling starts its runs itself: run it without torchrun, or compare reports with --reports"
         )
-    import torch
-
     num_gpus = torch.cuda.device_count()
     ranks = [2**i for i in range(num_gpus.bit_length())] or [1, 2]
     if given is not None:
@@ -161,22 +154,22 @@ def _run_all(config: Sequence[str], ranks: Sequence[int], steps: int, options: S
 
 def _run(folder: Path, config: Sequence[str], num_ranks: int, steps: int, options: Sequence[str]) -> Scale:
     command = [sys.executable, "-m", "lit_fsdp", "fit", *(f"--config={path}" for path in config), *options]
-    command += [
-        f"--trainer.devices={num_ranks}",
-        "--trainer.num_nodes=1",
-        f"--trainer.max_steps={steps}",
-        "--trainer.max_epochs=-1",
-        "--trainer.max_time=null",
-        f"--trainer.log_every_n_steps={steps // 2}",
-        "--trainer.limit_val_batches=0",
-        "--trainer.num_sanity_val_steps=0",
-        "--trainer.enable_checkpointing=false",
-        "--trainer.enable_progress_bar=false",
-        "--trainer.logger=false",
-        f"--trainer.default_root_dir={folder}",
-        f"--run_name=ranks_{num_ranks}",
-        "--monitoring=true",
-    ]
+    settings = {
+        "devices": num_ranks,
+        "num_nodes": 1,
+        "max_steps": steps,
+        "max_epochs": -1,
+        "max_time": "null",
+        "log_every_n_steps": steps // 2,
+        "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": "false",
+        "enable_progress_bar": "false",
+        "logger": "false",
+        "default_root_dir": folder,
+    }
+    command += [f"--trainer.{name}={value}" for name, value in settings.items()]
+    command += [f"--run_name=ranks_{num_ranks}", "--monitoring=true"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
         errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
@@ -185,25 +178,27 @@ def _run(folder: Path, config: Sequence[str], num_ranks: int, steps: int, option
     return read_report(folder / "runs" / f"ranks_{num_ranks}" / "report.json")
 
 
-def _print(scales: Sequence[Scale]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def make_table(title: str, *columns: str) -> Table:
+    """Return a table of numbers, the first column of names to the left.
 
-    table = Table(title="the batch of a rank is the same in all runs", title_justify="left")
+    Args:
+        title: Above it.
+        columns: Their heads.
+    """
+    first, *others = columns
+    return Table(first, *(Column(name, justify="right") for name in others), title=title, title_justify="left")
+
+
+def _print(scales: Sequence[Scale]) -> None:
     first = scales[0]
-    names = [f"{first.unit}/s", "per rank", f"of {first.num_ranks} rank{'s' if first.num_ranks > 1 else ''}", "step s"]
-    for name in ("ranks", *names, "exposed s", "exposed", "sent per rank, MiB"):
-        table.add_column(name, justify="right")
+    names = ["ranks", f"{first.unit}/s", "per rank", f"of {first.num_ranks} rank{'s' if first.num_ranks > 1 else ''}"]
+    names += ["step s", "exposed s", "exposed", "sent per rank, MiB"]
+    table = make_table("the batch of a rank is the same in all runs", *names)
     for scale in scales:
         efficiency = scale.per_s_per_rank / first.per_s_per_rank
         cells = [f"{scale.per_s:,.1f}", f"{scale.per_s_per_rank:,.1f}", f"{100 * efficiency:.0f} %"]
-        cells += [
-            f"{scale.step_s:.4f}",
-            f"{scale.exposed_s:.4f}",
-            f"{scale.exposed_pct:.0f} %",
-            f"{scale.wire_bytes / 2**20:,.1f}",
-        ]
-        table.add_row(str(scale.num_ranks), *cells)
+        cells += [f"{scale.step_s:.4f}", f"{scale.exposed_s:.4f}", f"{scale.exposed_pct:.0f} %"]
+        table.add_row(str(scale.num_ranks), *cells, f"{scale.wire_bytes / 2**20:,.1f}")
     Console(width=160).print(table)
 
 

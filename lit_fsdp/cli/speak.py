@@ -6,17 +6,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from lit_fsdp.cli.export import ExportParser
+from lit_fsdp.cli.parser import run_function
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN
 from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
 from lit_fsdp.tasks.tts.codec.loading import fetch_codec, open_codec
 from lit_fsdp.tasks.tts.evaluation.generated import Clip
 from lit_fsdp.tasks.tts.evaluation.prompts import read_prompts
-from lit_fsdp.tasks.tts.generation import Sampling, Speech
+from lit_fsdp.tasks.tts.generation import Sampling
 from lit_fsdp.tasks.tts.preparation.audio import AudioError, read_audio
 from lit_fsdp.tasks.tts.speaker import Reference, Speaker, open_speaker
 from lit_fsdp.tasks.tts.voice_export import export_voice
@@ -28,14 +27,13 @@ def run_speak(args: Sequence[str]) -> int:
     Args:
         args: The command line, the command first.
     """
-    parser = ExportParser(
-        prog="python -m lit_fsdp speak",
+    spoken_files = run_function(
+        speak_texts,
+        args[1:],
+        command="speak",
         description="Speak texts with a checkpoint of TextToSpeech, or with the folder of a model.",
-        allow_abbrev=False,
     )
-    parser.add_function_arguments(speak_texts, fail_untyped=True)
-    settings = parser.instantiate(parser.parse_args(list(args[1:])))
-    for spoken in speak_texts(**settings.as_dict()):
+    for spoken in spoken_files:
         cut = f", cut off at sampling.max_frames {spoken.max_frames}: no end was written"
         print(f"{spoken.path}  {spoken.seconds:.2f} s{'' if spoken.has_ended else cut}")
     return 0
@@ -47,14 +45,12 @@ def run_export_voice(args: Sequence[str]) -> int:
     Args:
         args: The command line, the command first.
     """
-    parser = ExportParser(
-        prog="python -m lit_fsdp export-voice",
+    exported = run_function(
+        export_voice,
+        args[1:],
+        command="export-voice",
         description="Write the model of a speech checkpoint as a folder that qwen-tts or Transformers loads.",
-        allow_abbrev=False,
     )
-    parser.add_function_arguments(export_voice, fail_untyped=True)
-    settings = parser.instantiate(parser.parse_args(list(args[1:])))
-    exported = export_voice(**settings.as_dict())
     print(f"folder  {exported.folder}")
     for note in exported.notes:
         print(f"note    {note}")
@@ -63,14 +59,7 @@ def run_export_voice(args: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SpokenFile:
-    """A text that was spoken.
-
-    Args:
-        path: Of the WAV file.
-        seconds: Of its audio.
-        has_ended: Whether the end was written; otherwise the speech was cut off.
-        max_frames: Where.
-    """
+    """A text that was spoken; without an end it was cut off at ``max_frames``."""
 
     path: Path
     seconds: float
@@ -112,11 +101,16 @@ def speak_texts(
         base: Of a checkpoint: where the model is that its run started from, if not where it was.
         sampling: How codes are chosen; what is not given comes from the model's ``generation_config.json``.
     """
-    _check_sources(text, texts)
-    _check_reference(ref_audio, ref_text, speaker)
+    if (text is None) == (texts is None):
+        raise ValueError("text or texts: expected one of them: what to say, or a file of it")
+    if speaker is not None and ref_audio is not None:
+        raise ValueError("ref_audio: not used, as speaker names a voice; leave one of them out")
+    if ref_text is not None and ref_audio is None:
+        raise ValueError("ref_text: not used without ref_audio, in which it is said; set that, or leave it out")
     if batch_size < 1:
         raise ValueError(f"batch_size: got {batch_size}: expected 1 or more")
-    _check_folder(out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out: {out} is a file: expected a folder, or the name of a new one")
     rows = [(text or "", speaker, language)]
     if texts is not None:
         rows = _read_texts(texts, speaker, language, is_cloned=ref_audio is not None)
@@ -127,6 +121,7 @@ def speak_texts(
     out.mkdir(parents=True, exist_ok=True)
     written, lines = [], []
     streaming = opened.is_streaming if streaming is None else streaming
+    settings = {"model": model, "sampling": asdict(opened.sampling)}
     for begin in range(0, len(rows), batch_size):
         spoken = opened.speak(utterances[begin : begin + batch_size], is_streaming=streaming)
         for i, speech in enumerate(spoken, start=begin):
@@ -135,37 +130,11 @@ def speak_texts(
             Clip(audio=audio, sample_rate=decoder.sample_rate).write(path)
             limit = opened.sampling.max_frames
             written.append(SpokenFile(path=path, seconds=seconds, has_ended=speech.has_ended, max_frames=limit))
-            lines.append(_describe(path, rows[i], speech))
-    _write_list(out / "spoken.jsonl", lines, {"model": model, "sampling": asdict(opened.sampling)})
+            about = dict(zip(("text", "speaker", "language"), rows[i], strict=True))
+            line = {"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)}
+            lines.append(json.dumps({**line, **settings}, ensure_ascii=False) + "\n")
+    (out / "spoken.jsonl").write_text("".join(lines), encoding="utf-8")
     return written
-
-
-def _check_sources(text: str | None, texts: Path | None) -> None:
-    if (text is None) == (texts is None):
-        raise ValueError("text or texts: expected one of them: what to say, or a file of it")
-
-
-def _check_folder(out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out: {out} is a file: expected a folder, or the name of a new one")
-
-
-def _check_reference(audio: Path | None, text: str | None, speaker: str | None) -> None:
-    if speaker is not None and audio is not None:
-        raise ValueError("ref_audio: not used, as speaker names a voice; leave one of them out")
-    if text is not None and audio is None:
-        raise ValueError("ref_text: not used without ref_audio, in which it is said; set that, or leave it out")
-
-
-def _describe(path: Path, row: tuple[str, str | None, str | None], speech: Speech) -> dict[str, Any]:
-    about = dict(zip(("text", "speaker", "language"), row, strict=True))
-    return {"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)}
-
-
-def _write_list(path: Path, lines: list[dict[str, Any]], settings: dict[str, Any]) -> None:
-    """Write what was spoken as JSON lines, each with the settings."""
-    texts = (json.dumps({**line, **settings}, ensure_ascii=False) for line in lines)
-    path.write_text("".join(f"{line}\n" for line in texts), encoding="utf-8")
 
 
 def _read_texts(

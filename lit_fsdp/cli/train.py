@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import logging
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from jsonargparse import Namespace
@@ -29,17 +27,10 @@ import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by 
 from lit_fsdp.callbacks import Preemption, ProgressBar
 from lit_fsdp.checkpoint.latest import describe_interruption, find_last_checkpoint
 from lit_fsdp.cli.config_files import check_config_files
-from lit_fsdp.cli.default_callbacks import Defaults, choose_callbacks
-from lit_fsdp.errors import (
-    ConfigError,
-    describe_config_error,
-    describe_exception,
-    explain_bare_flag,
-    explain_unknown_key,
-    is_debugging,
-    nearest,
-    report_error,
-)
+from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers
+from lit_fsdp.cli.messages import describe_exception, report_error
+from lit_fsdp.cli.parser import OneLineParser, read_path
+from lit_fsdp.errors import ConfigError, is_debugging, nearest, suggest
 from lit_fsdp.planning.auto_strategy import NAME
 from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.launcher import describe_failed, stop_children
@@ -73,25 +64,10 @@ def run_trainer(args: Sequence[str]) -> int:
     return 0
 
 
-class RunParser(LightningArgumentParser):
-    """A parser whose every refusal is one line, with the YAML path and the nearest known key."""
+class RunParser(OneLineParser, LightningArgumentParser):
+    """The parser of a run, with its own way to build classes."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # An abbreviation is a typo that runs: --trainer.max_step=3 would be taken for max_steps. Not in
-        # `parser_kwargs`, which do not reach the parser that jsonargparse makes for each class.
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
-        self.build_class: Callable[..., Any] | None = None
-
-    @override
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise instead of printing the usage; a nested parser hands its line to the one that holds it."""
-        parser = getattr(ex, "subcommand_parser", None) or self
-        known = {action.dest for action in parser._actions} - {argparse.SUPPRESS, "help", "config", "print_config"}
-        message = explain_bare_flag(explain_unknown_key(message, known), parser._actions)
-        if not self.exit_on_error:
-            raise argparse.ArgumentError(None, message) from ex
-        subcommand = getattr(parser, "subcommand", "fit")
-        raise ConfigError(describe_config_error(message, subcommand=subcommand)) from ex
+    build_class: Callable[..., Any] | None = None
 
     @override
     def instantiate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> Namespace:
@@ -99,15 +75,6 @@ class RunParser(LightningArgumentParser):
         if self.build_class is not None:
             kwargs["instantiators"] = [(self.build_class, object, True)]
         return super().instantiate(namespace, *args, **kwargs)
-
-    @override
-    def validate(self, namespace: Namespace, *args: Any, **kwargs: Any) -> None:
-        """Refuse a scalar given for a dataclass, which jsonargparse 4.53 lets pass until it is built."""
-        for key in self.groups or {}:
-            value = namespace.get(key)
-            if isinstance(value, bool | int | float | str | list):
-                raise TypeError(f"Parser key \"{key}\":\n  Expected a <class 'dict'>. Got value: {value}")
-        super().validate(namespace, *args, **kwargs)
 
 
 class SaveRunConfig(SaveConfigCallback):
@@ -118,29 +85,20 @@ class SaveRunConfig(SaveConfigCallback):
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace, *, fallback_dir: str) -> None:
-        super().__init__(parser, config, overwrite=True)
+        super().__init__(parser, config, save_to_log_dir=False)
         self.fallback_dir = fallback_dir
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Save once, on rank 0."""
-        if self.already_saved or not trainer.is_global_zero:
-            return
         logger = trainer.logger
-        folder = Path(self.fallback_dir)
-        if isinstance(logger, CSVLogger | TensorBoardLogger):
-            folder = Path(logger.log_dir)
+        folder = Path(logger.log_dir if isinstance(logger, CSVLogger | TensorBoardLogger) else self.fallback_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.parser.save(self.config, str(folder / self.config_filename), skip_unset=False, overwrite=True)
-        self.already_saved = True
 
 
 class _InstantiationFailed(BaseException):
     """Carries an error past jsonargparse, which takes any ``Exception`` for a mismatch of a union."""
-
-    def __init__(self, error: Exception, class_type: type, settings: Mapping[str, Any]) -> None:
-        super().__init__(str(error))
-        self.error, self.class_type, self.settings = error, class_type, settings
 
 
 class TrainerCLI(LightningCLI):
@@ -223,12 +181,12 @@ class TrainerCLI(LightningCLI):
         try:
             super().instantiate_classes()
         except _InstantiationFailed as failed:
-            line = describe_exception(failed.error, trusted=("lit_fsdp", "lightning"))
+            error = failed.__cause__
+            assert error is not None
+            line = describe_exception(error, trusted=("lit_fsdp", "lightning"))
             if line is None or is_debugging():
-                raise failed.error from None
-            config = self.config[self.subcommand].as_dict()
-            path = _find_settings(config, failed.class_type, failed.settings)
-            raise ConfigError(_add_path(line, config, path)) from failed.error
+                raise error from None
+            raise ConfigError(self._add_path(line, read_path(failed))) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer, with our loggers and callbacks where the configuration has none of the kind."""
@@ -241,19 +199,16 @@ class TrainerCLI(LightningCLI):
             line = describe_exception(error, trusted=("lit_fsdp", "lightning"))
             if line is None:
                 raise
-            raise ConfigError(_add_path(line, self.config[self.subcommand].as_dict(), "trainer")) from error
+            raise ConfigError(self._add_path(line, "trainer")) from error
 
     def choose_parts(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the Trainer is built of besides its settings: loggers and callbacks."""
-        callbacks = settings["callbacks"] or []
-        callbacks = list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
-        defaults = Defaults(
-            command=self.command,
-            run_root=self.run_root,
-            **{key: self._get(self.config_init, key) for key in ("progress_bar", "run_summary", "monitoring")},
-        )
-        callbacks += choose_callbacks(defaults, settings, callbacks)
-        return {"callbacks": callbacks, "logger": self._choose_loggers(settings)}
+        given = settings["callbacks"] or []
+        given = list(given) if isinstance(given, list | tuple) else [given]
+        keys = ("progress_bar", "run_summary", "monitoring")
+        options = {key: self._get(self.config_init, key) for key in keys}
+        added = choose_callbacks(given, settings, command=self.command, run_root=self.run_root, **options)
+        return {"callbacks": [*given, *added], "logger": choose_loggers(settings, self.run_root)}
 
     def after_instantiate_classes(self) -> None:
         """Let ``--ckpt_path last`` find the newest complete checkpoint of the runs of this name."""
@@ -307,16 +262,7 @@ class TrainerCLI(LightningCLI):
             build = _InstantiatorFn(cli=self, key=key)
             return build(class_type, *args, applied_instantiation_links=applied_instantiation_links, **kwargs)
         except Exception as error:
-            raise _InstantiationFailed(error, class_type, kwargs) from error
-
-    def _choose_loggers(self, settings: Mapping[str, Any]) -> Any:
-        logger = settings["logger"]
-        if logger not in (None, True) or settings["fast_dev_run"]:
-            return logger
-        folder, name = self.run_root.parent, self.run_root.name
-        tensorboard = TensorBoardLogger(folder, name=name)
-        # Left alone, the second logger would see the folder of the first and take the next number.
-        return [tensorboard, CSVLogger(folder, name=name, version=tensorboard.version)]
+            raise _InstantiationFailed from error
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
@@ -338,8 +284,21 @@ class TrainerCLI(LightningCLI):
                 raise RuntimeError(f"{describe_failed(codes)} ({found[0]})") from error
             line = describe_exception(error)
             if line is not None and isinstance(error, ValueError) and not is_debugging():
-                raise ValueError(_add_path(line, self.config[self.subcommand].as_dict())) from error
+                raise ValueError(self._add_path(line)) from error
             raise
+
+    def _add_path(self, line: str, path: str = "") -> str:
+        """Begin an error with the YAML path of the setting that it names first, else with ``path``."""
+        name = re.match(r"\w+(?=[.: ])", line)
+        sections = [section for section in _SETTINGS if section.startswith(path) or path.startswith(section)]
+        for section in [path, f"{path}.init_args", *sections] if path else sections:
+            settings = self._get(self.config, section)
+            if name is None or not isinstance(settings, Namespace) or name[0] not in settings:
+                continue
+            # `train.jsonl line 3: ...` is about a file, not about the setting `train`.
+            if line[name.end()] != "." or isinstance(settings[name[0]], Namespace | dict):
+                return f"{section}.{line}"
+        return f"{path}: {line}" if path else line
 
     def _parse_ckpt_path(self) -> None:
         """Keep the settings stored in ``--ckpt_path`` from beating the command line in silence."""
@@ -354,51 +313,5 @@ def _check_strategy_name(strategy: Any) -> None:
     known = ["auto", *StrategyRegistry.available_strategies()]
     if isinstance(strategy, str) and strategy not in known:
         ours = [*PRESETS, NAME]
-        guess = nearest(strategy, ours) or nearest(strategy, known)
-        hint = f"did you mean {guess}?" if guess else f"expected a name such as {', '.join(ours)}"
+        hint = suggest(strategy, ours, suggest(strategy, known, f"expected a name such as {', '.join(ours)}"))
         raise ConfigError(f"trainer.strategy: got {strategy!r}: {hint}")
-
-
-def _add_path(line: str, config: dict[str, Any], path: str = "") -> str:
-    """Begin an error with the YAML path of the setting that it names first, else with ``path``."""
-    name = re.match(r"\w+(?=[.: ])", line)
-    sections = [section for section in _SETTINGS if section.startswith(path) or path.startswith(section)]
-    for section in filter(None, [path, *sections]):
-        settings = _find_node(config, section)
-        # `train.jsonl line 3: ...` is about a file, not about the setting `train`.
-        if name and name[0] in settings and (line[name.end()] != "." or isinstance(settings[name[0]], dict)):
-            return f"{section}.{line}"
-    return f"{path}: {line}" if path else line
-
-
-def _find_node(config: dict[str, Any], path: str) -> dict[str, Any]:
-    node: Any = config
-    for key in path.split("."):
-        node = node.get(key) if isinstance(node, dict) else None
-    return node if isinstance(node, dict) else {}
-
-
-def _find_settings(node: Any, class_type: type, settings: Mapping[str, Any], path: str = "") -> str:
-    """Return the YAML path of the one node that ``class_type`` was built from, or nothing when in doubt."""
-    found = [p for p, n in _walk_settings(node, path) if _is_built_from(n, class_type, settings)]
-    return found[0] if len(found) == 1 else ""
-
-
-def _walk_settings(node: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    if isinstance(node, list):
-        for index, item in enumerate(node):
-            yield from _walk_settings(item, f"{path}[{index}]")
-    elif isinstance(node, dict):
-        yield path, node
-        for key, value in node.items():
-            yield from _walk_settings(value, f"{path}.{key}" if path else key)
-
-
-def _is_built_from(node: dict[str, Any], class_type: type, settings: Mapping[str, Any]) -> bool:
-    if "class_path" in node:
-        return str(node["class_path"]).rsplit(".", 1)[-1] == class_type.__name__
-    if not dataclasses.is_dataclass(class_type):
-        return False
-    # It has no class_path in the YAML: told by its keys and its plain values.
-    plain = {k: v for k, v in settings.items() if isinstance(v, bool | int | float | str | None)}
-    return node.keys() == settings.keys() and all(node[key] == value for key, value in plain.items())

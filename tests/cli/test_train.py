@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from lit_fsdp.cli.main import format_help, main
-from lit_fsdp.errors import describe_exception, nearest
+from lit_fsdp.cli.messages import describe_exception
+from lit_fsdp.errors import nearest
 from lit_fsdp.strategy.processes import choose_processes
 
 ROOT = Path(__file__).parents[2]
@@ -136,7 +137,7 @@ SIMPLE = [
     ("{}", "--trainer.strategy=tinytask.TinyStrategy --trainer.strategy.grid.row=2",
      "trainer.strategy.init_args.grid.row: unknown key of tinytask.TinyStrategy: did you"),
     ("{trainer: {callbacks: [{class_path: ModelCheckpoint, init_args: {save_topk: 3}}]}}", "",
-     "trainer.callbacks[ModelCheckpoint].init_args.save_topk: unknown key of lightning.pytorch"),
+     "trainer.callbacks[0].init_args.save_topk: unknown key of lightning.pytorch"),
     # a wrong type or choice
     ("{trainer: {max_steps: abc}}", "", "trainer.max_steps: got 'abc': expected int"),
     ("{model: {init_args: {hidden: x}}}", "", "model.init_args.hidden: got 'x': expected int"),
@@ -156,6 +157,8 @@ SIMPLE = [
     ("{}", "--trainer.precision=bf17", "trainer.precision: got 'bf17': expected one of"),
     ("{trainer: 3}", "", "trainer: got 3 (extra.yaml, line 1): expected a mapping"),
     ("{seed_everything: x}", "", "seed_everything: got 'x': expected true or false or int"),
+    ("{data: {class_path: TextData, init_args: {train: [{a: b}]}}}", "",
+     "data.init_args.train[0]: got {'a': 'b'}: expected str"),
     # a class
     ("{model: {class_path: tinytask.TinyTsk}}", "",
      "model.class_path: got 'tinytask.TinyTsk': module tinytask has no TinyTsk: did you mean TinyTask?"),
@@ -183,7 +186,7 @@ SIMPLE = [
     ("{}", "--trainer.strategy=fsdp3", "trainer.strategy: got 'fsdp3': did you mean fsdp2?"),
     ("{}", "--trainer.limit_train_batches=-3", "trainer: You have passed invalid value -3"),
     ("{}", "--cpu_processes=0", "cpu_processes: got 0: expected 1 or more"),
-    ("", "", "config: the file is empty: expected settings of trainer, model and data"),
+    ("", "", "--config: 'extra.yaml' is empty: expected settings of trainer, model and data"),
 ]  # fmt: skip
 
 

@@ -22,7 +22,7 @@ CONFIGS = {
     "the model has: CausalLM, Embedding,",
     "wrap.policy=min_size": f"{STRATEGY}.wrap.min_num_params: got None with policy 'min_size'",
     "compile.backend=nothing": f"{STRATEGY}.compile.backend: got 'nothing': expected one such as",
-    "--trainer.precision=8-bit": "trainer.precision: got 8-bit: expected one of",
+    "--trainer.precision=8-bit": "trainer.precision: got '8-bit': expected one of",
     "--trainer.precision=16-mixed": "trainer.precision: got '16-mixed': float16 needs a GPU and the run is on cpu",
     "--trainer.devices=3": "trainer.devices: got 3: torchrun started 2 processes on this node: expected 2",
     "--model.config.vocab_size=260": "model.init_args.config.vocab_size: got 260: the tokenizer has 300 tokens",

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from report_runs import TinyTask
 from torch.utils.data import DataLoader
 
-from lit_fsdp.errors import describe_exception
+from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.strategy import launcher
 from lit_fsdp.strategy.launcher import PatientObserver, describe_failed, outlive_children
 

@@ -23,7 +23,7 @@ from lit_fsdp.callbacks import (
     ThroughputLogger,
     WritePredictions,
 )
-from lit_fsdp.cli.default_callbacks import Defaults, choose_callbacks
+from lit_fsdp.cli.defaults import choose_callbacks
 
 MEASURING = [StabilityMonitor, MemoryLogger, CommunicationLogger, ThroughputLogger, OOMReport]
 MONITORS = [ClassReport, *MEASURING, SpokenReport, RunReport]
@@ -33,14 +33,16 @@ def choose(
     *given: Callback, command: str = "fit", run_summary: bool = True, monitoring: bool = True, **trainer: Any
 ) -> list[type[Callback]]:
     settings = {"fast_dev_run": False, "enable_progress_bar": None, "enable_checkpointing": None, **trainer}
-    defaults = Defaults(
+    chosen = choose_callbacks(
+        given,
+        settings,
         command=command,
         run_root=Path("runs/x"),
         progress_bar=ProgressBar(),
         run_summary=run_summary,
         monitoring=monitoring,
     )
-    return [type(callback) for callback in choose_callbacks(defaults, settings, given)]
+    return [type(callback) for callback in chosen]
 
 
 def test_a_fit_is_saved_preempted_reported_and_summed_up_the_summary_last() -> None:

@@ -1,0 +1,84 @@
+"""Which callbacks and loggers a run of the command line has without being asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar as LightningProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from lit_fsdp.callbacks import (
+    ClassReport,
+    CommunicationLogger,
+    MemoryLogger,
+    OOMReport,
+    Preemption,
+    ProgressBar,
+    RunReport,
+    RunSummary,
+    SpokenReport,
+    StabilityMonitor,
+    ThroughputLogger,
+    WritePredictions,
+)
+
+
+def choose_callbacks(
+    given: Sequence[Callback],
+    trainer: Mapping[str, Any],
+    *,
+    command: str,
+    run_root: Path,
+    progress_bar: ProgressBar,
+    run_summary: bool,
+    monitoring: bool,
+) -> list[Callback]:
+    """Return the callbacks to add; one that is given replaces that of its class.
+
+    Args:
+        given: The user's callbacks.
+        trainer: The settings of the Trainer.
+        command: ``fit``, ``validate``, ``test`` or ``predict``.
+        run_root: Folder of all runs of this name.
+        progress_bar: With the settings of the user.
+        run_summary: Whether a table is printed at the end.
+        monitoring: Whether the run is measured and ends in a report.
+    """
+    folder = str(run_root)
+    is_fit, is_trying = command == "fit", trainer["fast_dev_run"]
+    has_checkpoints = trainer["enable_checkpointing"] is not False and not is_trying
+    wanted: list[tuple[bool, type[Callback], Callback]] = [
+        (trainer["enable_progress_bar"] is not False, LightningProgressBar, progress_bar),
+        (command == "predict", WritePredictions, WritePredictions(fallback_dir=folder)),
+        (is_fit and not is_trying, Preemption, Preemption()),
+        (has_checkpoints, Checkpoint, ModelCheckpoint(save_last="link")),  # a copy would be a second full checkpoint
+        (monitoring and command != "predict", ClassReport, ClassReport(fallback_dir=folder)),
+    ]
+    # The last shows what the others have to say.
+    measuring: list[Callback] = [StabilityMonitor(), MemoryLogger(fallback_dir=folder), CommunicationLogger()]
+    measuring += [ThroughputLogger(), OOMReport(fallback_dir=folder), SpokenReport(), RunReport(fallback_dir=folder)]
+    wanted += [(monitoring and is_fit, type(callback), callback) for callback in measuring]
+    wanted.append((run_summary, RunSummary, RunSummary()))  # after the tables of all others
+    return [
+        callback
+        for is_wanted, kind, callback in wanted
+        if is_wanted and not any(isinstance(other, kind) for other in given)
+    ]
+
+
+def choose_loggers(trainer: Mapping[str, Any], run_root: Path) -> Any:
+    """Return the loggers of a Trainer: those that are given, else files in the folder of the run.
+
+    Args:
+        trainer: The settings of the Trainer.
+        run_root: Folder of all runs of this name.
+    """
+    if trainer["logger"] not in (None, True) or trainer["fast_dev_run"]:
+        return trainer["logger"]
+    folder, name = run_root.parent, run_root.name
+    tensorboard = TensorBoardLogger(folder, name=name)
+    # Left alone, the second logger would see the folder of the first and take the next number.
+    return [tensorboard, CSVLogger(folder, name=name, version=tensorboard.version)]

@@ -1,0 +1,72 @@
+"""Which errors end in one line, and that line.
+
+Nothing heavy is imported here, as the front door needs it before torch loads.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+_KILLED_WORKER = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: Killed")
+_LATE_CHECK = re.compile(r"`val_check_interval` \((\d+)\) must be .* number of the training batches \((\d+)\)")
+_EXTRAS = {"wandb": "wandb", "mlflow": "mlflow"}
+
+
+def report_error(line: str) -> None:
+    """Print ``error: line`` on stderr, with the rank in front on all but the first."""
+    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    prefix = f"[rank {rank}] " if rank != "0" else ""
+    line = " ".join(line.split())
+    line = line if len(line) <= 500 else f"{line[:497]}..."
+    # One write, so that the lines of several ranks do not mix.
+    sys.stderr.write(f"{prefix}error: {line}\n")
+    sys.stderr.flush()
+
+
+def describe_exception(error: BaseException, *, trusted: Iterable[str] = ("lit_fsdp",)) -> str | None:
+    """Return the one line that tells a user all, or ``None`` where the traceback is needed.
+
+    One line is enough for what our own code refused: a ``raise`` written in our folders. An error that merely
+    passes through them is a bug of ours, and needs its traceback.
+
+    Args:
+        error: What was raised.
+        trusted: The packages whose ``raise`` is a refusal.
+    """
+    line = str(error) or type(error).__name__
+    if isinstance(error, ModuleNotFoundError):
+        for package, extra in _EXTRAS.items():
+            if package in line.lower():
+                return f'the package {package} is not installed: pip install "lit_fsdp[{extra}]"'
+    names = {base.__name__ for base in type(error).__mro__}
+    if "MisconfigurationException" in names:
+        is_gpu_missing = line.startswith("No supported gpu backend")
+        return f"accelerator: {line} torch sees none on this machine; set it to auto" if is_gpu_missing else line
+    if "OutOfMemoryError" in names or "DefaultCPUAllocator: can't allocate memory" in line:
+        return f"out of memory: {line.splitlines()[0]}"  # where it was is in the report
+    if killed := _KILLED_WORKER.search(line):
+        return f"{killed[0]}: the kernel does so when host memory runs out; set num_workers of the data lower"
+    if late := _LATE_CHECK.search(line):  # Lightning knows it once the data is there
+        return (
+            f"trainer.val_check_interval: got {late[1]}: an epoch has {late[2]} batches: set it to {late[2]} or less, "
+            "or check_val_every_n_epoch: null, to count batches of all epochs"
+        )
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames or not _is_inside(frames[-1].f_code.co_filename, trusted):
+        return None
+    raised_here = dis.opname[frames[-1].f_code.co_code[frames[-1].f_lasti]] == "RAISE_VARARGS"
+    is_refusal = raised_here and isinstance(error, ValueError | TypeError | RuntimeError)
+    return line if is_refusal or isinstance(error, FileNotFoundError | ImportError) else None
+
+
+def _is_inside(filename: str, packages: Iterable[str]) -> bool:
+    folders = [folder for package in packages for folder in getattr(sys.modules.get(package), "__path__", ())]
+    # Of ours, two folders are links to their neighbours.
+    roots = {Path(folder, name).resolve() for folder in folders for name in ("", "tasks", "callbacks")}
+    return any(Path(filename).resolve().is_relative_to(root) for root in roots)

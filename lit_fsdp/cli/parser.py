@@ -1,0 +1,332 @@
+"""Parsers whose every refusal is one line: where in the YAML, what was given, what was expected.
+
+Note [Errors of jsonargparse]: they are nested text, with lines for every alternative of a union. What they are made
+of is in the frames of their tracebacks: setting, type and value, and the errors of all alternatives. That is read
+here, and of several alternatives the deepest counts. The names in those frames are private, seen in jsonargparse 4.53;
+where one is missing, the text is printed as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections.abc
+import dataclasses
+import os
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+import jsonargparse
+from jsonargparse._typehints import get_all_subclass_paths  # private, seen in 4.53
+from typing_extensions import override
+
+from lit_fsdp.cli.renamed import RENAMED, rename_key
+from lit_fsdp.errors import ConfigError, nearest, suggest
+
+_BASES = ("LightningModule", "LightningDataModule")  # what model and data are without a class
+_TYPE_WORDS = {type(None): "null", bool: "true or false", collections.abc.Iterable: "list", dict: "mapping"}
+
+
+class OneLineParser(jsonargparse.ArgumentParser):
+    """A parser that raises one line instead of printing its usage.
+
+    The parser that jsonargparse makes for each class is of the same type, and hands on what it refuses.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # An abbreviation is a typo that runs: --trainer.max_step=3 would be taken for max_steps.
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise a ``ConfigError``, or for a class what the parser that holds it makes one of."""
+        error = ex or _RefusalError(
+            message.removeprefix("unrecognized arguments: "), "unexpected argument: expected --key=value", self
+        )
+        if not self.exit_on_error:
+            raise argparse.ArgumentError(None, message) from error
+        try:
+            line = describe_refusal(error, getattr(ex, "subcommand_parser", self))
+        except KeyError:  # another jsonargparse
+            line = message
+        raise ConfigError(line) from ex
+
+    @override
+    def validate(self, namespace: jsonargparse.Namespace, *args: Any, **kwargs: Any) -> None:
+        """Refuse a scalar given for a dataclass, which jsonargparse 4.53 lets pass until it is built."""
+        for key in self.groups or {}:
+            value = namespace.get(key)
+            if isinstance(value, bool | int | float | str | list):
+                raise _RefusalError(key, f"got {value!r}: expected mapping")
+        super().validate(namespace, *args, **kwargs)
+
+
+def run_function(function: Callable[..., Any], args: Sequence[str], *, command: str, description: str) -> Any:
+    """Call a function with the settings of a command line, one option for each of its arguments.
+
+    Args:
+        function: Its docstring is the help.
+        args: The options.
+        command: What comes before them.
+        description: The first line of the help.
+    """
+    parser = OneLineParser(prog=f"python -m lit_fsdp {command}", description=description)
+    parser.add_function_arguments(function, fail_untyped=True)
+    return function(**parser.instantiate(parser.parse_args(list(args))).as_dict())
+
+
+def check_out_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written to, before anything runs."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out: got {folder}: {error.strerror}; choose another folder") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"out: got {folder}: not writable; choose another folder")
+
+
+class _RefusalError(TypeError):
+    """What is refused here, or what is left of a command line, of which only ``parser`` knows what it may be."""
+
+    def __init__(self, key: str, text: str, parser: jsonargparse.ArgumentParser | None = None) -> None:
+        super().__init__(f"{key}: {text}")
+        self.key, self.text, self.parser = key, text, parser
+
+
+@dataclasses.dataclass(frozen=True)
+class _Refusal:
+    """One thing that is wrong, or one alternative of a union that does not fit."""
+
+    error: BaseException
+    function: str = ""  # of jsonargparse, where it was found
+    at: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the variables there
+    path: str = ""  # in the YAML
+    depth: int = 0  # in how many settings and classes it lies
+    owner: str = ""  # class that the setting is of
+    setting: Any = None  # its type, with all alternatives
+    typehint: Any = None  # the alternative
+    value: Any = None
+
+    def enter(self, function: str, at: Mapping[str, Any]) -> _Refusal:
+        """Return what is known one call further in."""
+        inside = dataclasses.replace(self, function=function, at=at)
+        match function:
+            case "_check_type" | "_load_config" | "instantiate_classes" | "group_instantiate_class":
+                action = at.get("self", at.get("group"))
+                path = _join(self.path, getattr(action, "dest", ""))  # a parser has none
+                setting = getattr(action, "_typehint", None)
+                return dataclasses.replace(inside, path=path, depth=self.depth + 1, setting=setting)
+            case "apply_config":
+                return dataclasses.replace(inside, path=at["dest"])
+            case "adapt_class_type":
+                path = self.path if dataclasses.is_dataclass(at["val_class"]) else f"{self.path}.init_args"
+                return dataclasses.replace(inside, path=path, depth=self.depth + 1, owner=at["value"]["class_path"])
+            case "adapt_typehints":
+                if self.function == function and "n" in self.at:  # in a list
+                    inside = dataclasses.replace(inside, path=f"{self.path}[{self.at['n']}]", depth=self.depth + 1)
+                return dataclasses.replace(inside, typehint=at["typehint"], value=at.get("val_input", at["val"]))
+        return inside
+
+    @property
+    def rank(self) -> int:
+        """How little it says of several alternatives: 2 of a type that is no class, 1 where no class was named."""
+        if self.function != "adapt_typehints":
+            return 0
+        return 2 if "val_input" not in self.at else 1 if "val_class" not in self.at else 0
+
+
+_FUNCTIONS = {"_check_type", "_load_config", "instantiate_classes", "group_instantiate_class", "apply_config"}
+_FUNCTIONS |= {"adapt_class_type", "adapt_typehints", "raise_union_unexpected_value"}
+_FUNCTIONS |= {"check_values", "check_required", "import_object"}
+
+
+def _read_refusals(error: BaseException, place: _Refusal) -> Iterator[_Refusal]:
+    """Follow an error to where it was raised; at a union, each of its alternatives."""
+    seen: set[FrameType] = set()
+    cause: BaseException | None = error
+    while cause is not None:
+        error, cause = cause, cause.__cause__
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            function, module = frame.f_code.co_name, frame.f_globals["__name__"]
+            if frame in seen or function not in _FUNCTIONS or not module.startswith("jsonargparse."):
+                continue
+            seen.add(frame)
+            if function != "raise_union_unexpected_value":
+                place = place.enter(function, frame.f_locals)
+            elif get_origin(place.typehint) is not Literal:
+                for alternative in frame.f_locals["exceptions"]:
+                    yield from _read_refusals(alternative, place)
+                return
+    yield dataclasses.replace(place, error=error)
+
+
+def read_path(error: BaseException) -> str:
+    """Return the YAML path of the class that was being built when an error was raised, without its ``init_args``."""
+    return max((r.path for r in _read_refusals(error, _Refusal(error=error))), key=len).removesuffix(".init_args")
+
+
+def describe_refusal(error: BaseException, parser: jsonargparse.ArgumentParser) -> str:
+    """Return ``path: what was given: what was expected`` for what a parser refused.
+
+    Args:
+        error: What jsonargparse raised, see Note [Errors of jsonargparse].
+        parser: The one that refused, or that holds it.
+    """
+    refusals = list(_read_refusals(error, _Refusal(error=error)))
+    depth = max(refusal.depth for refusal in refusals)
+    refusals = sorted((r for r in refusals if r.depth == depth), key=lambda refusal: refusal.rank)
+    first = refusals[0]
+    key, text = ("", _explain_types(refusals)) if first.rank == 2 else _explain(first, parser)
+    path = _join(first.path, key)
+    return f"{path}: {text}" if path else text
+
+
+def _join(*keys: str) -> str:
+    return ".".join(filter(None, keys))
+
+
+def _without_subcommand(key: str, parser: jsonargparse.ArgumentParser) -> str:
+    commands = next((action.choices for action in parser._actions if action.dest == "subcommand"), None) or ()
+    name, _, rest = key.partition(".")
+    return rest if name in commands else key
+
+
+def _explain_types(refusals: Sequence[_Refusal]) -> str:
+    """Say which types a value may have, and which of their words it probably means."""
+    first = refusals[0]
+    names = list(dict.fromkeys(name for refusal in refusals for name in _name_types(refusal.typehint)))
+    names.sort(key="null".__eq__)
+    value = _get_given(first.value)
+    if (new := RENAMED.get(".".join(first.path.split(".")[-2:]) + f"={value}")) is not None:
+        return f"got {value!r}: renamed: {new}"
+    listed = ", ".join(names[:-1]) + (" or " if len(names) > 1 else "") + names[-1]
+    guess = nearest(str(value), set(names) - {"int", "float", "str", "list", "null"})
+    hint = f": did you mean {guess}?" if guess else ""
+    return f"got {value!r}: expected {'one of ' if len(names) > 2 else ''}{listed}{hint}"
+
+
+def _name_types(typehint: Any) -> list[str]:
+    """Translate a type into the words of a YAML file."""
+    if get_origin(typehint) is Literal:
+        return [str(choice) for choice in get_args(typehint)]
+    origin = get_origin(typehint) or typehint
+    return [_TYPE_WORDS.get(origin) or getattr(origin, "__name__", None) or str(typehint)]
+
+
+def _explain(refusal: _Refusal, parser: jsonargparse.ArgumentParser) -> tuple[str, str]:
+    """Return what to add to the path and what to say, for everything but a plain wrong type."""
+    error, at = refusal.error, refusal.at
+    match error:
+        case _RefusalError() if error.parser and error.key.startswith("--"):
+            return _explain_key(error.key.split()[0].partition("=")[0][2:], error.parser, refusal)
+        case _RefusalError():
+            return error.key, error.text
+        case argparse.ArgumentError(argument_name=str(name), message=message):
+            option = name.split("/")[-1]
+            # Private, seen in jsonargparse 4.53: the type of an option, which argparse is not told.
+            flags = {
+                name for a in parser._actions if getattr(a, "_typehint", None) is bool for name in a.option_strings
+            }
+            wanted = f"expected true or false, such as {option} true" if option in flags else message
+            return option.removeprefix("--"), f"no value given: {wanted}"
+    match refusal.function:
+        case "check_values":
+            known = getattr(error, "subcommand_parser", at["self"])
+            return _explain_key(_without_subcommand(at["key"], at["self"]), known, refusal)
+        case "check_required":
+            first, *others = (_without_subcommand(key, at["parser"]) for key in at["missing"])
+            also = f" (also missing: {', '.join(others)})" if others else ""
+            owner = f", {refusal.owner} cannot do without" if refusal.owner else ""
+            return first, f"missing: expected a value{owner}{also}"
+        case "import_object":
+            return _explain_import(refusal)
+        case "_load_config":
+            return "", f"got {at['value']!r}: expected a mapping of its keys"
+        case "adapt_typehints" if refusal.rank == 1:
+            expected = f"a class_path of a {refusal.typehint.__name__}"
+            if dataclasses.is_dataclass(refusal.typehint):
+                expected = _describe_mapping(refusal.typehint, refusal.value)
+            return "", f"got {_get_given(refusal.value)!r}: expected {expected}"
+        case "adapt_typehints" if at.get("subclass") is False:
+            return "class_path", f"got {at['val']['class_path']!r}: expected a subclass of {refusal.typehint.__name__}"
+    return "", str(error)
+
+
+def _explain_key(key: str, parser: jsonargparse.ArgumentParser, refusal: _Refusal) -> tuple[str, str]:
+    """Say of an unknown key what it is called, or may have meant; only the parser that refused it has the others."""
+    if refusal.owner.rpartition(".")[2] in _BASES:
+        return key, "no class has been chosen up to here: put --config or the class before this option"
+    hidden = {argparse.SUPPRESS, "help", "config", "print_config", "print_shtab"}
+    known = sorted({action.dest for action in parser._actions} - hidden)
+    prefix = ""
+    for part in key.split("."):
+        siblings = sorted({k.removeprefix(prefix).split(".")[0] for k in known if k.startswith(prefix)})
+        if part not in siblings:
+            break
+        prefix += f"{part}."
+    old = _join(refusal.path, key)
+    new = rename_key(old)
+    start = len(_join(refusal.path, prefix)) + 1 if refusal.path else len(prefix)
+    if new != old and new[start:].split(".")[0] in siblings:
+        return key, f"renamed: {new[start:]}"
+    elsewhere = [k for k in known if k.endswith(f".{part}")]
+    listed = ", ".join(siblings) if len(siblings) <= 15 else "the keys that --help lists"
+    expected = f"expected one of {listed}" if siblings else "expected no key here"
+    hint = f"did you mean {elsewhere[0]}?" if len(elsewhere) == 1 else suggest(part, siblings, expected)
+    owner = f" of {refusal.owner}" if refusal.owner else ""
+    return f"{prefix}{part}", f"unknown key{owner}: {hint}"
+
+
+def _explain_import(refusal: _Refusal) -> tuple[str, str]:
+    """Say why there is no such class."""
+    error, class_path = refusal.error, str(refusal.at["name"])
+    got = f"got {class_path!r}"
+    module, _, name = class_path.rpartition(".")
+    if (new := RENAMED.get(name)) is not None:
+        return "class_path", f"{got}: renamed: {_join(module, new)}"
+    if isinstance(error, AttributeError) and error.obj is sys.modules.get(module):
+        hint = suggest(name, [n for n in dir(error.obj) if not n.startswith("_")], "expected a class in it")
+        return "class_path", f"{got}: module {module} has no {name}: {hint}"
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+        missing = f"{error.obj.__name__}.{error.name}"
+    if missing and class_path.startswith(f"{missing}."):
+        return "class_path", f"{got}: {_explain_missing_module(missing)}"
+    if not isinstance(error, ValueError):
+        return "class_path", f"importing {class_path} failed: {error}"
+    given, typehint = refusal.value, refusal.typehint
+    if isinstance(given, tuple):  # a nested option, as jsonargparse keeps it
+        example = "lit_fsdp.FSDP2Strategy" if class_path == "fsdp2" else "one"
+        return "", f"{got} before, which has no {given[0]}: expected class_path: {example}"
+    if dataclasses.is_dataclass(typehint) and not module:
+        return "", f"{got}: expected {_describe_mapping(typehint, class_path)}"
+    known = [path.rpartition(".")[2] for path in get_all_subclass_paths(refusal.setting)]
+    hint = suggest(name, known, "expected module.Class, or the name of a class of ours")
+    return "class_path", f"{got}: no class of this name: {hint}"
+
+
+def _explain_missing_module(name: str) -> str:
+    parent, _, leaf = name.rpartition(".")
+    folders = list(getattr(sys.modules.get(parent), "__path__", [])) if parent else [str(Path.cwd())]
+    known = [module.name for module in pkgutil.iter_modules(folders)]
+    guess = nearest(leaf, known if parent else [*known, "lit_fsdp", "lightning"])
+    hint = f"did you mean {_join(parent, guess)}?" if guess else "expected one that python can import"
+    return f"no module {name}: {hint}"
+
+
+def _describe_mapping(settings: Any, value: Any) -> str:
+    """Return what to write instead of a plain value: the key that takes it, if one does."""
+    key = next((name for name, hint in get_type_hints(settings).items() if value in get_args(hint)), None)
+    missing = (dataclasses.MISSING, dataclasses.MISSING)
+    has_defaults = all((field.default, field.default_factory) != missing for field in dataclasses.fields(settings))
+    example = f", such as {{{key}: {value}}}" if key else ", {} for its defaults" if has_defaults else ""
+    return f"a mapping of the keys of {settings.__name__}{example}"
+
+
+def _get_given(value: Any) -> Any:
+    """Return a value without the nested option that jsonargparse keeps with it."""
+    return value.val if type(value).__name__ == "NestedArg" else value
