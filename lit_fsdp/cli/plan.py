@@ -21,19 +21,19 @@ from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.cli.parser import check_out_folder
 from lit_fsdp.cli.train import TrainerCLI
 from lit_fsdp.errors import ConfigError, is_debugging
+from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
 from lit_fsdp.planning.estimate import Hardware, describe_model, guess_optimizer, guess_shape, measure_batch
-from lit_fsdp.planning.hardware import choose_usual_gpu, find_gpu, list_cards, parse_memory, suggest_gpus
-from lit_fsdp.planning.links import choose_links, parse_links
 from lit_fsdp.planning.plan import Plan, plan_step
 from lit_fsdp.planning.plan_report import choose_unit, describe_plan, draw_plan, print_report
 from lit_fsdp.planning.planned_step import PlannedGpu, PlannedStep, PlannedTrainer, prepare_step
-from lit_fsdp.planning.reader import UnreadableModuleError
-from lit_fsdp.planning.search import Candidate, Problem, Variant, choose, format_changes
-from lit_fsdp.planning.search import search as search_all
-from lit_fsdp.planning.search_report import apply_changes, describe_search, print_search
+from lit_fsdp.planning.search.report import apply_changes, describe_search, print_search
+from lit_fsdp.planning.search.search import Candidate, Problem, Variant, choose, format_changes
+from lit_fsdp.planning.search.search import search as search_all
+from lit_fsdp.planning.search.traced import make_tracer
+from lit_fsdp.planning.search.variants import prepare_variants
 from lit_fsdp.planning.step_parts import MicroBatch, NoEstimateError
-from lit_fsdp.planning.traced_search import make_tracer
-from lit_fsdp.planning.variants import prepare_variants
+from lit_fsdp.planning.timing.hardware import choose_usual_gpu, find_gpu, list_cards, parse_memory, suggest_gpus
+from lit_fsdp.planning.timing.links import choose_links, parse_links
 from lit_fsdp.strategy.processes import count_devices
 
 _OWN_OPTIONS = {"--device-memory": "--device_memory"}
@@ -258,7 +258,7 @@ def choose_hardware(
     found = find_gpu(gpu, memory_gib)
     if found is None:
         raise ConfigError(
-            f"gpu: got {gpu!r}: not in lit_fsdp/planning/hardware.py; nearest: {', '.join(suggest_gpus(gpu))}"
+            f"gpu: got {gpu!r}: not in lit_fsdp/planning/timing/hardware.py; nearest: {', '.join(suggest_gpus(gpu))}"
         )
     return Hardware(gpu=found, links=choose_links(found, ranks_per_node) if link is None else parse_links(link))
 
