@@ -159,15 +159,15 @@ def test_what_a_subclass_replaces_of_the_step_is_found(task: type[nn.Module], ow
 
 
 def write_example() -> None:
-    """Write the example of the README where it says."""
-    text = (ROOT / "README.md").read_text()
+    """Write the example of docs/own_task.md where it says."""
+    text = (ROOT / "docs" / "own_task.md").read_text()
     found = re.search(r"```python\n# mytask.py.*?\n(.*?)```", text, re.DOTALL)
     assert found is not None
     assert "class SmoothedLM(CausalLM)" in found[1]
     Path("mytask.py").write_text(found[1])
 
 
-def test_the_example_of_the_readme_holds_what_its_plan_says() -> None:
+def test_the_example_of_the_guide_holds_what_its_plan_says() -> None:
     write_example()
     own = ["--config=run.yaml", "--model.class_path=mytask.SmoothedLM"]
     ended = fork_ranks("fit", *own, "--monitoring=true")
@@ -185,7 +185,7 @@ def test_the_example_of_the_readme_holds_what_its_plan_says() -> None:
     assert peak_bytes > 1.1 * parents["memory"]["peak_bytes"]
 
 
-def test_the_example_of_the_readme_counts_targets_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_guide_counts_targets_only(monkeypatch: pytest.MonkeyPatch) -> None:
     write_example()
     task = __import__("mytask").SmoothedLM
     logits, labels = torch.randn(2, 6, 9), torch.tensor([[1, 2, -100, 3, 4, -100], [-100, -100, 5, 6, 7, 8]])
