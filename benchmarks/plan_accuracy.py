@@ -29,11 +29,12 @@ import transformers
 from plan_cases import GROUPS, TINY, Case, list_cases
 from plan_steps import make_batch, make_micro_batch, make_model, make_optimizer, make_settings
 
-from lit_fsdp.adapters.lora import find_adapter_parameters
+from lit_fsdp.adapters.layers import list_adapter_parameters
 from lit_fsdp.optim.factory import build_optimizer
-from lit_fsdp.planning.closed_form import StepPrediction, predict_step
+from lit_fsdp.planning.closed_form import StepEstimate, estimate_step
 from lit_fsdp.planning.dry_run import TracedStep, fake_ranks, trace_training_step
 from lit_fsdp.planning.reader import UnreadableModuleError
+from lit_fsdp.planning.step_parts import ModelToTrain, Ranks
 from lit_fsdp.profiling.memory import KINDS, measure_states
 from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
@@ -145,20 +146,21 @@ def measure_alone(case: Case, device: torch.device) -> Allocated | None:
         return pool.apply(measure, (case, device))
 
 
-def predict(case: Case, device: torch.device) -> StepPrediction | None:
+def estimate(case: Case, device: torch.device) -> StepEstimate | None:
     """Return the closed form; ``None`` where it has no rules."""
     module, settings, dtypes = make_model(case), make_settings(case), read_precision(case.precision)
-    cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
+    cast_parameters(module, dtypes, keep=list_adapter_parameters(module))
     try:
-        return predict_step(
-            module,
-            plan_module(module, settings.wrap),
+        return estimate_step(
+            ModelToTrain(
+                module=module,
+                units=plan_module(module, settings.wrap),
+                dtypes=dtypes,
+                optimizer=make_optimizer(case),
+            ),
             settings,
-            dtypes=dtypes,
-            optimizer=make_optimizer(case),
-            micro_batch=make_micro_batch(case),
-            world_size=case.world_size,
-            ranks_per_node=case.world_size,
+            make_micro_batch(case),
+            ranks=Ranks(num_nodes=1, per_node=case.world_size),
             num_micro_batches=case.num_micro_batches,
             device_type=device.type,
         )
@@ -172,7 +174,7 @@ class Row:
 
     case: Case
     traced: TracedStep
-    predicted: StepPrediction | None
+    estimated: StepEstimate | None
     allocated: Allocated | None
 
     @property
@@ -183,7 +185,7 @@ class Row:
     @property
     def error_pct(self) -> float | None:
         """Of the closed form against the trace."""
-        return None if self.predicted is None else 100 * (self.predicted.peak.num_bytes / self.peak - 1)
+        return None if self.estimated is None else 100 * (self.estimated.peak.num_bytes / self.peak - 1)
 
     @property
     def allocator_pct(self) -> float | None:
@@ -199,13 +201,13 @@ class Row:
     @property
     def moved_ratio(self) -> float | None:
         """The moved bytes of the closed form over those of the trace."""
-        return None if self.predicted is None else self.predicted.moved_bytes / self.traced.moved_bytes
+        return None if self.estimated is None else self.estimated.moved_bytes / self.traced.moved_bytes
 
     def __str__(self) -> str:
-        case, predicted = self.case, self.predicted
-        cells = [str(case), "yes" if case.is_held_out and predicted else "", f"{self.peak / MIB:.1f}"]
+        case, estimated = self.case, self.estimated
+        cells = [str(case), "yes" if case.is_held_out and estimated else "", f"{self.peak / MIB:.1f}"]
         cells += (
-            ["", ""] if predicted is None else [f"{predicted.peak.num_bytes / MIB:.1f}", f"{self.error_pct:+.2f} %"]
+            ["", ""] if estimated is None else [f"{estimated.peak.num_bytes / MIB:.1f}", f"{self.error_pct:+.2f} %"]
         )
         allocated = self.allocated
         cells += ["", ""] if allocated is None else [f"{allocated.peak / MIB:.1f}", f"{self.allocator_pct:+.2f} %"]
@@ -217,12 +219,12 @@ def run(case: Case, seconds: list[float], device: torch.device) -> Row:
     """Ask all three for the peak of a case; add the seconds of trace and closed form."""
     begin = time.perf_counter()
     kernels = torch.device("cuda") if case.on_gpu else device
-    predicted = predict(case, kernels)
+    estimated = estimate(case, kernels)
     middle = time.perf_counter()
     traced = trace(case, kernels)
     seconds[0] += time.perf_counter() - middle
     seconds[1] += middle - begin
-    return Row(case=case, traced=traced, predicted=predicted, allocated=measure_alone(case, device))
+    return Row(case=case, traced=traced, estimated=estimated, allocated=measure_alone(case, device))
 
 
 def write_report(rows: Sequence[Row], group: str, seconds: Sequence[float], device: torch.device) -> str:
@@ -259,9 +261,9 @@ def write_report(rows: Sequence[Row], group: str, seconds: Sequence[float], devi
         lines.append(
             f"| reserved over allocated | {len(ratios)} | {statistics.median(ratios):.2f} | {max(ratios):.2f} |"
         )
-    if predicted := [row for row in rows if row.predicted is not None]:
-        lines += _compare_moved(predicted)
-        lines += _compare_kinds(predicted)
+    if estimated := [row for row in rows if row.estimated is not None]:
+        lines += _compare_moved(estimated)
+        lines += _compare_kinds(estimated)
     columns = ["case", "held out", "trace, MiB", "closed form, MiB", "error", "allocator, MiB", "over trace"]
     columns += ["reserved", "moved"]
     lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *map(str, rows)]
@@ -298,8 +300,8 @@ def _compare_kinds(rows: Sequence[Row]) -> list[str]:
     for kinds in [(kind,) for kind in KINDS if kind not in joined] + [joined]:
         shares: list[Any] = []
         for row in rows:
-            if row.predicted is not None:
-                ours, theirs = row.predicted.peak.by_kind, row.traced.memory.peak.by_kind
+            if row.estimated is not None:
+                ours, theirs = row.estimated.peak.by_kind, row.traced.memory.peak.by_kind
                 shares.append(100 * abs(sum(ours.get(k, 0) - theirs.get(k, 0) for k in kinds)) / row.peak)
         lines.append(f"| {' + '.join(kinds)} | {statistics.median(shares):.2f} % | {max(shares):.2f} % |")
     return lines

@@ -58,7 +58,7 @@ class Case:
         parts += ["packed"] * self.is_packed + [self.optimizer] * (self.optimizer != "adamw")
         parts += [f"{self.loss_chunks} loss chunks"] * (self.loss_chunks > 1)
         parts += [f"LoRA dropout {self.dropout}"] * bool(self.dropout) + ["as on a GPU"] * self.on_gpu
-        parts += [f"{type(v).__name__.lower()}" if k == "offload" else f"{v}" for k, v in self.settings.items()]
+        parts += ["offload" if k == "cpu_offload" else f"{v}" for k, v in self.settings.items()]
         changed = [
             f"{key}={value}" for key, value in self.change.items() if key not in TINY or self.change[key] != TINY[key]
         ]

@@ -23,11 +23,14 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.layers import list_adapter_parameters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer
-from lit_fsdp.planning.closed_form import MicroBatch, predict_step
+from lit_fsdp.planning.closed_form import estimate_step
 from lit_fsdp.planning.hardware import Gpu, find_gpu, get_product_share
 from lit_fsdp.planning.links import LINKS, Interconnect, parse_links
+from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, Ranks
 from lit_fsdp.planning.step_time import (
     CONTENTION,
     CONTENTION_THROUGH_HOST,
@@ -35,9 +38,9 @@ from lit_fsdp.planning.step_time import (
     Machine,
     StepTime,
     Workload,
+    compute_crossover,
     count_update_bytes,
-    find_crossover,
-    predict_time,
+    estimate_time,
 )
 from lit_fsdp.profiling.expected_communication import predict_bytes
 from lit_fsdp.quantization.layers import quantize_model
@@ -104,7 +107,7 @@ class Row:
     shards: int
     per_node: int
     compiled: bool
-    offload: bool
+    cpu_offload: bool
     measured_s: float
 
     @property
@@ -148,19 +151,16 @@ def read_rows(path: Path) -> list[Row]:
 @cache
 def count_work(row: Row) -> Workload:
     """Return what a rank does: counted by the modules that ``plan`` uses."""
-    module, settings = _build(row), Settings(recompute=_recompute(row), mesh=Mesh(replicate=row.replicas))
+    module, per_node = _build(row), min(row.per_node, row.num_ranks)
+    settings = Settings(activation_checkpointing=_recompute(row), mesh=Mesh(replicate=row.replicas))
     dtypes = MixedPrecision(storage_dtype=row.storage, param_dtype="bfloat16", reduce_dtype=row.reduce)  # type: ignore[arg-type]
-    cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
+    cast_parameters(module, dtypes, keep=list_adapter_parameters(module))
     plan = plan_module(module, settings.wrap)
-    step = predict_step(
-        module,
-        plan,
+    step = estimate_step(
+        ModelToTrain(module=module, units=plan, dtypes=dtypes, optimizer=Optimizer()),
         settings,
-        dtypes=dtypes,
-        optimizer=Optimizer(),
-        micro_batch=MicroBatch(rows=row.rows, length=row.length),
-        world_size=row.num_ranks,
-        ranks_per_node=row.per_node,
+        MicroBatch(rows=row.rows, length=row.length),
+        ranks=Ranks(num_nodes=row.num_ranks // per_node, per_node=per_node),
         num_micro_batches=row.micro_batches,
     )
     counts = {"num_replicas": row.replicas, "num_micro_batches": row.micro_batches, "num_shards": row.shards}
@@ -206,7 +206,7 @@ def predict(row: Row, board_gb_s: float = 1.0, **changes: Any) -> StepTime:
         ranks_per_node=row.per_node,
         **changes,
     )
-    return predict_time(count_work(row), machine)
+    return estimate_time(count_work(row), machine)
 
 
 def _find(name: str) -> Gpu:
@@ -367,7 +367,7 @@ def _list_scaling(rows: Sequence[Row]) -> list[str]:
 
 
 def _list_crossovers() -> list[str]:
-    lines = ["Tokens of a GPU and gather below which communication cannot hide, `find_crossover`:", ""]
+    lines = ["Tokens of a GPU and gather below which communication cannot hide, `compute_crossover`:", ""]
     lines += ["| machine | full, recomputed | LoRA, recomputed | QLoRA, recomputed |", "|---|---|---|---|"]
     for name, tflops, gb_s in (
         ("2 x RTX 3090, old board", 49.6, 2.5),
@@ -375,7 +375,7 @@ def _list_crossovers() -> list[str]:
         ("H100, NVLink", 400, 300),
     ):
         modes = ((8, 8), (4, 6), (2 * (0.5 + 1 / 64), 6))
-        cells = [f"{find_crossover(num_bytes, flops, tflops=tflops, gb_s=gb_s):,.0f}" for num_bytes, flops in modes]
+        cells = [f"{compute_crossover(num_bytes, flops, tflops=tflops, gb_s=gb_s):,.0f}" for num_bytes, flops in modes]
         lines.append(f"| {name}: {tflops} TFLOP/s, {gb_s} GB/s | {' | '.join(cells)} |")
     return lines
 

@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp.planning.links import Group, parse_links
-from lit_fsdp.planning.unit_timeline import sum_kinds, time_units
+from lit_fsdp.planning.hardware import GPUS
+from lit_fsdp.planning.links import parse_links
+from lit_fsdp.planning.step_time import Machine, Workload, estimate_time
 from lit_fsdp.profiling.expected_communication import predict_bytes
+from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.wrap import plan_module
@@ -76,18 +78,11 @@ def predict(sizes: dict[str, int], comm: Path, num_ranks: int) -> float:
         model = AutoModelForCausalLM.from_config(config)
     dtypes, settings = read_precision("32-true"), Settings()
     cast_parameters(model, dtypes)
-    plan, group = plan_module(model, settings.wrap), Group(num_ranks=num_ranks)
+    plan = plan_module(model, settings.wrap)
     units = predict_bytes(model, plan, settings.sharding, dtypes, num_shards=num_ranks)
-    times = time_units(
-        plan,
-        units,
-        parse_links(str(comm)),
-        shard=group,
-        replica=Group(num_ranks=1),
-        regather=group,
-        num_micro_batches=1,
-    )
-    return sum(sum_kinds(times, 1).values())
+    work = Workload(flops=Flops(), plan=plan, units=units, tokens=1, moved_bytes=0)
+    machine = Machine(gpu=GPUS[0], links=parse_links(str(comm)), num_shards=num_ranks, ranks_per_node=num_ranks)
+    return estimate_time(work, machine).communication_s
 
 
 def compare(rate: str) -> list[str]:

@@ -10,7 +10,8 @@ from plan_models import FAMILIES, IMAGE_TOKENS, SPEECH
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.planning.step_parts import MicroBatch
@@ -24,7 +25,7 @@ from lit_fsdp.tasks import TextToSpeech
 from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, sum_chunked_losses
 from lit_fsdp.tasks.image_classification.model import build_classifier, measure_images
 from lit_fsdp.tasks.tts.families.model_types import parse_family
-from lit_fsdp.tasks.tts.quantizing import list_rest
+from lit_fsdp.tasks.tts.parts import list_outside_blocks
 
 
 class Model(nn.Module):
@@ -66,10 +67,10 @@ class SpeechModel(nn.Module):
         with torch.device("meta"):
             self.model: Any = family.build_model(config)
         if case.mode == "nf4":
-            quantize_model(self.model, Quantization(), keep=list_rest(self.model, family))
+            quantize_model(self.model, Quantization(), keep=list_outside_blocks(self.model, family))
         if case.mode != "full":
             add_adapters(self.model, LoRA(r=16, target_modules=family.linears))
-        self._family, self._weights, self._raw = family, family.weigh_losses(config), raw
+        self._family, self._weights, self._raw = family, family.get_loss_weights(config), raw
 
     def configure_units(self, model: nn.Module) -> list[Unit]:
         """Return the units that the task plans."""
@@ -116,7 +117,7 @@ def make_micro_batch(case: Case) -> MicroBatch:
 
 def make_settings(case: Case) -> Settings:
     """Return the settings of the strategy."""
-    recompute: Any = ActivationCheckpointing(mode=case.activation_checkpointing)  # type: ignore[arg-type]
+    recompute: Any = ActivationCheckpointing(mode=case.recompute)  # type: ignore[arg-type]
     return Settings(
         **{
             "activation_checkpointing": recompute,

@@ -1,3 +1,5 @@
+"""Lightning callbacks: what a run logs, prints and writes beside training. Add them under ``trainer.callbacks``."""
+
 from lit_fsdp.callbacks.classes import ClassReport
 from lit_fsdp.callbacks.communication import CommunicationLogger
 from lit_fsdp.callbacks.ema import EMA

@@ -108,13 +108,7 @@ class ClassReport(Callback):
 
 
 def write_classes(path: Path, evaluation: Any, names: list[str]) -> None:
-    """Write a table with a row for each class: its accuracy, and what it was taken for.
-
-    Args:
-        path: A ``.csv`` file; one that exists is replaced.
-        evaluation: With ``class_accuracy`` and ``confusion``.
-        names: Of the classes.
-    """
+    """Write a CSV file with a row for each class: its accuracy, and what it was taken for."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         has_matrix = evaluation.confusion is not None
@@ -146,12 +140,7 @@ def _draw(confusion: list[list[int]], names: list[str], stage: str) -> Plot:
 
 
 def reduce_confusion(confusion: list[list[int]], names: list[str]) -> tuple[list[list[int]], list[str]]:
-    """Return the matrix and names of the classes that are mistaken most, and of all others as one.
-
-    Args:
-        confusion: Images by class (row) and what they were taken for (column).
-        names: Of the classes.
-    """
+    """Return matrix and names of the classes that are mistaken most, and of all others as one. Rows: real classes."""
     counts = np.asarray(confusion)
     mistakes = counts - np.diag(np.diag(counts))
     order = np.argsort(-mistakes, axis=None, kind="stable")

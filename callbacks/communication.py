@@ -8,23 +8,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lit_fsdp.profiling.collectives import COLLECTIVES, Collective
+from lit_fsdp.profiling.collectives import Collective
 from lit_fsdp.profiling.communication_meter import CommunicationMeter, StepCommunication, UnitCommunication
-from lit_fsdp.profiling.expected_communication import UnitBytes, predict_bytes, predict_collectives
-from lit_fsdp.reporting.communication_section import NUMBERS, SHORT_NAMES, Interval, make_traffic_section
-from lit_fsdp.reporting.rank_stats import AsyncRankStats
+from lit_fsdp.profiling.expected_communication import predict_bytes, predict_collectives
+from lit_fsdp.reporting.communication_section import NUMBERS, SHORT_NAMES, Interval, make_communication_section
+from lit_fsdp.reporting.metrics import log_values
+from lit_fsdp.reporting.rank_stats import AsyncRankStats, Exchanged
 from lit_fsdp.reporting.sections import Section, print_table
+from lit_fsdp.reporting.step_callback import StepCallback
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
 _MAX_INTERVALS = 1000  # of which every second one goes when there are more
 _UNLOGGED_STEPS = 50  # in an interval, where the Trainer logs nothing
 
 
-class CommunicationLogger(Callback):
+class CommunicationLogger(StepCallback):
     """Log what FSDP2 sends in a step, how long it takes, and how much of that time compute waits for it.
 
     Every all-gather, reduce-scatter and all-reduce of FSDP2 is timed where it runs, without waiting for it:
@@ -69,21 +71,20 @@ class CommunicationLogger(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure; the sanity check is over, and the model is sharded."""
-        self.stop()
+        super().on_train_start(trainer, pl_module)
+        self._stop()
         self._reset()
         meter = CommunicationMeter(pl_module, trainer.strategy.root_device)
-        self._step = self._first_step = trainer.global_step
         self._num_micro_batches = 0
         if not meter.num_units:
             name = type(trainer.strategy).__name__
-            self._note(f"traffic is not measured: nothing is sharded with FSDP2 (the strategy is {name})")
-            return
-        if trainer.world_size == 1:
-            self._note("traffic is not measured: one rank has nobody to send to")
-            return
-        self._meter = meter
-        self._exchange = AsyncRankStats(trainer, NUMBERS)
-        meter.attach()
+            self._notes = [f"communication is not measured: nothing is sharded with FSDP2 (the strategy is {name})"]
+        elif trainer.world_size == 1:
+            self._notes = ["communication is not measured: one rank has nobody to send to"]
+        else:
+            self._meter = meter
+            self._stats = AsyncRankStats(trainer, NUMBERS)
+            meter.attach()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -91,23 +92,21 @@ class CommunicationLogger(Callback):
             self._meter.resume()
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._meter is None:
-            return
-        self._meter.pause()
-        self._num_micro_batches += 1
-        if trainer.global_step == self._step:  # a micro-batch without a step
-            return
-        self._step = trainer.global_step
-        self._meter.end_step((self._step, self._num_micro_batches))
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if self._meter is not None:
+            self._meter.pause()
+            self._num_micro_batches += 1
+            super().on_train_batch_end(trainer, pl_module, *args)
+
+    @override
+    def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._meter is not None
+        self._meter.end_step((self.last_step, self._num_micro_batches))
         self._num_micro_batches = 0
         self._collect(trainer, self._meter.take())
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self._step % (every or _UNLOGGED_STEPS) == 0:
-            self._receive(trainer)
-            self._send()
+        if self.last_step % (every or _UNLOGGED_STEPS) == 0:
+            self._keep(trainer, self._stats.exchange(self._take_medians(), self.last_step))
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -115,17 +114,16 @@ class CommunicationLogger(Callback):
         if self._meter is None:
             return
         self._collect(trainer, self._meter.take(wait=True))
-        self._receive(trainer)
         # One GPU may have been further behind than another, so whether steps are left says nothing about other ranks.
-        self._send()
-        self._receive(trainer)
-        if not self._intervals and self._step > self._first_step:  # which all ranks find alike
+        self._keep(trainer, self._stats.exchange(self._take_medians(), self.last_step))
+        self._keep(trainer, self._stats.finish())
+        if not self._intervals and self.last_step > self.first_step:  # which all ranks find alike
             self._steps = self._warmup
-            self._send()
-            self._receive(trainer)
+            self._stats.start(self._take_medians(), self.last_step)
+            self._keep(trainer, self._stats.finish())
         if self._meter.num_dropped:
-            self._note(f"{self._meter.num_dropped:,} steps are missing: the GPU was too far behind the host")
-        self.stop()
+            self._notes.append(f"{self._meter.num_dropped:,} steps are missing: the GPU was too far behind the host")
+        self._stop()
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -139,13 +137,9 @@ class CommunicationLogger(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self.stop()
+        self._stop()
 
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.stop()
-
-    def stop(self) -> None:
+    def _stop(self) -> None:
         """Give FSDP2 back what it had."""
         if self._meter is not None:
             self._meter.detach()
@@ -154,7 +148,7 @@ class CommunicationLogger(Callback):
         """Return what was measured, on rank 0."""
         if self._meter is None or not self._intervals or self._last is None:
             return Section(title="Communication", name="comm", notes=self._notes) if self._notes else None
-        return make_traffic_section(
+        return make_communication_section(
             self._intervals,
             self._list_units(),
             predicted=self._predicted,
@@ -167,33 +161,26 @@ class CommunicationLogger(Callback):
     def _collect(self, trainer: Trainer, steps: Sequence[StepCommunication]) -> None:
         for step in steps:
             # Not the first: what ran before training may have left a unit gathered that backward never reaches.
-            if not self._is_compared and step.tag[0] - self._first_step >= 2:
+            if not self._is_compared and step.tag[0] - self.first_step >= 2:
                 self._is_compared = True
                 self._compare(trainer, step)
-            is_warmup = step.tag[0] - self._first_step <= self.num_warmup_steps
+            is_warmup = step.tag[0] - self.first_step <= self.num_warmup_steps
             if not is_warmup and self._num_summed == len(self._warmup):  # the first that counts
                 self._unit_sums, self._num_summed = {}, 0
             (self._warmup if is_warmup else self._steps).append(_flatten(step))
-            self._add_units(step)
+            self._last = step
+            self._num_summed += 1
+            for unit in step.units:
+                sums = self._unit_sums.setdefault((unit.unit, unit.collective), [0.0, 0.0])
+                sums[0] += unit.seconds
+                sums[1] += unit.exposed_s
 
-    def _add_units(self, step: StepCommunication) -> None:
-        self._last = step
-        self._num_summed += 1
-        for unit in step.units:
-            sums = self._unit_sums.setdefault((unit.unit, unit.collective), [0.0, 0.0])
-            sums[0] += unit.seconds
-            sums[1] += unit.exposed_s
+    def _take_medians(self) -> dict[str, float]:
+        """Return the medians since the last time, NaN of no steps: all ranks make the same exchanges."""
+        steps, self._steps = self._steps, []
+        return {name: statistics.median(step[name] for step in steps) if steps else math.nan for name in NUMBERS}
 
-    def _send(self) -> None:
-        """Send the medians since the last time off, also of no steps: all ranks make the same calls."""
-        medians = dict.fromkeys(NUMBERS, math.nan)
-        if self._steps:
-            medians = {name: statistics.median(step[name] for step in self._steps) for name in NUMBERS}
-        self._exchange.start(medians, tag=self._step)
-        self._steps = []
-
-    def _receive(self, trainer: Trainer) -> None:
-        found = self._exchange.finish()
+    def _keep(self, trainer: Trainer, found: Exchanged | None) -> None:
         if found is None:
             return
         spreads, step = found
@@ -212,8 +199,7 @@ class CommunicationLogger(Callback):
             values["comm/overlapped_s"] = spreads["collective_s"].mean - spreads["exposed_s"].mean
             values["comm/exposed_pct"] = statistics.fmean(interval.list_shares())
             values["comm/bandwidth_gb_s"] = statistics.fmean(interval.list_bandwidths())
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=step)
+            log_values(trainer, values, step)
 
     # Against the plan
 
@@ -234,24 +220,23 @@ class CommunicationLogger(Callback):
         sharding, dtypes = strategy.settings.sharding, strategy.precision_plugin.mixed_precision
         counts = predict_collectives(strategy.plan, sharding, **sizes)
         units = predict_bytes(module, strategy.plan, sharding, dtypes, **sizes)
-        calls = (counts.gathers, counts.reduce_scatters, counts.all_reduces)
+        expected: dict[Collective, tuple[int, int]] = {
+            "all_gather": (counts.gathers, sum(unit.gather_step for unit in units)),
+            "reduce_scatter": (counts.reduce_scatters, sum(unit.reduce_scatter_step for unit in units)),
+            "all_reduce": (counts.all_reduces, sum(unit.all_reduce_step for unit in units)),
+        }
         self._predicted = {}
-        for kind, predicted_calls in zip(COLLECTIVES, calls, strict=True):
-            predicted_bytes = sum(_get_step_bytes(unit, kind) for unit in units)
-            self._predicted[kind] = {"calls": predicted_calls, "num_bytes": predicted_bytes}
+        for kind, (calls, num_bytes) in expected.items():
+            self._predicted[kind] = {"calls": calls, "num_bytes": num_bytes}
             found = step.add_up(kind)
-            if (found.calls, found.num_bytes) != (predicted_calls, predicted_bytes):
-                self._note(
+            if (found.calls, found.num_bytes) != (calls, num_bytes):
+                note = (
                     f"step {number} had {found.calls} {SHORT_NAMES[kind]} calls of {found.num_bytes:,} bytes; the "
-                    f"plan says {predicted_calls} of {predicted_bytes:,}: forward or backward uses units in another "
-                    "way, such as one not at all or twice",
-                    is_warning=True,
+                    f"plan says {calls} of {num_bytes:,}: forward or backward uses units in another "
+                    "way, such as one not at all or twice"
                 )
-
-    def _note(self, text: str, *, is_warning: bool = False) -> None:
-        self._notes.append(text)
-        if is_warning:
-            rank_zero_warn(text)
+                self._notes.append(note)
+                rank_zero_warn(note)
 
     def _list_units(self) -> list[UnitCommunication]:
         """Return the units of this rank: calls and bytes of the last step, times as means over the steps."""
@@ -274,11 +259,3 @@ def _flatten(step: StepCommunication) -> dict[str, float]:
         "wire_bytes": total.wire_bytes,
         **sizes,
     }
-
-
-def _get_step_bytes(unit: UnitBytes, kind: Collective) -> int:
-    return {
-        "all_gather": unit.gather_step,
-        "reduce_scatter": unit.reduce_scatter_step,
-        "all_reduce": unit.all_reduce_step,
-    }[kind]

@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lit_fsdp.optim.sharded_optimizer import to_local
+from lit_fsdp.reporting.step_callback import StepCallback
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
 _EXACT = "average/"  # in extra_state, before the names of averages that the weights' own dtype would round
 
 
-class EMA(Callback):
+class EMA(StepCallback):
     """Keep a moving average of the weights that train: it is validated, saved, tested and exported in their place.
 
     Each rank averages its own shards, so nothing is sent. The average takes 4 bytes for each parameter of the shard, in
@@ -36,7 +37,7 @@ class EMA(Callback):
         self.decay, self.warmup = decay, warmup
         self._averages: dict[str, Tensor] = {}
         self._exact: dict[str, Tensor] = {}  # read from a checkpoint; NaN where it has none
-        self._num_updates = self._last_step = 0
+        self._num_updates = 0
         self._kept: list[Tensor] | None = None  # what is to come back after an evaluation of the average
 
     @override
@@ -59,9 +60,9 @@ class EMA(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with the weights as they are; a checkpoint is loaded after this."""
         assert isinstance(trainer.strategy, FSDP2Strategy)
-        trained = _find_trained(pl_module)
+        trained = _list_trained(pl_module)
         self._averages = {name: p.detach().to(torch.float32, copy=True) for name, p in trained.items()}
-        self._num_updates, self._last_step = 0, trainer.global_step
+        self._num_updates = 0
         low = {name: self._averages[name] for name, p in trained.items() if p.dtype != torch.float32}
         self._exact = {f"{_EXACT}{name}": torch.full_like(average, torch.nan) for name, average in low.items()}
         trainer.strategy.extra_state = self._averages | self._exact
@@ -69,49 +70,38 @@ class EMA(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer.strategy, FSDP2Strategy)
-        self._last_step = trainer.global_step
+        super().on_train_start(trainer, pl_module)
         self._exact, trainer.strategy.extra_state = {}, self._averages  # nothing is loaded any more
 
     @override
     @torch.no_grad()
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if trainer.global_step == self._last_step:  # a micro-batch without a step
-            return
-        self._last_step = trainer.global_step
+    def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         decay = min(self.decay, (1 + self._num_updates) / (10 + self._num_updates)) if self.warmup else self.decay
         self._num_updates += 1
         averages, weights = self._list_pairs(pl_module)
         torch._foreach_lerp_(averages, [weight.float() for weight in weights], 1 - decay)
 
     @override
+    @torch.no_grad()
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show the average of this ``fit`` or of one before; weights of a checkpoint alone are the average already."""
         if self._averages and not trainer.sanity_checking:
-            self._show(pl_module)
+            _reshard(pl_module)
+            averages, weights = self._list_pairs(pl_module)
+            self._kept = [weight.clone() for weight in weights]
+            torch._foreach_copy_(weights, averages)
+
+    on_test_start = on_predict_start = on_validation_start
 
     @override
+    @torch.no_grad()
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._hide(pl_module)
+        if self._kept is not None:
+            _reshard(pl_module)
+            torch._foreach_copy_(self._list_pairs(pl_module)[1], self._kept)
+            self._kept = None
 
-    @override
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Show what was averaged in a ``fit`` before; a checkpoint's weights are the average already."""
-        if self._averages:
-            self._show(pl_module)
-
-    @override
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._hide(pl_module)
-
-    @override
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._averages:
-            self._show(pl_module)
-
-    @override
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._hide(pl_module)
+    on_test_end = on_predict_end = on_validation_end
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -120,14 +110,14 @@ class EMA(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._hide(pl_module)
+        self.on_validation_end(trainer, pl_module)
 
     @override
     @torch.no_grad()
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if not self._averages:
             return
-        trained = _find_trained(pl_module)
+        trained = _list_trained(pl_module)
         stored = checkpoint["state_dict"]
         weights = {name: stored[name].detach().float() for name in trained}
         if self._kept is not None:  # saved while the average is shown, as before a preemption
@@ -171,23 +161,9 @@ class EMA(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._num_updates = state_dict["num_updates"]
 
-    @torch.no_grad()
-    def _show(self, module: nn.Module) -> None:
-        _reshard(module)
-        averages, weights = self._list_pairs(module)
-        self._kept = [weight.clone() for weight in weights]
-        torch._foreach_copy_(weights, averages)
-
-    @torch.no_grad()
-    def _hide(self, module: nn.Module) -> None:
-        if self._kept is not None:
-            _reshard(module)
-            torch._foreach_copy_(self._list_pairs(module)[1], self._kept)
-            self._kept = None
-
     def _list_pairs(self, module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's parts of the averages and of the weights, which share memory with them."""
-        trained = _find_trained(module)
+        trained = _list_trained(module)
         return [to_local(self._averages[n]) for n in trained], [to_local(p.detach()) for p in trained.values()]
 
 
@@ -198,8 +174,8 @@ def _reshard(module: nn.Module) -> None:
             unit.reshard()
 
 
-def _find_trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return what trains, by the names that checkpoints have."""
+def _list_trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters, by the names that checkpoints have."""
     return {_drop_wrapper(name): p for name, p in module.named_parameters() if p.requires_grad}
 
 

@@ -3,41 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_fsdp.planning.forecast import NoForecastError, forecast_step, measure_batch
-from lit_fsdp.planning.step_parts import MicroBatch
-from lit_fsdp.profiling.memory import KINDS
-from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
-from lit_fsdp.reporting.history import Series
-from lit_fsdp.reporting.metrics import (
-    find_run_folder,
-    is_logging_step,
-    is_trial,
-    read_peak_gib,
-    read_resident_bytes,
+from lit_fsdp.planning.closed_form import StepEstimate, estimate_step
+from lit_fsdp.planning.estimate import describe_model, measure_batch
+from lit_fsdp.planning.step_parts import MicroBatch, NoEstimateError, Ranks
+from lit_fsdp.profiling.device_memory import (
+    PEAK_NAMES,
+    read_memory,
+    read_step,
     start_recording,
     stop_recording,
-    take_peak_bytes,
+    write_snapshot,
 )
+from lit_fsdp.profiling.memory import KINDS
+from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
+from lit_fsdp.reporting.curves import Series
+from lit_fsdp.reporting.memory_section import Comparison, TracedStep, make_memory_section
+from lit_fsdp.reporting.metrics import find_run_folder, is_logging_step, is_trial, log_values
 from lit_fsdp.reporting.plots import write_png
-from lit_fsdp.reporting.rank_stats import AsyncRankStats, Spread
-from lit_fsdp.reporting.sections import Curve, Plot, Section, Table, print_table
-from lit_fsdp.reporting.step_memory import Comparison, describe_step, make_step_tables, plot_step
+from lit_fsdp.reporting.rank_stats import AsyncRankStats, Exchanged, Spread, gather_over_ranks
+from lit_fsdp.reporting.sections import Section, print_table
+from lit_fsdp.reporting.step_callback import StepCallback
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
-from lit_fsdp.strategy.lightning_internals import count_micro_batches
+from lit_fsdp.strategy.trainer_settings import count_micro_batches
 
 _GIB = 2**30
 
 
-class MemoryLogger(Callback):
+class MemoryLogger(StepCallback):
     """Measure the memory of every step on every rank, and follow that of one step tensor by tensor.
 
     On GPUs it logs, of rank 0 and the largest of all ranks, what torch's allocator says: ``memory/allocated_gib``
@@ -87,12 +88,9 @@ class MemoryLogger(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._step_memory: StepMemory | None = None
-        self._traced_step = 0
+        self._step: TracedStep | None = None
         self._micro_batch: MicroBatch | None = None  # the largest of the traced step
-        self._comparison: Comparison | None = None
         self._ranks: dict[str, Spread] = {}  # over the whole run
-        self._step_ranks: dict[str, Spread] = {}  # at the peak of the traced step
         self._series: dict[str, Series] = {}
         self._notes: list[str] = []
         self._snapshots_left = sorted(self.snapshot_steps)
@@ -105,12 +103,12 @@ class MemoryLogger(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._reset()
         self._folder = find_run_folder(trainer, self.fallback_dir) / "memory"
         self._device = trainer.strategy.root_device
-        self._first_step = self._last_step = trainer.global_step
         self._peak_gib = 0.0
-        self._exchange = AsyncRankStats(trainer, list(_read(self._device)))
+        self._stats = AsyncRankStats(trainer, list(read_memory(self._device)))
         strategy = trainer.strategy
         self._can_trace = self.trace_step is not None
         if isinstance(strategy, FSDP2Strategy) and strategy.settings.compile is not None and self._can_trace:
@@ -119,12 +117,12 @@ class MemoryLogger(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        step = trainer.global_step - self._first_step + 1
+        step = trainer.global_step - self.first_step + 1
         # Not ==: several optimizers count as several steps.
         if self._snapshots_left and step >= self._snapshots_left[0] and not self._is_recording:
             self._is_recording = True
             start_recording(self)
-        if self._can_trace and self._step_memory is None and self._trace is None and step >= (self.trace_step or 0):
+        if self._can_trace and self._step is None and self._trace is None and step >= (self.trace_step or 0):
             plan = getattr(trainer.strategy, "plan", ())
             trace = MemoryTrace(pl_module, trainer.optimizers, plan=plan, device=self._device)
             self._trace = trace.__enter__()
@@ -142,43 +140,39 @@ class MemoryLogger(Callback):
         self._begin_phase("optimizer")
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if trainer.global_step == self._last_step:  # a micro-batch without a step
-            return
-        self._last_step = trainer.global_step
-        was_traced = self._end_trace()
+    def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trace = self._close_trace()
         self._write_snapshot(trainer)
-        values = _read_step(self._device)
-        if was_traced:
-            self._compare(trainer, pl_module, values)
+        values = read_step(self._device)
+        if trace is not None:
+            memory = trace.finish()
+            comparison = self._compare(trainer, pl_module, memory, values)
+            self._step = TracedStep(number=self.last_step, memory=memory, ranks={}, comparison=comparison)
         for name, value in values.items():
-            self._series.setdefault(name, Series()).add(trainer.global_step, value)
-        peak = _PEAK[self._device.type]
+            self._series.setdefault(name, Series()).add(self.last_step, value)
+        peak = PEAK_NAMES[self._device.type]
         self._peak_gib = max(self._peak_gib, values.get(peak, 0.0))
         if is_logging_step(trainer):
-            self._log(trainer)
             # The peak is the largest of all steps since the last one that was logged.
-            self._exchange.start(
-                {**_read(self._device), **({peak: self._peak_gib} if self._peak_gib else {})}, tag=trainer.global_step
-            )
+            now = {**read_memory(self._device), **({peak: self._peak_gib} if self._peak_gib else {})}
+            self._log(trainer, self._stats.exchange(now, self.last_step))
             self._peak_gib = 0.0
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close_trace()  # of a step that did not come to its end
-        self._log(trainer)
-        self._exchange.start(_read(self._device))
-        self._ranks = _finish(self._exchange)
-        if self._can_trace and self._step_memory is None:
+        stop_recording(self)
+        self._log(trainer, self._stats.finish())
+        self._ranks = gather_over_ranks(trainer, read_memory(self._device))
+        if self._can_trace and self._step is None:
             self._notes.append(f"No step was followed: the run had no step {self.trace_step}.")
-        if self._step_memory is not None:
-            exchange = AsyncRankStats(trainer, KINDS)
-            exchange.start({kind: self._step_memory.peak.by_kind.get(kind, 0) for kind in KINDS})
-            self._step_ranks = _finish(exchange)
-        if trainer.is_global_zero and self._last_step > self._first_step and not is_trial(trainer):
-            self._report()
+        if self._step is not None:
+            peak = self._step.memory.peak.by_kind
+            self._step = replace(self._step, ranks=gather_over_ranks(trainer, {k: peak.get(k, 0) for k in KINDS}))
+        section = self.make_section()
+        has_steps = trainer.is_global_zero and self.last_step > self.first_step
+        if section is not None and has_steps and not is_trial(trainer):
+            self._report(section)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -187,26 +181,7 @@ class MemoryLogger(Callback):
 
     def make_section(self) -> Section | None:
         """Return the tables and plots of the run."""
-        if not self._ranks:
-            return None
-        numbers: dict[str, Any] = {name: _list_spread(spread) for name, spread in self._ranks.items()}
-        if self._step_memory is not None:
-            numbers["step"] = describe_step(self._step_memory, self._traced_step)
-        if self._comparison is not None:
-            numbers["predicted"] = {
-                "peak_bytes": self._comparison.predicted.num_bytes,
-                "peak_bytes_by_kind": dict(self._comparison.predicted.by_kind),
-                "measured_bytes": self._comparison.measured_bytes,
-                "difference_pct": self._comparison.difference_pct,
-            }
-        return Section(
-            title="Memory",
-            name="memory",
-            numbers=numbers,
-            tables=self._make_tables(),
-            plots=self._make_plots(),
-            notes=self._notes,
-        )
+        return make_memory_section(self._ranks, self._series, self._step, self._notes) if self._ranks else None
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -218,10 +193,6 @@ class MemoryLogger(Callback):
         if self._trace is not None:
             self._trace.resume()
 
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        stop_recording(self)
-
     def _begin_phase(self, name: str) -> None:
         if self._trace is not None:
             self._trace.begin_phase(name)
@@ -232,160 +203,87 @@ class MemoryLogger(Callback):
             trace.__exit__(None, None, None)
         return trace
 
-    def _end_trace(self) -> bool:
-        if (trace := self._close_trace()) is None:
-            return False
-        self._step_memory = trace.finish()
-        self._traced_step = self._last_step
-        return True
-
     def _measure_batch(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
         if not trainer.is_global_zero:
             return
         try:
             if not isinstance(trainer.strategy, FSDP2Strategy):
-                raise NoForecastError(f"the strategy is {type(trainer.strategy).__name__}")
+                raise NoEstimateError(f"the strategy is {type(trainer.strategy).__name__}")
             found = measure_batch(pl_module, batch)
-        except NoForecastError as error:
+        except NoEstimateError as error:
             self._note_missing(error)
             return
         # A mask is a matter of square lengths, so of two alike the one with it holds more.
         known = [] if self._micro_batch is None else [self._micro_batch]
-        self._micro_batch = max([*known, found], key=lambda one: (one.rows * one.length, one.is_masked))
+        self._micro_batch = max([*known, found], key=lambda one: (one.num_tokens, one.is_masked))
 
-    def _compare(self, trainer: Trainer, pl_module: LightningModule, values: Mapping[str, float]) -> None:
-        strategy, memory = trainer.strategy, self._step_memory
-        if self._micro_batch is None or memory is None or not isinstance(strategy, FSDP2Strategy):
-            return
-        if strategy.settings.cpu_offload is not None and self._device.type == "cpu":
-            self._notes.append("Nothing was predicted: on a CPU, offload moves nothing.")
-            return
-        if (num_micro_batches := count_micro_batches(trainer)) is None:
-            self._notes.append("Nothing was predicted: the number of accumulated micro-batches changes.")
-            return
+    def _compare(
+        self, trainer: Trainer, pl_module: LightningModule, memory: StepMemory, values: Mapping[str, float]
+    ) -> Comparison | None:
+        if (micro_batch := self._micro_batch) is None:
+            return None
+        num_micro_batches = count_micro_batches(trainer)
         try:
-            predicted = forecast_step(
-                pl_module,
-                strategy,
-                self._micro_batch,
-                world_size=trainer.world_size,
-                ranks_per_node=trainer.world_size // trainer.num_nodes,
-                num_micro_batches=num_micro_batches,
-                device_type=self._device.type,
-            )
-        except NoForecastError as error:
+            predicted = self._estimate(trainer, pl_module, micro_batch, num_micro_batches)
+        except NoEstimateError as error:
             self._note_missing(error)
-            return
+            return None
         allocated = round(values.get("peak_allocated_gib", 0) * _GIB)
         found = Comparison(predicted=predicted.memory.peak, measured_bytes=allocated or memory.peak.num_bytes)
-        self._comparison = found
-        self._notes.append(f"Step {self._traced_step}, rank 0: {found.describe()}.")
-        shape = f"{'the largest micro-batch' if num_micro_batches > 1 else 'the batch'}, {self._micro_batch.describe()}"
+        self._notes.append(f"Step {self.last_step}, rank 0: {found.describe()}.")
+        shape = f"{'the batch' if num_micro_batches == 1 else 'the largest micro-batch'}, {micro_batch.describe()}"
         self._notes.append(f"Predicted for {shape}, of that step and rank; plan counts the largest that may come.")
         if abs(found.difference_pct) > self.warn_pct:
-            rank_zero_warn(f"memory of step {self._traced_step}: {found.describe()}: a plan of this run would mislead")
+            rank_zero_warn(f"memory of step {self.last_step}: {found.describe()}: a plan of this run would mislead")
+        return found
 
-    def _note_missing(self, error: NoForecastError) -> None:
+    def _estimate(
+        self, trainer: Trainer, module: LightningModule, micro_batch: MicroBatch, num_micro_batches: int | None
+    ) -> StepEstimate:
+        strategy = trainer.strategy
+        assert isinstance(strategy, FSDP2Strategy)  # else there is no micro-batch
+        if strategy.settings.cpu_offload is not None and self._device.type == "cpu":
+            raise NoEstimateError("on a CPU, offload moves nothing")
+        if num_micro_batches is None:
+            raise NoEstimateError("the number of accumulated micro-batches changes")
+        return estimate_step(
+            describe_model(module, strategy),
+            strategy.settings,
+            micro_batch,
+            ranks=Ranks(num_nodes=trainer.num_nodes, per_node=trainer.world_size // trainer.num_nodes),
+            num_micro_batches=num_micro_batches,
+            device_type=self._device.type,
+        )
+
+    def _note_missing(self, error: NoEstimateError) -> None:
         if (note := f"Nothing was predicted: {error}.") not in self._notes:
             self._notes.append(note)
 
     def _write_snapshot(self, trainer: Trainer) -> None:
         if self._is_recording:
             self._is_recording = False
-            step = trainer.global_step - self._first_step
+            step = trainer.global_step - self.first_step
             self._snapshots_left = [other for other in self._snapshots_left if other > step]
-            self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"snapshot_step_{trainer.global_step}_rank_{trainer.global_rank}.pickle"
-            torch.cuda.memory._dump_snapshot(str(path))  # documented, though it has no public name yet
+            write_snapshot(path)
             stop_recording(self)
             rank_zero_info(f"memory snapshot: {path}")
 
-    def _log(self, trainer: Trainer) -> None:
-        found = self._exchange.finish()
+    def _log(self, trainer: Trainer, found: Exchanged | None) -> None:
         if found is None or not trainer.is_global_zero:
             return
         spreads, step = found
         values = {f"memory/{name}": spread.values[0] for name, spread in spreads.items()}
         if trainer.world_size > 1:
-            name = _PEAK[self._device.type]
+            name = PEAK_NAMES[self._device.type]
             values |= {f"memory/max_{name}": spreads[name].high, f"memory/max_{name}_rank": spreads[name].high_rank}
-        for logger in trainer.loggers:
-            logger.log_metrics(values, step=step)
+        log_values(trainer, values, step)
 
-    def _report(self) -> None:
-        for table in self._make_tables()[:2]:
+    def _report(self, section: Section) -> None:
+        for table in section.tables[:2]:
             print_table(table)
-        for note in self._notes:
+        for note in section.notes:
             print(note)
         self._folder.mkdir(parents=True, exist_ok=True)
-        for name, plot in zip(("run", "step"), self._make_plots(), strict=False):
+        for name, plot in zip(("run", "step"), section.plots, strict=False):
             write_png(plot, self._folder / f"{name}.png")
-
-    def _make_tables(self) -> list[Table]:
-        rows = [[_spell(name), *_format_spread(spread)] for name, spread in self._ranks.items()]
-        columns = ["at the end of the run", "min", "mean", "max", "rank of max"]
-        tables = [Table(title="Memory of the ranks", columns=columns, rows=rows)]
-        if self._step_memory is not None:
-            tables += make_step_tables(self._step_memory, self._step_ranks, self._traced_step, self._comparison)
-        return tables
-
-    def _make_plots(self) -> list[Plot]:
-        curves = [_draw(name, series) for name, series in self._series.items()]
-        plots = [Plot(title="Memory over the run (rank 0)", x_label="step", y_label="GiB", curves=curves)]
-        if self._step_memory is not None:
-            plots.append(plot_step(self._step_memory, title=f"Memory over step {self._traced_step} (rank 0)"))
-        return plots
-
-
-_PEAK = {"cuda": "peak_allocated_gib", "cpu": "peak_rss_gib"}
-
-
-def _read_step(device: torch.device) -> dict[str, float]:
-    """Return what is read after every step; of a GPU, begins a new stretch for its peak."""
-    if device.type != "cuda":
-        return {"rss_gib": read_resident_bytes() / _GIB}
-    peak, reserved = take_peak_bytes(device), torch.cuda.memory_reserved(device)
-    return {"peak_allocated_gib": peak / _GIB, "reserved_gib": reserved / _GIB}
-
-
-def _read(device: torch.device) -> dict[str, float]:
-    """Return all that is told of this process's memory, the peak as that of the run."""
-    if device.type != "cuda":
-        return {"rss_gib": read_resident_bytes() / _GIB, "peak_rss_gib": read_peak_gib(device)}
-    stats = torch.cuda.memory_stats(device)
-    reserved, split = stats["reserved_bytes.all.current"], stats["inactive_split_bytes.all.current"]
-    return {
-        "allocated_gib": stats["allocated_bytes.all.current"] / _GIB,
-        "peak_allocated_gib": read_peak_gib(device),
-        "active_gib": stats["active_bytes.all.current"] / _GIB,
-        "reserved_gib": reserved / _GIB,
-        "inactive_split_gib": split / _GIB,
-        "fragmentation_pct": 100 * split / max(reserved, 1),
-        "alloc_retries": stats["num_alloc_retries"],
-        "device_free_gib": torch.cuda.mem_get_info(device)[0] / _GIB,
-    }
-
-
-def _draw(name: str, series: Series) -> Curve:
-    steps, values = zip(*series.list_points(), strict=True)
-    return Curve(label=_spell(name), x=steps, y=values)
-
-
-def _spell(name: str) -> str:
-    words, _, unit = name.rpartition("_")
-    unit = {"gib": ", GiB", "pct": ", %"}.get(unit, f" {unit}")
-    return f"{words.replace('_', ' ')}{unit}".replace("rss", "resident")
-
-
-def _finish(exchange: AsyncRankStats) -> dict[str, Spread]:
-    found = exchange.finish()
-    assert found is not None
-    return found[0]
-
-
-def _format_spread(spread: Spread) -> list[str]:
-    return [f"{spread.low:.3f}", f"{spread.mean:.3f}", f"{spread.high:.3f}", str(spread.high_rank)]
-
-
-def _list_spread(spread: Spread) -> dict[str, Any]:
-    return {"ranks": list(spread.values), "mean": spread.mean, "max": spread.high, "max_rank": spread.high_rank}

@@ -17,16 +17,12 @@ from torch.utils._pytree import tree_iter
 from typing_extensions import override
 
 from lit_fsdp.planning.advice import Situation, Suggestion, suggest_settings
+from lit_fsdp.profiling.device_memory import read_resident_bytes, start_recording, stop_recording, write_snapshot
+from lit_fsdp.profiling.expected_communication import count_gathered_bytes
 from lit_fsdp.profiling.memory import KINDS, Kind, is_on, iterate_states, measure_states
-from lit_fsdp.reporting.metrics import (
-    find_run_folder,
-    read_resident_bytes,
-    start_recording,
-    stop_recording,
-)
-from lit_fsdp.sharding.wrap import Unit
+from lit_fsdp.reporting.metrics import find_run_folder
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
-from lit_fsdp.strategy.lightning_internals import outlive_children
+from lit_fsdp.strategy.launcher import outlive_children
 
 _GIB = 2**30
 _MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cannot allocate memory")
@@ -88,15 +84,11 @@ class OOMReport(Callback):
         self._phase = "the optimizer step"
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self._phase, self._batch = "what follows a step", None
 
     @override
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, *_: Any) -> None:
         self._phase, self._batch = "validation", batch
 
     @override
@@ -115,7 +107,7 @@ class OOMReport(Callback):
         batch, self._batch = self._batch, None
         if self._folder is None or not is_out_of_memory(exception):
             return
-        outlive_children(trainer)
+        outlive_children(trainer.strategy.launcher)
         where = f"rank {trainer.global_rank} of {trainer.world_size}, in {self._phase}, step {trainer.global_step + 1}"
         try:
             head = self._describe(trainer, pl_module, exception, batch, where=where)
@@ -132,8 +124,7 @@ class OOMReport(Callback):
         except FileExistsError:
             print(f"out of memory on {where}; another rank has reported: {path}", flush=True)
         if self.snapshot:
-            dump = self._folder / f"out_of_memory_rank_{trainer.global_rank}.pickle"
-            torch.cuda.memory._dump_snapshot(str(dump))  # documented, though it has no public name yet
+            write_snapshot(self._folder / f"out_of_memory_rank_{trainer.global_rank}.pickle")
 
     def _describe(
         self, trainer: Trainer, module: LightningModule, error: BaseException, batch: Any, *, where: str
@@ -213,7 +204,8 @@ def _assess(
     parameters = dict(module.named_parameters())
     stored = {p.element_size() for p in parameters.values() if p.is_floating_point()}
     compute = strategy.precision_plugin.mixed_precision.build_policy().param_dtype
-    sizes = [_count_gathered(unit, parameters, compute) for unit in plan]
+    units = ([parameters[name] for name in unit.parameters if name in parameters] for unit in plan)
+    sizes = [count_gathered_bytes(own, compute) for own in units]
     rows = {t.shape[0] for t in tree_iter(batch) if isinstance(t, Tensor) and t.dim()}
     return Situation(
         held=held,
@@ -232,12 +224,6 @@ def _assess(
         has_quantization=_is_unset(module, "quantization"),
         is_gpu=strategy.root_device.type == "cuda",
     )
-
-
-def _count_gathered(unit: Unit, parameters: dict[str, Any], compute: torch.dtype | None) -> int:
-    """Return the bytes of a unit when it is gathered."""
-    own = [parameters[name] for name in unit.parameters if name in parameters]
-    return sum(p.numel() * (compute or p.dtype).itemsize if p.is_floating_point() else p.numel() for p in own)
 
 
 def _is_unset(module: LightningModule, name: str) -> bool | None:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
+
+from lit_fsdp.reporting.metrics import find_run_folder, is_trial
 
 FILE_NAME = "predictions.jsonl"
 _FILLER = -1  # index of rows that only fill up the last batch: part of what predict_step returns
@@ -47,15 +48,7 @@ class WritePredictions(Callback):
         self._records, self._odd = [], None
 
     @override
-    def on_predict_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         if not isinstance(outputs, dict) or not {"index", "prediction"} <= outputs.keys():
             self._odd = f"keys {sorted(outputs)}" if isinstance(outputs, dict) else f"a {type(outputs).__name__}"
             return
@@ -67,7 +60,8 @@ class WritePredictions(Callback):
     @override
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather over all ranks, write on the first."""
-        path = self._find_path(trainer)
+        folder = find_run_folder(trainer, self.fallback_dir)
+        path = folder / FILE_NAME if self.path is None else Path(self.path)
         # Before anything that one rank alone could leave: the others would wait for it.
         parts = _gather((self._odd, self._records))
         if odd := next((odd for odd, _ in parts if odd is not None), None):
@@ -77,21 +71,13 @@ class WritePredictions(Callback):
             )
             return
         records = sorted((record for _, part in parts for record in part), key=lambda record: record["index"])
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if is_trial(trainer):
             rank_zero_info(f"{len(records):,} predictions, not written: this is a fast_dev_run")
             return
         if trainer.is_global_zero:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(_WRITERS[path.suffix](records))
         rank_zero_info(f"{len(records):,} predictions: {path}")
-
-    def _find_path(self, trainer: Trainer) -> Path:
-        if self.path is not None:
-            return Path(self.path)
-        logger = trainer.logger
-        has_folder = isinstance(logger, CSVLogger | TensorBoardLogger) or self.fallback_dir is None
-        folder = trainer.log_dir if has_folder else self.fallback_dir  # log_dir is a broadcast, so on every rank
-        return Path(folder or ".") / FILE_NAME
 
 
 def _format_jsonl(records: list[Record]) -> bytes:

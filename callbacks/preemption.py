@@ -7,32 +7,32 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lit_fsdp.reporting.metrics import find_checkpoint_folder
+from lit_fsdp.reporting.rank_stats import AsyncRankStats, gather_over_ranks
+from lit_fsdp.reporting.step_callback import StepCallback
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
-from lit_fsdp.strategy.lightning_internals import hold_signals_at_launch, leave_signals_alone, mark_saved
+from lit_fsdp.strategy.launcher import Launcher
+from lit_fsdp.strategy.lightning_internals import leave_signals_alone, mark_saved
 from lit_fsdp.strategy.signals import SignalListener
 
 _NOTHING, _STOP, _REQUEUE = 0, 1, 2  # what a rank was told; what all ranks do is the maximum
 
 
-class Preemption(Callback):
+class Preemption(StepCallback):
     """Save a checkpoint and end the run when any rank gets SIGTERM or SIGUSR1, from a scheduler or from you.
 
-    The handler only notes the signal. After every optimizer step, and every batch of a validation, the ranks start
-    an all-reduce of their notes on a process group of its own, and read its result one step later: so all of them
-    stop at the same step, and none ever waits for it. Then they save ``preempted-step=<n>.ckpt``, wait until it is
+    The handler only notes the signal. After every optimizer step, and every batch of a validation, the ranks send
+    their notes to each other in the background, and read them one step later: so all of them stop at the same step,
+    and none ever waits for it. Then they save ``preempted-step=<n>.ckpt``, wait until it is
     complete, and leave ``fit`` with Lightning's ``SIGTERMException``, a ``SystemExit``: what follows ``fit`` in a
     script does not take the run for a finished one. A signal before the first step ends the run there; nothing is
     saved, as nothing would be lost. Further signals change nothing.
@@ -62,7 +62,6 @@ class Preemption(Callback):
         self.is_preempted = False
         self._requeue_signal: signal.Signals | None = None
         self._order = _NOTHING  # what this rank was told
-        self._step = -1
         self._listener = SignalListener(self._note)
         self._undo: Callable[[], None] | None = None
 
@@ -75,51 +74,41 @@ class Preemption(Callback):
         if not self._listener.start(signals):
             rank_zero_warn(f"{type(self).__name__} hears no signals: fit does not run in the main thread")
         if self._undo is None:
-            hold_signals_at_launch(trainer, signals)
+            if isinstance(launcher := trainer.strategy.launcher, Launcher):
+                launcher.held_signals = signals
             self._undo = leave_signals_alone(trainer)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self.is_preempted, self._step = False, -1
+            self.is_preempted = False
             self.listen(trainer)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._consensus = _Consensus(trainer)
-        self._step = trainer.global_step
-        self._consensus.exchange(self._order)
-        if order := self._consensus.finish():
+        super().on_train_start(trainer, pl_module)
+        self._stats = AsyncRankStats(trainer, ["order"])
+        if order := int(gather_over_ranks(trainer, {"order": self._order})["order"].high):
             self._end(trainer, order, "before the first step, so there is nothing to save")
-            self._leave()
+            self._leave_if_preempted()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._leave_if_preempted()
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if trainer.global_step != self._step:  # else a micro-batch without a step
-            self._step = trainer.global_step
-            # Leaves in the next hook, after the metrics of this step are logged.
-            self._save_if_told(trainer)
+    def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Leaves in the next hook, after the metrics of this step are logged.
+        self._save_if_told(trainer)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._leave_if_preempted()
 
+    on_train_epoch_end = on_validation_start
+
     @override
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         # Other strategies may give the ranks unequal numbers of batches: they would disagree on when.
         is_equal = isinstance(trainer.strategy, FSDP2Strategy)
         if trainer.state.fn == "fit" and not trainer.sanity_checking and is_equal:
@@ -127,12 +116,8 @@ class Preemption(Callback):
             self._leave_if_preempted()
 
     @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._leave_if_preempted()
-
-    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._consensus.finish()
+        self._stats.finish()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -146,10 +131,13 @@ class Preemption(Callback):
         self._order = max(self._order, _REQUEUE if number == self._requeue_signal else _STOP)
 
     def _save_if_told(self, trainer: Trainer) -> None:
-        order = self._consensus.exchange(self._order)
+        found = self._stats.exchange({"order": self._order})
+        order = _NOTHING if found is None else int(found[0]["order"].high)
+        if trainer.world_size == 1:  # there is nobody to wait for
+            order = self._order
         if not order:
             return
-        self._consensus.finish()
+        self._stats.finish()
         folder = Path(self.dirpath) if self.dirpath is not None else find_checkpoint_folder(trainer)
         path = folder / f"preempted-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
@@ -167,10 +155,7 @@ class Preemption(Callback):
 
     def _leave_if_preempted(self) -> None:
         if self.is_preempted:
-            self._leave()
-
-    def _leave(self) -> NoReturn:
-        raise SIGTERMException(self.exit_code)
+            raise SIGTERMException(self.exit_code)
 
     def _stop_listening(self) -> None:
         # After a signal the process is about to end, well or not; the next signal must not end it half-way.
@@ -179,35 +164,6 @@ class Preemption(Callback):
         if self._undo is not None:
             self._undo()
             self._undo = None
-
-
-class _Consensus:
-    """The largest number that any rank has given, read one round later."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._group: dist.ProcessGroup | None = None
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            timeout_s = getattr(trainer.strategy, "timeout_s", None)
-            timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._pending: dist.Work | None = None
-        self._result = torch.zeros(1, dtype=torch.int32, device="cpu")
-
-    def exchange(self, value: int) -> int:
-        """Return the result of the round before, 0 at first, and start one with this value."""
-        previous = self.finish()
-        self._result = torch.tensor([value], dtype=torch.int32, device="cpu")
-        if self._group is None:
-            return value
-        self._pending = dist.all_reduce(self._result, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return previous
-
-    def finish(self) -> int:
-        """Wait for the round that was started, and return its result."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
-        return int(self._result)
 
 
 def _requeue_job() -> None:

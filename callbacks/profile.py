@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.profiler import ProfilerActivity, profile, schedule
 from typing_extensions import override
 
 from lit_fsdp.reporting.metrics import find_run_folder
+from lit_fsdp.reporting.step_callback import StepCallback
 
 _RANGES = "FSDP::"  # how torch names what fully_shard does
 
 
-class Profile(Callback):
+class Profile(StepCallback):
     """Record a window of steps with ``torch.profiler``, and say at the end where the files are.
 
     ``profile/`` in the run's folder gets, for each rank, ``rank<r>.json.gz``, a trace that https://ui.perfetto.dev and
@@ -64,14 +65,13 @@ class Profile(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._stop()
         if self.ranks is not None and max(self.ranks) >= trainer.world_size:
             raise ValueError(f"ranks: got {list(self.ranks)}: this run has {trainer.world_size}, from 0 on")
         self._folder = find_run_folder(trainer) / "profile"
         self._rank = trainer.global_rank
-        self._step = self._first_step = trainer.global_step
         self._is_over = self.ranks is not None and self._rank not in self.ranks
-        self._was_written = False
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -81,12 +81,7 @@ class Profile(Callback):
             self._profiler.start()
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if trainer.global_step == self._step:
-            return
-        self._step = trainer.global_step
+    def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._profiler is None:
             return
         if self._next_step(trainer) >= self.start_step + self.num_steps:
@@ -97,13 +92,13 @@ class Profile(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop()
-        done = trainer.global_step - self._first_step
+        done = trainer.global_step - self.first_step
         if done < self.start_step:
             rank_zero_warn(f"nothing was profiled: start_step is {self.start_step}, and the run had {done} steps")
         else:
             last = min(done, self.start_step + self.num_steps - 1)
             rank_zero_info(
-                f"profiled steps {self._first_step + self.start_step} to {self._first_step + last}: {self._folder}, "
+                f"profiled steps {self.first_step + self.start_step} to {self.first_step + last}: {self._folder}, "
                 "rank<r>.json.gz for https://ui.perfetto.dev and rank<r>.txt for reading"
             )
 
@@ -112,14 +107,11 @@ class Profile(Callback):
         self._stop()
 
     def _next_step(self, trainer: Trainer) -> int:
-        return trainer.global_step - self._first_step + 1
+        return trainer.global_step - self.first_step + 1
 
     def _build(self, device: torch.device) -> profile:
-        activities = [ProfilerActivity.CPU]
-        if device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
         return profile(
-            activities=activities,
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])],
             schedule=schedule(wait=0, warmup=1, active=self.num_steps, repeat=1),
             on_trace_ready=self._write,
             profile_memory=self.memory,

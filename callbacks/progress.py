@@ -11,7 +11,8 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from typing_extensions import override
 
-from lit_fsdp.reporting.metrics import read_metric, read_peak_gib
+from lit_fsdp.profiling.device_memory import read_peak_gib
+from lit_fsdp.reporting.metrics import read_count, read_metric
 
 
 class ProgressBar(TQDMProgressBar):
@@ -45,11 +46,9 @@ class ProgressBar(TQDMProgressBar):
         self._total_steps = trainer.estimated_stepping_batches
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if not self._is_plain:
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            super().on_train_batch_end(trainer, pl_module, *args)
             return
         step = trainer.global_step
         is_due = self.is_enabled and (step % max(self.refresh_rate, 1) == 0 or step == self._total_steps)
@@ -100,17 +99,14 @@ class ProgressBar(TQDMProgressBar):
         return bar
 
     def _measure_rate(self, trainer: Trainer) -> dict[str, str]:
-        for unit in ("tokens", "samples"):
-            count = read_metric(trainer, f"train/{unit}_seen")
-            if count is None:
-                continue
-            now, last = time.perf_counter(), self._last
-            if last is None or count > last[1]:
-                self._last = (now, count)
-            if last is not None and count > last[1]:
-                self._rate = _shorten((count - last[1]) / (now - last[0]))
-            return {f"{unit}/s": self._rate} if self._rate else {}
-        return {}
+        if (found := read_count(trainer)) is None:
+            return {}
+        (unit, count), now, last = found, time.perf_counter(), self._last
+        if last is None or count > last[1]:
+            self._last = (now, count)
+        if last is not None and count > last[1]:
+            self._rate = _shorten((count - last[1]) / (now - last[0]))
+        return {f"{unit}/s": self._rate} if self._rate else {}
 
 
 def _shorten(value: float) -> str:

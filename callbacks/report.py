@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-import traceback
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+import yaml
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
-from lit_fsdp.reporting import curves, run_facts
-from lit_fsdp.reporting.environment import read_environment
-from lit_fsdp.reporting.history import Series
-from lit_fsdp.reporting.metrics import find_run_folder, has_dropped_last_step
-from lit_fsdp.reporting.redaction import hide_hosts, hide_paths, shorten_path
-from lit_fsdp.reporting.report_files import HTML, Part, Report, draw_section, make_plain, write_report
-from lit_fsdp.reporting.sections import HasSection, Section
-from lit_fsdp.strategy.lightning_internals import outlive_children, read_logged
+from lit_fsdp.reporting import run_facts
+from lit_fsdp.reporting.curves import Series, make_curves_section
+from lit_fsdp.reporting.environment import describe_environment, format_devices, format_ranks, read_environment
+from lit_fsdp.reporting.metrics import (
+    find_run_folder,
+    has_dropped_last_step,
+    has_own_folder,
+    is_trial,
+    relative_to_here,
+)
+from lit_fsdp.reporting.redaction import hide_paths, shorten_path
+from lit_fsdp.reporting.report_files import HTML, Report, draw_section, draw_sections, make_plain, write_report
+from lit_fsdp.reporting.sections import Section
+from lit_fsdp.reporting.step_callback import StepCallback
+from lit_fsdp.strategy.launcher import outlive_children
+from lit_fsdp.strategy.lightning_internals import read_logged
 
 FORMAT = 1  # of report.json
 _OWN_FOLDER = "run_report"
-_MAX_MESSAGE = 1500  # characters of an error
 
 
-class RunReport(Callback):
+class RunReport(StepCallback):
     """Write ``report.html``, ``report.md`` and ``report.json`` into the run's folder when ``fit`` ends.
 
     It is written however the run ends, unless the process is killed: finished, stopped, interrupted, preempted or
@@ -57,16 +61,19 @@ class RunReport(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Find the folder while all ranks are here: at the end it may be rank 0 alone."""
-        self._is_on = stage == "fit" and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        self._is_on = stage == "fit" and not is_trial(trainer)
         if not self._is_on:
             return
         self._start, self._start_time = time.perf_counter(), datetime.now(UTC)
-        self._folder = self._find_folder(trainer)
+        self._folder = find_run_folder(trainer, self.fallback_dir)
+        if self.fallback_dir is None and not has_own_folder(trainer):
+            # Not the folder itself: it is likely the current one, where report.md may be the user's.
+            self._folder /= _OWN_FOLDER
         self._environment = read_environment(trainer)
         self._history: dict[str, Series] = {}
         self._known: set[str] = set()  # names that are read where they are logged
-        self._first_step: int | None = None  # none is trained yet
-        self._last_step = 0
+        self._has_begun = False
+        self.first_step = self.last_step = 0
         self._num_planned = math.inf
         self._units: Section | None = None
 
@@ -77,19 +84,17 @@ class RunReport(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._has_begun = True
         if self._is_on:
-            self._first_step = self._last_step = trainer.global_step  # after a resume, so not at 0
             self._num_planned = trainer.estimated_stepping_batches
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        step = trainer.global_step
-        if not self._is_on or step == self._last_step:  # else a micro-batch without a step
+    def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._is_on:
             return
-        self._last_step = step
-        if step == (self._first_step or 0) + 1:
+        step = self.last_step
+        if step == self.first_step + 1:
             self._known.update(read_logged(trainer))
         is_last = step >= self._num_planned or trainer.should_stop
         if is_last or step % max(trainer.log_every_n_steps, 1) == 0:  # type: ignore[attr-defined]
@@ -111,9 +116,9 @@ class RunReport(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._is_on:
-            outlive_children(trainer)
-            when = "before the first step" if self._first_step is None else f"at step {self._last_step:,}"
-            self._write(trainer, *_describe_end(exception, when))
+            outlive_children(trainer.strategy.launcher)
+            when = f"at step {self.last_step:,}" if self._has_begun else "before the first step"
+            self._write(trainer, *run_facts.describe_end(exception, when))
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -121,7 +126,7 @@ class RunReport(Callback):
         if not self._is_on:
             return
         step, planned = trainer.global_step, self._num_planned
-        self._first_step, self._last_step = step if self._first_step is None else self._first_step, step
+        self.first_step, self.last_step = self.first_step if self._has_begun else step, step
         if trainer.should_stop and step < planned:
             of = f" of {planned:,}" if math.isfinite(planned) else ""
             self._write(trainer, "stopped", f"training was stopped early, at step {step:,}{of}.")
@@ -139,13 +144,6 @@ class RunReport(Callback):
             if is_loss and series.last is not None and not math.isfinite(series.last[1]):
                 return f"{name} is {series.last[1]} (not finite for the first time at step {series.first_not_finite:,})"
         return None
-
-    def _find_folder(self, trainer: Trainer) -> Path:
-        folder = find_run_folder(trainer)
-        if isinstance(trainer.logger, CSVLogger | TensorBoardLogger):
-            return folder
-        # Not the folder itself: it is likely the current one, where report.md may be the user's.
-        return folder / _OWN_FOLDER if self.fallback_dir is None else Path(self.fallback_dir)
 
     def _keep_logged(self, trainer: Trainer) -> None:
         metrics = read_logged(trainer)
@@ -176,26 +174,28 @@ class RunReport(Callback):
         except Exception as error:  # noqa: BLE001 - neither a trained model nor the error of the run may be lost to it
             rank_zero_warn(f"the run has no report: {type(error).__name__}: {error}")
         else:
-            path = (self._folder / HTML).absolute()
-            rank_zero_info(f"report: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+            rank_zero_info(f"report: {relative_to_here(self._folder / HTML)}")
 
     def _make_report(self, trainer: Trainer, status: str, message: str) -> Report:
         ended = datetime.now(UTC)
         config = run_facts.read_config(trainer, self._folder)
         checkpoints = run_facts.describe_checkpoints(trainer, self._folder, since=self._start_time.timestamp())
-        curve_section = curves.make_section(self._history)
-        own = [checkpoints, self._units, run_facts.describe_environment(self._environment)]
-        parts = [draw_section(curve_section, self._folder, is_grid=True)]
-        others = self._collect_sections(trainer)
-        parts += [part for part, _ in others.values()]
-        parts += [draw_section(section, self._folder) for section in own if section is not None]
-        config_section = Section(title="Configuration", name="configuration")
-        parts.insert(-1, draw_section(config_section, self._folder, code=run_facts.format_config(config)))
+        curves = make_curves_section(self._history)
+        callbacks = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
+        others = draw_sections(callbacks, self._folder)
+        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=100)
+        parts = [
+            draw_section(curves, self._folder, is_grid=True),
+            *(part for part, _ in others.values()),
+            *(draw_section(own, self._folder) for own in (checkpoints, self._units) if own is not None),
+            draw_section(Section(title="Configuration", name="configuration"), self._folder, code=text),
+            draw_section(describe_environment(self._environment), self._folder),
+        ]
         run = self._describe_run(trainer, status, message, ended)
         numbers = {
             "format": FORMAT,
             "run": run,
-            "curves": curve_section.numbers,
+            "curves": curves.numbers,
             "checkpoints": [] if checkpoints is None else checkpoints.numbers["files"],
             "units": None if self._units is None else self._units.numbers,
             "sections": {name: entry for name, (_, entry) in others.items()},
@@ -211,35 +211,8 @@ class RunReport(Callback):
             numbers=make_plain(hide_paths(numbers)),
         )
 
-    def _collect_sections(self, trainer: Trainer) -> dict[str, tuple[Part, dict[str, Any]]]:
-        """Return what the other callbacks have to say, drawn and for ``report.json``, by the names of sections."""
-        taken = {"curves", "checkpoints", "units", "configuration", "environment"}
-        found: dict[str, tuple[Part, dict[str, Any]]] = {}
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if callback is self or not isinstance(callback, HasSection):
-                continue
-            try:
-                section = callback.make_section()
-                if section is None:
-                    continue
-                section = _rename(section, taken)
-                part = draw_section(section, self._folder)
-                entry = {"title": section.title, "notes": section.notes, "numbers": make_plain(section.numbers)}
-            except Exception as error:  # noqa: BLE001 - of a callback that may be anyone's
-                name = type(callback).__name__
-                text = f"{type(error).__name__}: {error}"
-                rank_zero_warn(f"{name} has no section in the report: make_section: {text}")
-                title, note = name, f"This section could not be made: {hide_hosts(text)}"
-                section = _rename(Section(title=title, name=name.lower(), notes=[note]), taken)
-                part, entry = draw_section(section, self._folder), {"title": title, "error": hide_hosts(text)}
-            taken.add(section.name)
-            found[section.name] = (part, entry)
-        return found
-
     def _describe_run(self, trainer: Trainer, status: str, message: str, ended: datetime) -> dict[str, Any]:
-        first = self._first_step or 0
-        last = max(self._last_step, first)
-        strategy = type(trainer.strategy).__name__
+        first, last = self.first_step, self.last_step
         return {
             "name": self._find_name(trainer),
             "folder": shorten_path(self._folder),
@@ -255,13 +228,13 @@ class RunReport(Callback):
             "resumed_from": shorten_path(Path(trainer.ckpt_path).absolute()) if first and trainer.ckpt_path else None,
             "num_ranks": self._environment["world_size"],
             "num_nodes": self._environment["num_nodes"],
-            "strategy": strategy,
+            "strategy": type(trainer.strategy).__name__,
             "precision": str(trainer.precision),
         }
 
     def _find_name(self, trainer: Trainer) -> str:
         folder = self._folder.absolute()
-        if isinstance(trainer.logger, CSVLogger | TensorBoardLogger):
+        if has_own_folder(trainer):
             return f"{folder.parent.name}/{folder.name}"
         return folder.name if folder.name != _OWN_FOLDER else folder.parent.name
 
@@ -272,15 +245,13 @@ class RunReport(Callback):
                 facts[f"final {name}"] = f"{series.last[1]:.4f}"
                 if not name.startswith("train") and series.low is not None:
                     facts[f"best {name}"] = f"{series.low[1]:.4f} at step {series.low[0]:,}"
-        steps = f"{run['num_steps']:,}"
-        if run["first_step"]:
-            steps += f", from {run['first_step']:,} to {run['last_step']:,}"
-        facts["steps"] = steps
+        between = f", from {run['first_step']:,} to {run['last_step']:,}" if run["first_step"] else ""
+        facts["steps"] = f"{run['num_steps']:,}{between}"
         if run["resumed_from"]:
             facts["went on from"] = run["resumed_from"]
         facts["wall time"] = str(timedelta(seconds=round(run["wall_s"])))
-        facts["ranks"] = run_facts.format_ranks(self._environment)
-        facts["devices"] = run_facts.format_devices(self._environment["devices"])
+        facts["ranks"] = format_ranks(self._environment)
+        facts["devices"] = format_devices(self._environment["devices"])
         facts |= {"strategy": run["strategy"], "precision": run["precision"]}
         if self._units is not None:
             numbers = self._units.numbers
@@ -289,27 +260,3 @@ class RunReport(Callback):
         facts["ended"] = f"{ended:%Y-%m-%d %H:%M} UTC"
         facts["folder"] = run["folder"]
         return hide_paths(facts)
-
-
-def _describe_end(exception: BaseException, when: str) -> tuple[str, str]:
-    """Return a word and a sentence for a run that ended by an exception."""
-    if isinstance(exception, SIGTERMException):
-        return "preempted", f"a signal ended the run {when}."
-    if isinstance(exception, KeyboardInterrupt):
-        return "interrupted", f"Ctrl-C ended the run {when}."
-    text = str(exception)
-    text = text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]} ..."
-    frames = traceback.extract_tb(exception.__traceback__)
-    where = f" ({frames[-1].name}, {Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
-    return "failed", hide_paths(hide_hosts(f"{when}: {type(exception).__name__}: {text}{where}"))
-
-
-def _rename(section: Section, taken: set[str]) -> Section:
-    """Return a section with a name that no other has."""
-    if not isinstance(section, Section):
-        raise TypeError(f"make_section returned a {type(section).__name__}: expected a Section, or None")
-    name, number = section.name, 1
-    while name in taken:
-        number += 1
-        name = f"{section.name}_{number}"
-    return dataclasses.replace(section, name=name)

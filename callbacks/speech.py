@@ -63,7 +63,7 @@ def _describe(row: Any, clip: Any) -> dict[str, Any]:
     return {
         "text": row.text,
         "speaker": row.speaker,
-        "heard": None if clip is None else clip.heard,
+        "heard": None if clip is None else clip.transcript,
         "num_frames": len(row.speech.codes),
         "num_recorded_frames": len(row.target),
         "equal_codes_pct": row.equal_codes_pct,
@@ -81,11 +81,11 @@ def _list_values(values: dict[str, float]) -> Table:
 
 
 def _list_rows(rows: Any, clips: Any) -> Table:
-    listened = any(clip is not None and clip.heard is not None for clip in clips)
+    listened = any(clip is not None and clip.transcript is not None for clip in clips)
     columns = ["text", "speaker", "frames", "recorded", "equal codes in %", "ended", *(["heard"] if listened else [])]
     cells = []
     for row, clip in zip(rows, clips, strict=True):
         numbers = [f"{len(row.speech.codes):,}", f"{len(row.target):,}", f"{row.equal_codes_pct:.1f}"]
-        heard = [clip.heard or ""] if listened else []
+        heard = [clip.transcript or ""] if listened else []
         cells.append([row.text, row.speaker, *numbers, "yes" if row.speech.has_ended else "no", *heard])
     return Table(title="Text by text", columns=columns, rows=cells)

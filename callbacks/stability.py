@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_fsdp.profiling.bad_steps import KINDS, classify, conclude, describe, make_row
+from lit_fsdp.profiling.anomalies import KINDS, SpikeDetector, UnitWatch, classify, conclude, describe, make_row
 from lit_fsdp.profiling.clock import Clock, Mark
 from lit_fsdp.profiling.flops import is_compiled
-from lit_fsdp.profiling.spikes import SpikeDetector
-from lit_fsdp.profiling.unit_watch import UnitWatch
-from lit_fsdp.reporting.metrics import find_checkpoint_folder, is_logging_step
+from lit_fsdp.reporting.metrics import find_checkpoint_folder, is_logging_step, is_trial, log_values
+from lit_fsdp.reporting.rank_stats import gather_objects
 from lit_fsdp.reporting.sections import Section, Table
+from lit_fsdp.reporting.step_callback import StepCallback
 from lit_fsdp.sharding.grad_clipping import compute_grad_norm
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import mark_saved
@@ -45,7 +45,7 @@ class KnowsStep(Protocol):
     def rank_loss(self) -> Tensor | None:
         """Over this rank."""
 
-    def find_grad_norm(self) -> Tensor:
+    def get_grad_norm(self) -> Tensor:
         """Over all ranks, before clipping."""
 
 
@@ -57,7 +57,7 @@ class KnowsSamples(Protocol):
     def last_place(self) -> tuple[int, int]:
         """Of the micro-batch handed out last."""
 
-    def find_samples(self, place: tuple[int, int]) -> list[int]:
+    def list_samples(self, place: tuple[int, int]) -> list[int]:
         """Of this rank."""
 
 
@@ -74,7 +74,7 @@ class _StepState:
     is_scaled: bool = False
 
 
-class StabilityMonitor(Callback):
+class StabilityMonitor(StepCallback):
     """Find steps with a NaN or infinite loss or gradient, or a spike of either, and warn, skip them or stop.
 
     A bad step is reported with its number, the ranks whose own loss was bad, their samples (rows of the training data,
@@ -147,12 +147,12 @@ class StabilityMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._state, self._pending = _StepState(), None
         self._num_bad = 0
         self._notes = []
         self._loader: Any = None
         self._clock = Clock(trainer.strategy.root_device)
-        self._step = trainer.global_step
         self._watch = UnitWatch(pl_module)
         if self.watch_units and is_compiled(pl_module):
             self._notes.append("outputs of units are not watched: what is compiled cannot be seen")
@@ -182,10 +182,8 @@ class StabilityMonitor(Callback):
             self._judge_pending()
             self._pending = state
             return
-        if self._judge(state, parameters=optimizer):
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+        if self._judge(state, has_gradients=True):
+            optimizer.zero_grad()
 
     def _collect(self, trainer: Trainer, module: LightningModule, state: _StepState) -> None:
         """Put loss and norm of the step, the same on all ranks, on their way to host memory."""
@@ -193,7 +191,7 @@ class StabilityMonitor(Callback):
         state.is_scaled = scaler is not None
         loss = module.step_loss if isinstance(module, KnowsStep) else None
         is_reduced = loss is not None and isinstance(trainer.strategy, FSDP2Strategy)
-        norm = module.find_grad_norm() if isinstance(module, KnowsStep) else compute_grad_norm(module.parameters())
+        norm = module.get_grad_norm() if isinstance(module, KnowsStep) else compute_grad_norm(module.parameters())
         if loss is not None:
             assert isinstance(module, KnowsStep)
             state.rank_loss = module.rank_loss
@@ -215,14 +213,14 @@ class StabilityMonitor(Callback):
     def _judge_pending(self) -> None:
         if self._pending is not None:
             state, self._pending = self._pending, None
-            self._judge(state, parameters=None)
+            self._judge(state, has_gradients=False)
 
-    def _judge(self, state: _StepState, *, parameters: Optimizer | None) -> bool:
-        """Return whether a step is bad, having dealt with it; with parameters whose gradients are still those of it."""
+    def _judge(self, state: _StepState, *, has_gradients: bool) -> bool:
+        """Return whether a step is bad, having dealt with it; ``has_gradients`` while its gradients are still there."""
         self._clock.wait(state.mark)
         assert state.values is not None
         loss, norm = state.values.tolist()
-        limits = {"loss_spike": self._loss.find_limit(), "grad_norm_spike": self._norm.find_limit()}
+        limits = {"loss_spike": self._loss.compute_limit(), "grad_norm_spike": self._norm.compute_limit()}
         kind = classify(loss, norm, limits, is_scaled=state.is_scaled)
         self._loss.add(loss)
         self._norm.add(norm)
@@ -235,18 +233,15 @@ class StabilityMonitor(Callback):
             self._counts["skipped_steps"] += 1
         # A model that is broken stays so: its first step tells why.
         if self.policy != "warn" or self._num_bad == 1:
-            self._report(state, kind, {"loss": loss, "grad_norm": norm, "limit": limits.get(kind)}, parameters)
+            values = {"loss": loss, "grad_norm": norm, "limit": limits.get(kind), "action": self.policy}
+            found = self._diagnose(state, kind, has_gradients=has_gradients)
+            event = {"step": state.step, "kind": kind, **values, **found}
+            self._events = [*self._events, event][:_MAX_EVENTS]
+            rank_zero_warn(describe(event))
         if self.policy == "stop" or (self.policy == "skip" and self._num_bad >= self.max_skips):
             why = "" if self.policy == "stop" else f", the last of {self._num_bad} bad steps in a row (max_skips)"
             self._error = f"step {state.step}: {KINDS[kind]}{why}"
         return True
-
-    def _report(self, state: _StepState, kind: str, values: dict[str, Any], parameters: Optimizer | None) -> None:
-        event = {"step": state.step, "kind": kind, **values, "action": self.policy}
-        event |= self._diagnose(state, kind, has_gradients=parameters is not None)
-        if len(self._events) < _MAX_EVENTS:
-            self._events.append(event)
-        rank_zero_warn(describe(event))
 
     def _diagnose(self, state: _StepState, kind: str, *, has_gradients: bool) -> dict[str, Any]:
         """Ask all ranks what was wrong; all must call it."""
@@ -256,36 +251,25 @@ class StabilityMonitor(Callback):
         sums = torch.stack(list(state.sums.values())).tolist() if state.sums else []
         own["forward"] = [name for name, total in zip(state.sums, sums, strict=True) if not math.isfinite(total)]
         own["backward"] = self._watch.list_bad_gradients() if has_gradients else []
-        everyone: list[Any] = [own]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, own)
-        return conclude(everyone, kind, list(self._watch.units))
+        return conclude(gather_objects(own), kind, list(self._watch.units))
 
     def _find_samples(self, state: _StepState) -> list[int] | None:
         loader = self._loader
         if not isinstance(loader, KnowsSamples) or not state.places or None in state.places:
             return None
-        return [sample for place in state.places if place is not None for sample in loader.find_samples(place)]
+        return [sample for place in state.places if place is not None for sample in loader.list_samples(place)]
 
     # Between steps
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if trainer.global_step == self._step:
-            return
-        self._step = trainer.global_step
+    def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._error is not None:
             self._save(trainer)
         if trainer.is_global_zero and is_logging_step(trainer):
-            values = {f"stability/{name}": float(self._counts[name]) for name in ("skipped_steps", *KINDS)}
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=self._step)
+            log_values(trainer, {f"stability/{name}": float(n) for name, n in self._list_counts()}, self.last_step)
 
     def _save(self, trainer: Trainer) -> None:
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if is_trial(trainer):
             return
         path = find_checkpoint_folder(trainer) / f"unstable-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
@@ -295,19 +279,14 @@ class StabilityMonitor(Callback):
 
     def _raise_if_stopped(self) -> None:
         if self._error is not None:
-            self._stop()
-
-    def _stop(self) -> NoReturn:
-        error, self._error = self._error, None
-        raise UnstableTrainingError(error)
+            error, self._error = self._error, None
+            raise UnstableTrainingError(error)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._raise_if_stopped()
 
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._raise_if_stopped()
+    on_train_epoch_end = on_validation_start
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -333,9 +312,11 @@ class StabilityMonitor(Callback):
         self._counts = Counter(state_dict["counts"])
         self._events = list(state_dict["events"])
 
+    def _list_counts(self) -> list[tuple[str, int]]:
+        return [(name, self._counts[name]) for name in ("skipped_steps", *KINDS)]
+
     def make_section(self) -> Section | None:
         """Return how many steps were bad, and the first of them in full."""
-        counts = {name: self._counts[name] for name in ("skipped_steps", *KINDS)}
         notes = list(self._notes)
         tables = []
         if self._events:
@@ -343,6 +324,5 @@ class StabilityMonitor(Callback):
             tables = [Table(title="Bad steps", columns=columns, rows=[make_row(event) for event in self._events])]
         else:
             notes.append("no step was bad")
-        return Section(
-            title="Stability", name="stability", numbers={**counts, "events": self._events}, tables=tables, notes=notes
-        )
+        numbers = {**dict(self._list_counts()), "events": self._events}
+        return Section(title="Stability", name="stability", numbers=numbers, tables=tables, notes=notes)

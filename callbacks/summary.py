@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from rich.console import Console
-from rich.table import Table
 from typing_extensions import override
 
-from lit_fsdp.reporting.metrics import has_dropped_last_step, read_metric, read_peak_gib, reset_peak
+from lit_fsdp.profiling.device_memory import read_peak_gib, reset_peak
+from lit_fsdp.reporting.metrics import has_dropped_last_step, read_count, read_metric, relative_to_here
+from lit_fsdp.reporting.rank_stats import Spread, gather_over_ranks
+from lit_fsdp.reporting.sections import Table, print_table
 
 
 class RunSummary(Callback):
@@ -56,16 +55,14 @@ class RunSummary(Callback):
         self._first_step = trainer.global_step  # after a resume, so not at 0
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         step = trainer.global_step
         window = self.window_steps if trainer.strategy.root_device.type == "cuda" else 1
         if self._last is not None and step - self._last[0] < window:
             return
-        count = self._read_count(trainer)
-        if count is None:
+        if (found := read_count(trainer)) is None:
             return
+        self._unit, count = found
         now, last, self._last = time.perf_counter(), self._last, (step, time.perf_counter(), count)
         if last is not None and count > last[2]:
             is_warm = last[0] - self._first_step >= self.num_warmup_steps
@@ -79,9 +76,7 @@ class RunSummary(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather over all ranks, print on the first."""
         log_dir = trainer.log_dir  # a broadcast, so on every rank
-        device = trainer.strategy.root_device
-        peak = torch.tensor([read_peak_gib(device)], dtype=torch.float32, device=device)
-        peaks = trainer.strategy.all_gather(peak).flatten().tolist()
+        peaks = gather_over_ranks(trainer, {"peak_gib": read_peak_gib(trainer.strategy.root_device)})["peak_gib"]
         if not trainer.is_global_zero:
             return
         _print_table("Run summary", self._collect(trainer, peaks, log_dir))
@@ -101,19 +96,18 @@ class RunSummary(Callback):
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         _print_metrics(trainer, trainer.test_loop, "Test")
 
-    def _collect(self, trainer: Trainer, peaks_gib: list[float], log_dir: str | None) -> dict[str, str]:
+    def _collect(self, trainer: Trainer, peaks: Spread, log_dir: str | None) -> dict[str, str]:
         rows = {
             "steps": f"{trainer.global_step - self._first_step:,} (now at {trainer.global_step:,})",
             "wall time": str(timedelta(seconds=round(time.perf_counter() - self._start))),
-            "ranks": f"{len(peaks_gib)} on {trainer.strategy.root_device.type}",
+            "ranks": f"{trainer.world_size} on {trainer.strategy.root_device.type}",
         }
-        count = self._read_count(trainer)
-        if count is not None:
-            rows[f"{self._unit} seen"] = f"{count:,.0f}"
+        if (found := read_count(trainer)) is not None:
+            rows[f"{found[0]} seen"] = f"{found[1]:,.0f}"
         if rates := self._rates or self._warmup_rates:
             rate = statistics.median(rates)
-            rows[f"{self._unit}/s"] = f"{rate:,.1f} ({rate / len(peaks_gib):,.1f} per rank)"
-        rows["peak memory"] = _format_peaks(peaks_gib)
+            rows[f"{self._unit}/s"] = f"{rate:,.1f} ({rate / trainer.world_size:,.1f} per rank)"
+        rows["peak memory"] = _format_peaks(peaks)
         for name in ("train/loss", "val/loss"):
             if (loss := read_metric(trainer, name)) is not None:
                 rows[name] = f"{loss:.4f}"
@@ -121,17 +115,10 @@ class RunSummary(Callback):
         if isinstance(checkpoint, ModelCheckpoint):
             for name, path in (("best", checkpoint.best_model_path), ("last", checkpoint.last_model_path)):
                 if path and (Path(path).exists() or "://" in path):  # else skipped, as the disk is full
-                    rows[f"{name} checkpoint"] = _shorten_path(path)
+                    rows[f"{name} checkpoint"] = str(relative_to_here(path))
         if log_dir is not None and trainer.loggers:
-            rows["logs"] = _shorten_path(log_dir)
+            rows["logs"] = str(relative_to_here(log_dir))
         return rows
-
-    def _read_count(self, trainer: Trainer) -> float | None:
-        for unit in ("tokens", "samples"):
-            if (count := read_metric(trainer, f"train/{unit}_seen")) is not None:
-                self._unit = unit
-                return count
-        return None
 
 
 def _print_metrics(trainer: Trainer, loop: Any, title: str) -> None:
@@ -142,26 +129,11 @@ def _print_metrics(trainer: Trainer, loop: Any, title: str) -> None:
 
 
 def _print_table(title: str, rows: dict[str, str]) -> None:
-    table = Table(title=title, show_header=False, title_justify="left")
-    table.add_column()
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(name, value, end_section=False)
-    # A file or pipe has no width that the paths would have to be cut to.
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    print_table(Table(title=title, columns=(), rows=list(rows.items())))
 
 
-def _format_peaks(peaks_gib: list[float]) -> str:
-    if len(peaks_gib) == 1:
-        return f"{peaks_gib[0]:.2f} GiB"
-    low, high = min(peaks_gib), max(peaks_gib)
-    mean = statistics.fmean(peaks_gib)
-    return (
-        f"min {low:.2f} (rank {peaks_gib.index(low)}), mean {mean:.2f}, "
-        f"max {high:.2f} GiB (rank {peaks_gib.index(high)})"
-    )
-
-
-def _shorten_path(path: str) -> str:
-    absolute = Path(path).absolute()
-    return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
+def _format_peaks(peaks: Spread) -> str:
+    if len(peaks.values) == 1:
+        return f"{peaks.low:.2f} GiB"
+    low, high = f"min {peaks.low:.2f} (rank {peaks.low_rank})", f"max {peaks.high:.2f} GiB (rank {peaks.high_rank})"
+    return f"{low}, mean {peaks.mean:.2f}, {high}"

@@ -8,22 +8,22 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lit_fsdp.planning.forecast import NoForecastError
 from lit_fsdp.planning.links import parse_links
-from lit_fsdp.planning.step_forecast import StepForecast, compare_times, find_compute_dtype, read_gpu
+from lit_fsdp.planning.step_estimate import StepTimeEstimator, compare_times, get_compute_dtype, read_gpu
+from lit_fsdp.planning.step_parts import NoEstimateError
 from lit_fsdp.planning.step_time import StepTime
-from lit_fsdp.profiling.clock import Clock
+from lit_fsdp.profiling.clock import Clock, Step, Timeline
 from lit_fsdp.profiling.flops import FlopCounter, Flops, is_compiled
-from lit_fsdp.profiling.timeline import Step, Timeline
-from lit_fsdp.reporting.metrics import is_logging_step, read_metric
-from lit_fsdp.reporting.rank_stats import AsyncRankStats, Spread
+from lit_fsdp.reporting.metrics import is_logging_step, log_values, read_count
+from lit_fsdp.reporting.rank_stats import AsyncRankStats, Exchanged, Spread, gather_over_ranks
 from lit_fsdp.reporting.sections import Curve, Plot, Section, Table, print_table
+from lit_fsdp.reporting.step_callback import StepCallback
 from lit_fsdp.strategy.lightning_internals import watch_fetches
 
 PARTS = ("data", "forward", "backward", "optimizer", "other")
@@ -32,7 +32,7 @@ _COMPUTE = ("model_tflop_s", "mfu_pct", "hfu_pct")
 _MAX_POINTS = 200
 
 
-class ThroughputLogger(Callback):
+class ThroughputLogger(StepCallback):
     """Log tokens (or samples) per second, the parts of a step, FLOP/s and MFU; print a table at the end.
 
     Parts of a step, added up over its micro-batches: *data* is waiting for the next batch and moving it to the device,
@@ -82,13 +82,12 @@ class ThroughputLogger(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._stop_watching()
         self._section = None
         self._notes: list[str] = []
         self._timeline = Timeline(Clock(trainer.strategy.root_device))
-        self._exchange = AsyncRankStats(trainer, [*_TIMES, *_COMPUTE])
-        self._summary = AsyncRankStats(trainer, [*_TIMES, *_COMPUTE])
-        self._first_step = self._step = trainer.global_step
+        self._stats = AsyncRankStats(trainer, [*_TIMES, *_COMPUTE])
         self._history = {name: array("d") for name in (*_TIMES, "elements")}  # of this rank, by step
         self._num_sent = 0  # steps of the history that were sent off already
         self._reading: tuple[int, float] | None = None  # steps of the history, count
@@ -98,8 +97,8 @@ class ThroughputLogger(Callback):
         self._is_starved = False
         self._flops: Flops | None = None
         self._flop_elements = 0.0
-        self._forecast: StepForecast | None = None
-        self._peak_tflops = self._find_peak(trainer, pl_module)
+        self._estimator: StepTimeEstimator | None = None
+        self._peak_tflops = self._choose_peak(trainer, pl_module)
         self._counter = self._build_counter(pl_module)
         self._undo.append(watch_fetches(trainer, lambda: self._timeline.cut("data")))
         end_step = self._end_optimizer if pl_module.automatic_optimization else lambda *_: self._timeline.cut("forward")
@@ -112,10 +111,10 @@ class ThroughputLogger(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._timeline.cut("forward")
         self._num_elements += _count_elements(batch)
-        is_sample = trainer.global_step == self._first_step or is_logging_step(trainer)
-        if self._forecast is not None and is_sample:
-            self._forecast.add(pl_module, batch)
-        if self._counter is not None and trainer.global_step == self._first_step:
+        is_sample = trainer.global_step == self.first_step or is_logging_step(trainer)
+        if self._estimator is not None and is_sample:
+            self._estimator.add(pl_module, batch)
+        if self._counter is not None and trainer.global_step == self.first_step:
             self._counter.__enter__()  # type: ignore[no-untyped-call]
             self._is_counting = True
 
@@ -150,14 +149,14 @@ class ThroughputLogger(Callback):
             self._timeline.drop()
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         self._stop_counting()
-        if trainer.global_step == self._step:  # a micro-batch without a step
+        if trainer.global_step == self.last_step:  # a micro-batch without a step
             self._timeline.rename("other")
-            return
-        self._step = trainer.global_step
+        super().on_train_batch_end(trainer, pl_module, *args)
+
+    @override
+    def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._timeline.cut("other")
         self._timeline.close(self._num_elements)
         if self._counter is not None:
@@ -165,12 +164,11 @@ class ThroughputLogger(Callback):
             self._counter = None
         self._num_elements = 0.0
         self._keep(self._timeline.take())
-        if self._step - self._first_step in (1, self.num_warmup_steps):
+        if self.last_step - self.first_step in (1, self.num_warmup_steps):
             self._read_rate(trainer)
         if is_logging_step(trainer):
             self._read_rate(trainer)
-            self._log(trainer)
-            self._send()
+            self._log(trainer, self._stats.exchange(*self._measure_interval()))
 
     # Between ranks
 
@@ -183,12 +181,9 @@ class ThroughputLogger(Callback):
 
     def _read_rate(self, trainer: Trainer) -> None:
         """Note the throughput since the last call."""
-        for unit in ("tokens", "samples"):
-            if (count := read_metric(trainer, f"train/{unit}_seen")) is not None:
-                break
-        else:
+        if (found := read_count(trainer)) is None:
             return
-        self._unit = unit
+        self._unit, count = found
         self._keep(self._timeline.take(wait=True))  # the metric was waited for already
         num_steps, last = len(self._history["step_s"]), self._reading
         self._reading = (num_steps, count)
@@ -197,13 +192,14 @@ class ThroughputLogger(Callback):
         time_s = sum(self._history["step_s"][last[0] : num_steps])
         if time_s > 0 and count > last[1]:
             is_warm = last[0] >= self.num_warmup_steps
-            self._rates.append((self._step, (count - last[1]) / time_s, is_warm))
+            self._rates.append((self.last_step, (count - last[1]) / time_s, is_warm))
 
-    def _send(self) -> None:
+    def _measure_interval(self) -> tuple[dict[str, float], Any]:
+        """Return this rank's means since the last time, and what they are of."""
         begin, self._num_sent = self._num_sent, len(self._history["step_s"])
         if begin < self.num_warmup_steps < self._num_sent:
             begin = self.num_warmup_steps  # starting the workers would look like slow data
-        self._exchange.start(self._measure(begin, statistics.fmean), tag=(self._step, self._rates[-1:]))
+        return self._measure(begin, statistics.fmean), (self.last_step, self._rates[-1:])
 
     def _measure(self, begin: int, average: Callable[[Any], float]) -> dict[str, float]:
         """Return this rank's numbers over the steps from ``begin`` on; NaN where there are none."""
@@ -217,9 +213,7 @@ class ThroughputLogger(Callback):
         values["model_tflop_s"] = model * scale
         return values | {"mfu_pct": 100 * model * scale / peak, "hfu_pct": 100 * hardware * scale / peak}
 
-    def _log(self, trainer: Trainer) -> None:
-        """Log what was sent off one interval ago."""
-        found = self._exchange.finish()
+    def _log(self, trainer: Trainer, found: Exchanged | None) -> None:
         if found is None or not trainer.is_global_zero:
             return
         spreads, (step, rates) = found
@@ -227,15 +221,12 @@ class ThroughputLogger(Callback):
         for _, rate, _ in rates:
             values[f"speed/{self._unit}_per_s"] = rate
             values[f"speed/{self._unit}_per_s_per_rank"] = rate / trainer.world_size
-        values = {name: value for name, value in values.items() if not math.isnan(value)}
-        for logger in trainer.loggers if values else ():
-            logger.log_metrics(values, step=step)
-        if step - self._first_step > self.num_warmup_steps:
+        log_values(trainer, {name: value for name, value in values.items() if not math.isnan(value)}, step)
+        if step - self.first_step > self.num_warmup_steps:
             self._warn_if_starved(spreads)
 
     def _warn_if_starved(self, spreads: dict[str, Spread]) -> None:
-        pairs = zip(spreads["data_s"].values, spreads["step_s"].values, strict=True)
-        shares = [100 * data / step if step > 0 else 0.0 for data, step in pairs]
+        shares = [100 * share for share in spreads["data_s"].divide_by(spreads["step_s"])]
         worst = max(shares)
         if worst <= self.starved_pct or self._is_starved:
             return
@@ -263,8 +254,8 @@ class ThroughputLogger(Callback):
             self._is_counting = False
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    def _find_peak(self, trainer: Trainer, module: LightningModule) -> float | None:
-        device, dtype = trainer.strategy.root_device, find_compute_dtype(trainer, module)
+    def _choose_peak(self, trainer: Trainer, module: LightningModule) -> float | None:
+        device, dtype = trainer.strategy.root_device, get_compute_dtype(trainer, module)
         if device.type != "cuda":
             self._notes.append(f"no MFU, and no time predicted: the peak of a {device.type} is not known")
             return None
@@ -275,7 +266,7 @@ class ThroughputLogger(Callback):
             self._notes.append(f"no MFU, and no time predicted: {name} {what}")
         else:
             self._notes.append(f"MFU is of {peak:g} TFLOP/s, the peak of {name} in {dtype}")
-            self._forecast = StepForecast(gpu=gpu, dtype=dtype, links=self.links)
+            self._estimator = StepTimeEstimator(gpu=gpu, dtype=dtype, links=self.links)
         return peak
 
     # The end
@@ -286,24 +277,22 @@ class ThroughputLogger(Callback):
         self._keep(self._timeline.take(wait=True))
         if self._reading is None or self._reading[0] < len(self._history["step_s"]):
             self._read_rate(trainer)
-        self._log(trainer)
         # One GPU may have been further behind than another, so whether steps are left says nothing about other ranks.
-        self._send()
-        self._log(trainer)
+        self._log(trainer, self._stats.exchange(*self._measure_interval()))
+        self._log(trainer, self._stats.finish())
         num_steps = len(self._history["step_s"])
         begin = self.num_warmup_steps if num_steps > self.num_warmup_steps else 0
-        self._summary.start(self._measure(begin, statistics.median))
-        found = self._summary.finish()
-        if found is not None and num_steps:
+        spreads = gather_over_ranks(trainer, self._measure(begin, statistics.median))
+        if num_steps:
             self._predicted = self._predict(trainer, pl_module)
-            self._section = self._build_section(found[0], trainer.world_size, num_steps - begin, is_warm=begin > 0)
+            self._section = self._build_section(spreads, trainer.world_size, num_steps - begin, is_warm=begin > 0)
 
     def _predict(self, trainer: Trainer, module: LightningModule) -> StepTime | None:
-        if self._forecast is None or not trainer.is_global_zero:
+        if self._estimator is None or not trainer.is_global_zero:
             return None
         try:
-            return self._forecast.predict(trainer, module)
-        except NoForecastError as error:
+            return self._estimator.estimate(trainer, module)
+        except NoEstimateError as error:
             self._notes.append(f"no time predicted: {error}")
             return None
 
@@ -366,7 +355,7 @@ class ThroughputLogger(Callback):
         num_steps = len(self._history["step_s"])
         size = -(-num_steps // _MAX_POINTS)
         begins = range(0, num_steps, size)
-        steps = [float(self._first_step + min(begin + size, num_steps)) for begin in begins]
+        steps = [float(self.first_step + min(begin + size, num_steps)) for begin in begins]
         curves = [
             Curve(label=part, x=steps, y=[statistics.fmean(self._history[f"{part}_s"][b : b + size]) for b in begins])
             for part in PARTS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ConfigError(SystemExit):
@@ -34,3 +34,8 @@ def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
     """Return ``did you mean x?`` where a known name is near, else what was expected."""
     guess = nearest(name, known)
     return f"did you mean {guess}?" if guess else otherwise
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Return names for an error: the first five, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,10 +1,14 @@
-"""Tasks: what is trained, on what data, by which loss."""
+"""Tasks: what is trained, on what data, by which loss. Each is a LightningModule with its data and their settings."""
 
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.causal_lm import CausalLM, TextData, TrainTokenizer
+from lit_fsdp.tasks.data import TaskData
 from lit_fsdp.tasks.image_classification import Augmentation, ImageClassification, ImageData, Mixup, Pixels
 from lit_fsdp.tasks.lr_schedule import LRSchedule
+from lit_fsdp.tasks.pretrained import PretrainedTask
 from lit_fsdp.tasks.tts import Sampling, SpeechData, SpeechEval, TextToSpeech
 
 __all__ = [
@@ -13,13 +17,17 @@ __all__ = [
     "ImageClassification",
     "ImageData",
     "LRSchedule",
+    "LoRA",
     "Mixup",
     "Optimizer",
     "Pixels",
+    "PretrainedTask",
+    "Quantization",
     "Sampling",
     "SpeechData",
     "SpeechEval",
     "Task",
+    "TaskData",
     "TextData",
     "TextToSpeech",
     "TrainTokenizer",

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.layers import quantize_model
@@ -67,8 +68,9 @@ class Task(LightningModule):
             metric.set_dtype(torch.float64)
         self.targets_seen: float | Tensor = 0.0
         self._step_sums: Tensor | None = None  # [2] of this step on this rank: sum of losses, number of targets
-        self._step_loss: Tensor | None = None
-        self._rank_loss: Tensor | None = None
+        # Of the last step whose backward has ended, over all ranks, and over the targets of this rank alone.
+        self.step_loss: Tensor | None = None
+        self.rank_loss: Tensor | None = None
         self._grad_norm: Tensor | None = None
 
     # Model
@@ -76,16 +78,13 @@ class Task(LightningModule):
     def adapt_model(
         self, model: nn.Module, *, lora: LoRA | None, quantization: Quantization | None, keep: Sequence[str] = ()
     ) -> None:
-        """Quantize a model that is on the meta device, and add adapters, as far as asked for.
+        """Quantize the frozen parameters of a model on the meta device, in place, and add adapters.
 
         Args:
-            model: Changed in place.
-            lora: The adapters.
-            quantization: Of what does not train.
+            model: On the meta device.
+            lora: The adapters, if there shall be any.
+            quantization: Of the frozen parameters, if they shall be quantized.
             keep: Modules that are never quantized, by name.
-
-        Raises:
-            ValueError: They would not train as they say.
         """
         if quantization is not None and lora is None and self.trainer.state.fn == TrainerFn.FITTING:
             raise ValueError(
@@ -120,26 +119,18 @@ class Task(LightningModule):
             data: The data module, not set up.
 
         Returns:
-            Sentences that the user should read beside the plan.
+            Notes for the user, printed beside the plan.
         """
         if self.optimizer_settings.name != "adamw_8bit_paged":
             return []
         return ["adamw_8bit_paged: its state is counted in full, though the driver may move it to host memory"]
 
     def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch | None:  # noqa: ARG002
-        """Return the shape of a micro-batch, for the closed form of a plan; ``None`` where it has none.
-
-        Args:
-            batch: From a data loader, or the data module's ``make_example_batch``.
-        """
+        """Return the shape of a micro-batch, for the closed form of a plan; ``None`` where it has none."""
         return None
 
     def enter_dry_run(self, batch: Mapping[str, Any]) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return the context in which tensors without values can run ``training_step``; the place for an override.
-
-        Args:
-            batch: From the data module's ``make_example_batch``, with values.
-        """
+        """Return the context in which tensors without values, made like ``batch``, can run ``training_step``."""
         return nullcontext()
 
     def finish_model(self) -> None:
@@ -162,9 +153,9 @@ class Task(LightningModule):
 
     def configure_weights(self) -> None:
         """Fill the parameters, which have memory by now but no values. Random weights, unless overridden."""
-        init_weights(self, self.find_seed())
+        init_weights(self, self.get_seed())
 
-    def find_seed(self) -> int:
+    def get_seed(self) -> int:
         """Return the seed of the run, the same on all ranks."""
         seed = os.environ.get("PL_GLOBAL_SEED")
         return int(self.trainer.strategy.broadcast(int(seed) if seed else torch.initial_seed()))
@@ -176,23 +167,13 @@ class Task(LightningModule):
 
         Args:
             loss_sum: Sum of the losses of all targets, a scalar with a gradient.
-            num_targets: How many there are, a scalar.
+            num_targets: Number of targets, a scalar.
         """
         sums = torch.stack([loss_sum.detach().double(), num_targets.detach().double()])
         self._step_sums = sums if self._step_sums is None else self._step_sums + sums
         return loss_sum / LOSS_UNIT
 
-    @property
-    def step_loss(self) -> Tensor | None:
-        """Loss of the last step whose backward has ended, over all ranks; ``None`` without :meth:`weigh_loss`."""
-        return self._step_loss
-
-    @property
-    def rank_loss(self) -> Tensor | None:
-        """The same over the targets of this rank alone."""
-        return self._rank_loss
-
-    def find_grad_norm(self) -> Tensor:
+    def get_grad_norm(self) -> Tensor:
         """Return the norm of all gradients before clipping, computed once a step. All ranks must call it."""
         if self._grad_norm is None:
             self._grad_norm = compute_grad_norm(self._list_parameters())
@@ -210,11 +191,11 @@ class Task(LightningModule):
         if self._step_sums is None or self.trainer.fit_loop._should_accumulate():
             return
         sums, self._step_sums = self._step_sums, None
-        self._rank_loss = sums[0] / sums[1].clamp(min=1)
+        self.rank_loss = sums[0] / sums[1].clamp(min=1)
         if dist.is_initialized():
             dist.all_reduce(sums)
         num_targets = sums[1].clamp(min=1)
-        self._step_loss = sums[0] / num_targets
+        self.step_loss = sums[0] / num_targets
         self.targets_seen = self.targets_seen + sums[1]
         factor = self.trainer.world_size * self.trainer.accumulate_grad_batches * LOSS_UNIT / num_targets
         scale_gradients(self._list_parameters(), factor)
@@ -226,21 +207,17 @@ class Task(LightningModule):
         values = {
             # On the CPU: to put a number on a GPU waits for what that still has to do.
             "train/learning_rate": torch.tensor(rate, dtype=torch.float32, device="cpu"),
-            "train/grad_norm": self.find_grad_norm(),
+            "train/grad_norm": self.get_grad_norm(),
         }
-        if self._step_loss is not None:
-            values["train/loss"] = self._step_loss.float()
+        if self.step_loss is not None:
+            values["train/loss"] = self.step_loss.float()
             values[f"train/{self.target_name}_seen"] = torch.as_tensor(self.targets_seen)
             if self.target_name == "tokens" and self.has_perplexity:
-                values["train/perplexity"] = self._step_loss.float().exp()
+                values["train/perplexity"] = self.step_loss.float().exp()
         self.log_step(values)
 
     def log_step(self, values: Mapping[str, Tensor]) -> None:
-        """Log values of a step, as ``log_dict`` does, in less time. For hooks that run once a step.
-
-        Args:
-            values: By name, scalars without a gradient, the same on all ranks.
-        """
+        """Log scalars that are the same on all ranks, as ``log_dict`` does, in less time. For hooks of each step."""
         if not log_again(self, values):
             self.log_dict(values)
 
@@ -298,7 +275,7 @@ class Task(LightningModule):
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        factors = self.find_rate_factors()
+        factors = self.get_lr_factors()
         optimizer = build_optimizer(
             self.parameters(), self.optimizer_settings, is_scaled=is_scaled, rate_factors=factors
         )
@@ -307,7 +284,7 @@ class Task(LightningModule):
             "lr_scheduler": {"scheduler": self._build_schedule(optimizer), "interval": "step"},
         }
 
-    def find_rate_factors(self) -> Mapping[nn.Parameter, float]:
+    def get_lr_factors(self) -> Mapping[nn.Parameter, float]:
         """Return what the learning rate of a parameter is multiplied with, where that is not 1."""
         return {}
 
@@ -320,7 +297,7 @@ class Task(LightningModule):
             if settings.type != "constant" or settings.warmup_ratio:
                 raise ValueError(
                     "lr_scheduler: the run has no end that it could lead to; set trainer.max_steps or max_epochs, "
-                    "or shape=constant with warmup_steps"
+                    "or type=constant with warmup_steps"
                 )
             num_steps = 0
         warmup = settings.warmup_steps or round(settings.warmup_ratio * num_steps)

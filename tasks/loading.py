@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lit_fsdp.strategy.lightning_internals import refuse_overfit
+from lit_fsdp.strategy.trainer_settings import refuse_overfit
 
 PADDING = -1  # stands for "no sample" where the last batch of an evaluation is not full
 
@@ -97,7 +97,7 @@ class GlobalSampler(DistributedSampler[int]):
         num_whole, rest = divmod(max(num_samples, 0), self.global_batch_size)
         return num_whole if self.drop_last or not rest else num_whole + 1
 
-    def find_samples(self, epoch: int, samples_seen: int) -> list[int]:
+    def list_samples(self, epoch: int, samples_seen: int) -> list[int]:
         """Return the samples of this rank's micro-batch at a place; draws the order of that epoch."""
         begin = samples_seen + self.rank * self.batch_size
         return self.draw_order(epoch)[begin : begin + self.batch_size].tolist()
@@ -106,10 +106,14 @@ class GlobalSampler(DistributedSampler[int]):
         """Return all samples in the order of an epoch."""
         if not self.shuffle:
             return torch.arange(self.dataset_size)
-        # Mixed, because with seed + epoch the second epoch of seed 0 would be the first of seed 1.
-        state = np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)
-        generator = torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
+        generator = torch.Generator().manual_seed(mix_seeds(self.seed, epoch))
         return torch.randperm(self.dataset_size, generator=generator)
+
+
+def mix_seeds(*numbers: int) -> int:
+    """Return one seed for several numbers. With seed + epoch, the second epoch of seed 0 would be the first of 1."""
+    state = np.random.SeedSequence(list(numbers)).generate_state(1, np.uint64)
+    return int(state[0] >> np.uint64(1))
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -156,9 +160,9 @@ class ResumableLoader(DataLoader[Any]):
         place = self._sampler
         return place.epoch, place.samples_seen - place.global_batch_size
 
-    def find_samples(self, place: tuple[int, int]) -> list[int]:
+    def list_samples(self, place: tuple[int, int]) -> list[int]:
         """Return which samples this rank's micro-batch at a ``last_place`` has. Costs as much as starting an epoch."""
-        return self._sampler.find_samples(*place)
+        return self._sampler.list_samples(*place)
 
     def state_dict(self) -> dict[str, int]:
         """Return the place in the epoch and what it depends on; the same on every rank."""
@@ -200,11 +204,7 @@ class ResumableLoader(DataLoader[Any]):
 
 
 class IndexedRows(Dataset[tuple[int, Any]]):
-    """Rows with their numbers; ``PADDING`` gives ``(PADDING, first row)``, which must count nowhere.
-
-    Args:
-        rows: What is numbered.
-    """
+    """Rows with their numbers; ``PADDING`` gives ``(PADDING, first row)``, which must count nowhere."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -241,7 +241,7 @@ def build_train_loader(
     """
     if trainer is not None:
         refuse_overfit(trainer)
-    rank, world_size = find_rank(trainer)
+    rank, world_size = get_rank(trainer)
     if len(rows) < batch_size * world_size:
         raise ValueError(
             f"{what}: {len(rows)} rows do not fill one global batch of {batch_size * world_size} "
@@ -288,7 +288,7 @@ def build_eval_loader(
         num_workers: Processes that read ahead; 0 reads in the main process.
         trainer: Gives rank and world size; without it there is one rank.
     """
-    rank, world_size = find_rank(trainer)
+    rank, world_size = get_rank(trainer)
     sampler = GlobalSampler(
         len(rows), batch_size=batch_size, num_replicas=world_size, rank=rank, shuffle=False, drop_last=False
     )
@@ -302,7 +302,7 @@ def build_eval_loader(
     )
 
 
-def find_rank(trainer: Trainer | None) -> tuple[int, int]:
+def get_rank(trainer: Trainer | None) -> tuple[int, int]:
     """Return rank and world size, ``(0, 1)`` without a trainer."""
     return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
 

@@ -33,11 +33,7 @@ class LRSchedule:
     min_lr_rate: float = 0.0
 
     def check(self) -> None:
-        """Refuse what contradicts itself or would be ignored.
-
-        Raises:
-            ValueError: With the setting and the nearest fix.
-        """
+        """Refuse what contradicts itself or would be ignored."""
         if self.warmup_steps < 0 or not 0 <= self.warmup_ratio < 1:
             raise ValueError(
                 f"lr_scheduler: got warmup_steps {self.warmup_steps}, warmup_ratio {self.warmup_ratio}: expected "

@@ -1,32 +1,178 @@
-"""What follows from the model that a run starts from: how it is quantized, and which adapters belong to it."""
+"""What tasks share whose model is one of Transformers: what it starts from, adapters over it, the files it exports."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from typing_extensions import override
 
 from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.checkpoint.reader import EXPORT
+from lit_fsdp.export.adapter import describe_adapters
+from lit_fsdp.export.folder import ADAPTER_CONFIG
+from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.weights.base_weights import describe_base, find_pretrained
+from lit_fsdp.tasks.base import Task
+from lit_fsdp.tasks.lr_schedule import LRSchedule
+from lit_fsdp.weights.base_weights import BASE, CONFIG, LORA, describe_base, fetch_pretrained, get_pretrained_folder
+from lit_fsdp.weights.load import init_weights, load_weights
 from lit_fsdp.weights.prequantized import read_quantization
 
 
-def load_config(pretrained: str) -> PreTrainedConfig:
-    """Return the configuration of a model, a folder or of the Hub.
+class PretrainedTask(Task):
+    """A task whose model is pretrained, or made from a configuration, with adapters over it where asked for.
 
-    Raises:
-        ValueError: There is none, or no model has such a one.
+    A subclass builds the model in ``configure_model`` and calls :meth:`resolve_quantization` and ``adapt_model`` there.
+    Its settings of these names say what they mean.
     """
+
+    example_config = "{model_type: llama, hidden_size: 256}"  # in errors
+
+    def __init__(
+        self,
+        *,
+        pretrained: str | None,
+        config: dict[str, Any] | None,
+        lora: LoRA | None,
+        quantization: Quantization | None,
+        optimizer: Optimizer | None,
+        lr_scheduler: LRSchedule | None,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler)
+        if (pretrained is None) == (config is None):
+            raise ValueError(
+                "pretrained or config: expected one of them: a model's name or folder, or an architecture such as "
+                f"{self.example_config}"
+            )
+        if config is not None and "model_type" not in config:
+            raise ValueError(
+                f"config.model_type: missing, got {sorted(config)}: expected one as in {self.example_config}"
+            )
+        if quantization is not None:
+            quantization.check()
+        if lora is not None:
+            lora.check(is_quantized=quantization is not None)
+        self.pretrained, self.config_settings = pretrained, config
+        self.lora, self.quantization = lora, quantization
+        self.model: PreTrainedModel | None = None
+        self._is_planned = False
+        self._export_files: dict[str, str | bytes] | None = None
+        self._base: dict[str, Any] | None = None
+
+    @override
+    def prepare_data(self) -> None:
+        """Download the model, on one process per node."""
+        if self.pretrained is not None:
+            fetch_pretrained(self.pretrained)
+
+    @override
+    def prepare_plan(self, data: Any) -> list[str]:
+        """Fetch the configuration of the model, and nothing else."""
+        if self.pretrained is not None:
+            fetch_pretrained(self.pretrained, patterns=CONFIG)
+        self._is_planned = True
+        return super().prepare_plan(data)
+
+    def read_config(self) -> PreTrainedConfig:
+        """Return the model's configuration."""
+        if self.pretrained is not None:
+            return load_config(self.pretrained)
+        assert self.config_settings is not None
+        return make_config(self.config_settings)
+
+    def resolve_quantization(self, model: nn.Module) -> None:
+        """Set ``quantization`` to how the weights of ``pretrained`` are stored, if they are stored quantized.
+
+        A plan, for which no weights are fetched, goes by what ``config.json`` says of them.
+
+        Args:
+            model: On the meta device.
+
+        Raises:
+            ValueError: The settings say it otherwise, or the run could not train such weights.
+        """
+        stored, given = None, self.quantization
+        if self.pretrained is not None:
+            folder = get_pretrained_folder(self.pretrained)
+            stored = _read_planned_quantization(folder) if self._is_planned else read_quantization(folder, model)
+        if stored is not None and given is not None:
+            _compare_quantization(stored, given)
+        self.quantization = stored or given
+        if self.quantization is not None and self.lora is None and self.trainer.state.fn == TrainerFn.FITTING:
+            raise ValueError(
+                "quantization: quantized weights cannot be trained; set lora, such as {r: 16}, or "
+                + ("pretrained to the model that they were made of" if stored is not None else "leave it out")
+            )
+        if stored is not None and self.lora is not None and self.lora.init_lora_weights not in ("default", "gaussian"):
+            raise ValueError(
+                f"lora.init_lora_weights: got {self.lora.init_lora_weights!r}: it needs the weights that those of "
+                "pretrained were made of; set default"
+            )
+
+    @override
+    def configure_weights(self) -> None:
+        """Read this rank's shards of the pretrained weights, or draw random ones."""
+        assert self.model is not None
+        if self.pretrained is None:
+            init_weights(self.model, self.get_seed())
+        else:
+            load_weights(self.model, get_pretrained_folder(self.pretrained), seed=self.get_seed())
+
+    @property
+    @override
+    def restores_frozen(self) -> bool:
+        return self.pretrained is not None and self.lora is not None
+
+    def collect_export_files(self, model: PreTrainedModel, **changes: Any) -> dict[str, str | bytes]:
+        """Return the small files of a Hugging Face folder by name, so that a checkpoint is enough to export.
+
+        Args:
+            model: Sharded or not.
+            changes: Settings of its configuration that are written otherwise than it has them.
+        """
+        config = deepcopy(model.config)
+        # FSDP2 puts a class of its own in front of the model's.
+        config.update({"architectures": [type(model).__name__.removeprefix("FSDP")], **changes})
+        files: dict[str, str | bytes] = {"config.json": config.to_json_string()}
+        if self.lora is not None:
+            files[ADAPTER_CONFIG] = describe_adapters(model, self.lora, self.pretrained)
+        return files
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
+        if not self.trainer.is_global_zero or not isinstance(self.model, PreTrainedModel):
+            return  # its metadata is that of rank 0
+        if self._export_files is None:
+            self._export_files = self.collect_export_files(self.model)
+        checkpoint[EXPORT] = self._export_files
+        if self.lora is not None:
+            checkpoint[LORA] = asdict(self.lora)  # plain, as any strategy may write it
+        if self.restores_frozen and any(not p.requires_grad for p in self.parameters()):
+            assert self.pretrained is not None
+            checkpoint[BASE] = self._base = self._base or describe_base(self.pretrained, self.quantization)
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        check_adapters(checkpoint, pretrained=self.pretrained, quantization=self.quantization, lora=self.lora)
+
+
+def load_config(pretrained: str) -> PreTrainedConfig:
+    """Return the configuration of a model, a folder or of the Hub."""
     try:
-        return drop_quantization(AutoConfig.from_pretrained(find_pretrained(pretrained)))
+        return drop_quantization(AutoConfig.from_pretrained(get_pretrained_folder(pretrained)))
     except StrictDataclassError as error:
         raise ValueError(f"pretrained: {pretrained}: config.json: {error.__cause__ or error}") from error
     except (OSError, ValueError) as error:
@@ -34,11 +180,7 @@ def load_config(pretrained: str) -> PreTrainedConfig:
 
 
 def make_config(settings: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return the configuration that settings describe, ``model_type`` among them.
-
-    Raises:
-        ValueError: No model has such a one.
-    """
+    """Return the configuration that settings describe, ``model_type`` among them."""
     settings = dict(settings)
     model_type = settings.pop("model_type")
     try:
@@ -53,91 +195,75 @@ def make_config(settings: Mapping[str, Any]) -> PreTrainedConfig:
         raise ValueError(f"config: {error.__cause__ or error}") from error
 
 
-def choose_quantization(folder: Path, model: nn.Module, given: Quantization | None) -> Quantization | None:
-    """Return how the weights of a model are to be quantized: as they are stored, if they are stored so.
+def read_tokenizer_files(tokenizer: Any) -> dict[str, str | bytes]:
+    """Return the files of a tokenizer by name: texts, but for the models of SentencePiece."""
+    files: dict[str, str | bytes] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            name, content = path.relative_to(folder).as_posix(), path.read_bytes()
+            try:
+                files[name] = content.decode()
+            except UnicodeDecodeError:
+                files[name] = content
+    return files
 
-    Args:
-        folder: Of the pretrained model.
-        model: On the meta device.
-        given: What the user asks for.
 
-    Raises:
-        ValueError: The files have it otherwise.
-    """
-    return _compare_quantization(read_quantization(folder, model), given)
+def drop_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a configuration without that of bitsandbytes, whose layers we have ourselves."""
+    settings: Any = getattr(config, "quantization_config", None)
+    if isinstance(settings, dict) and settings.get("quant_method") == "bitsandbytes":
+        del config.quantization_config
+    return config
 
 
-def plan_quantization(folder: Path, model: nn.Module, given: Quantization | None) -> Quantization | None:  # noqa: ARG001
-    """Return the same by what ``config.json`` says of the files, which need not be there.
-
-    Args:
-        folder: Of ``config.json``.
-        model: Not looked at.
-        given: What the user asks for.
-
-    Raises:
-        ValueError: The configuration has it otherwise.
-    """
+def _read_planned_quantization(folder: Path) -> Quantization | None:
+    """Return how ``config.json`` says that the weights are stored, which need not be there."""
     settings = json.loads((folder / "config.json").read_text()).get("quantization_config") or {}
     if settings.get("quant_method") != "bitsandbytes":
-        return given
+        return None
     skip = settings.get("llm_int8_skip_modules")
     options: dict[str, Any] = {"type": "int8"}
     if settings.get("load_in_4bit"):
-        options = {"type": settings["bnb_4bit_quant_type"], "double": settings.get("bnb_4bit_use_double_quant", False)}
-    return _compare_quantization(Quantization(**options, skip_modules=None if skip is None else tuple(skip)), given)
+        is_double = settings.get("bnb_4bit_use_double_quant", False)
+        options = {"type": settings["bnb_4bit_quant_type"], "double_quant": is_double}
+    return Quantization(**options, skip_modules=None if skip is None else tuple(skip))
 
 
-def _compare_quantization(stored: Quantization | None, given: Quantization | None) -> Quantization | None:
-    if stored is None or given is None:
-        return stored or given
-    for name in ("type", "block_size", "is_double"):
+def _compare_quantization(stored: Quantization, given: Quantization) -> None:
+    for setting, name in (("type", "type"), ("block_size", "block_size"), ("double_quant", "is_double")):
         ours, theirs = getattr(given, name), getattr(stored, name)
         if ours != theirs:
             raise ValueError(
-                f"quantization.{name.removeprefix('is_')}: got {ours!r}: the weights of pretrained are stored with "
-                f"{theirs!r}; leave quantization out"
+                f"quantization.{setting}: got {ours!r}: the weights of pretrained are stored with {theirs!r}; leave "
+                "quantization out"
             )
     if given.skip_modules is not None:
         raise ValueError("quantization.skip_modules: the weights of pretrained are quantized already; leave it out")
-    return stored
 
 
-def check_base(stored: dict[str, Any], pretrained: str, quantization: Quantization | None) -> None:
-    """Refuse adapters of another model; warn of those trained over other roundings of it.
+def check_adapters(
+    checkpoint: Mapping[str, Any], *, pretrained: str | None, quantization: Quantization | None, lora: LoRA | None
+) -> None:
+    """Refuse adapters over another model, or that would mean something else, though they would fit.
 
-    Args:
-        stored: From ``describe_base``, in the checkpoint.
-        pretrained: The model of this run.
-        quantization: Of this run.
-
-    Raises:
-        ValueError: Its weights are not those that the adapters were trained with.
+    Warns of adapters that were trained over other roundings of the model.
     """
-    own = describe_base(pretrained, quantization)
-    if stored["fingerprint"] != own["fingerprint"]:
-        raise ValueError(
-            f"pretrained: got {pretrained!r}: the checkpoint holds adapters of {stored['name']!r}, whose weights are "
-            "other ones; set pretrained to that model"
-        )
-    if stored["quantization"] != own["quantization"]:
-        rank_zero_warn(
-            f"quantization: the adapters of the checkpoint were trained with {stored['quantization']}, this run has "
-            f"{own['quantization']}: losses will differ"
-        )
-
-
-def check_lora(stored: dict[str, Any], lora: LoRA) -> None:
-    """Refuse settings with which the adapters of a checkpoint would mean something else, though they would fit.
-
-    Args:
-        stored: The settings that they were trained with.
-        lora: Of this run.
-
-    Raises:
-        ValueError: With the setting and what it was.
-    """
-    own = asdict(lora)
+    if BASE in checkpoint and pretrained is not None:
+        stored, own = checkpoint[BASE], describe_base(pretrained, quantization)
+        if stored["fingerprint"] != own["fingerprint"]:
+            raise ValueError(
+                f"pretrained: got {pretrained!r}: the checkpoint holds adapters of {stored['name']!r}, whose weights "
+                "are other ones; set pretrained to that model"
+            )
+        if stored["quantization"] != own["quantization"]:
+            rank_zero_warn(
+                f"quantization: the adapters of the checkpoint were trained with {stored['quantization']}, this run "
+                f"has {own['quantization']}: losses will differ"
+            )
+    if LORA not in checkpoint or lora is None:
+        return
+    stored, own = checkpoint[LORA], asdict(lora)
     names = ["alpha", "alpha_pattern", "use_rslora"]
     if not {stored["init_lora_weights"], own["init_lora_weights"]} <= {"default", "gaussian", "loftq"}:
         names.append("init_lora_weights")  # also says what was taken out of the base
@@ -147,11 +273,3 @@ def check_lora(stored: dict[str, Any], lora: LoRA) -> None:
                 f"lora.{name}: got {own[name]!r}: the adapters of the checkpoint were trained with {stored[name]!r}; "
                 "set that"
             )
-
-
-def drop_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a configuration without that of bitsandbytes, whose layers we have ourselves."""
-    settings: Any = getattr(config, "quantization_config", None)
-    if isinstance(settings, dict) and settings.get("quant_method") == "bitsandbytes":
-        del config.quantization_config
-    return config

@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,9 +27,17 @@ import torch.distributed as dist  # noqa: E402
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+    """Keep the first cases of ``full(after=N)`` in the default tier; skip what needs a GPU where there is none."""
     gc.freeze()  # what the imports left would be searched for garbage again and again
+    num_cases = Counter[str]()
+    for item in items:
+        first = item.nodeid.partition("[")[0]
+        marker = item.get_closest_marker("full")
+        if marker is not None and num_cases[first] < marker.kwargs.get("after", 0):
+            item.own_markers.remove(marker)
+        num_cases[first] += 1
     # Counted, not torch.cuda.is_available(): forked ranks could not use CUDA after that.
     if torch.cuda.device_count():
         return

@@ -50,6 +50,16 @@ def shard(module: nn.Module, num_copies: int = 1) -> nn.Module:
     return fully_shard(module, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
 
 
+def build_with(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], num_copies: int | None = None
+) -> tuple[Any, Any]:
+    """Return whole parameters, or sharded ones, and their optimizer."""
+    module = build_weights()
+    if num_copies is not None:
+        shard(module, num_copies)
+    return module, kind(module.parameters(), **options)
+
+
 def set_gradients(module: nn.Module, step: int) -> None:
     """Give every parameter the gradient of this step: of several sizes, and zero in some rows."""
     for index, parameter in enumerate(module.parameters()):
@@ -82,6 +92,12 @@ def read_all(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
 def list_unequal(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """Return the names of tensors that differ in a bit, or are in one of both only."""
     return [n for n in a.keys() | b.keys() if n not in a or n not in b or not torch.equal(a[n], b[n])]
+
+
+def list_differences(actual: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    """Return the largest difference of each tensor, relative to its largest number."""
+    assert actual.keys() == truth.keys()
+    return {n: float((actual[n] - t).abs().max() / t.abs().max()) for n, t in truth.items()}
 
 
 def save_run(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lit_fsdp.tasks.causal_lm.encoding import Encoded
+from lit_fsdp.tasks.causal_lm.tokens import Encoded
 
 
 def learned(tokenizer: Any, encoded: Encoded) -> list[str]:

@@ -1,22 +1,111 @@
-"""Steps that stand for traces, in no time."""
+"""Steps as both engines see them, and as they are on tensors that have values."""
 
-from lit_fsdp.planning.closed_form import StepPrediction, predict_step
-from lit_fsdp.planning.estimate import ModelToTrain
-from lit_fsdp.planning.step_parts import MicroBatch
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lit_fsdp.adapters.layers import list_adapter_parameters
+from lit_fsdp.optim.factory import Optimizer, build_optimizer
+from lit_fsdp.planning.closed_form import StepEstimate, estimate_step
+from lit_fsdp.planning.dry_run import TracedStep, fake_ranks, trace_training_step
+from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, Ranks
+from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
+from lit_fsdp.sharding.mesh import build_mesh
+from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
+from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.shard import no_sync, register_steps
+from lit_fsdp.sharding.wrap import plan_module
+from lit_fsdp.weights.load import init_weights, materialize
 
 
-def predict_512(model: ModelToTrain, settings: Settings, rows: int, num_micro_batches: int) -> StepPrediction:
-    """Stands for a trace, of rows of 512 tokens on 4 ranks."""
-    return predict_step(
-        model.module,
-        model.units,
-        settings,
-        dtypes=model.dtypes,
-        optimizer=model.optimizer,
-        micro_batch=MicroBatch(rows=rows, length=512),
-        world_size=4,
-        ranks_per_node=4,
+def describe_module(
+    module: nn.Module, settings: Settings, *, precision: str, optimizer: Optimizer | None = None
+) -> ModelToTrain:
+    """Cast a module, and return it as estimates take it."""
+    dtypes = read_precision(precision)
+    cast_parameters(module, dtypes, keep=list_adapter_parameters(module))
+    units = plan_module(module, settings.wrap)
+    return ModelToTrain(module=module, units=units, dtypes=dtypes, optimizer=optimizer or Optimizer())
+
+
+def estimate(
+    module: nn.Module,
+    micro_batch: MicroBatch,
+    *,
+    precision: str = "32-true",
+    world_size: int = 1,
+    num_micro_batches: int = 1,
+    device_type: str = "cpu",
+    optimizer: Optimizer | None = None,
+    **settings: Any,
+) -> StepEstimate:
+    """Estimate a step on one node by the closed form."""
+    chosen = Settings(**settings)
+    return estimate_step(
+        describe_module(module, chosen, precision=precision, optimizer=optimizer),
+        chosen,
+        micro_batch,
+        ranks=Ranks(num_nodes=1, per_node=world_size),
         num_micro_batches=num_micro_batches,
-        device_type="cuda",
+        device_type=device_type,
     )
+
+
+def trace(
+    module: Any,
+    batch: Mapping[str, Any],
+    *,
+    precision: str = "32-true",
+    world_size: int = 1,
+    num_micro_batches: int = 1,
+    device_type: str = "cpu",
+    **settings: Any,
+) -> TracedStep:
+    """Trace the same step, the method ``step`` of the module; the process must have no ranks."""
+    with fake_ranks(world_size):
+        return trace_training_step(
+            module,
+            Settings(**settings),
+            batch,
+            dtypes=read_precision(precision),
+            compute_loss=lambda batch: module.step(batch),  # noqa: PLW0108  looked up when it is sharded
+            build_optimizer=lambda: build_optimizer(module.parameters(), Optimizer()),
+            step_name="step",
+            ranks_per_node=world_size,
+            num_micro_batches=num_micro_batches,
+            device_type=device_type,
+        )
+
+
+def run_for_real(module: Any, settings: Settings, batch: Any, options: dict[str, Any], make: Callable) -> StepMemory:
+    """Run the same two steps on tensors that have values."""
+    cpu = torch.device("cpu")
+    sizes = {"world_size": dist.get_world_size(), "ranks_per_node": dist.get_world_size()}
+    mesh = build_mesh(settings.mesh, device_type="cpu", timeout_s=60, **sizes)
+    plan = shard_module(module, settings, dtypes=options["dtypes"], mesh=mesh, device=cpu)
+    materialize(module, cpu)
+    register_steps(module, ["step"])
+    init_weights(module.model, 0)
+    optimizer = make(module)
+    trace = MemoryTrace(module, [optimizer], plan=plan, device=cpu)
+    num = options.get("num_micro_batches", 1)
+    for is_traced in (False, True):
+        if is_traced:
+            trace.__enter__()
+            trace.add_inputs(batch)
+        for i in range(num):
+            trace.begin_phase("forward")
+            loss = module.step(batch)
+            trace.begin_phase("backward")
+            with no_sync(*([module] if settings.sharding.no_sync and i + 1 < num else [])):  # type: ignore[list-item]
+                loss.backward()
+            del loss
+        trace.begin_phase("optimizer")
+        optimizer.step()
+        optimizer.zero_grad()
+    trace.__exit__(None, None, None)
+    return trace.finish()

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import speech_training as training
 import torch
 import torch.distributed as dist
-from speech_golden import draw
 from speech_training import GLOBAL_BATCH, NUM_STEPS, build_trainer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from training import OPTIMIZER, Recorder, Result
@@ -14,9 +14,9 @@ from training import OPTIMIZER, Recorder, Result
 from lit_fsdp.tasks import LRSchedule, SpeechData, TextToSpeech
 from lit_fsdp.tasks.tts.families.model_types import parse_family
 from lit_fsdp.tasks.tts.generation import Sampling
-from lit_fsdp.tasks.tts.layout import Utterance
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
+from lit_fsdp.tasks.tts.utterance import Utterance
 from lit_fsdp.weights.load import init_weights, materialize
 
 MIMI = {
@@ -62,20 +62,7 @@ _PLAIN: dict[str, Any] = {"shuffle": False, "num_workers": 0, "text_dropout": 0.
 
 
 def make_rows(num_codebooks: int, num_rows: int = NUM_STEPS * GLOBAL_BATCH) -> list[PreparedRow]:
-    """Clips of 2 to 14 frames, so that a mean of means over ranks would be wrong."""
-    rows = []
-    for i in range(num_rows):
-        codes = (draw(f"row {i}", 2 + (i * 7) % 13, num_codebooks).abs() * 63).long().numpy()
-        rows.append(
-            PreparedRow(
-                audio=f"{i}.wav",
-                text="ab" * (1 + i % 5),
-                codes=codes,
-                seconds=len(codes) / 12.5,
-                speaker="kim" if i % 2 else "lee",
-            )
-        )
-    return rows
+    return training.make_rows(num_rows, num_codebooks=num_codebooks, syllable="ab", voice_size=0)
 
 
 def make_utterances(raw: dict[str, Any], rows: list[PreparedRow], voices: dict[str, Any]) -> list[Utterance]:
@@ -101,39 +88,21 @@ def build_model(raw: dict[str, Any], seed: int = 0) -> Any:
 
 
 def train_plainly(raw: dict[str, Any], voices: dict[str, Any]) -> Result:
-    """Train on one device without Lightning, FSDP or our task, with one forward for the whole step."""
     family, config = parse_family(raw)
-    model = build_model(raw)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": OPTIMIZER.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps)
-    utterances, result = make_utterances(raw, make_rows(config.num_codebooks), voices), Result()
-    own, other = family.weigh_losses(config)
-    for step in range(NUM_STEPS):
-        part = utterances[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]
-        output = model(family.collate(part, config))
-        loss = own * output.talker_loss / output.num_tokens + other * output.predictor_loss / output.num_frames
-        optimizer.zero_grad()
-        loss.backward()
-        result.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
-        optimizer.step()
-        result.losses.append(float(loss.detach()))
-    result.weights = {name: p.detach() for name, p in model.named_parameters()}
-    return result
+    utterances = make_utterances(raw, make_rows(config.num_codebooks), voices)
+    steps = [utterances[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH] for step in range(NUM_STEPS)]
+    batches = [family.collate(step, config) for step in steps]
+    return training.train_model(build_model(raw), batches, family.get_loss_weights(config))
 
 
 def learn(raw: dict[str, Any], rows: list[PreparedRow], voices: dict[str, Any], num_steps: int, below: float) -> Any:
     """Return a model that knows clips by heart, with a loss below that, and the clips."""
     family, config = parse_family(raw)
     model, utterances = build_model(raw), make_utterances(raw, rows, voices)
-    batch, (own, other) = family.collate(utterances, config), family.weigh_losses(config)
+    batch, weights = family.collate(utterances, config), family.get_loss_weights(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     for _ in range(num_steps):
-        output = model(batch)
-        loss = own * output.talker_loss / output.num_tokens + other * output.predictor_loss / output.num_frames
+        loss = training.compute_loss(model, batch, weights)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

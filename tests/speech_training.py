@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from speech_golden import CONFIG, draw
-from training import OPTIMIZER, Environment
+from training import OPTIMIZER, Environment, Result
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.tasks import LRSchedule, SpeechData, TextToSpeech
@@ -18,6 +18,7 @@ from lit_fsdp.tasks.tts.codec.formants import build_codec_config, build_small_co
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
+from lit_fsdp.tasks.tts.utterance import Batch
 from lit_fsdp.weights.load import init_weights, materialize
 
 NUM_STEPS, GLOBAL_BATCH = 3, 6
@@ -50,23 +51,49 @@ def save_model(folder: Path) -> Path:
     return folder
 
 
-def make_rows(num_rows: int = NUM_STEPS * GLOBAL_BATCH) -> list[PreparedRow]:
+def make_rows(
+    num_rows: int = NUM_STEPS * GLOBAL_BATCH, *, num_codebooks: int = 16, syllable: str = "a", voice_size: int = 32
+) -> list[PreparedRow]:
     """Clips of 2 to 14 frames, so that a mean of means over ranks would be wrong."""
     rows = []
     for i in range(num_rows):
-        codes = (draw(f"row {i}", 2 + (i * 7) % 13, 16).abs() * 63).long().numpy()
-        embedding = draw(f"voice {i}", 32).numpy()
+        codes = (draw(f"row {i}", 2 + (i * 7) % 13, num_codebooks).abs() * 63).long().numpy()
         rows.append(
             PreparedRow(
                 audio=f"{i}.wav",
-                text="a" * (1 + i % 5),
+                text=syllable * (1 + i % 5),
                 codes=codes,
                 seconds=len(codes) / 12.5,
                 speaker="kim" if i % 2 else "lee",
-                speaker_embedding=embedding,
+                speaker_embedding=draw(f"voice {i}", voice_size).numpy(),
             )
         )
     return rows
+
+
+def train_model(model: Any, batches: list[Batch], loss_weights: tuple[float, float]) -> Result:
+    """Train on one device without Lightning, FSDP or our task, with one forward for the whole step."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer, result = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps), Result()
+    for batch in batches:
+        loss = compute_loss(model, batch, loss_weights)
+        optimizer.zero_grad()
+        loss.backward()
+        result.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
+        optimizer.step()
+        result.losses.append(float(loss.detach()))
+    result.weights = {name: p.detach() for name, p in model.named_parameters()}
+    return result
+
+
+def compute_loss(model: Any, batch: Batch, loss_weights: tuple[float, float]) -> torch.Tensor:
+    output = model(batch)
+    own, other = loss_weights
+    return own * output.talker_loss / output.num_tokens + other * output.predictor_loss / output.num_frames
 
 
 def build_task(**options: Any) -> TextToSpeech:

@@ -23,7 +23,7 @@ for name in ("tasks", "callbacks"):
     assert importlib.util.find_spec(name) is None, f"a top-level package {name} is importable"
 for name in ("lit_fsdp", "lit_fsdp.tasks", "lit_fsdp.callbacks"):
     print(importlib.import_module(name).__file__)
-template = importlib.resources.files("lit_fsdp.callbacks").joinpath("report.html.jinja")
+template = importlib.resources.files("lit_fsdp.reporting").joinpath("report.html.jinja")
 assert template.is_file(), f"{template} was not installed"
 """
 
@@ -61,7 +61,7 @@ def read_files(wheel: Path) -> dict[str, bytes]:
 def test_the_wheel_holds_every_source_file_once(clone: Path, wheel: Path) -> None:
     kinds = ("*.py", "*.jinja")
     sources = {str(p.relative_to(clone)) for f in FOLDERS for kind in kinds for p in (clone / f).rglob(kind)}
-    assert "callbacks/report.html.jinja" in sources
+    assert "lit_fsdp/reporting/report.html.jinja" in sources
     expected = {name if name.startswith("lit_fsdp/") else f"lit_fsdp/{name}" for name in sources}
     assert set(read_files(wheel)) == expected | {"lit_fsdp/py.typed"}
 

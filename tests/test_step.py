@@ -15,7 +15,8 @@ import lit_fsdp.cli.train  # not traced, which takes seconds
 from lit_fsdp.cli.main import main
 
 packages = ("lit_fsdp/", "tasks/", "lightning/", "torch/optim/", "torch/distributed/fsdp/")
-roots = [str(Path(p).resolve()) for p in sys.path if p]
+# Innermost first: an environment made in .venv of this repository lies below PYTHONPATH, too.
+roots = sorted((str(Path(p).resolve()) for p in sys.path if p), key=len, reverse=True)
 out = open(sys.argv[1], "w")
 
 def find_name(path):

@@ -1,6 +1,7 @@
 """How tests follow other processes: by what these do, however long they take for it."""
 
 import logging
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -36,3 +37,13 @@ def tell_of_waiting(folder: Path) -> None:
 def count_waiting(folder: Path) -> int:
     """Return how many processes have told so."""
     return len(list(folder.glob("*.waits")))
+
+
+def run_forks(body: Callable[[], None], num_processes: int) -> list[int | None]:
+    """Run ``body`` in forked processes at the same time; return how each exited."""
+    processes = [multiprocessing.get_context("fork").Process(target=body) for _ in range(num_processes)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    return [process.exitcode for process in processes]

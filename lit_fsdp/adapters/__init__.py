@@ -1,1 +1,6 @@
-"""LoRA and its relatives through peft: settings, injection, decompositions."""
+"""Adapters of the LoRA family, by peft: settings, injection into a model, first values."""
+
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.lora import LoRA
+
+__all__ = ["LoRA", "add_adapters"]

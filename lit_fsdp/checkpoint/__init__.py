@@ -1,1 +1,4 @@
-"""The state of a run out and in: sharded folders, single files, manifests, the newest complete one."""
+"""The state of a run out and in: folders of shards, single files, and which one is complete and newest.
+
+It hands on no names, because looking for the newest checkpoint needs no torch.
+"""

@@ -34,11 +34,7 @@ def write_manifest(folder: Path, files: Mapping[str, FileEntry]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileEntry]:
-    """Return the files of a complete checkpoint.
-
-    Raises:
-        ValueError: The manifest is missing or damaged, so the folder is no complete checkpoint.
-    """
+    """Return the files of a complete checkpoint; refuse a folder whose manifest is missing or damaged."""
     path = folder / MANIFEST
     try:
         return dict(json.loads(path.read_text())["files"])
@@ -49,11 +45,7 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
 
 
 def check_sizes(folder: Path) -> dict[str, FileEntry]:
-    """Return the files of a checkpoint if all are there in full length; a matter of milliseconds.
-
-    Raises:
-        ValueError: The folder is not complete, with the file that is missing or cut short.
-    """
+    """Return the files of a checkpoint; refuse one with a file missing or cut short. Takes milliseconds."""
     files = read_manifest(folder)
     for name, entry in files.items():
         path = folder / name
@@ -66,11 +58,7 @@ def check_sizes(folder: Path) -> dict[str, FileEntry]:
 
 
 def check_contents(folder: Path, files: Mapping[str, FileEntry], *, part: int = 0, num_parts: int = 1) -> None:
-    """Compare checksums of every ``num_parts``-th file, so that ranks can share the reading.
-
-    Raises:
-        ValueError: A file holds other bytes than were written.
-    """
+    """Refuse files whose checksums differ; every ``num_parts``-th is read, so that ranks can share the reading."""
     for name in sorted(files)[part::num_parts]:
         if _compute_crc32(folder / name) != files[name]["crc32"]:
             raise ValueError(f"{folder / name} is damaged: its checksum differs; choose another checkpoint")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -20,7 +18,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from lit_fsdp.checkpoint.latest import find_last_checkpoint
 from lit_fsdp.checkpoint.manifest import check_contents, check_sizes
-from lit_fsdp.checkpoint.state import META
+from lit_fsdp.checkpoint.state import META, plain_errors
 
 EXPORT = "export"  # in the metadata of a checkpoint: the small files of the folder, by name
 
@@ -30,37 +28,20 @@ _MODEL = "model."  # a task holds its Transformers model under this name
 
 @dataclass(frozen=True, kw_only=True)
 class StoredCheckpoint:
-    """A checkpoint that was found to be complete.
-
-    Args:
-        path: Its folder.
-        meta: What it holds beside tensors.
-        files: The small files of a Hugging Face folder, by name.
-        metadata: Where its tensors lie.
-        tensors: What they are, by their names in the Transformers model.
-    """
+    """A checkpoint that was found to be complete."""
 
     path: Path
-    meta: dict[str, Any]
-    files: dict[str, str | bytes]
-    metadata: Metadata
-    tensors: dict[str, TensorStorageMetadata]
+    meta: dict[str, Any]  # what it holds beside tensors
+    files: dict[str, str | bytes]  # the small files of a Hugging Face folder, by name
+    metadata: Metadata  # where its tensors lie
+    tensors: dict[str, TensorStorageMetadata]  # what they are, by their names in the Transformers model
 
     def read(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole tensors on the CPU, cast on the way to the dtype of ``wanted``.
-
-        Raises:
-            ValueError: A file cannot be read.
-        """
+        """Return whole tensors on the CPU, cast on the way to the dtype of ``wanted``."""
         tensors = {name: torch.empty_like(like, device="cpu") for name, like in wanted.items()}
         state = {f"{_STATE}{_MODEL}{name}": tensor for name, tensor in tensors.items()}
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant
-                load(state, storage_reader=_Reader(self.path, self.metadata), no_dist=True)
-        except CheckpointException as error:
-            reasons = "; ".join(str(reason).splitlines()[0] for reason, _ in error.failures.values())
-            raise ValueError(f"{self.path}: cannot read {', '.join(wanted)}: {reasons}") from error
+        with plain_errors("read", self.path):
+            load(state, storage_reader=_Reader(self.path, self.metadata), no_dist=True)
         return tensors
 
     def describe(self, name: str) -> Tensor:
@@ -69,12 +50,8 @@ class StoredCheckpoint:
         return torch.empty(there.size, dtype=there.properties.dtype, device="meta")
 
 
-def find_checkpoint(path: Path) -> Path:
-    """Return the folder of a checkpoint: ``path`` itself, or the newest complete one of the run there.
-
-    Raises:
-        ValueError: There is none.
-    """
+def resolve_checkpoint(path: Path) -> Path:
+    """Return the folder of a checkpoint: ``path`` itself, or the newest complete one of the run there."""
     if not path.exists():
         raise ValueError(f"checkpoint: {path} does not exist: expected the folder of a checkpoint or of a run")
     if path.is_file():
@@ -91,11 +68,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def open_checkpoint(path: Path) -> StoredCheckpoint:
-    """Read what a checkpoint is, and all its files once to verify them.
-
-    Raises:
-        ValueError: It is not complete, damaged, or not of a task of ours.
-    """
+    """Read what a checkpoint holds; refuse one that is damaged, for which all files are read, or not of our tasks."""
     check_contents(path, check_sizes(path))  # reading alone would not notice damage
     meta = torch.load(path / META, weights_only=True)
     if EXPORT not in meta:
@@ -115,15 +88,7 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
 
 
 def build_on_meta(checkpoint: StoredCheckpoint, **changes: Any) -> PreTrainedModel:
-    """Return the model without weights, for its names, shapes and ties.
-
-    Args:
-        checkpoint: Whose ``config.json`` it is built from.
-        changes: Of the configuration.
-
-    Raises:
-        ValueError: Transformers does not know the architecture.
-    """
+    """Return the model of ``config.json`` without weights, for names, shapes and ties; with a changed configuration."""
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(str(checkpoint.files["config.json"]))
         config = AutoConfig.from_pretrained(name, **changes)

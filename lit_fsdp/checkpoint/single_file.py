@@ -86,7 +86,9 @@ def load_single_file(path: Path, model: nn.Module, optimizers: Sequence[Optimize
         for i, optimizer in enumerate(optimizers if is_first else []):
             check_same_groups(path, optimizer, len(checkpoint["optimizer_states"][i]["param_groups"]))
             states[i] = _name_state(checkpoint["optimizer_states"][i], present[i])
-            _check_optimizer(path, optimizer, states[i], present[i])
+            saved, expected = states[i]["state"], present[i]["state"]
+            names = (f"{n}.{key}" for n in saved for key in expected.get(n, {}) if key not in saved[n])
+            check_same_optimizer(path, optimizer, names)
 
     agree(name_states)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=strict)
@@ -126,13 +128,3 @@ def _name_state(numbered: dict[str, Any], present: dict[str, Any]) -> dict[str, 
     names = [name for group in present["param_groups"] for name in group["params"]]
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in numbered["param_groups"]]
     return {"state": {names[i]: state for i, state in numbered["state"].items()}, "param_groups": groups}
-
-
-def _check_optimizer(path: Path, optimizer: Optimizer, state: dict[str, Any], present: dict[str, Any]) -> None:
-    missing = (
-        f"{name}.{key}"
-        for name, values in state["state"].items()
-        for key in present["state"].get(name, {})
-        if key not in values
-    )
-    check_same_optimizer(path, optimizer, missing)

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lit_fsdp.checkpoint.manifest import check_contents, check_sizes, describe_files, write_manifest
+from lit_fsdp.errors import join_names
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
 
@@ -58,12 +59,7 @@ def get_trained_state(model: nn.Module) -> dict[str, Any]:
 def join_states(
     model_state: Mapping[str, Any], optimizer_states: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Return one state as it is stored, which ``torch.distributed.checkpoint`` tools can read.
-
-    Args:
-        model_state: This rank's shards by parameter name.
-        optimizer_states: Of each optimizer, by parameter name.
-    """
+    """Return the shards of model and optimizers, by parameter name, as one state that tools of torch can read."""
     state = {"state_dict": dict(model_state)}
     return state | {f"optimizer_{i}": dict(s) for i, s in enumerate(optimizer_states)}
 
@@ -90,8 +86,8 @@ def save_checkpoint(
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     beside = path.with_name(f".{path.name}.incomplete")
-    agree(lambda: _make_empty(beside) if rank == 0 else None, group)
-    with _as_plain_errors("written", path):
+    agree(lambda: make_beside(path) if rank == 0 else None, group)
+    with plain_errors("written", path):
         save(state, checkpoint_id=beside, process_group=group, no_dist=not dist.is_initialized())
 
     def write_rest() -> dict[str, Any]:
@@ -104,7 +100,13 @@ def save_checkpoint(
 
     parts = agree(write_rest, group)
     files = {name: entry for part in parts for name, entry in part.items()}
-    agree(lambda: _finish(beside, path, files) if rank == 0 else None, group)
+
+    def finish() -> None:
+        if rank == 0:
+            write_manifest(beside, files)
+            replace_folder(path, beside)
+
+    agree(finish, group)
 
 
 def load_checkpoint(
@@ -149,7 +151,8 @@ def load_checkpoint(
         state[f"optimizer_{i}"] = get_optimizer_state_dict(model, optimizer, options=options)
     _check_model(path, state["state_dict"], stored, strict=strict)
     for i, optimizer in enumerate(optimizers):
-        names = _list_state_names(state[f"optimizer_{i}"])
+        state_by_name = state[f"optimizer_{i}"]["state"]
+        names = (f"{name}.{key}" for name, values in state_by_name.items() for key in values)
         prefix = f"optimizer_{i}.param_groups."
         check_same_groups(path, optimizer, len({k.split(".")[2] for k in stored if k.startswith(prefix)}))
         present = {key.removeprefix(f"optimizer_{i}.state.") for key in stored}
@@ -158,7 +161,7 @@ def load_checkpoint(
         state[EXTRA] = {n: value for n, value in (extra or {}).items() if f"{EXTRA}.{n}" in stored}
     # Without strict, parameters that are not stored keep their values.
     state["state_dict"] = {n: value for n, value in state["state_dict"].items() if f"state_dict.{n}" in stored}
-    with _as_plain_errors("read", path):
+    with plain_errors("read", path):
         load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     set_model_state_dict(model, state["state_dict"], options=StateDictOptions(strict=strict and not is_part))
     for i, optimizer in enumerate(optimizers):
@@ -166,7 +169,7 @@ def load_checkpoint(
     return meta
 
 
-def find_random_state(path: Path, rank: int, world_size: int) -> Callable[[], None]:
+def read_random_state(path: Path, rank: int, world_size: int) -> Callable[[], None]:
     """Return what makes this rank draw as it would have without the interruption.
 
     Saved by another number of ranks, there is no such thing: then all ranks start generators that depend on the
@@ -184,11 +187,8 @@ def find_random_state(path: Path, rank: int, world_size: int) -> Callable[[], No
 def agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Run ``work`` on every rank; return all results by rank, or raise on all ranks what failed on one.
 
-    Without it the others would wait in the next collective for a rank that is gone.
-
-    Raises:
-        ValueError: The first rank that failed raised one.
-        RuntimeError: It raised another error.
+    Without it the others would wait in the next collective for a rank that is gone. A ``ValueError`` stays one, other
+    errors become ``RuntimeError``.
     """
     error: Exception | None = None
     result: Any = None
@@ -211,16 +211,9 @@ def agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list
 
 
 def to_plain(value: Any, name: str = "checkpoint") -> Any:
-    """Return a copy of ``value`` that ``weights_only`` loading accepts on any machine.
+    """Return a copy of ``value`` that ``weights_only`` loading accepts on any machine; ``name`` is for errors.
 
     Tensors are copied to the CPU, so what changes afterwards does not change the copy.
-
-    Args:
-        value: Nested containers, dataclasses and values.
-        name: Of ``value``, for errors.
-
-    Raises:
-        TypeError: Something inside has no plain form.
     """
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
@@ -248,16 +241,7 @@ def to_plain(value: Any, name: str = "checkpoint") -> Any:
 
 
 def check_same_optimizer(path: Path, optimizer: Optimizer, missing: Iterable[str]) -> None:
-    """Refuse the state of another optimizer, which would leave parts of this one's at zero.
-
-    Args:
-        path: Where it is from.
-        optimizer: Of the run.
-        missing: What the optimizer keeps and is not there.
-
-    Raises:
-        ValueError: Something is missing.
-    """
+    """Refuse the state of another optimizer, in which names are missing: parts of this one's would stay at zero."""
     if first := next(iter(missing), None):
         raise ValueError(
             f"{path} has no {first} for {type(optimizer).__name__}: it was saved with another optimizer; resume it "
@@ -266,16 +250,7 @@ def check_same_optimizer(path: Path, optimizer: Optimizer, missing: Iterable[str
 
 
 def check_same_groups(path: Path, optimizer: Optimizer, count: int) -> None:
-    """Refuse the state of parameters that were grouped otherwise, which would get learning rates of others.
-
-    Args:
-        path: Where it is from.
-        optimizer: Of the run.
-        count: How many groups were saved.
-
-    Raises:
-        ValueError: They are more, or fewer.
-    """
+    """Refuse the state of parameters that were grouped otherwise, which would get learning rates of others."""
     if count != len(optimizer.param_groups):
         raise ValueError(
             f"{path} holds {count} groups of parameters with learning rate and weight decay of their own, the run has "
@@ -284,12 +259,9 @@ def check_same_groups(path: Path, optimizer: Optimizer, count: int) -> None:
         )
 
 
-def _list_state_names(state: Mapping[str, Any]) -> list[str]:
-    return [f"{name}.{key}" for name, values in state["state"].items() for key in values]
-
-
 @contextmanager
-def _as_plain_errors(what: str, path: Path) -> Iterator[None]:
+def plain_errors(what: str, path: Path) -> Iterator[None]:
+    """Turn what ``torch.distributed.checkpoint`` raises into a ``RuntimeError`` of one line."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: there is one process
@@ -299,13 +271,16 @@ def _as_plain_errors(what: str, path: Path) -> Iterator[None]:
         raise RuntimeError(f"{path} could not be {what}: rank {rank}: {cause}") from error
 
 
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def make_beside(path: Path) -> Path:
+    """Return an empty folder beside the place of one that is to be written."""
+    beside = path.with_name(f".{path.name}.incomplete")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    return beside
 
 
-def _finish(beside: Path, path: Path, files: dict[str, Any]) -> None:
-    write_manifest(beside, files)
+def replace_folder(path: Path, beside: Path) -> None:
+    """Let a complete folder take the place of what is there, if anything."""
     old = path.with_name(f".{path.name}.replaced")
     shutil.rmtree(old, ignore_errors=True)
     if path.is_symlink() or path.is_file():
@@ -323,8 +298,7 @@ def _check_model(path: Path, state: Mapping[str, Any], stored: Mapping[str, Any]
     unknown = [name for name in unknown if name not in state]
     for what, names in (("lacks", missing), ("holds", unknown)):
         if names and strict:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ValueError(f"{path} {what} {', '.join(names[:5])}{more}: it was saved from another model")
+            raise ValueError(f"{path} {what} {join_names(names)}: it was saved from another model")
     for name, value in state.items():
         there = getattr(stored.get(prefix + name), "size", None)
         if there is not None and isinstance(value, torch.Tensor) and there != value.shape:

@@ -75,13 +75,9 @@ class CheckpointWriter:
         self._is_newest_missing = False
 
     def choose_parameters(self, model: nn.Module) -> None:
-        """Find out which parameters to write.
+        """Choose which parameters to write; refuse to leave out those that the model would not get back.
 
-        Args:
-            model: With the attribute ``restores_frozen`` where it fills its frozen parameters by itself.
-
-        Raises:
-            ValueError: Parameters shall be left out that the model would not get back.
+        A model that fills its frozen parameters by itself has the attribute ``restores_frozen``.
         """
         is_restored = getattr(model, "restores_frozen", False)
         if self.save_frozen is False and not is_restored:
@@ -164,11 +160,7 @@ class CheckpointWriter:
             remove()
 
     def wait(self) -> None:
-        """Wait for the save in flight, and do what had to wait for it.
-
-        Raises:
-            RuntimeError: It failed.
-        """
+        """Wait for the save in flight, raise its error, and do what had to wait for it."""
         if self._thread is None:
             return
         self._thread.join()

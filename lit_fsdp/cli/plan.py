@@ -21,21 +21,19 @@ from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.cli.parser import check_out_folder
 from lit_fsdp.cli.train import TrainerCLI
 from lit_fsdp.errors import ConfigError, is_debugging
-from lit_fsdp.planning.estimate import Hardware, ModelToTrain
-from lit_fsdp.planning.forecast import NoForecastError, describe_model, guess_optimizer, guess_shape, measure_batch
-from lit_fsdp.planning.hardware import find_cards, find_gpu, find_usual_gpu, suggest_gpus
+from lit_fsdp.planning.estimate import Hardware, describe_model, guess_optimizer, guess_shape, measure_batch
+from lit_fsdp.planning.hardware import choose_usual_gpu, find_gpu, list_cards, parse_memory, suggest_gpus
 from lit_fsdp.planning.links import choose_links, parse_links
-from lit_fsdp.planning.plan import Plan, choose_unit, describe_plan, parse_memory
-from lit_fsdp.planning.plan_report import draw_plan, print_report
-from lit_fsdp.planning.planned_trainer import PlannedGpu, PlannedTrainer
-from lit_fsdp.planning.planner import PlannedStep, plan_step, prepare_step, prepare_variants
+from lit_fsdp.planning.plan import Plan, plan_step
+from lit_fsdp.planning.plan_report import choose_unit, describe_plan, draw_plan, print_report
+from lit_fsdp.planning.planned_step import PlannedGpu, PlannedStep, PlannedTrainer, prepare_step
 from lit_fsdp.planning.reader import UnreadableModuleError
 from lit_fsdp.planning.search import Candidate, Problem, Variant, choose, format_changes
 from lit_fsdp.planning.search import search as search_all
 from lit_fsdp.planning.search_report import apply_changes, describe_search, print_search
-from lit_fsdp.planning.step_parts import MicroBatch
+from lit_fsdp.planning.step_parts import MicroBatch, NoEstimateError
 from lit_fsdp.planning.traced_search import make_tracer
-from lit_fsdp.sharding.wrap import plan_module
+from lit_fsdp.planning.variants import prepare_variants
 from lit_fsdp.strategy.processes import count_devices
 
 _OWN_OPTIONS = {"--device-memory": "--device_memory"}
@@ -88,7 +86,7 @@ class PlanTrainer(PlannedTrainer):
             nodes: How many nodes. By default what the configuration says.
             device_memory: Of one GPU, with a unit, such as 16GiB: says whether the step fits, with 1.15 times the
                 tensors for what the allocator takes on top, and 1 GiB for CUDA and NCCL. By default that of `gpu`.
-            gpu: Such as "RTX 4090" or "H100 SXM": predicts the time of a step as well.
+            gpu: Such as "RTX 4090" or "H100 SXM": estimates the time of a step as well.
             link: What connects the GPUs, inside a node and between nodes, such as "pcie4" or "nvlink4,ib400x8", or a
                 comm.json of `bench comm`. By default what usually connects such GPUs.
             exact: Follow the step operator by operator on tensors without values: some seconds to minutes, for any
@@ -142,7 +140,7 @@ class PlanTrainer(PlannedTrainer):
         step = steps[0][0]
         try:
             problem = describe_problem(steps, hardware, device_bytes)
-        except NoForecastError as error:
+        except NoEstimateError as error:
             print(f"note: {error}: each setting is traced, up to a minute each, and batch and model stay as they are")
             problem, unit = describe_unread_problem(step, hardware, device_bytes)
             return search_all(replace(problem, trace=make_tracer([step], None))), unit
@@ -151,7 +149,7 @@ class PlanTrainer(PlannedTrainer):
         try:
             return search_all(problem), "tokens/s"
         except UnreadableModuleError as error:
-            print(f"note: {error.name}: {error.reason}: no closed form, so each setting is traced, up to a minute each")
+            print(f"note: {error}: no closed form, so each setting is traced, up to a minute each")
         return search_all(replace(problem, trace=make_tracer([step for step, _ in steps], data))), "tokens/s"
 
     def _note_uncounted(self, found: Plan) -> Plan:
@@ -160,7 +158,7 @@ class PlanTrainer(PlannedTrainer):
         given = given if isinstance(given, list) else [given]
         if "lit_fsdp.callbacks.EMA" not in [callback["class_path"] for callback in given]:
             return found
-        num_bytes = 4 * found.num_trained // found.ranks.num_shards
+        num_bytes = 4 * found.num_trained // found.num_shards
         size, name = choose_unit(num_bytes)
         where = "host memory for each rank" if found.memory.host_by_kind else "each GPU"
         note = f"EMA: its average, {num_bytes / size:.2f} {name} of {where} in float32, is not counted"
@@ -255,7 +253,7 @@ def choose_hardware(
             raise ConfigError(f"link: got {link}: not used without gpu; name one, such as --gpu 'RTX 4090'")
         if not search or memory_gib is None:
             return None
-        gpu = find_usual_gpu(memory_gib).name
+        gpu = choose_usual_gpu(memory_gib).name
         print(f"note: speed as on {gpu}, a GPU of this size; name yours with --gpu")
     found = find_gpu(gpu, memory_gib)
     if found is None:
@@ -269,14 +267,14 @@ def _list_others(gpu: str | None, hardware: Hardware | None) -> list[str]:
     """Return the GPUs that the name means as well as the one that was taken."""
     if gpu is None or hardware is None:
         return []
-    return [card.name for card in find_cards(gpu) if card is not hardware.gpu]
+    return [card.name for card in list_cards(gpu) if card is not hardware.gpu]
 
 
 def describe_problem(steps: Steps, hardware: Hardware, device_bytes: int) -> Problem:
     """Return the search around the first of the steps, with the models of the others in its place.
 
     Raises:
-        NoForecastError: Nobody says what shape these batches have, or what this optimizer does.
+        NoEstimateError: Nobody says what shape these batches have, or what this optimizer does.
     """
     configured = steps[0][0]
     micro_batch = measure_batch(configured.module, configured.batch)
@@ -293,14 +291,9 @@ def describe_unread_problem(step: PlannedStep, hardware: Hardware, device_bytes:
     unit = "tokens/s"
     try:
         micro_batch = measure_batch(step.module, step.batch)
-    except NoForecastError:
+    except NoEstimateError:
         micro_batch, unit = guess_shape(step.batch), "rows/s"
-    model = ModelToTrain(
-        module=step.module,
-        units=plan_module(step.module, step.strategy.settings.wrap),
-        dtypes=step.strategy.precision_plugin.mixed_precision,
-        optimizer=guess_optimizer(step.module),
-    )
+    model = describe_model(step.module, step.strategy, guess_optimizer(step.module))
     problem = _make_problem(step, [Variant(model=model)], micro_batch, hardware, device_bytes)
     return replace(problem, tries_optimizers=False), unit
 

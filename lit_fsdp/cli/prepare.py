@@ -11,12 +11,12 @@ import torch
 from lit_fsdp.cli.parser import run_function
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN
+from lit_fsdp.tasks.tts.codec.loading import fetch_codec
 from lit_fsdp.tasks.tts.preparation.audio import Limits
 from lit_fsdp.tasks.tts.preparation.manifest import read_manifest
 from lit_fsdp.tasks.tts.preparation.preparer import Preparer
 from lit_fsdp.tasks.tts.preparation.runners import Prepared, prepare_shards
 from lit_fsdp.tasks.tts.preparation.transcribe import fetch_transcriber
-from lit_fsdp.tasks.tts.pretrained import fetch_speech_model
 
 
 def run_prepare(args: Sequence[str]) -> int:
@@ -86,8 +86,7 @@ def prepare_tts(
     limits.check()
     chosen = _choose_device(device, model, backend)
     read_manifest(manifest)  # before gigabytes are downloaded for it
-    if model != SPOKEN:
-        fetch_speech_model(model, "model")
+    fetch_codec(model, "model")
     if transcriber is not None:
         fetch_transcriber(transcriber)
     return prepare_shards(

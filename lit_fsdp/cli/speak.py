@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from lit_fsdp.cli.parser import run_function
-from lit_fsdp.tasks.tts.codec.codec_12hz import load_codec
-from lit_fsdp.tasks.tts.codec.formants import SPOKEN, build_small_codec
+from lit_fsdp.tasks.tts.codec.formants import SPOKEN
 from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
+from lit_fsdp.tasks.tts.codec.loading import fetch_codec, open_codec
+from lit_fsdp.tasks.tts.evaluation.generated import Clip
 from lit_fsdp.tasks.tts.evaluation.prompts import read_prompts
 from lit_fsdp.tasks.tts.generation import Sampling
-from lit_fsdp.tasks.tts.preparation.audio import AudioError, read_audio, write_wav
-from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
+from lit_fsdp.tasks.tts.preparation.audio import AudioError, read_audio
 from lit_fsdp.tasks.tts.speaker import Reference, Speaker, open_speaker
 from lit_fsdp.tasks.tts.voice_export import export_voice
 
@@ -127,7 +127,7 @@ def speak_texts(
         for i, speech in enumerate(spoken, start=begin):
             (audio,) = decoder.decode([speech.codes])
             path, seconds = out / f"{i:05}.wav", len(audio) / decoder.sample_rate
-            write_wav(path, audio.numpy(), decoder.sample_rate)
+            Clip(audio=audio, sample_rate=decoder.sample_rate).write(path)
             limit = opened.sampling.max_frames
             written.append(SpokenFile(path=path, seconds=seconds, has_ended=speech.has_ended, max_frames=limit))
             about = dict(zip(("text", "speaker", "language"), rows[i], strict=True))
@@ -167,16 +167,15 @@ def _read_reference(path: Path, text: str | None, speaker: Speaker, codec: Frame
 
 
 def _open_codec(name: str | None, speaker: Speaker) -> FrameCodec:
-    if name == SPOKEN:
-        return build_small_codec()
     source = name or speaker.codec_source
     if source is None:
         raise ValueError(
             "codec: not given, and the model has none: expected the name or folder of a model with one, or of a codec "
             "such as descript/dac_44khz, or formants for a model of the quickstart"
         )
-    fetch_speech_model(source, "codec")
-    codec, wanted = load_codec(find_speech_model(source)), speaker.config.num_codebooks
-    if codec.num_codebooks != wanted:
+    fetch_codec(source, "codec")
+    is_on_gpu = torch.cuda.is_available() and source != SPOKEN
+    codec, wanted = open_codec(source, "cuda" if is_on_gpu else "cpu"), speaker.config.num_codebooks
+    if codec.num_codebooks != wanted and source != SPOKEN:
         raise ValueError(f"codec: got {source!r}: it has {codec.num_codebooks} codebooks: expected {wanted}")
-    return codec.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return codec

@@ -33,7 +33,9 @@ from lit_fsdp.cli.parser import OneLineParser, read_path
 from lit_fsdp.errors import ConfigError, is_debugging, nearest, suggest
 from lit_fsdp.planning.auto_strategy import NAME
 from lit_fsdp.sharding.settings import PRESETS
-from lit_fsdp.strategy.processes import choose_processes, describe_failed, stop_children
+from lit_fsdp.strategy.launcher import describe_failed, stop_children
+from lit_fsdp.strategy.processes import choose_processes
+from lit_fsdp.strategy.trainer_settings import refuse_float16_on_cpu
 
 _KNOWN_WARNINGS = (
     ".*LightningCLI's args parameter.*",  # advice for scripts
@@ -188,8 +190,10 @@ class TrainerCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer, with our loggers and callbacks where the configuration has none of the kind."""
-        kwargs |= self.choose_parts(self._get(self.config_init, "trainer"))
+        settings = self._get(self.config_init, "trainer")
+        kwargs |= self.choose_parts(settings)
         try:
+            refuse_float16_on_cpu(settings["precision"], kwargs.get("accelerator", settings["accelerator"]))
             return super().instantiate_trainer(devices=self.devices, num_nodes=self.num_nodes, **kwargs)
         except Exception as error:
             line = describe_exception(error, trusted=("lit_fsdp", "lightning"))

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_fsdp.adapters.lora import ADAPTER, LoRA, clean_name, is_adapter_name
+from lit_fsdp.adapters.layers import ADAPTER, clean_name, is_adapter_name
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.export.folder import ADAPTER_CONFIG, check_room
 from lit_fsdp.export.merge import AdaptedWeights, BaseWeights
-from lit_fsdp.export.safetensors_writer import TensorWriter
+from lit_fsdp.export.safetensors_writer import open_tensor_files
 
 _FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of peft around the model
@@ -25,13 +26,7 @@ _STARTS_ELSEWHERE = ("pissa", "pissa_niter_16", "olora")  # with other base weig
 
 
 def describe_adapters(model: PreTrainedModel, lora: LoRA, base_model: str | None) -> str:
-    """Return ``adapter_config.json``, with the targets that peft found in this model.
-
-    Args:
-        model: With adapters.
-        lora: Their settings.
-        base_model: Name or folder of the model that they belong to.
-    """
+    """Return ``adapter_config.json``, with the targets that peft found in this model and where its base model is."""
     config: Any = deepcopy(model.peft_config[ADAPTER])
     config.modules_to_save = _name_saved(model, lora) or None
     config.base_model_name_or_path = base_model
@@ -50,37 +45,32 @@ def needs_base(lora: LoRA) -> bool:
 
 def write_adapter(
     folder: Path, weights: AdaptedWeights, base: BaseWeights | None, dtype: torch.dtype | None
-) -> tuple[int, int]:
-    """Write the adapters and the modules that train beside them; return the number of parameters, and their bytes.
+) -> list[Tensor]:
+    """Write the adapters and the modules that train beside them; return what was written, on the meta device.
 
-    Args:
-        folder: Where to.
-        weights: Of the run.
-        base: For those whose start was taken out of the base: relative to it, they have twice the rank.
-        dtype: Of floating tensors; none keeps theirs.
+    With ``base``, whose weights the adapters were taken out of, they are written relative to it, with twice the rank.
+    Without ``dtype``, tensors keep theirs.
     """
     outputs: dict[str, Tensor] = {}
     reads: list[Callable[[], dict[str, Tensor]]] = []
     for name in weights.layers:
         like = weights.describe_adapter(name)
+        reads.append(partial(weights.checkpoint.read, like))
         if base is not None:
             like = {key: tensor.repeat(2, 1) if _is_first(key) else tensor.repeat(1, 2) for key, tensor in like.items()}
-            reads.append(partial(_subtract_start, weights, base, name))
-        else:
-            reads.append(partial(weights.checkpoint.read, weights.describe_adapter(name)))
+            reads[-1] = partial(_subtract_start, weights, base, name)
         outputs |= like
     for name in weights.trained:
         outputs[name] = weights.checkpoint.describe(name)
         reads.append(partial(weights.checkpoint.read, {name: outputs[name]}))
-    wanted = {name: dtype or weights.checkpoint.tensors[name].properties.dtype for name in outputs}
-    outputs = {name: tensor.to(wanted[name]) for name, tensor in outputs.items()}
-    num_bytes = check_room(folder, outputs)
+    outputs = {n: tensor.to(dtype or weights.checkpoint.describe(n).dtype) for n, tensor in outputs.items()}
+    check_room(folder, outputs)
     files = {_FILE: {name_for_peft(name): tensor for name, tensor in outputs.items()}}
-    with TensorWriter(folder, files) as file:
+    with open_tensor_files(folder, files) as write:
         for read in reads:
             for name, tensor in read().items():
-                file.write(name_for_peft(name), tensor.to(wanted[name]))
-    return sum(tensor.numel() for tensor in outputs.values()), num_bytes
+                write(name_for_peft(name), tensor.to(outputs[name].dtype))
+    return list(outputs.values())
 
 
 def name_for_peft(name: str) -> str:

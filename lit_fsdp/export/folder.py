@@ -14,8 +14,9 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
+from lit_fsdp.checkpoint.state import make_beside, replace_folder
 from lit_fsdp.export.quantized import Quantizer
-from lit_fsdp.export.safetensors_writer import TensorWriter
+from lit_fsdp.export.safetensors_writer import open_tensor_files
 from lit_fsdp.weights.hub_names import Part, convert_part
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -24,16 +25,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def check_out(out: Path, *sources: Path, overwrite: bool) -> None:
-    """Refuse a folder that holds something else.
-
-    Args:
-        out: The folder to make.
-        sources: What is read, such as the checkpoint.
-        overwrite: Whether an exported model may be replaced.
-
-    Raises:
-        ValueError: With what is there.
-    """
+    """Refuse a folder that holds something else than an exported model, or lies in what is read, or the reverse."""
     for source, what in zip(sources, ("the checkpoint", "the base model"), strict=False):
         if source.resolve().is_relative_to(out) or out.is_relative_to(source.resolve()):
             raise ValueError(f"out: {out} holds or lies in {what}: expected another folder")
@@ -48,21 +40,15 @@ def check_out(out: Path, *sources: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def make_beside(out: Path) -> Iterator[Path]:
+def write_beside(out: Path) -> Iterator[Path]:
     """Give an empty folder that takes the place of ``out`` once the body has ended well."""
-    beside, old = out.with_name(f".{out.name}.incomplete"), out.with_name(f".{out.name}.replaced")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    beside = make_beside(out)
     try:
         yield beside
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    if out.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        out.rename(old)
-    beside.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
+    replace_folder(out, beside)
 
 
 def write_model(
@@ -74,27 +60,21 @@ def write_model(
     max_bytes: int,
     quantizer: Quantizer | None = None,
 ) -> int:
-    """Write the weights of a model under the names of the Hub; return their bytes.
+    """Write the weights of a model under the names of the Hub, in files of up to ``max_bytes``; return their bytes.
 
-    Args:
-        folder: Where to.
-        parts: What belongs together.
-        read: Returns the inputs of one part, of the shapes and dtypes that it is given.
-        model: On the meta device.
-        max_bytes: Begin another file above this size.
-        quantizer: What to make of the weights of linear layers.
+    ``read`` returns the inputs of one part, of the shapes and dtypes that it is given.
 
     Raises:
         ValueError: The disk is too small, or a value is beyond the dtype.
     """
     outputs = {name: tensor for part in parts for name, tensor in part.outputs.items()}
     if quantizer is not None:
-        outputs = quantizer.describe(outputs)
+        outputs = quantizer.convert(outputs)
     num_bytes = check_room(folder, outputs)
     pattern = "model{suffix}.safetensors"
     split = split_torch_state_dict_into_shards(outputs, filename_pattern=pattern, max_shard_size=max_bytes)
     by_file = {file: {n: outputs[n] for n in names} for file, names in split.filename_to_tensors.items()}
-    with TensorWriter(folder, by_file) as files:
+    with open_tensor_files(folder, by_file) as write:
         for part in tqdm(parts, desc="writing tensors", delay=2.0):
             tensors = read(part.inputs)
             for name, tensor in tensors.items():
@@ -104,7 +84,7 @@ def write_model(
                     )
             tensors = convert_part(model, tensors)
             for name, tensor in (tensors if quantizer is None else quantizer.convert(tensors)).items():
-                files.write(name, tensor)
+                write(name, tensor)
     if split.is_sharded:
         num_parameters = sum(p.numel() for p in model.parameters())
         metadata = {"total_parameters": num_parameters, **split.metadata}
@@ -115,7 +95,7 @@ def write_model(
 
 def check_room(folder: Path, tensors: Mapping[str, Tensor]) -> int:
     """Return the bytes of tensors; refuse more than the disk has left."""
-    num_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     if (free := shutil.disk_usage(folder).free) < num_bytes:
         needed = f"{num_bytes / 2**30:.2f} GiB, the disk has {free / 2**30:.2f} GiB left"
         raise ValueError(f"out: the model needs {needed}; free some, or choose another disk or dtype")

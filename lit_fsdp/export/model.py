@@ -8,7 +8,7 @@ or they are merged into the model that they were trained over.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -19,16 +19,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lit_fsdp.checkpoint.reader import StoredCheckpoint, build_on_meta, find_checkpoint, find_run, open_checkpoint
+from lit_fsdp.checkpoint.reader import StoredCheckpoint, build_on_meta, open_checkpoint, resolve_checkpoint
+from lit_fsdp.errors import join_names
 from lit_fsdp.export.adapter import double_ranks, needs_base, write_adapter
-from lit_fsdp.export.folder import ADAPTER_CONFIG, check_out, list_files, make_beside, write_model, write_small_files
-from lit_fsdp.export.merge import AdaptedWeights, BaseWeights, find_aliases, open_base, read_lora, read_quantization
+from lit_fsdp.export.folder import ADAPTER_CONFIG, check_out, list_files, write_beside, write_model, write_small_files
+from lit_fsdp.export.merge import AdaptedWeights, BaseWeights, list_aliases, open_base, read_lora, read_quantization
 from lit_fsdp.export.model_card import write_model_card
-from lit_fsdp.export.position_embeddings import ResizedCheckpoint, explain_size, resize_positions
+from lit_fsdp.export.position_embeddings import explain_size, resize_positions
 from lit_fsdp.export.quantized import Quantizer
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.weights.base_weights import BASE, LORA
-from lit_fsdp.weights.hub_names import Part, list_saved_names, plan_parts
+from lit_fsdp.weights.hub_names import list_saved_names, plan_parts
+from lit_fsdp.weights.prequantized import QuantizedFiles
 
 Dtype = Literal["keep", "float32", "bfloat16", "float16"]
 _MAX_SHARD_GB = 5.0
@@ -37,25 +39,15 @@ _MODEL_FILES = ("config.json", "generation_config.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written.
-
-    Args:
-        checkpoint: Where it came from.
-        folder: Where it is.
-        files: Their names.
-        num_parameters: Shared ones counted once; of adapters, theirs.
-        dtype: Of the weights; of several, one that holds all their values.
-        num_bytes: Of all weights.
-        notes: Sentences that whoever uses it should read.
-    """
+    """What was written."""
 
     checkpoint: Path
     folder: Path
     files: list[str]
-    num_parameters: int
-    dtype: str
-    num_bytes: int
-    notes: tuple[str, ...] = ()
+    num_parameters: int  # shared ones counted once; of adapters, theirs
+    dtype: str  # of the weights; of several, one that holds all their values
+    num_bytes: int  # of all weights
+    notes: tuple[str, ...] = ()  # sentences that whoever uses it should read
 
 
 def export_model(
@@ -93,24 +85,42 @@ def export_model(
         raise ValueError(f"dtype: got {dtype!r}: expected one of {', '.join(get_args(Dtype))}")
     if not max_shard_gb > 0:
         raise ValueError(f"max_shard_gb: got {max_shard_gb}: expected above 0, such as 5")
-    source = find_checkpoint(Path(checkpoint))
+    source = resolve_checkpoint(Path(checkpoint))
     out = Path(out).resolve()
     check_out(out, source, overwrite=overwrite)
     stored = open_checkpoint(source)
     if "speech" in stored.meta:
         raise ValueError(f"{source} holds speech, which `python -m lit_fsdp export-voice` writes")
     _check_combination(stored, merge=merge, base=base, max_shard_gb=max_shard_gb, quantization=quantization)
-    folder = open_base(stored, base) if merge or (LORA in stored.meta and needs_base(read_lora(stored))) else None
-    if folder is not None:
-        check_out(out, source, folder, overwrite=overwrite)
-    if LORA in stored.meta and not merge:
-        return _export_adapter(stored, out, folder, dtype)
-    stored = resize_positions(stored)
-    max_bytes = int(max_shard_gb * 1e9)
-    if merge:
-        assert folder is not None
-        return _export_merged(stored, out, folder, dtype, quantization, max_bytes=max_bytes)
-    return _export_whole(stored, out, dtype, quantization, max_bytes=max_bytes)
+    needs_files = merge or (LORA in stored.meta and needs_base(read_lora(stored)))
+    base_folder = open_base(stored, base) if needs_files else None
+    if base_folder is not None:
+        check_out(out, source, base_folder, overwrite=overwrite)
+    is_adapter = LORA in stored.meta and not merge
+    stored = stored if is_adapter else resize_positions(stored)
+    adapted = AdaptedWeights(stored) if LORA in stored.meta else None
+    with nullcontext() if base_folder is None else QuantizedFiles(base_folder) as files, write_beside(out) as folder:
+        base_weights = None
+        if adapted is not None and files is not None:
+            base_weights = BaseWeights(files, build_on_meta(stored), adapted.trained)
+        if adapted is not None and is_adapter:
+            written = _write_adapter(folder, adapted, base_weights, dtype)
+        else:
+            max_bytes = int(max_shard_gb * 1e9)
+            written = _write_whole(folder, stored, adapted, base_weights, dtype, quantization, max_bytes=max_bytes)
+        num_parameters, dtype_name, num_bytes = written
+        card = write_model_card(out.name, stored, dtype_name, num_parameters, is_adapter=is_adapter)
+        (folder / "README.md").write_text(card)
+        names = list_files(folder)
+    return Exported(
+        checkpoint=stored.path,
+        folder=out,
+        files=names,
+        num_parameters=num_parameters,
+        dtype=dtype_name,
+        num_bytes=num_bytes,
+        notes=explain_size(stored),
+    )
 
 
 def _check_combination(
@@ -148,189 +158,90 @@ def _check_combination(
         raise ValueError(f"max_shard_gb: got {max_shard_gb}: adapters are one file; leave it out")
 
 
-# A whole model
+def _write_adapter(
+    folder: Path, weights: AdaptedWeights, base: BaseWeights | None, dtype: Dtype
+) -> tuple[int, str, int]:
+    """Write a folder of peft; return the number of parameters, their dtype and their bytes."""
+    outputs = write_adapter(folder, weights, base, None if dtype == "keep" else getattr(torch, dtype))
+    files = {name: text for name, text in weights.checkpoint.files.items() if name not in _MODEL_FILES}
+    if base is not None:
+        files[ADAPTER_CONFIG] = _format_json(double_ranks(json.loads(files[ADAPTER_CONFIG])))
+    write_small_files(folder, files)
+    num_bytes = sum(tensor.nbytes for tensor in outputs)
+    return sum(tensor.numel() for tensor in outputs), _join_dtypes(outputs), num_bytes
 
 
-def _export_whole(
-    stored: StoredCheckpoint, out: Path, dtype: Dtype, quantization: Quantization | None, *, max_bytes: int
-) -> Exported:
+def _write_whole(
+    folder: Path,
+    stored: StoredCheckpoint,
+    adapted: AdaptedWeights | None,
+    base: BaseWeights | None,
+    dtype: Dtype,
+    quantization: Quantization | None,
+    *,
+    max_bytes: int,
+) -> tuple[int, str, int]:
+    """Write a model with all its weights, adapters merged; return the same."""
+    changes: dict[str, Any] = {}
     model = build_on_meta(stored)
-    parts = plan_parts(model, _choose_tensors(model, stored, dtype))
-    aliases = find_aliases(model)
+    read: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    if adapted is not None and base is not None:
+        changed = {*adapted.layers, *adapted.trained}
+        if any(len(names) > 1 and name in changed for name, names in list_aliases(model).items()):
+            changes["tie_word_embeddings"] = False
+            model = build_on_meta(stored, **changes)
+        state = model.state_dict()
+        tensors = {name: state[name].to(base.get_dtype(name)) for name in list_saved_names(model)}
+        read = partial(adapted.read_merged, base)
+    else:
+        sources = _match_names(model, stored)
+        tensors = {name: stored.describe(source) for name, source in sources.items()}
+        read = partial(_read_stored, stored, sources)
+    if dtype != "keep":
+        tensors = {n: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for n, t in tensors.items()}
+    parts = plan_parts(model, tensors)
+    outputs = {name: tensor for part in parts for name, tensor in part.outputs.items()}
+    quantizer = None if quantization is None else Quantizer(build_on_meta(stored), quantization, outputs)
+    num_bytes = write_model(folder, parts, read, model, max_bytes=max_bytes, quantizer=quantizer)
+    if quantizer is not None:
+        changes["quantization_config"] = quantizer.config
+    files = {name: content for name, content in stored.files.items() if name != ADAPTER_CONFIG}
+    dtype_name = _join_dtypes(outputs.values())
+    files["config.json"] = _format_json({**json.loads(files["config.json"]), "dtype": dtype_name, **changes})
+    write_small_files(folder, files)
+    return sum(p.numel() for p in model.parameters()), dtype_name, num_bytes
 
-    def read(wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        sources = {name: _find_stored_name(name, aliases, stored) for name in wanted}
-        tensors = stored.read({sources[name]: like for name, like in wanted.items()})
-        return {name: tensors[sources[name]] for name in wanted}
 
-    with make_beside(out) as folder:
-        quantizer = _build_quantizer(stored, quantization, parts)
-        num_bytes = write_model(folder, parts, read, model, max_bytes=max_bytes, quantizer=quantizer)
-        name = _find_dtype(tensor.dtype for part in parts for tensor in part.outputs.values())
-        num_parameters = sum(p.numel() for p in model.parameters())
-        changes = {"quantization_config": quantizer.config} if quantizer is not None else {}
-        _write_rest(folder, stored, out.name, model, name, num_parameters, **changes)
-        files = list_files(folder)
-    return Exported(
-        checkpoint=stored.path,
-        folder=out,
-        files=files,
-        num_parameters=num_parameters,
-        dtype=name,
-        num_bytes=num_bytes,
-        notes=explain_size(stored),
-    )
-
-
-def _choose_tensors(model: PreTrainedModel, stored: StoredCheckpoint, dtype: Dtype) -> dict[str, Tensor]:
-    """Return what to read, on the meta device, in the model's order; refuse a checkpoint of another model."""
+def _match_names(model: PreTrainedModel, stored: StoredCheckpoint) -> dict[str, str]:
+    """Map the tensors to save, in the model's order, to those stored; refuse a checkpoint of another model."""
     expected = model.state_dict()
-    aliases = find_aliases(model)
+    aliases = list_aliases(model)
+    known = {name: [n for n in (name, *aliases.get(name, ())) if n in stored.tensors] for name in expected}
     unknown = [name for name in stored.tensors if name not in expected]
-    missing = [n for n in expected if not any(alias in stored.tensors for alias in aliases.get(n, [n]))]
+    missing = [name for name, names in known.items() if not names]
     for what, names in (("lacks", missing), ("holds", unknown)):
         if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ValueError(f"{stored.path} {what} {', '.join(names[:5])}{more}: it is no {type(model).__name__}")
-    chosen: dict[str, Tensor] = {}
-    for name in list_saved_names(model):
-        there = stored.describe(_find_stored_name(name, aliases, stored))
-        if there.shape != expected[name].shape:
-            shapes = f"{tuple(there.shape)}, that of {type(model).__name__} {tuple(expected[name].shape)}"
+            raise ValueError(f"{stored.path} {what} {join_names(names)}: it is no {type(model).__name__}")
+    sources = {name: known[name][0] for name in list_saved_names(model)}
+    for name, source in sources.items():
+        if (shape := stored.describe(source).shape) != expected[name].shape:
+            shapes = f"{tuple(shape)}, that of {type(model).__name__} {tuple(expected[name].shape)}"
             raise ValueError(f"{stored.path}: {name} has shape {shapes}")
-        chosen[name] = there.to(_choose_dtype(there.dtype, dtype))
-    return chosen
+    return sources
 
 
-def _find_stored_name(name: str, aliases: Mapping[str, list[str]], stored: StoredCheckpoint) -> str:
-    return next(alias for alias in [name, *aliases.get(name, [])] if alias in stored.tensors)
+def _read_stored(
+    stored: StoredCheckpoint, sources: Mapping[str, str], wanted: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    tensors = stored.read({sources[name]: like for name, like in wanted.items()})
+    return {name: tensors[sources[name]] for name in wanted}
 
 
-# Adapters
-
-
-def _export_adapter(stored: StoredCheckpoint, out: Path, base: Path | None, dtype: Dtype) -> Exported:
-    weights = AdaptedWeights(stored)
-    opened: Any = nullcontext() if base is None else BaseWeights(base, build_on_meta(stored), weights.trained)
-    with opened as base_weights, make_beside(out) as folder:
-        wanted = None if dtype == "keep" else getattr(torch, dtype)
-        num_parameters, num_bytes = write_adapter(folder, weights, base_weights, wanted)
-        files = {name: text for name, text in stored.files.items() if name not in _MODEL_FILES}
-        if base is not None:
-            config = double_ranks(json.loads(files[ADAPTER_CONFIG]))
-            files[ADAPTER_CONFIG] = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        write_small_files(folder, files)
-        name = _find_dtype(wanted or stored.describe(n).dtype for n in weights.list_trained())
-        card = write_model_card(
-            out.name,
-            architecture=type(build_on_meta(stored)).__name__,
-            dtype=name,
-            num_parameters=num_parameters,
-            meta=stored.meta,
-            run=find_run(stored.path),
-            is_adapter=True,
-            notes=explain_size(stored),
-        )
-        (folder / "README.md").write_text(card)
-        names = list_files(folder)
-    return Exported(
-        checkpoint=stored.path,
-        folder=out,
-        files=names,
-        num_parameters=num_parameters,
-        dtype=name,
-        num_bytes=num_bytes,
-        notes=explain_size(stored),
-    )
-
-
-def _export_merged(
-    stored: StoredCheckpoint, out: Path, base: Path, dtype: Dtype, quantization: Quantization | None, *, max_bytes: int
-) -> Exported:
-    weights = AdaptedWeights(stored)
-    tied = build_on_meta(stored)
-    is_untied = any(len(names) > 1 and name in weights.changed for name, names in find_aliases(tied).items())
-    changes: dict[str, Any] = {"tie_word_embeddings": False} if is_untied else {}
-    model = build_on_meta(stored, **changes)
-    with BaseWeights(base, tied, weights.trained) as base_weights, make_beside(out) as folder:
-        state = model.state_dict()
-        dtypes = {name: _choose_dtype(base_weights.get_dtype(name), dtype) for name in list_saved_names(model)}
-        parts = plan_parts(model, {name: state[name].to(wanted) for name, wanted in dtypes.items()})
-        read = partial(_read_merged, weights, base_weights)
-        quantizer = _build_quantizer(stored, quantization, parts)
-        num_bytes = write_model(folder, parts, read, model, max_bytes=max_bytes, quantizer=quantizer)
-        name = _find_dtype(tensor.dtype for part in parts for tensor in part.outputs.values())
-        num_parameters = sum(p.numel() for p in model.parameters())
-        changes |= {"quantization_config": quantizer.config} if quantizer is not None else {}
-        _write_rest(folder, stored, out.name, model, name, num_parameters, **changes)
-        files = list_files(folder)
-    return Exported(
-        checkpoint=stored.path,
-        folder=out,
-        files=files,
-        num_parameters=num_parameters,
-        dtype=name,
-        num_bytes=num_bytes,
-        notes=explain_size(stored),
-    )
-
-
-def _read_merged(weights: AdaptedWeights, base: BaseWeights, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    stored = weights.checkpoint
-    for name, like in wanted.items():
-        if name in weights.trained:
-            tensors |= stored.read({name: like})
-            continue
-        tensor = base.read(name)
-        tensor = weights.merge(name, tensor) if name in weights.layers else tensor
-        if isinstance(stored, ResizedCheckpoint) and name == stored.positions.name:
-            tensor = stored.positions.interpolate(tensor)
-        tensors[name] = tensor.to(like.dtype)
-    return tensors
-
-
-# Both
-
-
-def _build_quantizer(
-    stored: StoredCheckpoint, settings: Quantization | None, parts: Iterable[Part]
-) -> Quantizer | None:
-    outputs = {name: tensor for part in parts for name, tensor in part.outputs.items()}
-    return None if settings is None else Quantizer(build_on_meta(stored), settings, outputs)
-
-
-def _choose_dtype(stored: torch.dtype, dtype: Dtype) -> torch.dtype:
-    return getattr(torch, dtype) if dtype != "keep" and stored.is_floating_point else stored
-
-
-def _find_dtype(dtypes: Iterable[torch.dtype]) -> str:
+def _join_dtypes(tensors: Iterable[Tensor]) -> str:
     """Return the name of the narrowest dtype that all weights can be loaded in without loss."""
-    found = {dtype for dtype in dtypes if dtype.is_floating_point}
+    found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     return str(reduce(torch.promote_types, found)).removeprefix("torch.")
 
 
-def _write_rest(
-    folder: Path,
-    stored: StoredCheckpoint,
-    title: str,
-    model: PreTrainedModel,
-    dtype: str,
-    num_parameters: int,
-    **changes: Any,
-) -> None:
-    """Write configuration, tokenizer and model card."""
-    files = {name: content for name, content in stored.files.items() if name != ADAPTER_CONFIG}
-    config = {**json.loads(files["config.json"]), "dtype": dtype, **changes}
-    files["config.json"] = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    write_small_files(folder, files)
-    card = write_model_card(
-        title,
-        architecture=type(model).__name__,
-        dtype=dtype,
-        num_parameters=num_parameters,
-        meta=stored.meta,
-        run=find_run(stored.path),
-        notes=explain_size(stored),
-    )
-    (folder / "README.md").write_text(card)
+def _format_json(content: Any) -> str:
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"

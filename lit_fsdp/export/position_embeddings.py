@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -24,63 +25,34 @@ _FLAG = "interpolate_pos_encoding"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Positions:
-    """How the position embeddings of a model become those of another size.
+class ResizedCheckpoint(StoredCheckpoint):
+    """A checkpoint whose position embeddings, and size in ``config.json``, are those of the images in training."""
 
-    Args:
-        name: Of the parameter in the model.
-        size: Height and width of the images.
-        files: The small files of the exported folder, with that size in ``config.json``.
-        shape: Of the parameter at that size.
-        module: Computes embeddings at the old size, on the CPU.
-        key: Name of the parameter in it.
-        num_channels: Of the images.
-    """
-
-    name: str
-    size: tuple[int, int]
-    files: dict[str, str | bytes]
-    shape: torch.Size
-    module: nn.Module
-    key: str
-    num_channels: int
+    position_name: str  # of the parameter in the model
+    shape: torch.Size  # of the parameter at the new size
+    image: Tensor  # without values: one of the new size
+    module: nn.Module  # computes embeddings at the old size, on the CPU
+    key: str  # name of the parameter in it
 
     @torch.no_grad()
     def interpolate(self, stored: Tensor) -> Tensor:
-        """Return the embeddings at the new size in ``float32``, as the model computes them in a forward.
-
-        Args:
-            stored: Those at the old size.
-        """
+        """Return embeddings of the old size at the new one, ``float32``, as the model computes them in a forward."""
         # With nothing in the image and in all other parameters, what is left of the embeddings are the positions.
-        parameters = self.module.named_parameters()
-        _fill(self.module, {key: stored if key == self.key else torch.zeros(p.shape) for key, p in parameters})
-        empty = torch.zeros(1, self.num_channels, *self.size)
-        return _embed(self.module, empty, **{_FLAG: True}).reshape(self.shape)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResizedCheckpoint(StoredCheckpoint):
-    """A checkpoint whose position embeddings, and size in ``config.json``, are those of the images it was trained on.
-
-    Args:
-        positions: How they become that.
-    """
-
-    positions: Positions
+        values = {key: torch.zeros(p.shape) for key, p in self.module.named_parameters()} | {self.key: stored.float()}
+        return _embed(self.module, values, torch.zeros(self.image.shape), **{_FLAG: True}).reshape(self.shape)
 
     @override
     def read(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = self.positions.name
+        own = self.position_name
         if own not in wanted:
             return super().read(wanted)
         tensors = super().read({**wanted, own: super().describe(own)})
-        return {**tensors, own: self.positions.interpolate(tensors[own]).to(wanted[own].dtype)}
+        return {**tensors, own: self.interpolate(tensors[own]).to(wanted[own].dtype)}
 
     @override
     def describe(self, name: str) -> Tensor:
         there = super().describe(name)
-        return there.new_empty(self.positions.shape) if name == self.positions.name else there
+        return there.new_empty(self.shape) if name == self.position_name else there
 
 
 def resize_positions(stored: StoredCheckpoint) -> StoredCheckpoint:
@@ -88,14 +60,14 @@ def resize_positions(stored: StoredCheckpoint) -> StoredCheckpoint:
 
     The checkpoint itself where there is no other size, or where a model of that size would compute something else: its
     embeddings then stay as they were stored, and it has to be told to interpolate.
-
-    Args:
-        stored: Of a model with all its weights, or of adapters that will be merged into theirs.
     """
-    positions = _find_positions(stored) if IMAGE_SIZE in stored.meta else None
-    if positions is None:
+    if IMAGE_SIZE not in stored.meta:
         return stored
-    return ResizedCheckpoint(**{**vars(stored), "files": positions.files}, positions=positions)
+    try:
+        return _resize(stored)
+    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError):
+        # A size that the architecture does not take, or embeddings of another kind: nothing to write.
+        return stored
 
 
 def explain_size(stored: StoredCheckpoint) -> tuple[str, ...]:
@@ -110,30 +82,25 @@ def explain_size(stored: StoredCheckpoint) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def _find_positions(stored: StoredCheckpoint) -> Positions | None:
-    height, width = size = tuple(stored.meta[IMAGE_SIZE])
+def _resize(stored: StoredCheckpoint) -> StoredCheckpoint:
+    height, width = stored.meta[IMAGE_SIZE]
     config = json.loads(stored.files["config.json"])
     holder = config.get("vision_config", config)
     holder["image_size"] = height if height == width else [height, width]
     files = {**stored.files, "config.json": json.dumps(config, indent=2, sort_keys=True) + "\n"}
-    old = build_on_meta(stored)
-    try:
-        new = build_on_meta(replace(stored, files=files))
-        name, prefix = _find_module(old, new)
-        modules = [_materialize(model, model.get_submodule(prefix)) for model in (old, new)]
-        positions = Positions(
-            name=name,
-            size=size,
-            files=files,
-            shape=new.get_parameter(name).shape,
-            module=modules[0],
-            key=name.removeprefix(f"{prefix}."),
-            num_channels=holder.get("num_channels", 3),
-        )
-        return positions if _is_exact(positions, modules[1]) else None
-    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError):
-        # A size that the architecture does not take, or embeddings of another kind: nothing to write.
-        return None
+    old, new = build_on_meta(stored), build_on_meta(replace(stored, files=files))
+    name, prefix = _find_module(old, new)
+    shape = new.get_parameter(name).shape
+    old_module, new_module = (_materialize(model, model.get_submodule(prefix)) for model in (old, new))
+    resized = ResizedCheckpoint(
+        **{**vars(stored), "files": files},
+        position_name=name,
+        shape=shape,
+        image=torch.empty(1, holder.get("num_channels", 3), height, width, device="meta"),
+        module=old_module,
+        key=name.removeprefix(f"{prefix}."),
+    )
+    return resized if _is_exact(resized, new_module) else stored
 
 
 def _find_module(old: PreTrainedModel, new: PreTrainedModel) -> tuple[str, str]:
@@ -157,21 +124,16 @@ def _materialize(model: PreTrainedModel, module: nn.Module) -> nn.Module:
     return module
 
 
-def _is_exact(positions: Positions, new: nn.Module) -> bool:
+def _is_exact(resized: ResizedCheckpoint, new: nn.Module) -> bool:
     """Whether a model of the new size computes from the result what the old one does when it interpolates."""
-    old, generator = positions.module, torch.Generator().manual_seed(0)
-    state = {key: torch.randn(parameter.shape, generator=generator) for key, parameter in old.named_parameters()}
-    _fill(new, state | {positions.key: positions.interpolate(state[positions.key])})
-    _fill(old, state)
-    pixels = torch.randn(2, positions.num_channels, *positions.size, generator=generator)
-    return torch.allclose(_embed(new, pixels), _embed(old, pixels, **{_FLAG: True}), rtol=1e-4, atol=1e-4)
+    generator = torch.Generator().manual_seed(0)
+    state = {key: torch.randn(p.shape, generator=generator) for key, p in resized.module.named_parameters()}
+    pixels = torch.randn(2, *resized.image.shape[1:], generator=generator)
+    expected = _embed(resized.module, state, pixels, **{_FLAG: True})
+    found = _embed(new, state | {resized.key: resized.interpolate(state[resized.key])}, pixels)
+    return torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def _fill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    for key, parameter in module.named_parameters():
-        parameter.copy_(values[key])
-
-
-def _embed(module: nn.Module, pixels: Tensor, **options: Any) -> Tensor:
-    found = module(pixels, **options)
+def _embed(module: nn.Module, parameters: dict[str, Tensor], pixels: Tensor, **options: Any) -> Tensor:
+    found = functional_call(module, parameters, (pixels,), options)
     return found[0] if isinstance(found, tuple) else found

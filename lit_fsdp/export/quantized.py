@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_fsdp.quantization.layers import QuantizedLinear, find_candidates, quantize_model
-from lit_fsdp.quantization.quantize import Quantization, count_4bit_parts, pack_4bit, quantize_rows
+from lit_fsdp.quantization.layers import QuantizedLinear, list_quantizable, quantize_model
+from lit_fsdp.quantization.quantize import Quantization, pack_4bit, quantize_rows
 
 
 class Quantizer:
@@ -29,11 +29,11 @@ class Quantizer:
 
     def __init__(self, model: PreTrainedModel, settings: Quantization, outputs: Mapping[str, Tensor]) -> None:
         self.settings = settings
-        candidates = find_candidates(model)
+        candidates = list_quantizable(model)
         dense = [n for n, m in candidates.items() if not isinstance(m, nn.Linear) or f"{n}.weight" not in outputs]
         if settings.skip_modules is None:
-            find_head: Any = model.get_output_embeddings
-            dense += [name for name, module in candidates.items() if module is find_head()]
+            get_head: Any = model.get_output_embeddings
+            dense += [name for name, module in candidates.items() if module is get_head()]
         quantize_model(model, replace(settings, skip_modules=[*(settings.skip_modules or ()), *dense]))
         quantized = [name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
         self._weights = {f"{name}.weight": outputs[f"{name}.weight"].dtype for name in quantized}
@@ -53,38 +53,16 @@ class Quantizer:
             }
         return {**config, "llm_int8_skip_modules": self._skipped}
 
-    def describe(self, outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what will be written of dense tensors, on the meta device."""
-        found: dict[str, Tensor] = {}
-        for name, tensor in outputs.items():
-            if name not in self._weights:
-                found[name] = tensor
-            elif self.settings.type == "int8":
-                found[name] = torch.empty(tensor.shape, dtype=torch.int8, device="meta")
-                found[_name_scale(name)] = torch.empty(tensor.shape[0], device="meta")
-                found[_name_layout(name)] = torch.empty((), dtype=torch.uint8, device="meta")
-            else:
-                found |= {name + end: part for end, part in count_4bit_parts(tensor.shape, self.settings).items()}
-        return found
-
     def convert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what is written of dense tensors."""
+        """Return what is written of dense tensors; of those on the meta device, shapes and dtypes."""
         found: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             if name not in self._weights:
                 found[name] = tensor
             elif self.settings.type == "int8":
                 codes, scale = quantize_rows(tensor, self.settings)
-                found |= {name: codes.view(torch.int8), _name_scale(name): scale.view(-1)}
-                found[_name_layout(name)] = torch.tensor(0, dtype=torch.uint8)  # row by row
+                found |= {name: codes.view(torch.int8), f"{name.removesuffix('weight')}SCB": scale.view(-1)}
+                found[f"{name}_format"] = torch.zeros((), dtype=torch.uint8, device=tensor.device)  # row by row
             else:
                 found |= {name + end: part for end, part in pack_4bit(tensor, self.settings).items()}
         return found
-
-
-def _name_scale(name: str) -> str:
-    return name.removesuffix("weight") + "SCB"
-
-
-def _name_layout(name: str) -> str:
-    return name + "_format"

@@ -1,1 +1,7 @@
-"""Optimizers whose state shards with the parameters."""
+"""Optimizers whose state is sharded with the parameters, so that checkpoints reshard it."""
+
+from lit_fsdp.optim.adafactor import Adafactor
+from lit_fsdp.optim.adamw_8bit import AdamW8bit
+from lit_fsdp.optim.factory import Optimizer, build_optimizer
+
+__all__ = ["Adafactor", "AdamW8bit", "Optimizer", "build_optimizer"]

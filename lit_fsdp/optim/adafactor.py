@@ -7,16 +7,17 @@ ranks. They are added up for all parameters at once: two all-reduces a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lit_fsdp.optim.sharded_optimizer import ShardOptimizer, make_zeros, read_steps, sum_over_shards, to_local
+from lit_fsdp.optim.sharded_optimizer import ShardOptimizer, make_zeros, read_steps, to_local
 
 _EPS2 = 1e-3  # least scale of a parameter: else one that starts at zero would stay there
 
@@ -56,46 +57,31 @@ class Adafactor(ShardOptimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @override
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self, work: list[tuple[Tensor, dict[str, Any]]]) -> None:
         by_place: dict[Any, list[_Work]] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    work = self._prepare(parameter, group)
-                    place = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-                    by_place.setdefault((place, work.gradient.device), []).append(work)
-        for works in by_place.values():
-            _step_together(works)
-        return loss
+        for parameter, group in work:
+            gradient = to_local(parameter.grad).to(_choose_dtype(parameter))  # type: ignore[arg-type]
+            place = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+            by_place.setdefault((place, gradient.device), []).append(
+                _Work(parameter, gradient, self.count_step(parameter), group)
+            )
+        for together in by_place.values():
+            _step_together(together)
 
     @override
     def name_state(self, parameter: Tensor) -> list[str]:
-        return ["step", "row_var", "col_var"] if parameter.ndim > 1 else ["step", "variance"]
+        return ["row_var", "col_var"] if parameter.ndim > 1 else ["variance"]
 
-    def _prepare(self, parameter: Tensor, group: dict[str, Any]) -> _Work:
-        state = self.state[parameter]
-        if not state:
-            state.update(zip(self.name_state(parameter), _make_state(parameter.detach()), strict=True))
-        state["step"] += 1
-        gradient = to_local(parameter.grad).to(_choose_dtype(parameter))  # type: ignore[arg-type]
-        return _Work(parameter, gradient, state, group)
-
-
-def _make_state(parameter: Tensor) -> list[Tensor]:
-    dtype = _choose_dtype(parameter)
-    if parameter.ndim < 2:
-        return [torch.zeros(()), make_zeros(parameter, dtype)]
-    row_var = make_zeros(parameter[..., :1], dtype)  # [..., rows, 1]
-    if parameter.ndim > 2:
-        return [torch.zeros(()), row_var, make_zeros(parameter[..., :1, :], dtype)]
-    # The same on all ranks.
-    col_var = torch.zeros(1, parameter.shape[1], dtype=dtype, device=to_local(parameter).device)
-    return [torch.zeros(()), row_var, col_var]
+    @override
+    def make_state(self, parameter: Tensor) -> list[Tensor]:
+        dtype = _choose_dtype(parameter)
+        if parameter.ndim < 2:
+            return [make_zeros(parameter, dtype)]
+        row_var = make_zeros(parameter[..., :1], dtype)  # [..., rows, 1]
+        if parameter.ndim > 2:
+            return [row_var, make_zeros(parameter[..., :1, :], dtype)]
+        # The same on all ranks.
+        return [row_var, torch.zeros(1, parameter.shape[1], dtype=dtype, device=to_local(parameter).device)]
 
 
 def _choose_dtype(parameter: Tensor) -> torch.dtype:
@@ -115,7 +101,15 @@ def _step_together(works: list[_Work]) -> None:
 
 
 def _sum_over_shards(parts: list[Tensor], works: list[_Work]) -> list[Tensor]:
-    total = sum_over_shards(torch.cat(parts), works[0].parameter)
+    """Return each part summed over the ranks among which the parameters are split."""
+    total, parameter = torch.cat(parts), works[0].parameter
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        summed = total.to(mesh.device_type)  # the parameter may be in host memory
+        for dim, placement in enumerate(parameter.placements):
+            if placement.is_shard():
+                dist.all_reduce(summed, group=mesh.get_group(dim))
+        total = summed.to(total.device)
     return list(total.split([len(part) for part in parts]))
 
 

@@ -10,7 +10,7 @@ these are the blocks of bitsandbytes itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
@@ -89,25 +89,14 @@ class AdamW8bit(ShardOptimizer):
                 )
 
     @override
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+    def update(self, work: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        for parameter, group in work:
+            self._update(parameter, group)
         if self._is_paged:
             torch.cuda.synchronize()  # pages are also read by the CPU, which does not wait for kernels
-        return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state.update(self._make_state(parameter))
-        state["step"] += 1
+        state = self.count_step(parameter)
         local, gradient = to_local(parameter), to_local(parameter.grad)  # type: ignore[arg-type]
         if not local.numel():  # this rank has no row of a small parameter
             return
@@ -119,19 +108,15 @@ class AdamW8bit(ShardOptimizer):
 
     @override
     def name_state(self, parameter: Tensor) -> list[str]:
-        means = _8BIT_NAMES if is_8bit(parameter.shape) else ("exp_avg", "exp_avg_sq")
-        return ["step", *means]
+        return [*(_8BIT_NAMES if is_8bit(parameter.shape) else ("exp_avg", "exp_avg_sq"))]
 
-    def _make_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        parameter = parameter.detach()
-        if is_8bit(parameter.shape):
-            num_blocks = ceil(parameter.shape[1:].numel() / BLOCK_SIZE)
-            codes = [self._make_codes(parameter) for _ in range(2)]
-            scales = [make_zeros(parameter.flatten(1)[:, :num_blocks], torch.float32) for _ in range(2)]
-            means = [*codes, *scales]
-        else:
-            means = [make_zeros(parameter, torch.float32) for _ in range(2)]
-        return dict(zip(self.name_state(parameter), [torch.zeros(()), *means], strict=True))
+    @override
+    def make_state(self, parameter: Tensor) -> list[Tensor]:
+        if not is_8bit(parameter.shape):
+            return [make_zeros(parameter, torch.float32) for _ in range(2)]
+        num_blocks = ceil(parameter.shape[1:].numel() / BLOCK_SIZE)
+        scales = [make_zeros(parameter.flatten(1)[:, :num_blocks], torch.float32) for _ in range(2)]
+        return [*(self._make_codes(parameter) for _ in range(2)), *scales]
 
     def _make_codes(self, parameter: Tensor) -> Tensor:
         local = to_local(parameter)
@@ -146,18 +131,10 @@ class AdamW8bit(ShardOptimizer):
     def _update_32bit(self, rows: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         exp_avg, exp_avg_sq = (to_local(state[name]).view(rows.shape) for name in ("exp_avg", "exp_avg_sq"))
+        first = (exp_avg, beta1, group["eps"], read_steps(state), group["lr"])
+        second = (exp_avg_sq, beta2)
         _import_kernels().optimizer_update_32bit(
-            "adam",
-            gradient.contiguous(),
-            rows,
-            exp_avg,
-            beta1,
-            group["eps"],
-            read_steps(state),
-            group["lr"],
-            exp_avg_sq,
-            beta2,
-            weight_decay=group["weight_decay"],
+            "adam", gradient.contiguous(), rows, *first, *second, weight_decay=group["weight_decay"]
         )
 
     def _update_8bit(self, rows: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
@@ -166,47 +143,34 @@ class AdamW8bit(ShardOptimizer):
             _import_kernels().prefetch_tensor(pages)
         chunk_rows = max(1, CHUNK_SIZE // rows.shape[1])
         for start in range(0, rows.shape[0], chunk_rows):
-            own = slice(start, start + chunk_rows)
-            chunks = []
+            chunk = slice(start, start + chunk_rows)
+            parts = []
             for tensor in tensors:
-                chunk = tensor.view(rows.shape[0], -1)[own]
+                parts.append(tensor.view(rows.shape[0], -1)[chunk])
                 if _is_pages(tensor):
-                    chunk.is_paged = True  # type: ignore[attr-defined]  # else bitsandbytes takes it for host memory
-                chunks.append(chunk)
-            self._update_chunk(rows[own], gradient[own], chunks, read_steps(state), group)
+                    parts[-1].is_paged = True  # type: ignore[attr-defined]  # else bitsandbytes takes it for host memory
+            self._update_chunk(rows[chunk], gradient[chunk], parts, read_steps(state), group)
 
     def _update_chunk(
         self, rows: Tensor, gradient: Tensor, state: list[Tensor], step: int, group: dict[str, Any]
     ) -> None:
-        code_books = make_code_books(rows.device)
+        books = make_code_books(rows.device)
         codes1, codes2, absmax1, absmax2 = state
+        updated = (rows, codes1, codes2)
         missing = -rows.shape[1] % BLOCK_SIZE
-        padded = [rows, gradient.contiguous(), codes1, codes2]
         if missing:
-            fill = [0.0, 0.0, *(float(book.zero_code) for book in code_books)]
-            padded = [pad(t, (0, missing), value=value) for t, value in zip(padded, fill, strict=True)]
-        beta1, beta2 = group["betas"]
+            zeros = (0.0, *(float(book.zero_code) for book in books))
+            rows, codes1, codes2 = (pad(t, (0, missing), value=z) for t, z in zip(updated, zeros, strict=True))
+            gradient = pad(gradient, (0, missing))
+        # The kernel for the CPU counts scales as one list.
+        tables = (*(book.values for book in books), absmax1.view(-1), absmax2.view(-1))
+        settings = (*group["betas"], 0.0, 0.0, group["eps"], step, group["lr"])
         _import_kernels().optimizer_update_8bit_blockwise(
-            "adam",
-            padded[1],
-            padded[0],
-            padded[2],
-            padded[3],
-            beta1,
-            beta2,
-            0.0,
-            0.0,
-            group["eps"],
-            step,
-            group["lr"],
-            *(book.values for book in code_books),
-            # The kernel for the CPU counts scales as one list.
-            absmax1.view(-1),
-            absmax2.view(-1),
+            *("adam", gradient.contiguous(), rows, codes1, codes2, *settings, *tables),
             weight_decay=group["weight_decay"],
         )
         if missing:
-            for own, copy in zip((rows, codes1, codes2), (padded[0], padded[2], padded[3]), strict=True):
+            for own, copy in zip(updated, (rows, codes1, codes2), strict=True):
                 own.copy_(copy[:, : own.shape[1]])
 
     # Checkpoints: pages look like host memory to torch, so they are exchanged as tensors on the GPU.

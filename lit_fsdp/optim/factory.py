@@ -48,11 +48,7 @@ class Optimizer:
     fused: bool | None = None
 
     def check(self) -> None:
-        """Refuse values with which the optimizer would not train, and what it would not use.
-
-        Raises:
-            ValueError: With the setting and what is expected.
-        """
+        """Refuse values with which the optimizer would not train, and those that it would not use."""
         rules = {
             "learning_rate": (self.learning_rate > 0, "above 0"),
             "weight_decay": (self.weight_decay >= 0, "0 or more"),
@@ -72,11 +68,7 @@ class Optimizer:
                 )
 
     def check_device(self, device: torch.device) -> None:
-        """Refuse an optimizer that cannot step parameters that lie there.
-
-        Raises:
-            ValueError: With the setting, the reason and the nearest fix.
-        """
+        """Refuse an optimizer that cannot step parameters on this device."""
         if self.name == "adamw_8bit_paged" and device.type != "cuda":
             raise ValueError(
                 f"optimizer.name: got adamw_8bit_paged with parameters on {device.type}: pages move between GPU and "

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 # Private, seen in torch 2.13.
@@ -37,6 +37,37 @@ class ShardOptimizer(Optimizer):
 
     @override
     @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update([(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None])
+        return loss
+
+    def update(self, work: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Step these parameters, each with the settings of its group."""
+        raise NotImplementedError
+
+    def name_state(self, parameter: Tensor) -> list[str]:
+        """Return the names of the tensors kept for a parameter, beside the number of steps."""
+        raise NotImplementedError
+
+    def make_state(self, parameter: Tensor) -> list[Tensor]:
+        """Return these tensors as they are before the first step."""
+        raise NotImplementedError
+
+    def count_step(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter, made at its first step, for its next step."""
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state.update(zip(self.name_state(parameter), self.make_state(parameter.detach()), strict=True))
+        state["step"] += 1
+        return state
+
+    @override
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -47,7 +78,7 @@ class ShardOptimizer(Optimizer):
             loaded = state_dict["state"].get(number)
             if loaded is None:
                 continue
-            expected = self.name_state(parameter)
+            expected = ["step", *self.name_state(parameter)]
             if loaded.keys() != set(expected):
                 raise ValueError(
                     f"{type(self).__name__}: got a state of {', '.join(loaded)} for a parameter of shape "
@@ -56,18 +87,8 @@ class ShardOptimizer(Optimizer):
             old = before.get(parameter, {})
             self.state[parameter] = {n: self.take_over(parameter, v, old.get(n)) for n, v in loaded.items()}
 
-    def name_state(self, parameter: Tensor) -> list[str]:
-        """Return the names of the tensors kept for a parameter."""
-        raise NotImplementedError
-
     def take_over(self, parameter: Tensor, value: Tensor, old: Tensor | None) -> Tensor:  # noqa: ARG002
-        """Return what is kept of a loaded tensor.
-
-        Args:
-            parameter: To which it belongs.
-            value: The tensor.
-            old: What was kept before.
-        """
+        """Return what is kept of a loaded tensor; ``old`` is what was kept before."""
         return value.to(parameter.device) if value.ndim else value  # the number of steps stays on the CPU
 
 
@@ -84,15 +105,3 @@ def read_steps(state: dict[str, Tensor]) -> int:
 def make_zeros(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return contiguous zeros with the shape, device, mesh and placements of ``like``."""
     return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def sum_over_shards(values: Tensor, parameter: Tensor) -> Tensor:
-    """Return the sum of ``values`` over the ranks among which a parameter is split."""
-    if not isinstance(parameter, DTensor):
-        return values
-    mesh = parameter.device_mesh
-    total = values.to(mesh.device_type)  # the parameter may be in host memory
-    for dim, placement in enumerate(parameter.placements):
-        if placement.is_shard():
-            dist.all_reduce(total, group=mesh.get_group(dim))
-    return total.to(values.device)

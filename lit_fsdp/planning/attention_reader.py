@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
-from lit_fsdp.planning.linear_reader import find_linears, get_features, read_linear
+from lit_fsdp.planning.linear_reader import get_features, list_linears, read_linear
 from lit_fsdp.planning.norm_reader import is_norm, read_norm
 from lit_fsdp.planning.reader import (
     Context,
     Reader,
     UnreadableModuleError,
     check_dropouts,
-    find_dropout,
-    find_forward,
-    find_source,
+    get_dropout,
+    get_forward,
+    get_source,
     list_children,
 )
-from lit_fsdp.planning.rotary_reader import find_part, rotate, rotate_views
 from lit_fsdp.planning.tape import FLOAT32
 
 _DROPOUTS = ("attn_dropout", "attention_dropout")  # of what each token gives the others
+_ROTATION = "apply_rotary_pos_emb"  # whose code alone says in which order and with which dtype
 _KERNELS = "attention_interface"  # of Transformers, chosen by a setting; others write all of it down
 _DROPS_BY_NUMBER = "else self.dropout,"  # what it passes to the kernel
 _SCALED_QUERIES = "self.q_proj(hidden_states) * self.scaling"
@@ -31,26 +32,21 @@ _OUTPUT_DROPOUTS = ("resid_dropout", "residual_dropout")
 def read_attention(reader: Reader, name: str, module: Any, x: int, context: Context | None = None) -> int:
     """Add attention with separate or joint projections, grouped heads, norms of heads and rotary positions.
 
-    Args:
-        reader: Its tokens are those of ``x``.
-        name: Of the module.
-        module: That attends.
-        x: What goes in.
-        context: What it attends to; ``None`` is ``x`` itself.
+    ``context`` is what it attends to; ``None`` is ``x`` itself.
 
     Raises:
         UnreadableModuleError: It is of another kind.
     """
     tape = reader.tape
     # In the order of forward: Phi-3 has the last first, OPT the queries last.
-    linears = dict(sorted(find_linears(module).items(), key=lambda item: (item[0] == "o_proj", item[0] != "q_proj")))
+    linears = dict(sorted(list_linears(module).items(), key=lambda item: (item[0] == "o_proj", item[0] != "q_proj")))
     norms = [(f"{name}.{key}", child) for key, child in module.named_children() if is_norm(child)]
     known = len(linears) in ((2, 4) if context is None else (4,)) and len(norms) in (0, len(linears) - 2)
     head_dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     num_layers = sum(1 for child in module.children() if any(True for _ in child.parameters()))
     if not known or len(linears) + len(norms) < num_layers or head_dim is None:
         raise UnreadableModuleError(name, f"attention of {list_children(module)}")
-    if _KERNELS not in find_forward(module):
+    if _KERNELS not in get_forward(module):
         raise UnreadableModuleError(name, f"a {type(module).__name__}, which attends by itself")
     check_dropouts(name, module, (*_list_dropouts(module), *_OUTPUT_DROPOUTS))
     *inner, (out_name, out) = [(f"{name}.{key}", child) for key, child in linears.items()]
@@ -61,20 +57,20 @@ def read_attention(reader: Reader, name: str, module: Any, x: int, context: Cont
     if len(inner) == 1:
         q = k = v = joint = read_linear(reader, *inner[0], x)  # views of one storage
         if is_rotated:
-            q = k = rotate_views(reader, module, joint, widths)
+            q = k = _rotate_views(reader, module, joint, widths)
     else:
         other = x if context is None else context.value
         q, k, v = (read_linear(reader, n, child, y) for (n, child), y in zip(inner, (x, other, other), strict=True))
-        if _SCALED_QUERIES in find_forward(module):  # others leave it to the kernel
+        if _SCALED_QUERIES in get_forward(module):  # others leave it to the kernel
             q = tape.add_pointwise("mul", q)
         if norms:
             q, k = read_norm(reader, *norms[0], q), read_norm(reader, *norms[1], k)
         if is_rotated:
-            q, k = rotate(reader, module, (q, k), head_dim)
+            q, k = _rotate(reader, module, (q, k), head_dim)
     y = _attend(reader, module, (q, k, v), widths, context)
-    if is_rotated and find_part(module, head_dim) is not None and _find_implementation(module) != "eager":
+    if is_rotated and _get_rotated(module, head_dim) is not None and _get_implementation(module) != "eager":
         y = tape.add("clone", (y,), tape.sizes[y])  # queries lie head by head in memory, and so does what comes out
-    return tape.add_dropout(read_linear(reader, out_name, out, y), find_dropout(module, *_OUTPUT_DROPOUTS))
+    return tape.add_dropout(read_linear(reader, out_name, out, y), get_dropout(module, *_OUTPUT_DROPOUTS))
 
 
 def _rotates(module: Any) -> bool:
@@ -82,11 +78,64 @@ def _rotates(module: Any) -> bool:
     return type(module).__name__ != "Cohere2Attention" or module.sliding_window is not None
 
 
+def _get_rotated(module: Any, head_dim: int) -> int | None:
+    """Return how many numbers of each head are rotated, where the rest is joined to them; ``None`` rotates all."""
+    size: int | None = getattr(module, "rotary_ndims", None)
+    if size is not None:
+        return size
+    settings = getattr(getattr(module, "config", None), "rope_parameters", None)
+    # Families that can rotate a part have a factor in their settings, and join also where it is 1.
+    factor = settings.get("partial_rotary_factor") if isinstance(settings, Mapping) else None
+    return None if factor is None or "_pass" not in get_source(module, _ROTATION) else int(head_dim * factor)
+
+
+def _rotate(reader: Reader, module: Any, values: tuple[int, int], head_dim: int) -> tuple[int, int]:
+    """Add the rotation of queries and keys; return both."""
+    tape, part, source = reader.tape, _get_rotated(module, head_dim), get_source(module, _ROTATION)
+    size = 2 * reader.length * (part or head_dim) * tape.itemsize  # cosines and sines of one row
+    kept: tuple[int, ...] = ()
+    if "repeat_interleave" in source:  # each layer repeats them for itself
+        tape.passed[f"positions {size}"] = size
+        kept = (tape.add("repeat_interleave", (), size),)
+    else:
+        tape.tables[f"positions {size}"] = size
+    q, k = (_rotate_one(reader, x, (part or head_dim, head_dim), kept, is_wide=".float()" in source) for x in values)
+    return q, k
+
+
+def _rotate_views(reader: Reader, module: Any, qkv: int, widths: tuple[int, int, int]) -> int:
+    """Add the rotation of queries and keys that are views of one tensor, in part; return both as one value.
+
+    Raises:
+        UnreadableModuleError: They are rotated otherwise.
+    """
+    query, key, head_dim = widths
+    tape, part, source = reader.tape, _get_rotated(module, head_dim), get_source(module, _ROTATION)
+    if part is None or "repeat_interleave" in source or ".float()" in source:
+        raise UnreadableModuleError(type(module).__name__, "joint projections, of which whole heads are rotated")
+    table = 2 * reader.length * part * tape.itemsize
+    tape.tables[f"positions {table}"] = table
+    # Of both at once. The values stay a view; their gradient waits for that of the others.
+    size = reader.count_bytes(query)
+    both = size + reader.count_bytes(key)
+    return tape.add("rotary", (qkv,), both, forward_temp=3 * size * part // head_dim, backward_temp=size)
+
+
+def _rotate_one(reader: Reader, x: int, widths: tuple[int, int], kept: tuple[int, ...], *, is_wide: bool) -> int:
+    tape, (part, head_dim) = reader.tape, widths
+    x = tape.add_cast(x, tape.itemsize, FLOAT32) if is_wide else x
+    size = tape.sizes[x]
+    # Both halves of the sum are gradients at once; where a part is rotated, both of them are smaller.
+    temp, backward_temp = 3 * size * part // head_dim, size if part < head_dim else 2 * size
+    y = tape.add("rotary", (x, *kept), size, saves=kept, forward_temp=temp, backward_temp=backward_temp)
+    return tape.add_cast(y, FLOAT32, tape.itemsize) if is_wide else y
+
+
 def _list_dropouts(module: Any) -> tuple[str, ...]:
-    return (*_DROPOUTS, "dropout") if _DROPS_BY_NUMBER in find_forward(module) else _DROPOUTS
+    return (*_DROPOUTS, "dropout") if _DROPS_BY_NUMBER in get_forward(module) else _DROPOUTS
 
 
-def _find_implementation(module: Any) -> str:
+def _get_implementation(module: Any) -> str:
     return getattr(getattr(module, "config", None), "_attn_implementation", "sdpa")
 
 
@@ -104,7 +153,7 @@ def _attend(
     size = reader.count_bytes(query)
     products = 2 * 2 * reader.num_tokens * length * query
     backward: Any = {"flops": products, "backward_flops": 2 * products}
-    implementation = _find_implementation(module)
+    implementation = _get_implementation(module)
     if implementation == "eager" and context is None:
         return _attend_eagerly(reader, module, qkv, groups, (num_heads, size), products)
     if implementation != "sdpa" and not implementation.startswith("flash"):
@@ -118,7 +167,7 @@ def _attend(
         tape.passed[f"mask {is_local} {mask}"] = mask
     # Transformers leaves it to the kernel to share heads where it believes that there is one that can.
     repeats = groups > 1 and implementation == "sdpa" and (has_mask or head_dim > _LARGEST_SHARED)
-    drops = find_dropout(module, *_list_dropouts(module)) > 0
+    drops = get_dropout(module, *_list_dropouts(module)) > 0
     has_no_kernel = groups > 1 and not repeats and tape.itemsize == FLOAT32 if tape.is_gpu else drops
     if implementation == "sdpa" and has_no_kernel:
         return _attend_in_float32(reader, qkv, groups, length, (num_heads, size), products, drops=drops)
@@ -163,13 +212,13 @@ def _attend_eagerly(
     s = tape.add("add", (s,), scores, shares_grad=True)
     wide = FLOAT32 if _widens_scores(module) else tape.itemsize
     s = tape.add_pointwise("softmax", tape.add_cast(s, tape.itemsize, wide), saves_output=True)
-    s = tape.add_dropout(tape.add_cast(s, wide, tape.itemsize), find_dropout(module, *_list_dropouts(module)))
+    s = tape.add_dropout(tape.add_cast(s, wide, tape.itemsize), get_dropout(module, *_list_dropouts(module)))
     return tape.add("bmm", (s, v), size, saves=(s, v), **half)
 
 
 def _widens_scores(module: Any) -> bool:
     """Whether its softmax is in float32: most are, but not that of GPT-2; nothing but the code says so."""
-    source = find_source(module, "eager_attention_forward")
+    source = get_source(module, "eager_attention_forward")
     return not source or "float32" in source
 
 

@@ -15,22 +15,26 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lit_fsdp.adapters.lora import find_adapter_parameters
-from lit_fsdp.checkpoint.writer import CheckpointFormat
-from lit_fsdp.planning.estimate import Hardware, ModelToTrain
-from lit_fsdp.planning.forecast import NoForecastError, find_optimizer, guess_optimizer, guess_shape, measure_batch
-from lit_fsdp.planning.hardware import find_gpu, find_usual_gpu
+from lit_fsdp.adapters.layers import list_adapter_parameters
+from lit_fsdp.planning.estimate import (
+    Hardware,
+    describe_model,
+    get_optimizer,
+    guess_optimizer,
+    guess_shape,
+    make_example_batch,
+    measure_batch,
+)
+from lit_fsdp.planning.hardware import choose_usual_gpu, find_gpu, parse_memory
 from lit_fsdp.planning.links import choose_links, parse_links
-from lit_fsdp.planning.plan import Ranks, parse_memory
 from lit_fsdp.planning.reader import UnreadableModuleError
 from lit_fsdp.planning.search import Candidate, Problem, Variant, choose, count_tries, format_changes, search
 from lit_fsdp.planning.search_process import NotPicklableError, SearchProcess, SearchRequest, pack_request
-from lit_fsdp.sharding.mesh import build_mesh
-from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
-from lit_fsdp.sharding.shard import Compile, find_roots
-from lit_fsdp.sharding.wrap import Wrap, plan_module
-from lit_fsdp.strategy.fsdp2 import FSDP2Strategy, find_used_settings
-from lit_fsdp.strategy.lightning_internals import count_micro_batches
+from lit_fsdp.planning.step_parts import NoEstimateError, Ranks
+from lit_fsdp.sharding.mixed_precision import cast_parameters
+from lit_fsdp.sharding.shard import find_roots
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy, get_used_settings
+from lit_fsdp.strategy.trainer_settings import count_micro_batches
 
 NAME = "fsdp2_auto"
 _GIB = 2**30
@@ -40,7 +44,7 @@ _PATIENCE_S = 10.0
 class AutoFSDP2Strategy(FSDP2Strategy):
     """FSDP2Strategy that chooses its settings of sharding, recomputation and offload when a run starts.
 
-    It predicts memory and time of a step for every combination, as the search of ``plan`` does, takes the fastest that
+    It estimates memory and time of a step for every combination, as the search of ``plan`` does, takes the fastest that
     fits the GPU with the least memory, and prints what and why. All of these compute the same. What changes training
     (batch, adapters, 4-bit weights, optimizer) stays as configured; ``plan --search true`` tries that too. Needs data
     with ``make_example_batch``. Where the closed form has no rules for a model, ``fit`` traces some of the settings on
@@ -51,39 +55,12 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         device_memory: Of a GPU, with a unit, such as 15GiB, where less may be used than it has.
         link: What connects the GPUs, such as ``pcie4`` or ``nvlink4,ib400x8``, or a comm.json of ``bench comm``;
             ``null`` takes what usually connects such GPUs.
-        wrap: Which modules form an FSDP unit.
-        mixed_precision: Dtypes that win over those of the Trainer's ``precision``.
-        compile: Compile every block; ``null`` does not.
-        checkpoint_format: As of FSDP2Strategy.
-        save_frozen: As of FSDP2Strategy.
-        async_save: As of FSDP2Strategy.
-        print_plan: Print the units when ``fit`` starts.
-        timeout_s: How long a collective may take before the run fails.
+        **kwargs: Of ``FSDP2Strategy``, without those that are chosen.
     """
 
-    def __init__(
-        self,
-        device_memory: str | None = None,
-        link: str | None = None,
-        wrap: Wrap | None = None,
-        mixed_precision: MixedPrecision | None = None,
-        compile: Compile | None = None,  # noqa: A002
-        checkpoint_format: CheckpointFormat = "sharded",
-        save_frozen: bool | None = None,
-        async_save: bool = False,
-        print_plan: bool = True,
-        timeout_s: float = 1800.0,
-    ) -> None:
-        super().__init__(
-            wrap=wrap,
-            mixed_precision=mixed_precision,
-            compile=compile,
-            checkpoint_format=checkpoint_format,
-            save_frozen=save_frozen,
-            async_save=async_save,
-            print_plan=print_plan,
-            timeout_s=timeout_s,
-        )
+    def __init__(self, device_memory: str | None = None, link: str | None = None, **kwargs: Any) -> None:
+        # The command line takes arguments of the parent from here, but for those that are set.
+        super().__init__(mesh=None, sharding=None, activation_checkpointing=None, cpu_offload=None, **kwargs)
         self._configured = self.settings
         self.device_bytes = None if device_memory is None else parse_memory(device_memory)
         self.links = None if link is None else parse_links(link)
@@ -91,7 +68,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if self.lightning_module is not None and find_roots(self.lightning_module):
-            self.settings = find_used_settings(self.lightning_module)  # as it is sharded already
+            self.settings = get_used_settings(self.lightning_module)  # as it is sharded already
         super().setup(trainer)
 
     @override
@@ -99,7 +76,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         """Choose, also for an evaluation, as training may follow."""
         try:
             self._choose(module)
-        except NoForecastError as error:
+        except NoEstimateError as error:
             if module.trainer.state.fn == TrainerFn.FITTING:
                 raise ValueError(f"{NAME}: {error}; set trainer.strategy to fsdp2, and its settings by hand") from error
             self.settings = self._configured
@@ -107,33 +84,27 @@ class AutoFSDP2Strategy(FSDP2Strategy):
 
     def _choose(self, module: pl.LightningModule) -> None:
         """Set ``settings``, the same on all ranks."""
-        batch = _make_batch(module)
+        trainer: Any = module.trainer
+        batch = make_example_batch(trainer.datamodule)
         problem, reason = self._describe(module, batch)
         candidates: list[Candidate] = []
         try:
             candidates = [] if reason else search(problem)
         except UnreadableModuleError as error:
-            reason = f"{error.name}: {error.reason}"
+            reason = str(error)
         if reason:
             if module.trainer.state.fn != TrainerFn.FITTING:
-                raise NoForecastError(reason)
+                raise NoEstimateError(reason)
             candidates = self._search_by_traces(module, batch, problem, reason)
         chosen = choose(candidates)
         if chosen is None:
             chosen = min(candidates, key=lambda candidate: candidate.needed_bytes)
             self._report_missing(chosen, problem.device_bytes)
         chosen = self.broadcast(chosen)
-        is_automatic = module.automatic_optimization
-        chosen.settings.check_accumulation(
-            num_micro_batches=count_micro_batches(module.trainer), is_automatic=is_automatic
-        )
-        if chosen.settings.mesh != self.settings.mesh:
-            sizes = {"world_size": self.world_size, "ranks_per_node": self.num_processes}
-            mesh = build_mesh(
-                chosen.settings.mesh, device_type=self.root_device.type, timeout_s=self.timeout_s, **sizes
-            )
-            self.device_mesh = module._device_mesh = mesh
-        self.settings = chosen.settings
+        before, self.settings = self.settings, chosen.settings
+        self._check_accumulation()
+        if chosen.settings.mesh != before.mesh:
+            self._build_mesh()
         self._report(chosen, candidates[0], problem)
 
     def _search_by_traces(
@@ -142,10 +113,10 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         """Return what a search by traces finds on the first rank, while the others wait for it.
 
         Raises:
-            NoForecastError: On all ranks alike, whatever went wrong on the first.
+            NoEstimateError: On all ranks alike, whatever went wrong on the first.
         """
         if not module.automatic_optimization:
-            raise NoForecastError(f"{type(module).__name__} optimizes manually, so its step cannot be traced")
+            raise NoEstimateError(f"{type(module).__name__} optimizes manually, so its step cannot be traced")
         problem = replace(problem, only_fastest=True)
         rank_zero_info(
             f"{NAME}: no closed form ({reason}), so settings are traced, up to a minute each: some of "
@@ -170,7 +141,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             if searching is not None:
                 searching.stop()
         if isinstance(found, str):
-            raise NoForecastError(f"no closed form ({reason}), and no trace: {found}")
+            raise NoEstimateError(f"no closed form ({reason}), and no trace: {found}")
         return found
 
     def _describe_trainer(self, trainer: pl.Trainer) -> dict[str, Any]:
@@ -191,24 +162,20 @@ class AutoFSDP2Strategy(FSDP2Strategy):
     def _describe(self, module: pl.LightningModule, batch: Mapping[str, Any]) -> tuple[Problem, str]:
         """Return what is searched for, and why the closed form cannot, if it cannot."""
         trainer: Any = module.trainer
-        dtypes = self.precision_plugin.mixed_precision
-        cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
+        cast_parameters(module, self.precision_plugin.mixed_precision, keep=list_adapter_parameters(module))
         reason = ""
         try:
             micro_batch = measure_batch(module, batch)
-            optimizer = find_optimizer(module)
-        except NoForecastError as error:
+            optimizer = get_optimizer(module)
+        except NoEstimateError as error:
             # A trace takes both from the module; what is left are estimates of time that go for all settings alike.
             reason = str(error)
             micro_batch, optimizer = guess_shape(batch), guess_optimizer(module)
-        units = plan_module(module, self._configured.wrap)
-        model = ModelToTrain(module=module, units=units, dtypes=dtypes, optimizer=optimizer)
-        hardware, device_bytes = self._find_hardware()
-        ranks = Ranks(num_nodes=self.num_nodes, per_node=self.num_processes, num_replicas=1, num_shards=self.world_size)
+        hardware, device_bytes = self._choose_hardware()
         problem = Problem(
-            variants=[Variant(model=model)],
+            variants=[Variant(model=describe_model(module, self, optimizer))],
             settings=self._configured,
-            ranks=ranks,
+            ranks=Ranks(num_nodes=self.num_nodes, per_node=self.num_processes),
             micro_batch=micro_batch,
             # Gradients can only be held over micro-batches whose number is known.
             num_micro_batches=(count_micro_batches(trainer) or 1) if module.automatic_optimization else 1,
@@ -221,7 +188,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         )
         return problem, reason
 
-    def _find_hardware(self) -> tuple[Hardware, int]:
+    def _choose_hardware(self) -> tuple[Hardware, int]:
         """Return the GPU with the least memory of all ranks, its links, and its memory."""
         device = self.root_device
         if device.type == "cuda":
@@ -232,7 +199,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         dist.all_gather_object(ranks, own)
         memory, name = min(ranks)
         device_bytes = memory if self.device_bytes is None else min(self.device_bytes, memory)
-        gpu = find_gpu(name, memory / _GIB) or find_usual_gpu(memory / _GIB)
+        gpu = find_gpu(name, memory / _GIB) or choose_usual_gpu(memory / _GIB)
         return Hardware(gpu=gpu, links=self.links or choose_links(gpu, self.num_processes)), device_bytes
 
     def _report_missing(self, smallest: Candidate, device_bytes: int) -> None:
@@ -256,17 +223,6 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             f"{chosen.time.step_s / default.time.step_s:.2f} of the time of the defaults, which need "
             f"{default.needed_bytes / _GIB:.2f} GiB (speed as on {problem.hardware.gpu.name}, {problem.hardware.links})"
         )
-
-
-def _make_batch(module: pl.LightningModule) -> Mapping[str, Any]:
-    trainer: Any = module.trainer
-    make: Any = getattr(trainer.datamodule, "make_example_batch", None)
-    if make is None:
-        raise NoForecastError("the data has no method make_example_batch, see docs/planning.md")
-    batch = make()
-    if not isinstance(batch, Mapping):
-        raise NoForecastError(f"make_example_batch of the data returned a {type(batch).__name__}: expected a dict")
-    return batch
 
 
 def _count_host_bytes() -> int:

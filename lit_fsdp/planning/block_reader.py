@@ -16,8 +16,8 @@ from lit_fsdp.planning.reader import (
     Reader,
     UnreadableModuleError,
     check_dropouts,
-    find_dropout,
-    find_forward,
+    get_dropout,
+    get_forward,
     list_children,
 )
 
@@ -68,8 +68,10 @@ def read_block(reader: Reader, name: str, block: nn.Module, x: int) -> int:
         if not after and (i == 0 or len(norms) > 1):
             y = read_norm(reader, *norms[2 * i if around else i], x)
         with reader.tape.part("attention" if key else "MLP"):
-            if key is None:
-                out = _read_rest(reader, name, {key: others[key] for key in rest}, y)
+            if key is None and len(rest) > 1:  # the layers of an MLP themselves
+                out = _read_layers(reader, name, {key: others[key] for key in rest}, y)
+            elif key is None:
+                out = read_mlp(reader, f"{name}.{rest[0]}", others[rest[0]], y)
             else:
                 out = read_attention(reader, f"{name}.{key}", others[key], y, reader.context if i else None)
         reader.tape.release(y)
@@ -96,12 +98,12 @@ def _sort_children(name: str, block: nn.Module, num_parts: int) -> _Children:
         elif kind.endswith("LayerScale") and len(list(child.parameters())) == 1:
             found.scales.append(child)
         elif kind.endswith("DropPath"):
-            found.paths.append(find_dropout(block, key))
+            found.paths.append(get_dropout(block, key))
         elif not isinstance(child, nn.Identity):
             found.others[key] = child
-    drops = find_forward(block).count("p=self.dropout,") == num_parts
+    drops = get_forward(block).count("p=self.dropout,") == num_parts
     if drops:  # after each part, without a layer for it
-        found.dropouts += [find_dropout(block, "dropout")] * num_parts
+        found.dropouts += [get_dropout(block, "dropout")] * num_parts
     repeated = (0, 1, num_parts)
     own = [key for key, _ in block.named_parameters(recurse=False)]
     are_known = len(found.dropouts) in repeated and len(found.paths) in repeated and not own
@@ -147,15 +149,7 @@ def read_mlp(reader: Reader, name: str, module: Any, x: int) -> int:
     check_dropouts(name, module, _DROPOUTS)
     layers = {key: child for key, child in module.named_children() if not isinstance(child, nn.Dropout)}
     y = _read_layers(reader, name, layers, x)
-    return reader.tape.add_dropout(y, find_dropout(module, *_DROPOUTS))
-
-
-def _read_rest(reader: Reader, name: str, rest: dict[str, nn.Module], x: int) -> int:
-    """Add what a block has besides attention: one module, or the layers of an MLP themselves."""
-    if len(rest) > 1:
-        return _read_layers(reader, name, rest, x)
-    ((key, module),) = rest.items()
-    return read_mlp(reader, f"{name}.{key}", module, x)
+    return reader.tape.add_dropout(y, get_dropout(module, *_DROPOUTS))
 
 
 def _read_layers(reader: Reader, name: str, layers: dict[str, nn.Module], x: int) -> int:

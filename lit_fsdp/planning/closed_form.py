@@ -1,4 +1,4 @@
-"""Predicts the memory and the FLOPs of a training step by counting: in milliseconds, without tensors or ranks.
+"""Estimates the memory and the FLOPs of a training step by counting: in milliseconds, without tensors or ranks.
 
 Parameters, gradients, optimizer state and the buffers of collectives follow from the modules and the plan. Activations
 follow from what the blocks are made of, see Note [Tape]; a module without a rule is an error, and the exact trace the
@@ -18,9 +18,10 @@ from lit_fsdp.optim.adamw_8bit import BLOCK_SIZE, is_8bit
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.planning.reader import Reader, UnreadableModuleError
-from lit_fsdp.planning.step_parts import OUTSIDE, MicroBatch, Moment, UnitSizes, WalkSettings
-from lit_fsdp.planning.step_walk import Walk
+from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, Ranks
+from lit_fsdp.planning.step_walk import OUTSIDE, Moment, UnitSizes, Walk, WalkSettings
 from lit_fsdp.planning.tape import FLOAT32, RELEASE, Op, Tape
+from lit_fsdp.profiling.expected_communication import count_gathered_bytes, get_gather_dtype, pad_numel
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory import KINDS, Kind, label_unit
 from lit_fsdp.profiling.memory_trace import Peak, StepMemory
@@ -31,7 +32,7 @@ from lit_fsdp.sharding.wrap import Unit, count_shard_bytes, iterate_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepPrediction:
+class StepEstimate:
     """What one rank needs for a step.
 
     Args:
@@ -72,102 +73,75 @@ class StepPrediction:
         )
 
 
-def predict_step(
-    model: nn.Module,
-    plan: Sequence[Unit],
+def estimate_step(
+    model: ModelToTrain,
     settings: Settings,
-    *,
-    dtypes: MixedPrecision,
-    optimizer: Optimizer,
     micro_batch: MicroBatch,
-    world_size: int,
-    ranks_per_node: int,
+    *,
+    ranks: Ranks,
     num_micro_batches: int = 1,
     device_type: str = "cuda",
-) -> StepPrediction:
-    """Predict the step of the first rank, which has the largest shards.
+) -> StepEstimate:
+    """Estimate the step of the first rank, which has the largest shards.
 
     ``sdpa`` counts as fused where there is a kernel, compiled blocks as if they were not, which is more than they need.
-
-    Args:
-        model: On the meta device, with adapters, quantized and cast as it will be.
-        plan: From ``plan_module``.
-        settings: Of the strategy.
-        dtypes: What the Trainer's precision comes to.
-        optimizer: Its settings.
-        micro_batch: The shape of one.
-        world_size: How many ranks there are.
-        ranks_per_node: How many of them each node has.
-        num_micro_batches: Accumulated in a step.
-        device_type: Whose kernels: CPU's keep larger dropout masks, and all scores where attention drops some. CUDA's
-            keep these where heads are shared in float32.
 
     Raises:
         ValueError: A setting does not fit, or a module has no rule: an ``UnreadableModuleError``.
     """
-    replicas, shards = settings.mesh.resolve(world_size=world_size, ranks_per_node=ranks_per_node)
+    replicas, shards = ranks.resolve(settings.mesh)
     settings.sharding.check(shards)
-    parameters = dict(model.named_parameters())
-    tape = _read_model(model, plan, settings, dtypes, micro_batch, device_type)
-    own = sum(count_shard_bytes(model, unit, shards) for unit in plan)
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-    state, temporary = _measure_optimizer(parameters, optimizer, shards, device_type=device_type)
+    module, units, dtypes = model.module, model.units, model.dtypes
+    parameters = dict(module.named_parameters())
+    tape = _read_model(model, settings, micro_batch, device_type)
+    own = sum(count_shard_bytes(module, unit, shards) for unit in units)
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
+    state, temporary = _measure_optimizer(parameters, model.optimizer, shards, device_type=device_type)
     on_device = settings.cpu_offload is None
     walk = Walk(
         tape=tape,
-        units=_measure_units(parameters, plan, settings, dtypes, num_shards=shards),
-        owners={name: i for i, unit in enumerate(plan) for name in unit.parameters},
+        units=_measure_units(parameters, units, settings, dtypes, num_shards=shards),
+        owners={name: i for i, unit in enumerate(units) for name in unit.parameters},
         settings=_describe_walk(settings, dtypes, parameters, (replicas, shards), num_micro_batches),
-        fixed=_list_fixed(tape, buffers + own * on_device, state * on_device),
+        fixed={
+            "parameters": buffers + own * on_device,
+            "optimizer_state": state * on_device,
+            "activations": sum(tape.tables.values()),
+            "rest": tape.batch_bytes,
+        },
     )
     walk.run()
     walk.add_temporary("rest", temporary * on_device)
     moments = walk.finish()
     host: dict[Kind, int] = {"parameters": own, "gradients": sum(u.gradient for u in walk.units)}
-    return StepPrediction(
+    twice = _list_run_twice(tape, settings.activation_checkpointing)
+    return StepEstimate(
         peak=max(moments, key=lambda moment: moment.num_bytes),
         moments=moments,
         host_by_kind={} if on_device else {**host, "optimizer_state": state},
-        flops=_count_flops(tape, settings.activation_checkpointing, num_micro_batches),
-        moved_bytes=_count_moved(tape, settings.activation_checkpointing, num_micro_batches),
+        flops=_count_flops(tape, twice) * num_micro_batches,
+        moved_bytes=_count_moved(tape, twice) * num_micro_batches,
     )
 
 
-def _list_fixed(tape: Tape, parameters: int, state: int) -> dict[Kind, int]:
-    """Return what is there throughout the step."""
-    tables, batch = sum(tape.tables.values()), tape.batch_bytes
-    return {"parameters": parameters, "optimizer_state": state, "activations": tables, "rest": batch}
-
-
-def _read_model(
-    model: nn.Module,
-    plan: Sequence[Unit],
-    settings: Settings,
-    dtypes: MixedPrecision,
-    micro_batch: MicroBatch,
-    device_type: str,
-) -> Tape:
-    parameters = dict(model.named_parameters())
-    compute = _find_compute_dtype(parameters, dtypes)
-    tape = Tape(itemsize=compute.itemsize, is_gpu=device_type != "cpu")
+def _read_model(model: ModelToTrain, settings: Settings, micro_batch: MicroBatch, device_type: str) -> Tape:
+    module, recompute = model.module, settings.activation_checkpointing
+    parameters = dict(module.named_parameters())
+    tape = Tape(itemsize=_find_compute_dtype(parameters, model.dtypes).itemsize, is_gpu=device_type != "cpu")
     names = {id(parameter): name for name, parameter in parameters.items()}
     reader = Reader(tape=tape, names=names, **vars(micro_batch))
-    recomputed = _list_recomputed(settings.activation_checkpointing, list(iterate_blocks(plan)))
+    recomputed = [] if recompute.mode == "none" else list(iterate_blocks(model.units))[:: recompute.every_n_blocks]
     try:
-        return ModelReader(model=model, plan=plan, recomputed=recomputed, reader=reader).read()
+        return ModelReader(model=module, plan=model.units, recomputed=recomputed, reader=reader).read()
     except (AttributeError, KeyError, IndexError, TypeError, StopIteration, OSError) as error:
         # Parts by the names that rules know, but made otherwise, or of code that is in no file.
-        raise UnreadableModuleError(type(model).__name__, f"{type(error).__name__}: {error}") from error
+        raise UnreadableModuleError(type(module).__name__, f"{type(error).__name__}: {error}") from error
 
 
 def _find_compute_dtype(parameters: Mapping[str, nn.Parameter], dtypes: MixedPrecision) -> torch.dtype:
     policy = dtypes.build_policy()
     floating = [p.dtype for p in parameters.values() if p.is_floating_point()]
     return policy.param_dtype or max(floating, key=lambda dtype: dtype.itemsize)
-
-
-def _list_recomputed(recompute: ActivationCheckpointing, blocks: Sequence[str]) -> Sequence[str]:
-    return () if recompute.mode == "none" else blocks[:: recompute.every_n_blocks]
 
 
 def _describe_walk(
@@ -179,18 +153,14 @@ def _describe_walk(
 ) -> WalkSettings:
     reduce = _find_reduce_dtype(parameters, dtypes)
     trained = next((p.dtype for p in parameters.values() if p.requires_grad), reduce)
-    recompute = settings.activation_checkpointing
-    saved = recompute.saved_ops or DEFAULT_SAVED_OPS if recompute.mode == "selective" else ()
     return WalkSettings(
         num_shards=mesh[1],
         is_replicated=mesh[0] > 1,
         num_micro_batches=num_micro_batches,
-        holds_gradients=settings.sharding.no_sync,
+        sharding=settings.sharding,
         reduce_itemsize=reduce.itemsize,
         casts_shards=trained != reduce,
-        forward_prefetch=settings.sharding.forward_prefetch,
-        backward_prefetch=settings.sharding.backward_prefetch,
-        saved_ops=frozenset(name.removeprefix("aten.") for name in saved),
+        saved_ops=frozenset(_list_kept(settings.activation_checkpointing)),
         keeps_shards=settings.cpu_offload is None,
     )
 
@@ -212,16 +182,12 @@ def _measure_units(
     first = next((i for i, unit in enumerate(plan) if unit.num_trainable), len(plan))
     sizes = []
     for i, unit in enumerate(plan):
-        gathered = cast = numel = gradient = 0
-        for name in unit.parameters:
-            parameter = parameters[name]
-            padded = _pad(parameter, num_shards)
-            dtype = compute if parameter.is_floating_point() and compute else parameter.dtype
-            gathered += padded * dtype.itemsize
-            cast += padded * dtype.itemsize if dtype != parameter.dtype else 0
-            if parameter.requires_grad:
-                numel += padded
-                gradient += padded // num_shards * parameter.element_size()
+        own = [parameters[name] for name in unit.parameters]
+        gathered = count_gathered_bytes(own, compute, num_shards)
+        cast = count_gathered_bytes((p for p in own if get_gather_dtype(p, compute) != p.dtype), compute, num_shards)
+        trained = [(p, pad_numel(p, num_shards)) for p in own if p.requires_grad]
+        numel = sum(padded for _, padded in trained)
+        gradient = sum(padded // num_shards * p.element_size() for p, padded in trained)
         last = _find_last([name for name in unit.parameters if parameters[name].requires_grad], unit.names[-1])
         last_gradient = parameters[last].numel() * (compute or parameters[last].dtype).itemsize if last else 0
         reshards = unit.kind in ("block", "embedding") and reshard is not False
@@ -257,12 +223,6 @@ def _find_last(names: Sequence[str], module: str) -> str:
     return _find_last(names, f"{prefix}{inner[-1][0]}")
 
 
-def _pad(parameter: torch.Tensor, num_shards: int) -> int:
-    """Return the elements of a parameter whose rows were filled up to divide among the shards."""
-    rows, *rest = parameter.shape or (1,)
-    return ceil(rows / num_shards) * num_shards * prod(rest)
-
-
 def _measure_optimizer(
     parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, num_shards: int, *, device_type: str
 ) -> tuple[int, int]:
@@ -271,7 +231,7 @@ def _measure_optimizer(
     for parameter in parameters.values():
         if not parameter.requires_grad:
             continue
-        local, size = _pad(parameter, num_shards) // num_shards, parameter.element_size()
+        local, size = pad_numel(parameter, num_shards) // num_shards, parameter.element_size()
         state += FLOAT32 + _count_state(parameter, local, optimizer)
         largest = max(largest, local * FLOAT32)
         total += local * size
@@ -300,17 +260,16 @@ def _count_state(parameter: torch.Tensor, local: int, optimizer: Optimizer) -> i
     return (local // columns + matrices * columns) * FLOAT32
 
 
-def _count_flops(tape: Tape, recompute: ActivationCheckpointing, num_micro_batches: int) -> Flops:
-    ops, twice = [step for step in tape.steps if isinstance(step, Op)], _list_run_twice(tape, recompute)
-    n = num_micro_batches
+def _count_flops(tape: Tape, twice: Sequence[Op]) -> Flops:
+    ops = [step for step in tape.steps if isinstance(step, Op)]
     return Flops(
-        forward=n * sum(op.flops for op in ops),
-        backward=n * sum(op.backward_flops for op in ops),
-        recomputed=n * (sum(op.again_flops for op in ops) + sum(op.flops for op in twice)),
+        forward=sum(op.flops for op in ops),
+        backward=sum(op.backward_flops for op in ops),
+        recomputed=sum(op.again_flops for op in ops) + sum(op.flops for op in twice),
     )
 
 
-def _count_moved(tape: Tape, recompute: ActivationCheckpointing, num_micro_batches: int) -> int:
+def _count_moved(tape: Tape, twice: Sequence[Op]) -> int:
     total = 0
     for op in (step for step in tape.steps if isinstance(step, Op)):
         size = tape.sizes[op.output]
@@ -318,8 +277,7 @@ def _count_moved(tape: Tape, recompute: ActivationCheckpointing, num_micro_batch
         if not op.flops and (op.gets_grad or op.weights) and not (op.shares_grad or op.splits_grad):
             gradients = sum(tape.sizes[value] for value in (*op.saves, *op.gets_grad))
             total += size + gradients + 2 * op.backward_temp
-    total += sum(_count_forward_moved(tape, op) for op in _list_run_twice(tape, recompute))
-    return total * num_micro_batches
+    return total + sum(_count_forward_moved(tape, op) for op in twice)
 
 
 def _count_forward_moved(tape: Tape, op: Op) -> int:

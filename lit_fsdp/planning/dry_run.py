@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_map_only
 from lit_fsdp.optim.adamw_8bit import make_code_books
 from lit_fsdp.planning.fake_gpu_ops import run_as_gpus
 from lit_fsdp.planning.overrides import keeps_gradients
-from lit_fsdp.profiling.flops import Flops
+from lit_fsdp.profiling.flops import Flops, WorkCounter
 from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
-from lit_fsdp.profiling.work import WorkCounter
 from lit_fsdp.quantization.quantize import prepare_tables
 from lit_fsdp.sharding.grad_clipping import clip_grad_norm
 from lit_fsdp.sharding.mesh import build_mesh
@@ -53,7 +52,7 @@ class TracedStep:
 
 @contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
-    """Make this process rank 0 of so many whose collectives return at once, and change nothing.
+    """Make this process rank 0 of ``world_size`` ranks whose collectives return at once, and change nothing.
 
     Raises:
         RuntimeError: There is a process group already.
@@ -111,21 +110,22 @@ def trace_training_step(
         register_steps(module, [step_name])
         optimizer = build_optimizer()
         fake = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=_DEVICE), dict(batch))
-
-        step = partial(
-            _run_step,
-            module,
-            optimizer,
-            compute_loss=partial(compute_loss, fake),
-            num_micro_batches=num_micro_batches,
-            is_held=settings.sharding.no_sync,
-            is_kept=keeps_gradients(module),
-            clip_norm=clip_norm,
+        run = partial(
+            _run_step, module, optimizer, lambda: compute_loss(fake), is_held=settings.sharding.no_sync, clip=clip_norm
         )
-        step(lambda _: None, num_micro_batches=1)  # makes the state of the optimizer
+        run(1, lambda _: None)  # makes the state of the optimizer
         is_offloaded = settings.cpu_offload is not None
         trace = MemoryTrace(module, [optimizer], plan=plan, device=_DEVICE, is_offloaded=is_offloaded)
-        return _follow(step, trace, fake)
+        counter = WorkCounter()
+
+        def begin_phase(name: str) -> None:
+            trace.begin_phase(name)
+            counter.is_counting = name != "optimizer"
+
+        with trace, counter:
+            trace.add_inputs(fake)
+            run(num_micro_batches, begin_phase)
+    return TracedStep(memory=trace.finish(), flops=counter.flops, moved_bytes=counter.moved_bytes)
 
 
 @contextmanager
@@ -152,30 +152,17 @@ def _drop_values(module: nn.Module) -> None:
             child._parameters[name] = made[id(parameter)]
 
 
-def _follow(step: Callable[[Callable[[str], None]], None], trace: MemoryTrace, batch: Mapping[str, Any]) -> TracedStep:
-    counter = WorkCounter()
-
-    def begin_phase(name: str) -> None:
-        trace.begin_phase(name)
-        counter.is_counting = name != "optimizer"
-
-    with trace, counter:
-        trace.add_inputs(batch)
-        step(begin_phase)
-    return TracedStep(memory=trace.finish(), flops=counter.flops, moved_bytes=counter.moved_bytes)
-
-
 def _run_step(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    begin_phase: Callable[[str], None],
-    *,
     compute_loss: Callable[[], Tensor],
     num_micro_batches: int,
+    begin_phase: Callable[[str], None],
+    *,
     is_held: bool,
-    is_kept: bool,
-    clip_norm: float | None,
+    clip: float | None,
 ) -> None:
+    is_kept = keeps_gradients(module)
     for i in range(num_micro_batches):
         begin_phase("forward")
         loss = compute_loss()
@@ -186,8 +173,8 @@ def _run_step(
             loss.backward()
         del loss
     begin_phase("optimizer")
-    if clip_norm is not None:
-        clip_grad_norm(module.parameters(), clip_norm)
+    if clip is not None:
+        clip_grad_norm(module.parameters(), clip)
     optimizer.step()
     if not is_kept:
         optimizer.zero_grad()

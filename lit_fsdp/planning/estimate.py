@@ -1,83 +1,151 @@
-"""What a step takes on given GPUs and links, from its settings and what it computes."""
+"""What an estimate takes from a module and its strategy, the time of a step, and the memory that a GPU must have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from torch import nn
+from lightning.pytorch import LightningModule
+from torch import Tensor
 
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.hardware import Gpu
 from lit_fsdp.planning.links import Interconnect
-from lit_fsdp.planning.plan import Ranks
-from lit_fsdp.planning.step_time import Machine, StepTime, Workload, count_update_bytes, predict_time
+from lit_fsdp.planning.overrides import list_overrides
+from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, NoEstimateError, Ranks
+from lit_fsdp.planning.step_time import Machine, StepTime, Workload, count_update_bytes, estimate_time
 from lit_fsdp.profiling.expected_communication import predict_bytes
 from lit_fsdp.profiling.flops import Flops
-from lit_fsdp.sharding.mixed_precision import MixedPrecision
+from lit_fsdp.profiling.memory_trace import StepMemory
 from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.sharding.wrap import Unit, count_shard_bytes
+from lit_fsdp.sharding.wrap import count_shard_bytes, plan_module
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
+
+# Of published runs, what the allocator held over what tensors took, median; see docs/planning.md.
+HEADROOM = 1.15
+OUTSIDE_BYTES = 2**30  # of the CUDA context and NCCL, which belong to no allocator: half to one GiB
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What a step would run on.
-
-    Args:
-        gpu: Of every rank.
-        links: Between them.
-    """
+    """The GPU of every rank, and the links between them."""
 
     gpu: Gpu
     links: Interconnect
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelToTrain:
-    """A model as it will be trained.
+class StepCost(Protocol):
+    """What an engine says of a step: ``StepEstimate`` or ``TracedStep``."""
 
-    Args:
-        module: On the meta device, cast as it will be.
-        units: Of it.
-        dtypes: What the Trainer's precision comes to.
-        optimizer: Its settings.
+    @property
+    def memory(self) -> StepMemory: ...  # noqa: D102
+    @property
+    def flops(self) -> Flops: ...  # noqa: D102
+    @property
+    def moved_bytes(self) -> int: ...  # noqa: D102
+
+
+def compute_needed_bytes(peak_bytes: int) -> int:
+    """Return the memory that a GPU must have for tensors of this size."""
+    return round(peak_bytes * HEADROOM) + OUTSIDE_BYTES
+
+
+def make_example_batch(data: object) -> Mapping[str, Any]:
+    """Return a micro-batch, as the data module's ``make_example_batch`` says.
+
+    Raises:
+        NoEstimateError: It has no such method, or that returns something else.
     """
+    make: Any = getattr(data, "make_example_batch", None)
+    if make is None:
+        what = "not set" if data is None else f"{type(data).__name__} has no method make_example_batch"
+        raise NoEstimateError(
+            f"data: {what}: a plan needs one that returns a micro-batch of the sizes that training will have, without "
+            "reading data; see docs/planning.md"
+        )
+    batch: object = make()
+    if not isinstance(batch, Mapping):
+        made = f"{type(data).__name__}.make_example_batch returned a {type(batch).__name__}"
+        raise NoEstimateError(f"data: {made}: expected a dict of tensors")
+    return batch
 
-    module: nn.Module
-    units: Sequence[Unit]
-    dtypes: MixedPrecision
-    optimizer: Optimizer
+
+def measure_batch(module: LightningModule, batch: Any) -> MicroBatch:
+    """Return the shape of a micro-batch, as the module's ``measure_batch`` says.
+
+    Raises:
+        NoEstimateError: It has no such method, or says that this batch has no such shape.
+    """
+    measure: Any = getattr(module, "measure_batch", None)
+    found: MicroBatch | None = measure(batch) if measure is not None and isinstance(batch, Mapping) else None
+    if found is None:
+        raise NoEstimateError(f"{_get_name(module)} does not say what shape its batches have (measure_batch)")
+    return found
 
 
-def estimate_time(
+def guess_shape(batch: Mapping[str, Any]) -> MicroBatch:
+    """Return what a search by traces takes for the shape of a micro-batch that nobody measures: rows of one token."""
+    tensors = [value for value in batch.values() if isinstance(value, Tensor) and value.dim()]
+    return MicroBatch(rows=len(tensors[0]) if tensors else 1, length=1)
+
+
+def get_optimizer(module: LightningModule) -> Optimizer:
+    """Return the settings of a module's optimizer.
+
+    Raises:
+        NoEstimateError: It builds one of its own, of which nothing is known.
+    """
+    optimizer = getattr(module, "optimizer_settings", None)
+    owner, replaced = list_overrides(module)
+    if "configure_optimizers" in replaced:
+        raise NoEstimateError(f"{owner} overrides configure_optimizers, so it builds an optimizer of its own")
+    if not isinstance(optimizer, Optimizer):
+        raise NoEstimateError(f"{_get_name(module)} builds an optimizer of its own")
+    return optimizer
+
+
+def guess_optimizer(module: LightningModule) -> Optimizer:
+    """Return what a search by traces times in place of an optimizer of the module's own."""
+    given = getattr(module, "optimizer_settings", None)
+    return given if isinstance(given, Optimizer) else Optimizer()
+
+
+def describe_model(
+    module: LightningModule, strategy: FSDP2Strategy, optimizer: Optimizer | None = None
+) -> ModelToTrain:
+    """Return a module as estimates take it; ``optimizer`` in place of its own, which may be unknown.
+
+    Raises:
+        NoEstimateError: It builds an optimizer of its own.
+    """
+    return ModelToTrain(
+        module=module,
+        units=plan_module(module, strategy.settings.wrap),
+        dtypes=strategy.precision_plugin.mixed_precision,
+        optimizer=optimizer or get_optimizer(module),
+    )
+
+
+def estimate_step_time(
     model: ModelToTrain,
     settings: Settings,
     hardware: Hardware,
+    cost: StepCost,
     *,
     ranks: Ranks,
-    flops: Flops,
-    moved_bytes: int,
-    tokens: int,
+    micro_batch: MicroBatch,
     num_micro_batches: int,
     dtype: str | None = None,
 ) -> StepTime:
-    """Predict the time of an optimizer step.
+    """Estimate the time of an optimizer step from what an engine has counted.
 
-    Args:
-        model: That is trained.
-        settings: Of the strategy.
-        hardware: Where.
-        ranks: Nodes and their ranks; the mesh is that of ``settings``.
-        flops: Of all micro-batches of a rank, from either engine.
-        moved_bytes: Of all micro-batches: what operators other than products and attention read and write.
-        tokens: Of a micro-batch of a rank.
-        num_micro_batches: Accumulated in a step.
-        dtype: That products are computed in, as of ``Gpu.get_peak_tflops``; by default that of the parameters.
+    ``cost`` is of all micro-batches of a rank. ``dtype`` is that of products, by default that of the parameters.
 
     Raises:
         ValueError: The GPU does not compute in this dtype, or there is no link between nodes.
     """
-    replicas, shards = settings.mesh.resolve(world_size=ranks.world_size, ranks_per_node=ranks.per_node)
+    replicas, shards = ranks.resolve(settings.mesh)
     parameters = list(model.module.parameters())
     trained = [parameter.element_size() for parameter in parameters if parameter.requires_grad]
     compute = model.dtypes.build_policy().param_dtype or max(
@@ -87,12 +155,12 @@ def estimate_time(
     reshard = settings.sharding.reshard_after_forward
     is_offloaded = settings.cpu_offload is not None
     work = Workload(
-        flops=flops,
+        flops=cost.flops,
         plan=model.units,
         units=predict_bytes(model.module, model.units, settings.sharding, model.dtypes, **counts),
-        tokens=tokens,
+        tokens=micro_batch.num_tokens,
         num_micro_batches=num_micro_batches,
-        moved_bytes=moved_bytes,
+        moved_bytes=cost.moved_bytes,
         update_bytes=count_update_bytes(
             model.units, model.optimizer, num_shards=shards, itemsize=max(trained, default=4)
         ),
@@ -108,4 +176,8 @@ def estimate_time(
         ranks_per_node=ranks.per_node,
         dtype=dtype or str(compute).removeprefix("torch."),
     )
-    return predict_time(work, machine)
+    return estimate_time(work, machine)
+
+
+def _get_name(module: LightningModule) -> str:
+    return type(module).__name__.removeprefix("FSDP")

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from lit_fsdp.planning.reader import SAVES_INPUT, Reader, UnreadableModuleError
-from lit_fsdp.planning.tape import FLOAT32
+from lit_fsdp.planning.linear_reader import read_product
+from lit_fsdp.planning.reader import SAVES_INPUT, Reader, UnreadableModuleError, list_children
+from lit_fsdp.planning.tape import FLOAT32, INDEX
 from lit_fsdp.quantization.layers import QuantizedExperts
 
 _SHARED = {"shared_expert", "shared_expert_gate"}  # which are read elsewhere
-_INDEX = 8  # bytes of the number of a token
 
 
 def is_mixture(module: nn.Module) -> bool:
@@ -30,8 +30,7 @@ def read_mixture(reader: Reader, name: str, module: Any, x: int) -> int:
     implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     is_plain = getattr(experts, "has_gate", False) and not experts.has_bias and not experts.has_post_expert_norm
     if not known or not is_plain or not type(router).__name__.endswith("TopKRouter"):
-        children = ", ".join(f"{key} ({type(child).__name__})" for key, child in module.named_children())
-        raise UnreadableModuleError(name, f"a mixture of {children}")
+        raise UnreadableModuleError(name, f"a mixture of {list_children(module)}")
     kind = type(experts.act_fn).__name__
     if kind not in SAVES_INPUT:
         raise UnreadableModuleError(f"{name}.experts", f"activation {kind}")
@@ -50,19 +49,10 @@ def _read_router(reader: Reader, router: Any, x: int) -> tuple[int, int]:
     tape, tokens = reader.tape, reader.num_tokens
     num_experts, width = router.weight.shape
     flops = 2 * tokens * num_experts * width
-    is_trained = router.weight.requires_grad
-    logits = tape.add(
-        "mm",
-        (x,),
-        tokens * num_experts * tape.itemsize,
-        saves=(x,) if is_trained else (),
-        weights=reader.list_trained(router.weight),
-        flops=flops,
-        backward_flops=flops * (is_trained + tape.needs_grad[x]),
-    )
+    logits = read_product(reader, "mm", x, tokens * num_experts * tape.itemsize, flops, router.weight)
     logits = tape.add_cast(logits, tape.itemsize, FLOAT32)
     probabilities = tape.add_pointwise("softmax", logits, saves_output=True)
-    top = tape.add("topk", (probabilities,), tokens * router.top_k * FLOAT32, extra=tokens * router.top_k * _INDEX)
+    top = tape.add("topk", (probabilities,), tokens * router.top_k * FLOAT32, extra=tokens * router.top_k * INDEX)
     top = tape.add_pointwise("div", top, saves_input=True)  # some do not, which is next to nothing
     if not hasattr(router, "norm_topk_prob"):  # Mixtral multiplies in float32
         return top, FLOAT32
@@ -87,7 +77,7 @@ def _read_one_by_one(reader: Reader, experts: Any, routed: tuple[int, int, int])
         size,
         # Of every expert: both halves, the activated one, what comes out, before and after it is weighed, and the
         # numbers of tokens and places.
-        extra=rows * ((both + half + 2 * width) * itemsize + 2 * _INDEX),
+        extra=rows * ((both + half + 2 * width) * itemsize + 2 * INDEX),
         forward_temp=dense + share * (both + width) * itemsize,
         # The gradient of each expert's tokens is spread over all tokens before it is added.
         backward_temp=size + dense + share * (both + 2 * width) * itemsize,
@@ -108,7 +98,7 @@ def _read_in_groups(reader: Reader, experts: Any, routed: tuple[int, int, int, i
         both, width = width, both
     rows = reader.num_tokens * top_k
     wide, half = rows * width * tape.itemsize, rows * both // 2 * tape.itemsize
-    own = tape.add("index", (x,), wide, extra=rows * _INDEX)
+    own = tape.add("index", (x,), wide, extra=rows * INDEX)
     joined = _multiply(reader, experts.gate_up_proj, own, rows)
     # Both halves are views of one tensor, whose gradient is put together from theirs.
     gate = tape.add("activation", (joined,), half, saves=(joined,))
@@ -118,7 +108,7 @@ def _read_in_groups(reader: Reader, experts: Any, routed: tuple[int, int, int, i
     # What is summed for the scores, and the gradient of the product before it is cast to the dtype of the rows.
     wide_products = 1 + (scores_itemsize != tape.itemsize)
     y = tape.add("mul", (y, scores), product, saves=(y,), backward_temp=wide_products * product)
-    y = tape.add("index", (y,), tape.sizes[y], extra=rows * _INDEX)
+    y = tape.add("index", (y,), tape.sizes[y], extra=rows * INDEX)
     y = tape.add("sum", (y,), tape.sizes[y] // top_k)
     return tape.add_cast(y, scores_itemsize, tape.itemsize)
 
@@ -128,13 +118,5 @@ def _multiply(reader: Reader, weight: Any, x: int, rows: int) -> int:
     tape = reader.tape
     num_in = tape.sizes[x] // rows // tape.itemsize
     num_out = weight[0].numel() // num_in
-    flops, is_trained = 2 * rows * num_in * num_out, weight.requires_grad
-    return tape.add(
-        "_grouped_mm",
-        (x,),
-        rows * num_out * tape.itemsize,
-        saves=(x,) if is_trained else (),
-        weights=reader.list_trained(weight),
-        flops=flops,
-        backward_flops=flops * (is_trained + tape.needs_grad[x]),
-    )
+    flops = 2 * rows * num_in * num_out
+    return read_product(reader, "_grouped_mm", x, rows * num_out * tape.itemsize, flops, weight)

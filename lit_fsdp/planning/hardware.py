@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Gpu:
     """One GPU model.
 
@@ -37,8 +38,6 @@ class Gpu:
         tf32_tflops: ``None`` where the tensor cores have no TF32.
         bf16_tflops: ``None`` where the tensor cores have no bfloat16.
         fp16_tflops: With float32 accumulation.
-        words: What a name must contain to mean this GPU.
-        more_words: What it may contain besides.
     """
 
     name: str
@@ -48,15 +47,11 @@ class Gpu:
     tf32_tflops: float | None
     bf16_tflops: float | None
     fp16_tflops: float
-    words: frozenset[str] = field(repr=False)
-    more_words: frozenset[str] = field(repr=False)
 
     def get_peak_tflops(self, dtype: str) -> float | None:
         """Return the peak of matrix products.
 
-        Args:
-            dtype: ``float32``, ``tf32``, ``bfloat16`` or ``float16``. Others give ``None``, as does one that this GPU
-                has no tensor cores for.
+        Of ``float32``, ``tf32``, ``bfloat16`` or ``float16``; ``None`` of others, and without tensor cores for it.
         """
         peaks = {
             "float32": self.fp32_tflops,
@@ -67,6 +62,8 @@ class Gpu:
         return peaks.get(dtype)
 
 
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _USUAL = {12: "RTX 3060 12GB", 16: "RTX 4080", 24: "RTX 4090", 48: "L40S"}
 # Words that all makers' names contain and that tell nothing apart.
 _NOISE = {"nvidia", "geforce", "tesla", "quadro", "gpu", "generation", "edition", "graphics", "card", "rtx"}
@@ -79,52 +76,55 @@ def find_gpu(name: str, memory_gib: float | None = None) -> Gpu | None:
     ``4060ti``. Every word must belong to the GPU, so laptop versions, which are slower, are not taken for the cards
     they are named after; ``RTX 6000`` alone, a name of three generations, finds none. Where several fit (``a100``),
     it is the one with the least memory, and of these the slowest: what fits it, fits all.
-
-    Args:
-        name: Of the GPU; case and punctuation do not matter.
-        memory_gib: Where it is known, of several that fit the one that is nearest to it.
+    Where ``memory_gib`` is known, it is the one that is nearest to it.
     """
-    fits = find_cards(name)
-    if not fits:
-        return None
-    if memory_gib is not None:
-        return min(fits, key=lambda gpu: (abs(gpu.memory_gib - memory_gib), gpu.fp16_tflops, gpu.bandwidth_gb_s))
-    return min(fits, key=lambda gpu: (gpu.memory_gib, gpu.fp16_tflops, gpu.bandwidth_gb_s))
+    near_gib = memory_gib or 0.0
+    return min(
+        list_cards(name),
+        key=lambda gpu: (abs(gpu.memory_gib - near_gib), gpu.fp16_tflops, gpu.bandwidth_gb_s),
+        default=None,
+    )
 
 
-def find_cards(name: str) -> list[Gpu]:
-    """Return all GPUs that a name can mean: several where it leaves memory or the kind of board open.
-
-    Args:
-        name: Of the GPU; case and punctuation do not matter.
-    """
+def list_cards(name: str) -> list[Gpu]:
+    """Return all GPUs that a name can mean: several where it leaves memory or the kind of board open."""
     words = _split(name)
-    return [gpu for gpu in GPUS if gpu.words <= words <= gpu.words | gpu.more_words | _NOISE]
+    wanted = [(gpu, *_list_words(gpu)) for gpu in GPUS]
+    return [gpu for gpu, required, known in wanted if required <= words <= known]
 
 
-def find_usual_gpu(memory_gib: float) -> Gpu:
-    """Return a usual GPU of a size, where only that is known.
-
-    Args:
-        memory_gib: Of one GPU.
-    """
+def choose_usual_gpu(memory_gib: float) -> Gpu:
+    """Return a usual GPU of a size, where only that is known."""
     name = next((name for size, name in _USUAL.items() if memory_gib <= size), "H100 SXM")
     return next(gpu for gpu in GPUS if gpu.name == name)
 
 
-def suggest_gpus(name: str, count: int = 3) -> list[str]:
-    """Return the names of GPUs that ``name`` might have been meant to be, nearest first, at least one.
-
-    Args:
-        name: One that ``find_gpu`` does not know.
-        count: How many at most.
-    """
+def suggest_gpus(name: str) -> list[str]:
+    """Return the names of up to 3 GPUs that ``name`` might have been meant to be, nearest first, at least one."""
     typed = " ".join(sorted(_split(name) - _NOISE))
     keys: dict[str, str] = {}
     for gpu in GPUS:
-        keys.setdefault(" ".join(sorted(gpu.words - _NOISE)), gpu.name)
-    near = difflib.get_close_matches(typed, keys, n=count, cutoff=0.0)
+        keys.setdefault(" ".join(sorted(_list_words(gpu)[0] - _NOISE)), gpu.name)
+    near = difflib.get_close_matches(typed, keys, n=3, cutoff=0.0)
     return [keys[key] for key in near]
+
+
+def parse_memory(text: str) -> int:
+    """Translate a memory size with a unit into bytes.
+
+    Raises:
+        ValueError: It has no unit that is known, or is not above 0.
+    """
+    found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+    if found is None or found[2].lower() not in units:
+        raise ValueError(
+            f"device_memory: got {text!r}: expected a number and one of {', '.join(_UNITS)}, such as 16GiB"
+        )
+    num_bytes = round(float(found[1]) * units[found[2].lower()])
+    if num_bytes < 1:
+        raise ValueError(f"device_memory: got {text!r}: expected more than nothing, such as 16GiB")
+    return num_bytes
 
 
 def _split(name: str) -> frozenset[str]:
@@ -135,37 +135,20 @@ def _split(name: str) -> frozenset[str]:
     return frozenset(re.findall(r"[a-z0-9]+", text))
 
 
-def _build(
-    name: str,
-    memory_gib: float,
-    bandwidth: float,
-    fp32: float,
-    tf32: float | None,
-    bf16: float | None,
-    fp16: float,
-    also: str = "",
-) -> Gpu:
-    words = _split(name)
+@cache
+def _list_words(gpu: Gpu) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the words that a name must contain to mean this GPU, and all that it may contain."""
+    words = _split(gpu.name)
     optional = {word for word in words if re.fullmatch(r"\d+gb|sxm|pcie", word)}
     if "quadro" not in words:  # an RTX 6000 can be of three generations
         optional |= words & _NOISE
-    more = optional | set(also.split()) | {f"{memory_gib:g}gb"}
-    return Gpu(
-        name=name,
-        memory_gib=memory_gib,
-        bandwidth_gb_s=bandwidth,
-        fp32_tflops=fp32,
-        tf32_tflops=tf32,
-        bf16_tflops=bf16,
-        fp16_tflops=fp16,
-        words=words - optional,
-        more_words=frozenset(more),
-    )
+    hbm = {"hbm"} if gpu.name == "H100 SXM" else set()  # as its driver says
+    return words - optional, words | _NOISE | hbm | {f"{gpu.memory_gib:g}gb"}
 
 
 def _scale(rows: Iterable[tuple[str, float, float, float]], *, tf32: float, half: float) -> list[Gpu]:
-    """Build GPUs from name, memory, bandwidth and float32; the others are multiples of that."""
-    return [_build(n, m, b, f, round(f * tf32, 1), round(f * half, 1), round(f * half, 1)) for n, m, b, f in rows]
+    """Return GPUs from name, memory, bandwidth and float32; the others are multiples of that."""
+    return [Gpu(n, m, b, f, round(f * tf32, 1), round(f * half, 1), round(f * half, 1)) for n, m, b, f in rows]
 
 
 _GEFORCE = _scale(
@@ -220,34 +203,34 @@ _WORKSTATION = _scale(
     half=4,
 )
 _TURING_AND_VOLTA = [  # no TF32 and no bfloat16 in their tensor cores
-    _build("RTX 2080 Ti", 11, 616, 13.4, None, None, 53.8),
-    _build("Titan RTX", 24, 672, 16.3, None, None, 130.5),
-    _build("Quadro RTX 6000", 24, 672, 16.3, None, None, 130.5),
-    _build("Quadro RTX 8000", 48, 672, 16.3, None, None, 130.5),
-    _build("T4", 16, 320, 8.1, None, None, 65.0),
-    _build("V100 PCIe 16GB", 16, 900, 14.0, None, None, 112.0),
-    _build("V100 PCIe 32GB", 32, 900, 14.0, None, None, 112.0),
-    _build("V100 SXM 16GB", 16, 900, 15.7, None, None, 125.0),
-    _build("V100 SXM 32GB", 32, 900, 15.7, None, None, 125.0),
-    _build("V100S PCIe 32GB", 32, 1134, 16.4, None, None, 130.0),
+    Gpu("RTX 2080 Ti", 11, 616, 13.4, None, None, 53.8),
+    Gpu("Titan RTX", 24, 672, 16.3, None, None, 130.5),
+    Gpu("Quadro RTX 6000", 24, 672, 16.3, None, None, 130.5),
+    Gpu("Quadro RTX 8000", 48, 672, 16.3, None, None, 130.5),
+    Gpu("T4", 16, 320, 8.1, None, None, 65.0),
+    Gpu("V100 PCIe 16GB", 16, 900, 14.0, None, None, 112.0),
+    Gpu("V100 PCIe 32GB", 32, 900, 14.0, None, None, 112.0),
+    Gpu("V100 SXM 16GB", 16, 900, 15.7, None, None, 125.0),
+    Gpu("V100 SXM 32GB", 32, 900, 15.7, None, None, 125.0),
+    Gpu("V100S PCIe 32GB", 32, 1134, 16.4, None, None, 130.0),
 ]
 _DATA_CENTER = [
-    _build("A10", 24, 600, 31.2, 62.5, 125.0, 125.0),
-    _build("A30", 24, 933, 10.3, 82.0, 165.0, 165.0),
-    _build("A100 PCIe 40GB", 40, 1555, 19.5, 156.0, 312.0, 312.0),
-    _build("A100 SXM 40GB", 40, 1555, 19.5, 156.0, 312.0, 312.0),
-    _build("A100 PCIe 80GB", 80, 1935, 19.5, 156.0, 312.0, 312.0),
-    _build("A100 SXM 80GB", 80, 2039, 19.5, 156.0, 312.0, 312.0),
-    _build("L4", 24, 300, 30.3, 60.0, 121.0, 121.0),
-    _build("L40", 48, 864, 90.5, 90.5, 181.0, 181.0),
-    _build("L40S", 48, 864, 91.6, 183.0, 362.0, 362.0),
-    _build("H100 PCIe", 80, 2000, 51.0, 378.0, 756.0, 756.0),
-    _build("H100 SXM", 80, 3350, 67.0, 494.5, 989.5, 989.5, also="hbm"),
-    _build("H100 NVL", 94, 3938, 60.0, 417.5, 835.5, 835.5),
-    _build("H200 SXM", 141, 4800, 67.0, 494.5, 989.5, 989.5),
-    _build("H200 NVL", 141, 4800, 60.0, 417.5, 835.5, 835.5),
+    Gpu("A10", 24, 600, 31.2, 62.5, 125.0, 125.0),
+    Gpu("A30", 24, 933, 10.3, 82.0, 165.0, 165.0),
+    Gpu("A100 PCIe 40GB", 40, 1555, 19.5, 156.0, 312.0, 312.0),
+    Gpu("A100 SXM 40GB", 40, 1555, 19.5, 156.0, 312.0, 312.0),
+    Gpu("A100 PCIe 80GB", 80, 1935, 19.5, 156.0, 312.0, 312.0),
+    Gpu("A100 SXM 80GB", 80, 2039, 19.5, 156.0, 312.0, 312.0),
+    Gpu("L4", 24, 300, 30.3, 60.0, 121.0, 121.0),
+    Gpu("L40", 48, 864, 90.5, 90.5, 181.0, 181.0),
+    Gpu("L40S", 48, 864, 91.6, 183.0, 362.0, 362.0),
+    Gpu("H100 PCIe", 80, 2000, 51.0, 378.0, 756.0, 756.0),
+    Gpu("H100 SXM", 80, 3350, 67.0, 494.5, 989.5, 989.5),
+    Gpu("H100 NVL", 94, 3938, 60.0, 417.5, 835.5, 835.5),
+    Gpu("H200 SXM", 141, 4800, 67.0, 494.5, 989.5, 989.5),
+    Gpu("H200 NVL", 141, 4800, 60.0, 417.5, 835.5, 835.5),
 ]
-GPUS: Sequence[Gpu] = (*_GEFORCE, *_WORKSTATION, *_TURING_AND_VOLTA, *_DATA_CENTER)
+GPUS = (*_GEFORCE, *_WORKSTATION, *_TURING_AND_VOLTA, *_DATA_CENTER)
 
 # Of the peak, what large products in bfloat16 were measured to reach, the best of many shapes: by stas00/ml-engineering
 # (A100 and H100 SXM) and mag-/gpu_benchmark (the others). Above 1 where cards boost beyond their reference clock.

@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from lit_fsdp.planning.linear_reader import find_linears, get_features, read_linear
-from lit_fsdp.planning.reader import Reader, UnreadableModuleError, check_dropouts, find_dropout, list_filled
-from lit_fsdp.planning.tape import FLOAT32
+from lit_fsdp.planning.linear_reader import get_features, list_linears, read_linear
+from lit_fsdp.planning.reader import Reader, UnreadableModuleError, check_dropouts, get_dropout, list_filled
+from lit_fsdp.planning.tape import FLOAT32, INDEX
 
-_INDEX = 8  # bytes of a class's number
 _FIRST = ("cls_token", "distillation_token")
 _LATE = "register_tokens"  # joined to the others when positions were added
 _POSITIONS = "position_embeddings"
@@ -20,24 +19,18 @@ _UNUSED = "mask_token"  # of pretraining
 
 
 def find_embeddings(model: nn.Module, convolution: str) -> str | None:
-    """Return the name of the innermost module around the convolution of the patches that has parameters of its own.
+    """Return the name of the innermost module around the convolution of the patches that has parameters of its own."""
+    return next((name for name in list_parents(convolution) if _list_own(model.get_submodule(name))), None)
 
-    Args:
-        model: Holds it.
-        convolution: Its name.
-    """
-    parts = convolution.split(".")
-    parents = [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
-    return next((name for name in parents if _list_own(model.get_submodule(name))), None)
+
+def list_parents(name: str) -> list[str]:
+    """Return the names of the modules around one, innermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]
 
 
 def count_tokens(embeddings: nn.Module, width: int) -> int:
-    """Return how many tokens of its own a module puts before the patches, such as one for the class.
-
-    Args:
-        embeddings: From ``find_embeddings``.
-        width: Numbers of a token.
-    """
+    """Return how many tokens of its own a module puts before the patches, such as one for the class."""
     own = _list_own(embeddings)
     return sum(p.numel() // width for key, p in own.items() if "token" in key and key != _UNUSED)
 
@@ -47,7 +40,7 @@ def read_pixels(reader: Reader, convolution: Any, num_patches: int) -> int:
     tape = reader.tape
     area = convolution.kernel_size[0] * convolution.kernel_size[1]
     pixels = reader.rows * num_patches * area * convolution.in_channels
-    tape.batch_bytes = pixels * FLOAT32 + reader.rows * _INDEX
+    tape.batch_bytes = pixels * FLOAT32 + reader.rows * INDEX
     x = tape.add_value(0)
     if reader.is_mixed:
         x = tape.add("mix", (x,), pixels * FLOAT32)
@@ -71,13 +64,6 @@ def read_patches(reader: Reader, convolution: Any, x: int, num_patches: int) -> 
 def read_tokens(reader: Reader, name: str, module: Any, x: int, num_patches: int) -> int:
     """Add what puts tokens before the patches, and adds positions, which may be those of images of another size.
 
-    Args:
-        reader: Its tokens are all of them.
-        name: Of the module.
-        module: From ``find_embeddings``.
-        x: The patches.
-        num_patches: Of an image.
-
     Raises:
         UnreadableModuleError: It is of another kind.
     """
@@ -99,7 +85,7 @@ def read_tokens(reader: Reader, name: str, module: Any, x: int, num_patches: int
         # Gradients of what is before and after them come one by one, each of all tokens.
         weights = reader.list_trained(own[_LATE])
         x = tape.add("cat", (x,), reader.length * row, weights=weights, backward_temp=tape.sizes[x])
-    return tape.add_dropout(x, find_dropout(module, "dropout"))
+    return tape.add_dropout(x, get_dropout(module, "dropout"))
 
 
 def _add_positions(reader: Reader, name: str, module: Any, x: int, counts: tuple[int, int]) -> int:
@@ -126,16 +112,10 @@ def _add_positions(reader: Reader, name: str, module: Any, x: int, counts: tuple
 def read_classifier(reader: Reader, name: str, module: nn.Module, x: int) -> int:
     """Add a head over the first token, or over it and the mean of the patches; return its output.
 
-    Args:
-        reader: Its tokens are those of ``x``.
-        name: Of the module around the head.
-        module: Which has it as a child, beside the model that made ``x``.
-        x: What the blocks and the norm after them made.
-
     Raises:
         UnreadableModuleError: It is of another kind.
     """
-    tape, heads = reader.tape, find_linears(module)
+    tape, heads = reader.tape, list_linears(module)
     filled = list_filled(module)
     if len(heads) != 1 or len(filled) != 2:
         raise UnreadableModuleError(

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from lit_fsdp.planning.dora_reader import read_lengths
 from lit_fsdp.planning.reader import Reader, UnreadableModuleError
 from lit_fsdp.planning.tape import FLOAT32
 from lit_fsdp.quantization.layers import QuantizedLinear
@@ -36,16 +35,20 @@ def read_linear(reader: Reader, name: str, module: Any, x: int) -> int:
         options: dict[str, Any] = {"forward_temp": 0 if is_4bit else temp, "backward_temp": temp, "weights": weights}
         options |= {"forward_moved": temp, "backward_moved": temp}  # the dense weight: written once in each
         return tape.add("quantized", (x,), size, flops=flops, backward_flops=flops * tape.needs_grad[x], **options)
-    weights = reader.list_trained(module.weight, module.bias)
-    is_trained = module.weight.requires_grad
-    return tape.add(
-        "mm" if module.bias is None else "addmm",
+    return read_product(reader, "mm" if module.bias is None else "addmm", x, size, flops, module.weight, module.bias)
+
+
+def read_product(reader: Reader, name: str, x: int, num_bytes: int, flops: int, weight: Any, bias: Any = None) -> int:
+    """Add a product with a matrix, which keeps what goes in if the matrix is trained."""
+    is_trained = weight.requires_grad
+    return reader.tape.add(
+        name,
         (x,),
-        size,
+        num_bytes,
         saves=(x,) if is_trained else (),
-        weights=weights,
+        weights=reader.list_trained(weight, bias),
         flops=flops,
-        backward_flops=flops * (is_trained + tape.needs_grad[x]),
+        backward_flops=flops * (is_trained + reader.tape.needs_grad[x]),
     )
 
 
@@ -54,7 +57,7 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or _is_conv1d(module) or hasattr(module, "lora_A")
 
 
-def find_linears(module: nn.Module) -> dict[str, nn.Module]:
+def list_linears(module: nn.Module) -> dict[str, nn.Module]:
     """Return the linear layers directly inside a module."""
     return {key: child for key, child in module.named_children() if is_linear(child)}
 
@@ -82,8 +85,32 @@ def _read_adapted(reader: Reader, name: str, module: Any, x: int) -> int:
         dropped = tape.add_dropout(x, getattr(module.lora_dropout[key], "p", 0.0))
         low = read_linear(reader, name, module.lora_B[key], read_linear(reader, name, lora_a, dropped))
         if has_lengths:
-            y = read_lengths(reader, module, key, (y, low), get_features(module))
+            y = _read_dora(reader, module, key, (y, low))
         else:
             y = tape.add_sum(y, tape.add_pointwise("mul", low))
     tape.release(x)  # also of what was dropped
     return y
+
+
+def _read_dora(reader: Reader, module: Any, key: str, values: tuple[int, int]) -> int:
+    """Add what DoRA without dropout (arXiv:2402.09353), as peft computes it, makes of a layer and its LoRA.
+
+    ``values`` are what both returned, that of the LoRA not scaled yet.
+    """
+    tape, base = reader.tape, module.base_layer
+    result, low = values
+    num_in, num_out = get_features(module)
+    size, item = tape.sizes[result], tape.itemsize
+    dense, rank = num_in * num_out, module.r[key]
+    is_quantized = isinstance(base, QuantizedLinear)
+    # The product of the adapter's matrices goes through an identity matrix; then the weight, and the sum of both.
+    weight = max(dense * (FLOAT32 + item if item != FLOAT32 else FLOAT32), 3 * dense * item) if is_quantized else 0
+    temp = num_in * num_in * item + (weight or 2 * dense * item)
+    half = tape.add("mm", (), num_in * rank * item, flops=2 * num_in * num_in * rank)
+    product = tape.add("mm", (half,), dense * item, flops=2 * num_in * rank * num_out)
+    tape.add("norm", (product,), 0, forward_temp=temp)
+    inner = result if base.bias is None else tape.add("sub", (result,), size, shares_grad=True)
+    lengths = reader.list_trained(module.lora_magnitude_vector[key].weight)
+    kept_too = tape.add("mul", (inner,), size, saves=(inner,), weights=lengths, backward_temp=size)
+    added = tape.add_pointwise("mul", tape.add("mul", (low,), size, saves=(low,), backward_temp=size))
+    return tape.add_sum(result, tape.add_sum(kept_too, added))

@@ -23,7 +23,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil, log2
 from pathlib import Path
@@ -84,48 +84,32 @@ class Interconnect:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The ranks of a collective, and which others are busy at the same time.
-
-    Args:
-        num_ranks: That take part.
-        num_nodes: That they are on.
-        num_beside: Groups that use the same network cards at once, with this one.
-    """
+    """The ranks of a collective, on how many nodes they are, and which others are busy at the same time."""
 
     num_ranks: int
     num_nodes: int = 1
-    num_beside: int = 1
+    num_beside: int = 1  # groups that use the same network cards at once, with this one
 
 
 def arrange_groups(num_replicas: int, num_shards: int, ranks_per_node: int) -> tuple[Group, Group]:
     """Return the groups that shards are gathered in, and that replicas reduce in.
 
     Neighbouring ranks share a copy, as in ``build_mesh``.
-
-    Args:
-        num_replicas: Copies of the model.
-        num_shards: Ranks that share one copy.
-        ranks_per_node: Ranks of each node.
     """
-    shard_nodes = ceil(num_shards / ranks_per_node)
-    shard = Group(num_ranks=num_shards, num_nodes=shard_nodes)
     copies_per_node = max(ranks_per_node // num_shards, 1)
     replica_nodes = ceil(num_replicas / copies_per_node)
     beside = min(num_shards, ranks_per_node) if replica_nodes > 1 else 1
-    return shard, Group(num_ranks=num_replicas, num_nodes=replica_nodes, num_beside=beside)
+    return (
+        Group(num_ranks=num_shards, num_nodes=ceil(num_shards / ranks_per_node)),
+        Group(num_ranks=num_replicas, num_nodes=replica_nodes, num_beside=beside),
+    )
 
 
 def time_collective(collective: Collective, num_bytes: float, group: Group, net: Interconnect) -> float:
     """Return the seconds of one collective.
 
     A ring over all ranks, which passes each node once, so that its bandwidth is the smaller of the two kinds of links;
-    for an all-reduce over nodes, a tree where that is faster.
-
-    Args:
-        collective: Which.
-        num_bytes: Its full size.
-        group: Who takes part.
-        net: What connects them.
+    for an all-reduce over nodes, a tree where that is faster. ``num_bytes`` is the full size.
 
     Raises:
         ValueError: It crosses nodes, and nothing is known of what is between them.
@@ -146,7 +130,8 @@ def time_collective(collective: Collective, num_bytes: float, group: Group, net:
     inside, crossing = group.num_ranks - group.num_nodes, group.num_nodes - 1
     bandwidth = net.inter.gb_s * net.num_nics / group.num_beside
     if inside:
-        bandwidth = min(bandwidth, _find_bandwidth(net.intra, collective))
+        line = net.intra.lines.get(collective)
+        bandwidth = min(bandwidth, net.intra.gb_s if line is None else line.bandwidth_gb_s)
     latency = CALL_S + rounds * (inside * net.intra.hop_s + crossing * net.inter.hop_s)
     ring = latency + wire / bandwidth / 1e9
     if collective != "all_reduce":
@@ -164,16 +149,8 @@ def _time_on(link: Link, collective: Collective, wire: float, num_hops: int, rou
     return line.alpha_s * growth + wire / line.bandwidth_gb_s / 1e9
 
 
-def _find_bandwidth(link: Link, collective: Collective) -> float:
-    line = link.lines.get(collective)
-    return link.gb_s if line is None else line.bandwidth_gb_s
-
-
 def find_link(name: str) -> Link:
-    """Return a link of the table.
-
-    Args:
-        name: Such as ``nvlink4``, ``pcie4x8``, ``ib400``; case does not matter.
+    """Return a link of the table by a name such as ``nvlink4``, ``PCIe 4.0 x8`` or ``ib400``.
 
     Raises:
         ValueError: There is none of that name; the message has the nearest.
@@ -209,12 +186,13 @@ def parse_links(text: str) -> Interconnect:
             f"link: got {text!r}: {intra.name} is between nodes: name what is inside a node first, as pcie4,{first}"
         )
     if not rest:
-        return Interconnect(intra=intra, notes=_describe(intra, None, 1))
+        return Interconnect(intra=intra, notes=(*_describe(intra, 1, "a GPU inside a node"),))
     found = re.fullmatch(r"((?:ib|infiniband|roce|eth|ethernet)[ _]?\d+)x(\d+)", rest[0].lower())
     inter, num_nics = _read_part(found[1] if found else rest[0]), int(found[2]) if found else 1
     if not inter.is_network or num_nics < 1:
         raise ValueError(f"link: got {text!r}: {rest[0]} is not between nodes: expected a network, such as ib400x8")
-    return Interconnect(intra=intra, inter=inter, num_nics=num_nics, notes=_describe(intra, inter, num_nics))
+    notes = (*_describe(intra, 1, "a GPU inside a node"), *_describe(inter, num_nics, "a node"))
+    return Interconnect(intra=intra, inter=inter, num_nics=num_nics, notes=notes)
 
 
 def choose_links(gpu: Gpu, ranks_per_node: int = 8) -> Interconnect:
@@ -222,10 +200,6 @@ def choose_links(gpu: Gpu, ranks_per_node: int = 8) -> Interconnect:
 
     GeForce cards: PCIe x16 through the host, though mainboards for consumers have one such slot, and 25 Gb/s Ethernet.
     SXM modules: NVLink, and a network card for each GPU. A bridge between two cards is not assumed.
-
-    Args:
-        gpu: The kind.
-        ranks_per_node: Ranks of each node.
     """
     text = next((links for pattern, links in _USUAL if re.search(pattern, gpu.name)), None)
     assert text is not None, gpu.name
@@ -274,38 +248,28 @@ def _read_part(part: str) -> Link:
     return read_comm(Path(part)) if part.endswith(".json") else find_link(part)
 
 
-def _describe(intra: Link, inter: Link | None, num_nics: int) -> tuple[str, ...]:
-    """Return what is assumed of links that were not measured."""
-    notes = []
-    for link, count, where in ((intra, 1, "a GPU inside a node"), (inter, num_nics, "a node")):
-        if link is None or link.lines:
-            continue
-        way = ", through host memory" if link.is_through_host else ""
-        notes.append(f"{link.name}: collectives achieve {link.gb_s * count:.3g} GB/s for {where}{way}")
-    return tuple(notes)
+def _describe(link: Link, count: int, where: str) -> list[str]:
+    """Return what is assumed of a link, unless it was measured."""
+    way = ", through host memory" if link.is_through_host else ""
+    return [] if link.lines else [f"{link.name}: collectives achieve {link.gb_s * count:.3g} GB/s for {where}{way}"]
 
 
-def _list_links() -> list[Link]:
-    hop = _HOP_S
-    links = [
-        Link(name=name, gb_s=gb_s, hop_s=hop["nvlink"])
-        for name, gb_s in (("nvlink2", 120.0), ("nvlink3", 235.0), ("nvlink4", 360.0), ("nvlink5", 720.0))
-    ]
-    links.append(Link(name="nvlink3bridge", gb_s=48.0, hop_s=hop["nvlink"]))  # RTX 3090, RTX A6000
-    for generation, direct, raw in ((3, 12.0, 15.75), (4, 24.0, 31.5), (5, 48.0, 63.0)):
-        for lanes in (16, 8, 4):
-            name = f"pcie{generation}" + ("" if lanes == 16 else f"x{lanes}")
-            part = lanes / 16
-            links.append(Link(name=f"{name}p2p", gb_s=direct * part, hop_s=hop["pcie"]))
-            links.append(Link(name=name, gb_s=0.48 * raw * part, hop_s=hop["pcie"], is_through_host=True))
+# RTX 3090 and RTX A6000 have the bridge.
+_NVLINK = {"nvlink2": 120.0, "nvlink3": 235.0, "nvlink4": 360.0, "nvlink5": 720.0, "nvlink3bridge": 48.0}
+_PCIE = {3: (12.0, 15.75), 4: (24.0, 31.5), 5: (48.0, 63.0)}  # with 16 lanes: direct, and the raw rate
+
+
+def _list_links() -> Iterator[Link]:
+    for name, gb_s in _NVLINK.items():
+        yield Link(name=name, gb_s=gb_s, hop_s=_HOP_S["nvlink"])
+    for generation, (direct, raw) in _PCIE.items():
+        for lanes, suffix in ((16, ""), (8, "x8"), (4, "x4")):
+            name, part, hop_s = f"pcie{generation}{suffix}", lanes / 16, _HOP_S["pcie"]
+            yield Link(name=f"{name}p2p", gb_s=direct * part, hop_s=hop_s)
+            yield Link(name=name, gb_s=0.48 * raw * part, hop_s=hop_s, is_through_host=True)
     for gbit in (10, 25, 50, 100, 200, 400):
-        share = 0.6 if gbit < 100 else 0.4
-        links.append(Link(name=f"ethernet{gbit}", gb_s=share * gbit / 8, hop_s=hop["network"], is_network=True))
-        links += [
-            Link(name=f"{kind}{gbit}", gb_s=0.92 * gbit / 8, hop_s=hop["network"], is_network=True)
-            for kind in ("ib", "roce")
-        ]
-    return links
+        for kind, share in (("ethernet", 0.6 if gbit < 100 else 0.4), ("ib", 0.92), ("roce", 0.92)):
+            yield Link(name=f"{kind}{gbit}", gb_s=share * gbit / 8, hop_s=_HOP_S["network"], is_network=True)
 
 
 LINKS: Mapping[str, Link] = {link.name: link for link in _list_links()}

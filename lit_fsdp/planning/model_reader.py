@@ -16,6 +16,7 @@ from lit_fsdp.planning.block_reader import read_block, read_embedding
 from lit_fsdp.planning.image_reader import (
     count_tokens,
     find_embeddings,
+    list_parents,
     read_classifier,
     read_patches,
     read_pixels,
@@ -23,19 +24,18 @@ from lit_fsdp.planning.image_reader import (
 )
 from lit_fsdp.planning.linear_reader import read_linear
 from lit_fsdp.planning.norm_reader import is_norm, read_norm
-from lit_fsdp.planning.overrides import find_overrides, keeps_gradients
+from lit_fsdp.planning.overrides import keeps_gradients, list_overrides
 from lit_fsdp.planning.reader import (
     Reader,
     UnreadableModuleError,
     check_dropouts,
-    find_dropout,
-    find_forward,
+    get_dropout,
+    get_forward,
     list_filled,
 )
-from lit_fsdp.planning.tape import FLOAT32, Tape
+from lit_fsdp.planning.tape import FLOAT32, INDEX, Tape
 from lit_fsdp.sharding.wrap import Unit, iterate_blocks
 
-INDEX = 8  # bytes of a token's number
 _OWN_MASK = r"\battention_mask = torch\.ones"  # which only its values could tell to be none
 _DROPOUTS = ("drop", "emb_dropout", "embed_dropout", "embedding_dropout", "dropout")  # of embeddings
 
@@ -70,7 +70,7 @@ class ModelReader:
             UnreadableModuleError: Some of it has no rule.
         """
         tape = self.reader.tape
-        owner, replaced = find_overrides(self.model)
+        owner, replaced = list_overrides(self.model)
         if replaced:
             raise UnreadableModuleError(owner, f"overrides {', '.join(replaced)}, which the closed form cannot see")
         if keeps_gradients(self.model):
@@ -94,11 +94,7 @@ class ModelReader:
         """Add a block, an embedding, a norm or a linear layer, with its unit if it is one, and return its output.
 
         For models that read their own step.
-
-        Args:
-            module: Of the model.
-            x: What goes in; of an embedding anything, as ids are of the batch.
-            reader: Where its rows and tokens are not those of the micro-batch.
+        What goes into an embedding may be anything, as ids are of the batch.
 
         Raises:
             UnreadableModuleError: It has no rule.
@@ -116,11 +112,6 @@ class ModelReader:
 
     def read_block(self, name: str, x: int, reader: Reader | None = None) -> int:
         """Add one of the blocks, with its unit, and return its output.
-
-        Args:
-            name: Of the block.
-            x: What goes in.
-            reader: Where its rows and tokens are not those of the micro-batch.
 
         Raises:
             UnreadableModuleError: It has no rule.
@@ -207,12 +198,12 @@ class ModelReader:
             if not is_known and any(True for _ in child.parameters()):
                 raise UnreadableModuleError(base, f"{key} ({type(child).__name__}) beside its blocks")
         check_dropouts(base, around, _DROPOUTS)
-        if "super().forward" in find_forward(around):
+        if "super().forward" in get_forward(around):
             raise UnreadableModuleError(base, f"a {type(around).__name__}, part of whose forward is that of its parent")
-        if re.search(_OWN_MASK, find_forward(around)):
+        if re.search(_OWN_MASK, get_forward(around)):
             raise UnreadableModuleError(base, "a mask of attention that it makes for every batch")
-        used = [name for name in _DROPOUTS if f"self.{name}" in find_forward(around)]
-        return tape.add_dropout(x, find_dropout(around, *used))
+        used = [name for name in _DROPOUTS if f"self.{name}" in get_forward(around)]
+        return tape.add_dropout(x, get_dropout(around, *used))
 
     def _read_patches(self, base: str, convolutions: Sequence[str]) -> int:
         reader, tape = self.reader, self.reader.tape
@@ -225,7 +216,7 @@ class ModelReader:
         convolution: Any = self.model.get_submodule(name)
         embeddings = self.model.get_submodule(around)
         num_patches = reader.length - count_tokens(embeddings, convolution.out_channels)
-        owners = [n for n in (name, *_list_parents(name)) if n in self._units]
+        owners = [n for n in (name, *list_parents(name)) if n in self._units]
         if len(owners) > 1:
             raise UnreadableModuleError(name, f"a unit inside {owners[1]}")
         x = read_pixels(reader, convolution, num_patches)
@@ -338,8 +329,3 @@ class ModelReader:
         self.reader.tape.hold(y)
         parent = base.rpartition(".")[0]
         return self._read_loss(read_classifier(self.reader, parent, self.model.get_submodule(parent), y))
-
-
-def _list_parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]

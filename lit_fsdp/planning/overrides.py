@@ -17,9 +17,9 @@ _STEP = {
 # What tasks have besides: it runs outside of the step, or changes no tensor of it.
 _HARMLESS = {
     *("setup", "teardown", "prepare_data", "prepare_plan", "read_config", "enter_dry_run", "restores_frozen"),
-    *("configure_weights", "configure_callbacks", "find_seed", "find_rate_factors", "generate", "complete_sampling"),
+    *("configure_weights", "configure_callbacks", "get_seed", "get_lr_factors", "generate", "complete_sampling"),
     *("log", "log_dict", "log_step", "update_eval_loss", "state_dict", "load_state_dict", "lr_scheduler_step"),
-    *("step_loss", "rank_loss", "find_grad_norm", "check_loss_chunks", "class_names", "skipped_images", "_check"),
+    *("get_grad_norm", "check_loss_chunks", "class_names", "skipped_images", "collect_export_files"),
 }
 _HARMLESS_PREFIXES = ("__", "on_", "validation_", "test_", "predict_")
 _LIBRARIES = {"lightning", "torch", "torchmetrics", "builtins", "abc", "typing"}
@@ -27,14 +27,12 @@ _LIBRARIES = {"lightning", "torch", "torchmetrics", "builtins", "abc", "typing"}
 _UNTRACED = ("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
 
 
-def find_overrides(module: nn.Module) -> tuple[str, list[str]]:
+def list_overrides(module: nn.Module) -> tuple[str, list[str]]:
     """Return which methods of the step a module's class replaces, and the name of the class that does.
 
     Replaced is what belongs to a class more derived than the one that defines ``measure_batch`` or ``read_step``, and
     was there before: hooks for logging, evaluation and checkpoints are not of the step.
-
-    Args:
-        module: Of any class; one without these two methods replaces nothing.
+    A module without these two methods replaces nothing.
     """
     classes = type(module).__mro__
     ruled = next((i for i, owner in enumerate(classes) if any(name in vars(owner) for name in _RULES)), 0)
@@ -44,13 +42,13 @@ def find_overrides(module: nn.Module) -> tuple[str, list[str]]:
     owner_name = type(module).__name__
     found: list[str] = []
     for owner in classes[:ruled]:
-        if not _is_library(owner) and (names := [n for n in _list_methods(owner) if n in of_task | _STEP]):
+        if not _is_library(owner) and (names := [n for n in _list_step_methods(owner) if n in of_task | _STEP]):
             owner_name = owner.__name__ if not found else owner_name
             found += [name for name in names if name not in found]
     return owner_name, found
 
 
-def find_untraced(module: nn.Module) -> list[str]:
+def list_untraced(module: nn.Module) -> list[str]:
     """Return which methods of a user's class take part in a step, and are left out by whoever follows it."""
     found = []
     for name in _UNTRACED:
@@ -66,9 +64,6 @@ def keeps_gradients(module: nn.Module) -> bool:
     It lets go of them only before backward, unless the module itself does after the optimizer step, and says so by
     ``releases_gradients``, which holds up to a class that has another ``optimizer_step``. A module that is none of
     Lightning's has a loop of its own, which is taken to let go.
-
-    Args:
-        module: Of any class.
     """
     if not hasattr(module, "optimizer_zero_grad"):
         return False
@@ -79,7 +74,7 @@ def keeps_gradients(module: nn.Module) -> bool:
     return not module.releases_gradients
 
 
-def _list_methods(owner: type) -> Iterator[str]:
+def _list_step_methods(owner: type) -> Iterator[str]:
     for name, value in vars(owner).items():
         is_method = callable(value) or isinstance(value, property | cached_property | staticmethod | classmethod)
         is_harmless = name in _HARMLESS or name.startswith(_HARMLESS_PREFIXES)

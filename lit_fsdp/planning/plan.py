@@ -2,104 +2,59 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import ceil, prod
 from typing import Any
 
+import torch
+from lightning.pytorch import LightningModule
+
+from lit_fsdp.planning.closed_form import StepEstimate, estimate_step
+from lit_fsdp.planning.estimate import (
+    Hardware,
+    compute_needed_bytes,
+    describe_model,
+    estimate_step_time,
+    measure_batch,
+)
+from lit_fsdp.planning.exact_trace import trace_step
+from lit_fsdp.planning.overrides import list_untraced
+from lit_fsdp.planning.planned_step import PlannedStep
+from lit_fsdp.planning.step_parts import NoEstimateError, Ranks
 from lit_fsdp.planning.step_time import StepTime
-from lit_fsdp.profiling.expected_communication import Collectives, UnitBytes
+from lit_fsdp.profiling.expected_communication import Collectives, UnitBytes, predict_bytes, predict_collectives
 from lit_fsdp.profiling.flops import Flops
-from lit_fsdp.profiling.memory import KINDS, Kind
 from lit_fsdp.profiling.memory_trace import StepMemory
-
-# Of published runs, what the allocator held over what tensors took, median; see docs/planning.md.
-HEADROOM = 1.15
-OUTSIDE_BYTES = 2**30  # of the CUDA context and NCCL, which belong to no allocator: half to one GiB
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """The ranks that a step is planned for.
-
-    Args:
-        num_nodes: How many nodes.
-        per_node: Ranks of each.
-        num_replicas: Copies of the model.
-        num_shards: Ranks that share one copy.
-    """
-
-    num_nodes: int
-    per_node: int
-    num_replicas: int
-    num_shards: int
-
-    @property
-    def world_size(self) -> int:
-        """All of them."""
-        return self.num_nodes * self.per_node
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fit:
-    """Whether a step fits a device.
-
-    Args:
-        device_bytes: Memory of the device.
-        needed_bytes: Peak of the tensors with headroom, and what lies outside of the allocator.
-    """
-
-    device_bytes: int
-    needed_bytes: int
-
-    @property
-    def left_bytes(self) -> int:
-        """What is left of the device; below 0, what is missing."""
-        return self.device_bytes - self.needed_bytes
-
-    @property
-    def fits(self) -> bool:
-        """Whether it does."""
-        return self.left_bytes >= 0
+from lit_fsdp.quantization.layers import count_weights, iterate_quantized
+from lit_fsdp.sharding.wrap import plan_module
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A training step, planned.
+    """A training step, planned."""
 
-    Args:
-        memory: Of the rank with the largest shards.
-        ranks: That take part.
-        traffic: Bytes of each unit in an optimizer step.
-        collectives: Their number in an optimizer step.
-        num_micro_batches: Accumulated in a step.
-        num_weights: Of the model, those of quantized layers and of adapters included.
-        num_trained: How many of them train.
-        quantized_bytes: Of the parameters that are stored as 4 or 8 bits, a part of ``parameters``.
-        engine: What the memory was found with.
-        closed_form_bytes: The peak that the closed form says, whatever the engine; ``None`` if it has no rules for it.
-        flops: Of a step, likewise.
-        time: Of a step, on the hardware that was named; ``None`` without, or without a closed form.
-        activations: Bytes at the peak by the part of the model that made them, likewise; empty without.
-        notes: What to know about the numbers.
-    """
-
-    memory: StepMemory
+    memory: StepMemory  # of the rank with the largest shards
     ranks: Ranks
+    num_replicas: int
+    num_shards: int
     traffic: Sequence[UnitBytes]
     collectives: Collectives
     num_micro_batches: int
-    num_weights: int
+    num_weights: int  # those of quantized layers and of adapters included
     num_trained: int
-    quantized_bytes: int
-    engine: str
-    closed_form_bytes: int | None = None
-    flops: Flops | None = None
-    time: StepTime | None = None
-    activations: Mapping[str, int] = field(default_factory=dict)
-    notes: Sequence[str] = ()
+    quantized_bytes: int  # of the parameters that are stored as 4 or 8 bits, a part of ``parameters``
+    engine: str  # that the memory was found with
+    closed_form_bytes: int | None  # its peak, whatever the engine; ``None`` if it has no rules for the step
+    flops: Flops
+    time: StepTime | None  # on the hardware that was named
+    activations: Mapping[str, int]  # by the closed form: bytes at the peak by the part of the model that made them
+    notes: Sequence[str]
+
+    @property
+    def needed_bytes(self) -> int:
+        """The memory that a GPU must have: with headroom, and what lies outside of the allocator."""
+        return compute_needed_bytes(self.memory.peak.num_bytes)
 
     def sum_traffic(self) -> dict[str, int]:
         """Return the bytes of each kind of collective in a step of one rank."""
@@ -109,114 +64,83 @@ class Plan:
             "all_reduce": sum(unit.all_reduce_step for unit in self.traffic),
         }
 
-    def fit_into(self, device_bytes: int) -> Fit:
-        """Return whether the step fits a device of this memory, with headroom."""
-        return Fit(device_bytes=device_bytes, needed_bytes=find_needed_bytes(self.memory.peak.num_bytes))
 
+def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = None) -> Plan:
+    """Plan a step, with the closed form where that has rules for it.
 
-def find_needed_bytes(peak_bytes: int) -> int:
-    """Return what a device must have for tensors of so many bytes."""
-    return round(peak_bytes * HEADROOM) + OUTSIDE_BYTES
-
-
-def describe_plan(plan: Plan, device_bytes: int | None) -> dict[str, Any]:
-    """Return the numbers for programs, as documented in docs/planning.md.
-
-    Args:
-        plan: The step.
-        device_bytes: Memory of the device, where it is known.
-    """
-    peak, ranks = plan.memory.peak, plan.ranks
-    described: dict[str, Any] = {
-        "version": 1,
-        "engine": plan.engine,
-        "ranks": {
-            "world_size": ranks.world_size,
-            "nodes": ranks.num_nodes,
-            "devices": ranks.per_node,
-            "replicas": ranks.num_replicas,
-            "shards": ranks.num_shards,
-        },
-        "micro_batches": plan.num_micro_batches,
-        "model": {"weights": plan.num_weights, "trained": plan.num_trained},
-        "memory": {
-            "peak_bytes": peak.num_bytes,
-            "peak_phase": peak.phase,
-            "peak_unit": peak.unit,
-            "peak_bytes_by_kind": _fill(peak.by_kind),
-            "peak_bytes_by_unit": {unit: dict(kinds) for unit, kinds in peak.by_unit.items()},
-            "largest_bytes_by_kind": {kind: max(values) for kind, values in plan.memory.by_kind.items()},
-            "quantized_bytes": plan.quantized_bytes,
-            "peak_activation_bytes_by_part": dict(plan.activations),
-        },
-        "host": {"bytes_by_kind": dict(plan.memory.host_by_kind), "bytes": sum(plan.memory.host_by_kind.values())},
-        "traffic": {
-            "bytes_per_step": plan.sum_traffic(),
-            "collectives_per_step": {
-                "gather": plan.collectives.gathers,
-                "reduce_scatter": plan.collectives.reduce_scatters,
-                "all_reduce": plan.collectives.all_reduces,
-            },
-            "units": [vars(unit) for unit in plan.traffic],
-        },
-        "closed_form_peak_bytes": plan.closed_form_bytes,
-        "flops": None if plan.flops is None else {"model": plan.flops.model, "hardware": plan.flops.hardware},
-        "time": None if plan.time is None else describe_time(plan.time),
-        "device": None,
-        "notes": list(plan.notes),
-    }
-    if device_bytes is not None:
-        fit = plan.fit_into(device_bytes)
-        described["device"] = {
-            "memory_bytes": device_bytes,
-            "needed_bytes": fit.needed_bytes,
-            "left_bytes": fit.left_bytes,
-            "fits": fit.fits,
-            "headroom_factor": HEADROOM,
-            "outside_bytes": OUTSIDE_BYTES,
-        }
-    return described
-
-
-def describe_time(time: StepTime) -> dict[str, Any]:
-    """Return the numbers for programs."""
-    return {
-        "step_s": time.step_s,
-        "compute_s": time.compute_s,
-        "communication_s": time.communication_s,
-        "exposed_communication_s": time.exposed_s,
-        "optimizer_s": time.optimizer_s,
-        "communication_s_by_collective": dict(time.by_collective),
-        "tokens_per_s": time.tokens_per_s,
-        "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,
-        "mfu_pct": time.mfu_pct,
-        "bound": time.bound,
-        "crossover_tokens": time.crossover_tokens,
-    }
-
-
-def parse_memory(text: str) -> int:
-    """Translate a memory size with a unit into bytes.
+    One that was traced is of no other use afterwards. Without the module's ``measure_batch``, or with an optimizer of
+    its own, there is no time, and a note says so.
 
     Raises:
-        ValueError: It has no unit that is known, or is not above 0.
+        ConfigError: It cannot be traced, and has to be.
     """
-    found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
-    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-    if found is None or found[2].lower() not in units:
-        raise ValueError(
-            f"device_memory: got {text!r}: expected a number and one of {', '.join(_UNITS)}, such as 16GiB"
-        )
-    num_bytes = round(float(found[1]) * units[found[2].lower()])
-    if num_bytes < 1:
-        raise ValueError(f"device_memory: got {text!r}: expected more than nothing, such as 16GiB")
-    return num_bytes
+    settings, notes = step.strategy.settings, list(step.notes)
+    replicas, shards = step.ranks.resolve(settings.mesh)
+    counts = {"num_shards": shards, "num_replicas": replicas, "num_micro_batches": step.num_micro_batches}
+    units, dtypes = plan_module(step.module, settings.wrap), step.strategy.precision_plugin.mixed_precision
+    # Before a trace shards the module.
+    traffic = predict_bytes(step.module, units, settings.sharding, dtypes, **counts)
+    weights = count_weights(step.module)
+    num_trained = sum(weights[name] for name, p in step.module.named_parameters() if p.requires_grad)
+    quantized_bytes = _count_quantized(step.module, shards)
+    common: dict[str, Any] = {"ranks": step.ranks, "num_micro_batches": step.num_micro_batches}
+    estimate, model, micro_batch, reason = None, None, None, ""
+    try:
+        micro_batch = measure_batch(step.module, step.batch)
+        model = describe_model(step.module, step.strategy)
+        estimate = estimate_step(model, settings, micro_batch, device_type=step.device_type, **common)
+    except NoEstimateError as error:
+        reason = str(error)
+        notes.append(f"no closed form, so the step was traced: {reason}")
+    if unseen := list_untraced(step.module):
+        notes.append(f"left out: what {', '.join(unseen)} of the task does, which no engine follows")
+    traced = trace_step(step) if estimate is None or exact else None
+    cost = estimate or traced
+    assert cost is not None
+    time = None
+    if hardware is not None and model is not None and micro_batch is not None:
+        time = estimate_step_time(model, settings, hardware, cost, micro_batch=micro_batch, **common)
+        notes += time.notes
+    elif hardware is not None:
+        notes.append(f"no time of a step: {reason}")
+    if cost.flops.uncounted:
+        notes.append(f"FLOPs: none are known of {', '.join(cost.flops.uncounted)}")
+    if settings.compile is not None:
+        notes.append("compile is left out: compiled blocks keep fewer activations, which no plan can see")
+    if settings.cpu_offload is not None:
+        notes.append("offload: shards, gradients and optimizer state are in host memory, where the optimizer runs")
+    return Plan(
+        memory=(traced or cost).memory,
+        ranks=step.ranks,
+        num_replicas=replicas,
+        num_shards=shards,
+        traffic=traffic,
+        collectives=predict_collectives(units, settings.sharding, **counts),
+        num_micro_batches=step.num_micro_batches,
+        num_weights=sum(weights.values()),
+        num_trained=num_trained,
+        quantized_bytes=quantized_bytes,
+        engine="closed form" if traced is None else "exact trace",
+        closed_form_bytes=None if estimate is None else estimate.peak.num_bytes,
+        flops=cost.flops,
+        activations={} if estimate is None else _split_activations(estimate),
+        time=time,
+        notes=notes,
+    )
 
 
-def choose_unit(num_bytes: int) -> tuple[int, str]:
-    """Return the bytes of the unit that shows a number and all below it best, and its name."""
-    return (2**30, "GiB") if num_bytes >= 2**28 else (2**20, "MiB")
+def _split_activations(estimate: StepEstimate) -> dict[str, int]:
+    peak = estimate.peak
+    rest = peak.by_kind["activations"] - sum(peak.activations.values())
+    return {**peak.activations, **({"tables, masks and temporaries": rest} if rest else {})}
 
 
-def _fill(by_kind: Mapping[Kind, int]) -> dict[str, int]:
-    return {kind: by_kind.get(kind, 0) for kind in KINDS}
+def _count_quantized(module: LightningModule, num_shards: int) -> int:
+    """Return the bytes of codes and scales of one rank, before anything is sharded."""
+    total = 0
+    for _, layer in iterate_quantized(module):
+        for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False)):
+            if tensor.dtype == torch.uint8:
+                rows, *others = tensor.shape
+                total += (ceil(rows / num_shards) if isinstance(tensor, torch.nn.Parameter) else rows) * prod(others)
+    return total

@@ -1,16 +1,18 @@
-"""A plan for people: tables in the terminal, and a picture."""
+"""A plan for people, tables in the terminal and a picture; and the same numbers for programs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from lit_fsdp.planning.plan import HEADROOM, OUTSIDE_BYTES, Plan, choose_unit
+from lit_fsdp.planning.estimate import HEADROOM, OUTSIDE_BYTES
+from lit_fsdp.planning.plan import Plan
 from lit_fsdp.planning.step_time import StepTime
 from lit_fsdp.profiling.memory import KINDS
+from lit_fsdp.reporting.memory_section import plot_step
 from lit_fsdp.reporting.plots import write_png
 from lit_fsdp.reporting.sections import Table, print_table
-from lit_fsdp.reporting.step_memory import plot_step
 
 _GIB = 2**30
 _MEANINGS = {
@@ -27,10 +29,7 @@ _MEANINGS = {
 def print_report(plan: Plan, device_bytes: int | None, *, other_gpus: Sequence[str] = ()) -> None:
     """Print what a step takes, and whether it fits.
 
-    Args:
-        plan: The step.
-        device_bytes: Memory of a device, where it is known.
-        other_gpus: That could have been meant as well as the one whose time is shown.
+    ``other_gpus`` could have been meant as well as the one whose time is shown.
     """
     print(f"parameters: {plan.num_weights:,}, of which {plan.num_trained:,} train")
     print_table(_make_memory_table(plan))
@@ -58,12 +57,12 @@ def print_report(plan: Plan, device_bytes: int | None, *, other_gpus: Sequence[s
 
 def describe_fit(plan: Plan, device_bytes: int) -> str:
     """Return the line that says whether a step fits a device."""
-    fit = plan.fit_into(device_bytes)
-    sign = "left" if fit.fits else "missing"
+    left_bytes = device_bytes - plan.needed_bytes
+    fits, sign = ("yes", "left") if left_bytes >= 0 else ("NO", "missing")
     return (
-        f"fits: {'yes' if fit.fits else 'NO'}: {abs(fit.left_bytes) / _GIB:.2f} GiB {sign}: "
+        f"fits: {fits}: {abs(left_bytes) / _GIB:.2f} GiB {sign}: "
         f"{plan.memory.peak.num_bytes / _GIB:.2f} GiB x {HEADROOM} for the allocator + {OUTSIDE_BYTES / _GIB:.0f} GiB "
-        f"for CUDA and NCCL = {fit.needed_bytes / _GIB:.2f} GiB of {device_bytes / _GIB:.2f} GiB"
+        f"for CUDA and NCCL = {plan.needed_bytes / _GIB:.2f} GiB of {device_bytes / _GIB:.2f} GiB"
     )
 
 
@@ -81,12 +80,87 @@ def describe_speed(time: StepTime) -> str:
     )
 
 
+def describe_plan(plan: Plan, device_bytes: int | None) -> dict[str, Any]:
+    """Return the numbers for programs, as documented in docs/planning.md."""
+    peak, ranks = plan.memory.peak, plan.ranks
+    described: dict[str, Any] = {
+        "version": 1,
+        "engine": plan.engine,
+        "ranks": {
+            "world_size": ranks.world_size,
+            "nodes": ranks.num_nodes,
+            "devices": ranks.per_node,
+            "replicas": plan.num_replicas,
+            "shards": plan.num_shards,
+        },
+        "micro_batches": plan.num_micro_batches,
+        "model": {"weights": plan.num_weights, "trained": plan.num_trained},
+        "memory": {
+            "peak_bytes": peak.num_bytes,
+            "peak_phase": peak.phase,
+            "peak_unit": peak.unit,
+            "peak_bytes_by_kind": {kind: peak.by_kind.get(kind, 0) for kind in KINDS},
+            "peak_bytes_by_unit": {unit: dict(kinds) for unit, kinds in peak.by_unit.items()},
+            "largest_bytes_by_kind": {kind: max(values) for kind, values in plan.memory.by_kind.items()},
+            "quantized_bytes": plan.quantized_bytes,
+            "peak_activation_bytes_by_part": dict(plan.activations),
+        },
+        "host": {"bytes_by_kind": dict(plan.memory.host_by_kind), "bytes": sum(plan.memory.host_by_kind.values())},
+        "traffic": {
+            "bytes_per_step": plan.sum_traffic(),
+            "collectives_per_step": {
+                "gather": plan.collectives.gathers,
+                "reduce_scatter": plan.collectives.reduce_scatters,
+                "all_reduce": plan.collectives.all_reduces,
+            },
+            "units": [vars(unit) for unit in plan.traffic],
+        },
+        "closed_form_peak_bytes": plan.closed_form_bytes,
+        "flops": {"model": plan.flops.model, "hardware": plan.flops.hardware},
+        "time": None if plan.time is None else describe_time(plan.time),
+        "device": None,
+        "notes": list(plan.notes),
+    }
+    if device_bytes is not None:
+        described["device"] = {
+            "memory_bytes": device_bytes,
+            "needed_bytes": plan.needed_bytes,
+            "left_bytes": device_bytes - plan.needed_bytes,
+            "fits": plan.needed_bytes <= device_bytes,
+            "headroom_factor": HEADROOM,
+            "outside_bytes": OUTSIDE_BYTES,
+        }
+    return described
+
+
+def describe_time(time: StepTime) -> dict[str, Any]:
+    """Return the numbers for programs."""
+    return {
+        "step_s": time.step_s,
+        "compute_s": time.compute_s,
+        "communication_s": time.communication_s,
+        "exposed_communication_s": time.exposed_s,
+        "optimizer_s": time.optimizer_s,
+        "communication_s_by_collective": dict(time.by_collective),
+        "tokens_per_s": time.tokens_per_s,
+        "tokens_per_s_per_gpu": time.tokens_per_s_per_gpu,
+        "mfu_pct": time.mfu_pct,
+        "bound": time.bound,
+        "crossover_tokens": time.crossover_tokens,
+    }
+
+
 def draw_plan(plan: Plan, device_bytes: int | None, path: Path) -> None:
     """Write the memory over the step as a picture, with what tensors may take of a device, where that is known."""
     title = f"Memory of the planned step, rank 0 of {plan.ranks.world_size}, which holds most"
     limit = None if device_bytes is None else max(int((device_bytes - OUTSIDE_BYTES) / HEADROOM), 0)
     x_label = "unit after unit" if plan.engine == "closed form" else "operator"
     write_png(plot_step(plan.memory, title=title, x_label=x_label, limit_bytes=limit), path)
+
+
+def choose_unit(num_bytes: int) -> tuple[int, str]:
+    """Return the bytes of the unit that shows a number and all below it best, and its name."""
+    return (2**30, "GiB") if num_bytes >= 2**28 else (2**20, "MiB")
 
 
 def _make_memory_table(plan: Plan) -> Table:
@@ -100,8 +174,8 @@ def _make_memory_table(plan: Plan) -> Table:
         stored = f"{plan.quantized_bytes / size:.2f}"
         rows.insert(1, ["  of these quantized", stored, stored, "codes of 4 or 8 bits and their scales"])
     rows.append(["peak", f"{peak.num_bytes / size:.2f}", "", f"in {peak.phase}, {peak.unit}"])
-    arrangement = f"{ranks.num_nodes} x {ranks.per_node} ranks, replicate {ranks.num_replicas} x shard"
-    title = f"GPU memory of a rank, {name}: {arrangement} {ranks.num_shards}, {plan.engine}"
+    arrangement = f"{ranks.num_nodes} x {ranks.per_node} ranks, replicate {plan.num_replicas} x shard"
+    title = f"GPU memory of a rank, {name}: {arrangement} {plan.num_shards}, {plan.engine}"
     return Table(title=title, columns=["kind", "at the peak", "at its largest", "what it is"], rows=rows)
 
 

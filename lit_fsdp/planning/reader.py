@@ -5,19 +5,20 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from torch import nn
 
+from lit_fsdp.planning.step_parts import MicroBatch, NoEstimateError
 from lit_fsdp.planning.tape import Tape
 
 # Activation functions whose backward needs what they got.
 SAVES_INPUT = {"SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh"}
 
 
-class UnreadableModuleError(ValueError):
+class UnreadableModuleError(NoEstimateError):
     """A module whose memory has no rule here; the exact trace runs it instead.
 
     Args:
@@ -26,19 +27,12 @@ class UnreadableModuleError(ValueError):
     """
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name}: {reason}: the closed form has no rule for it; use the exact trace")
-        self.name, self.reason = name, reason
+        super().__init__(f"{name}: {reason}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What attention looks at.
-
-    Args:
-        value: On the tape.
-        length: Tokens of a row.
-        is_masked: Whether some of them must not be seen, besides those after a token.
-    """
+    """What attention looks at: a value on the tape, the tokens of a row, and whether some must not be seen."""
 
     value: int
     length: int
@@ -46,35 +40,18 @@ class Context:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reader:
-    """What every rule needs.
+class Reader(MicroBatch):
+    """What every rule needs: the shape of what it reads, and what it adds to.
 
     Args:
         tape: Grows.
         names: Of the parameters, by ``id``.
-        rows: Of a micro-batch.
-        length: Tokens of a row.
-        is_masked: Whether some of the tokens must not see each other, besides those after them.
-        shapes: As of ``MicroBatch``.
-        num_bytes: As of ``MicroBatch``.
-        is_mixed: As of ``MicroBatch``.
         context: What every block attends to besides its own tokens, such as the states of an encoder.
     """
 
     tape: Tape
     names: Mapping[int, str]
-    rows: int
-    length: int
-    is_masked: bool = False
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    num_bytes: int = 0
-    is_mixed: bool = False
     context: Context | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Of a micro-batch."""
-        return self.rows * self.length
 
     def count_bytes(self, width: int) -> int:
         """Return the bytes of ``width`` numbers for every token."""
@@ -86,10 +63,10 @@ class Reader:
         return [(self.names[id(p)], p.numel() * size) for p in parameters if p is not None and p.requires_grad]
 
 
-def find_dropout(module: Any, *names: str) -> float:
+def get_dropout(module: Any, *names: str) -> float:
     """Return with what probability a module drops: of the first attribute that it has, a layer or a number."""
     found = next((value for name in names if (value := getattr(module, name, None)) is not None), 0.0)
-    return float(_find_probability(found))
+    return float(_get_probability(found))
 
 
 def check_dropouts(name: str, module: nn.Module, known: Collection[str]) -> None:
@@ -99,23 +76,23 @@ def check_dropouts(name: str, module: nn.Module, known: Collection[str]) -> None
         UnreadableModuleError: It has another dropout than those of the names.
     """
     for key, value in {**vars(module), **dict(module.named_children())}.items():
-        probability = _find_probability(value)
+        probability = _get_probability(value)
         if "drop" in key and key not in known and isinstance(probability, float) and probability > 0:
             raise UnreadableModuleError(name, f"a dropout {key} of {probability:g}")
 
 
-def _find_probability(value: Any) -> Any:
+def _get_probability(value: Any) -> Any:
     """Return that of a layer that drops numbers or whole rows; what is no such layer comes back."""
     return getattr(value, "p", getattr(value, "drop_prob", value))
 
 
-def find_source(module: Any, name: str) -> str:
+def get_source(module: Any, name: str) -> str:
     """Return the code of a function in the file of a module's class; of one that is not there, nothing."""
     function = getattr(sys.modules[type(module).__module__], name, None)
     return "" if function is None else inspect.getsource(function)
 
 
-def find_forward(module: Any) -> str:
+def get_forward(module: Any) -> str:
     """Return the code of a module's ``forward``, which alone says what it does with its numbers."""
     return _get_source(type(module).forward)
 

@@ -4,40 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any
 
 from lit_fsdp.optim.factory import Optimizer
-from lit_fsdp.planning.closed_form import predict_step
-from lit_fsdp.planning.estimate import Hardware, ModelToTrain, estimate_time
-from lit_fsdp.planning.plan import Ranks, find_needed_bytes
-from lit_fsdp.planning.step_parts import MicroBatch
+from lit_fsdp.planning.closed_form import estimate_step
+from lit_fsdp.planning.estimate import Hardware, StepCost, compute_needed_bytes, estimate_step_time
+from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, Ranks
 from lit_fsdp.planning.step_time import StepTime
-from lit_fsdp.profiling.flops import Flops
-from lit_fsdp.profiling.memory_trace import StepMemory
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Compile
-from lit_fsdp.sharding.wrap import iterate_blocks
 
 _STRATEGY = "trainer.strategy"
+_TRIED = (
+    *("mesh.replicate", "mesh.shard", "sharding.reshard_after_forward", "sharding.no_sync"),
+    "activation_checkpointing.mode",
+)
 _ADAPTERS = {"model.lora", "model.quantization"}
 _CHANGES_RESULT = {*_ADAPTERS, "model.optimizer.name"}
 _SMALLER, _MAX_ROWS = 0.95, 12  # a slower row is worth showing below so much of the peak of the one before it
-
-
-class StepCost(Protocol):
-    """What an engine says of a step: ``StepPrediction`` or ``TracedStep``."""
-
-    @property
-    def memory(self) -> StepMemory: ...  # noqa: D102
-    @property
-    def flops(self) -> Flops: ...  # noqa: D102
-    @property
-    def moved_bytes(self) -> int: ...  # noqa: D102
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,23 +88,29 @@ class Candidate:
         changes: What differs from the configuration: settings as in YAML, with their values.
         settings: Of the strategy, as a whole.
         peak_bytes: Of the tensors of a GPU.
-        needed_bytes: With headroom and what lies outside of the allocator.
         host_bytes: Of a rank, with offload.
         time: Of an optimizer step.
         compiled_s: The same in seconds, were blocks compiled too. ``None`` if they are already, or cannot be.
-        keeps_result: Whether the run computes the same, up to rounding.
         fits: Whether ``needed_bytes`` are there, and ``host_bytes`` where that is known.
     """
 
     changes: Mapping[str, Any]
     settings: Settings
     peak_bytes: int
-    needed_bytes: int
     host_bytes: int
     time: StepTime
     compiled_s: float | None
-    keeps_result: bool
     fits: bool
+
+    @property
+    def needed_bytes(self) -> int:
+        """The memory that a GPU must have: with headroom, and what lies outside of the allocator."""
+        return compute_needed_bytes(self.peak_bytes)
+
+    @property
+    def keeps_result(self) -> bool:
+        """Whether the run computes the same, up to rounding."""
+        return not _CHANGES_RESULT & self.changes.keys()
 
 
 def search(problem: Problem) -> list[Candidate]:
@@ -125,7 +120,7 @@ def search(problem: Problem) -> list[Candidate]:
     it. Of every other training it is the fastest that fits and the smallest. Where none of a training fits, it is the
     nearest to it. The global batch stays as it is. CPUOffload is only tried where nothing fits without.
     """
-    configured = _estimate(problem, problem.variants[0], problem.settings, (problem.micro_batch.rows, {}))
+    configured = _estimate(problem, problem.variants[0], problem.settings, problem.micro_batch.rows)
     found: list[Candidate] = []
     for variant in problem.variants if problem.trace is None else _spread_optimizers(problem):
         if problem.trace is not None and any(candidate.fits for candidate in found):
@@ -143,8 +138,7 @@ def search(problem: Problem) -> list[Candidate]:
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
     """Return the fastest that fits and computes the same; else the fastest that fits; ``None`` if nothing does.
 
-    Args:
-        candidates: From :func:`search`. What is configured wins over what is not 2 % faster.
+    What is configured wins over what is not 2 % faster.
     """
     configured, *others = candidates
     fitting = [candidate for candidate in others if candidate.fits]
@@ -156,30 +150,26 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
 
 def format_changes(changes: Mapping[str, Any]) -> str:
     """Return settings as on the command line, without what all have in front."""
-    if not changes:
-        return "as configured"
-    names = {key: key.removeprefix("trainer.strategy.").removeprefix("trainer.") for key in changes}
-    return ", ".join(f"{names[key]}={_spell(value)}" for key, value in changes.items())
+    names = {key: key.removeprefix(f"{_STRATEGY}.").removeprefix("trainer.") for key in changes}
+    return ", ".join(f"{names[key]}={_spell(value)}" for key, value in changes.items()) or "as configured"
 
 
 def _try_all(problem: Problem, variant: Variant, offload: CPUOffload | None) -> Iterator[Candidate]:
     own = variant.model.optimizer
     if offload is not None and own.name == "adamw_8bit_paged":  # its pages are in host memory already
         return
-    for split in _list_splits(problem):
-        has_fit = False
+    is_spread = problem.trace is not None or not problem.tries_optimizers
+    optimizers = [own] if is_spread else _list_optimizers(variant, offload)
+    for rows in _list_rows(problem):
         known: list[Candidate] = []
-        for settings in _list_settings(problem, variant, offload, split[1].get("trainer.accumulate_grad_batches")):
+        for settings in _list_settings(problem, variant, offload, rows):
             if problem.only_fastest and any(_is_beaten(settings, candidate) for candidate in known):
                 continue
-            is_spread = problem.trace is not None or not problem.tries_optimizers
-            for optimizer in [own] if is_spread else _list_optimizers(variant, offload):
+            for optimizer in optimizers:
                 model = replace(variant.model, optimizer=optimizer)
-                candidate = _estimate(problem, replace(variant, model=model), settings, split)
-                has_fit |= candidate.fits
-                known.append(candidate)
-                yield candidate
-        if problem.trace is not None and has_fit:
+                known.append(_estimate(problem, replace(variant, model=model), settings, rows))
+                yield known[-1]
+        if problem.trace is not None and any(candidate.fits for candidate in known):
             return
 
 
@@ -194,39 +184,34 @@ def _is_beaten(settings: Settings, known: Candidate) -> bool:
 def count_tries(problem: Problem) -> int:
     """Return how many settings a search tries at most without offload, for the configured model and batch."""
     variant = problem.variants[0]
-    return len({problem.settings, *_list_settings(problem, variant, None, None)})
+    return len({problem.settings, *_list_settings(problem, variant, None, problem.micro_batch.rows)})
 
 
-def _list_splits(problem: Problem) -> list[tuple[int, dict[str, Any]]]:
-    """Return rows of a micro-batch, with the settings that make them so; to trace, from the configured ones down."""
-    rows, num = problem.micro_batch.rows, problem.num_micro_batches
+def _list_rows(problem: Problem) -> list[int]:
+    """Return rows of a micro-batch to try; to trace, from the configured ones down."""
+    rows = problem.micro_batch.rows
     if not problem.splits_batch:
-        return [(rows, {})]
-    sizes = sorted({2**i for i in range((rows * num).bit_length()) if rows * num % 2**i == 0} | {rows})
-    found: list[tuple[int, dict[str, Any]]] = []
-    for size in sizes:
-        changes = {"data.batch_size": size, "trainer.accumulate_grad_batches": rows * num // size}
-        found.append((size, {} if size == rows else changes))
-    return found if problem.trace is None else [split for split in reversed(found) if split[0] <= rows]
+        return [rows]
+    total = rows * problem.num_micro_batches
+    sizes = sorted({2**i for i in range(total.bit_length()) if total % 2**i == 0} | {rows})
+    return sizes if problem.trace is None else [size for size in reversed(sizes) if size <= rows]
 
 
-def _list_settings(
-    problem: Problem, variant: Variant, offload: CPUOffload | None, num_micro_batches: int | None
-) -> Iterator[Settings]:
+def _list_settings(problem: Problem, variant: Variant, offload: CPUOffload | None, rows: int) -> Iterator[Settings]:
     ranks, given = problem.ranks, problem.settings
     meshes = [given.mesh]
     if ranks.num_nodes > 1:  # what crosses nodes: everything, or gradients only
         meshes = list(dict.fromkeys([given.mesh, Mesh(), Mesh(replicate=-1, shard="node")]))
-    blocks = next(iterate_blocks(variant.model.units), None) is not None
     recomputes = [given.activation_checkpointing]
-    if blocks and given.activation_checkpointing.every_n_blocks == 1 and not given.activation_checkpointing.saved_ops:
+    is_plain = recomputes[0].every_n_blocks == 1 and not recomputes[0].saved_ops
+    if is_plain and any(unit.kind == "block" for unit in variant.model.units):
         recomputes = [ActivationCheckpointing(mode=mode) for mode in ("none", "selective", "full")]
-    num = num_micro_batches or problem.num_micro_batches
+    accumulates = problem.micro_batch.rows * problem.num_micro_batches > rows
     for mesh in meshes:
-        _, shards = mesh.resolve(world_size=ranks.world_size, ranks_per_node=ranks.per_node)
+        _, shards = ranks.resolve(mesh)
         if shards == 1 and offload is not None and problem.trace is not None:  # cannot be traced
             continue
-        keeps: list[tuple[bool | int, bool]] = [(True, False), (False, False), *([(False, True)] if num > 1 else [])]
+        keeps: list[tuple[bool | int, bool]] = [(True, False), (False, False), *[(False, True)] * accumulates]
         # Second gathers among fewer ranks: as configured, and those of a node.
         own = given.sharding.reshard_after_forward
         sizes = dict.fromkeys([*([] if isinstance(own, bool) else [own]), ranks.per_node])
@@ -259,86 +244,51 @@ def _list_optimizers(variant: Variant, offload: CPUOffload | None) -> list[Optim
     return [given, replace(given, name="adamw_8bit", fused=None)]
 
 
-def _estimate(
-    problem: Problem, variant: Variant, settings: Settings, split: tuple[int, Mapping[str, Any]]
-) -> Candidate:
-    rows, changes = split
-    model, ranks = variant.model, problem.ranks
-    measure = problem.measure or (lambda rows: replace(problem.micro_batch, rows=rows))
-    micro_batch = measure(rows)
-    num = changes.get("trainer.accumulate_grad_batches", problem.num_micro_batches)
-    step = _predict(problem, model, settings, micro_batch, num)
-    predict_time = partial(
-        estimate_time,
-        model,
-        hardware=problem.hardware,
-        ranks=ranks,
-        flops=step.flops,
-        moved_bytes=step.moved_bytes,
-        tokens=micro_batch.rows * micro_batch.length,
-        num_micro_batches=num,
-    )
-    has_blocks = next(iterate_blocks(model.units), None) is not None
+def _estimate(problem: Problem, variant: Variant, settings: Settings, rows: int) -> Candidate:
+    model, configured = variant.model, problem.variants[0].model
+    micro_batch = problem.measure(rows) if problem.measure else replace(problem.micro_batch, rows=rows)
+    num = problem.micro_batch.rows * problem.num_micro_batches // rows
+    common: dict[str, Any] = {"ranks": problem.ranks, "num_micro_batches": num}
+    cost: StepCost
+    if problem.trace is not None:
+        cost = problem.trace(model, settings, rows, num)
+    else:
+        cost = estimate_step(model, settings, micro_batch, device_type=problem.device_type, **common)
+
+    def estimate_time(settings: Settings) -> StepTime:
+        return estimate_step_time(model, settings, problem.hardware, cost, micro_batch=micro_batch, **common)
+
     can_compile = (
         settings.compile is None
         and problem.device_type == "cuda"
-        and has_blocks
+        and any(unit.kind == "block" for unit in model.units)
         and not any(iterate_quantized(model.module))
     )
-    memory = step.memory
-    needed = find_needed_bytes(memory.peak.num_bytes)
-    host_bytes = sum(memory.host_by_kind.values())
-    has_host = problem.host_bytes is None or host_bytes * ranks.per_node <= problem.host_bytes
-    own = {**variant.changes, **changes, **_list_changes(problem.settings, settings)}
-    if model.optimizer.name != problem.variants[0].model.optimizer.name:
+    host_bytes, peak_bytes = sum(cost.memory.host_by_kind.values()), cost.memory.peak.num_bytes
+    has_host = problem.host_bytes is None or host_bytes * problem.ranks.per_node <= problem.host_bytes
+    own = dict(variant.changes)
+    if rows != problem.micro_batch.rows:
+        own |= {"data.batch_size": rows, "trainer.accumulate_grad_batches": num}
+    own |= _list_changes(problem.settings, settings)
+    if model.optimizer.name != configured.optimizer.name:
         own["model.optimizer.name"] = model.optimizer.name
-        if problem.variants[0].model.optimizer.fused is not None:
+        if configured.optimizer.fused is not None:
             own["model.optimizer.fused"] = None
     return Candidate(
         changes=own,
         settings=settings,
-        peak_bytes=memory.peak.num_bytes,
-        needed_bytes=needed,
+        peak_bytes=peak_bytes,
         host_bytes=host_bytes,
-        time=predict_time(settings),
-        compiled_s=predict_time(replace(settings, compile=Compile())).step_s if can_compile else None,
-        keeps_result=not _CHANGES_RESULT & own.keys(),
-        fits=needed <= problem.device_bytes and has_host,
-    )
-
-
-def _predict(
-    problem: Problem, model: ModelToTrain, settings: Settings, micro_batch: MicroBatch, num_micro_batches: int
-) -> StepCost:
-    if problem.trace is not None:
-        return problem.trace(model, settings, micro_batch.rows, num_micro_batches)
-    return predict_step(
-        model.module,
-        model.units,
-        settings,
-        dtypes=model.dtypes,
-        optimizer=model.optimizer,
-        micro_batch=micro_batch,
-        world_size=problem.ranks.world_size,
-        ranks_per_node=problem.ranks.per_node,
-        num_micro_batches=num_micro_batches,
-        device_type=problem.device_type,
+        time=estimate_time(settings),
+        compiled_s=estimate_time(replace(settings, compile=Compile())).step_s if can_compile else None,
+        fits=compute_needed_bytes(peak_bytes) <= problem.device_bytes and has_host,
     )
 
 
 def _list_changes(given: Settings, chosen: Settings) -> dict[str, Any]:
-    pairs = {
-        "mesh.replicate": (given.mesh.replicate, chosen.mesh.replicate),
-        "mesh.shard": (given.mesh.shard, chosen.mesh.shard),
-        "sharding.reshard_after_forward": (
-            given.sharding.reshard_after_forward,
-            chosen.sharding.reshard_after_forward,
-        ),
-        "sharding.no_sync": (given.sharding.no_sync, chosen.sharding.no_sync),
-        "activation_checkpointing.mode": (given.activation_checkpointing.mode, chosen.activation_checkpointing.mode),
-    }
     changes: dict[str, Any] = {}
-    for key, (old, new) in pairs.items():
+    for key in _TRIED:
+        old, new = attrgetter(key)(given), attrgetter(key)(chosen)
         if old != new or type(old) is not type(new):  # true is not 1
             changes[f"{_STRATEGY}.{key}"] = new
     if given.cpu_offload != chosen.cpu_offload:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lit_fsdp.planning.search import Candidate, Problem
 
-WORKER = "lit_fsdp.planning.search_worker"
+_WORKER = "lit_fsdp.planning.traced_search"
 REQUEST, RESULT = "request.pkl", "result.pkl"  # files in the folder that the process is told
 # Of launchers, which would make a rank of it.
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR")
@@ -37,14 +37,9 @@ class NotPicklableError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchRequest:
-    """What is searched for, and what a trace needs besides.
+    """What is searched for, and the micro-batch that a trace needs besides."""
 
-    Args:
-        problem: Of one variant, the module to trace.
-        batch: One micro-batch.
-    """
-
-    problem: Problem
+    problem: Problem  # of one variant, the module to trace
     batch: Mapping[str, Any]
 
 
@@ -64,15 +59,11 @@ class SearchProcess:
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         # Its standard input is never written to: that it closes tells the process that this one has gone.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", WORKER, str(folder)], stdin=subprocess.PIPE, env=environ, start_new_session=True
+            [sys.executable, "-m", _WORKER, str(folder)], stdin=subprocess.PIPE, env=environ, start_new_session=True
         )
 
     def wait(self, timeout_s: float) -> list[Candidate] | str | None:
-        """Return what was found, why nothing was, or ``None`` if it still searches.
-
-        Args:
-            timeout_s: How long to wait for it.
-        """
+        """Return what was found, why nothing was, or ``None`` if it still searches after ``timeout_s``."""
         try:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -115,11 +106,7 @@ def pack_request(request: SearchRequest, trainer: object, settings: Mapping[str,
 
 
 class RequestReader(pickle.Unpickler):
-    """Reads what :func:`pack_request` has packed: the settings first, then the request.
-
-    Args:
-        stream: Of its bytes.
-    """
+    """Reads what :func:`pack_request` has packed: the settings first, then the request."""
 
     def __init__(self, stream: BytesIO) -> None:
         super().__init__(stream)

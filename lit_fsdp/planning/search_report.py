@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict
 from typing import Any
 
-from lit_fsdp.planning.plan import choose_unit, describe_time
+from lit_fsdp.planning.plan_report import choose_unit, describe_time
 from lit_fsdp.planning.search import Candidate, format_changes
-from lit_fsdp.reporting.sections import Table, find_width, print_table
+from lit_fsdp.reporting.sections import Table, get_width, print_table
 from lit_fsdp.sharding.settings import PRESETS
 
 _GIB = 2**30
@@ -27,13 +28,7 @@ def print_search(
 ) -> None:
     """Print what is configured, what would be faster or smaller, and which to take.
 
-    Args:
-        candidates: From ``search``.
-        chosen: Of them.
-        device_bytes: Memory of one GPU.
-        ranks_per_node: How many ranks share the memory of a host.
-        speed_unit: Of what the search took for tokens.
-        notes: What to know about the chosen one.
+    ``speed_unit`` is that of what the search took for tokens, ``notes`` are those of the chosen one.
     """
     configured, *others = candidates
     shown: list[Candidate] = []
@@ -68,13 +63,8 @@ def print_search(
 
 
 def list_settings(rows: Mapping[int, Candidate], chosen: Candidate | None) -> list[str]:
-    """Return the lines that say what the numbers of a table stand for, one setting whole on a line.
-
-    Args:
-        rows: Candidates by their numbers.
-        chosen: Gets a star.
-    """
-    width, lines = min(find_width() or _USUAL_WIDTH, _MAX_WIDTH), []
+    """Return the lines that say what the numbers of a table stand for, one setting whole on a line."""
+    width, lines = min(get_width() or _USUAL_WIDTH, _MAX_WIDTH), []
     for number, candidate in rows.items():
         lines.append(f"{_mark(number, candidate, chosen):>4} ")
         said = [format_changes({key: value}) for key, value in candidate.changes.items()] or [format_changes({})]
@@ -112,11 +102,9 @@ def describe_search(
 def apply_changes(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with other settings.
 
-    Args:
-        config: As YAML has it: ``trainer``, ``model`` and ``data``, the latter two with ``class_path``.
-        changes: Of a candidate.
+    The configuration is as in YAML: ``trainer``, ``model`` and ``data``, the latter two with ``class_path``.
     """
-    found = _copy(config)
+    found = deepcopy(dict(config))
     trainer = found.setdefault("trainer", {})
     if any(key.startswith("trainer.strategy.") for key in changes):
         trainer["strategy"] = _spell_out(trainer.get("strategy"))
@@ -143,10 +131,6 @@ def _spell_out(strategy: Any) -> dict[str, Any]:
         return {**strategy, "init_args": options}
     _, settings = PRESETS.get(str(strategy), ("", {}))
     return {"class_path": _CLASS, "init_args": {name: asdict(value) for name, value in settings.items()}}
-
-
-def _copy(node: Any) -> Any:
-    return {key: _copy(value) for key, value in node.items()} if isinstance(node, Mapping) else node
 
 
 def _make_table(

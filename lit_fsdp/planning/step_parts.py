@@ -1,13 +1,20 @@
-"""What a walk along a training step is told, and what it tells."""
+"""What an estimate of a step is made from: the model, its micro-batches and the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lit_fsdp.profiling.memory import Kind
+from torch import nn
 
-OUTSIDE = "(outside units)"
+from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.sharding.mesh import Mesh
+from lit_fsdp.sharding.mixed_precision import MixedPrecision
+from lit_fsdp.sharding.wrap import Unit
+
+
+class NoEstimateError(ValueError):
+    """There is no closed form of this step; says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +42,11 @@ class MicroBatch:
             if getattr(self, name) < 1:
                 raise ValueError(f"micro_batch.{name}: got {getattr(self, name)}: expected 1 or more")
 
+    @property
+    def num_tokens(self) -> int:
+        """All of them."""
+        return self.rows * self.length
+
     def describe(self) -> str:
         """Return a few words."""
         rows = f"{self.rows:,} row{'s' * (self.rows > 1)} of {self.length:,} tokens"
@@ -42,100 +54,34 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitSizes:
-    """Bytes of one unit on one rank.
+class Ranks:
+    """How many nodes, and how many ranks on each."""
 
-    Args:
-        label: Its name in tables.
-        gathered: All its parameters, in the dtype of compute.
-        cast: The shard in the dtype of compute, where that is another than it is stored in.
-        reduce: What its gradients are reduced from, at full size.
-        reduced: The shard that comes out, in the dtype of reduction.
-        gradient: The shard of the gradient that is kept.
-        kept: What stays of a gather after forward, where it is resharded to fewer ranks.
-        last_gradient: The gradient of its last parameter, of which FSDP2 lets go later.
-        reshards: Whether it is resharded after forward.
-        trains: Whether it has a gradient.
-        is_root: Whether it is the root.
-        is_idle: Whether no step has a use for it.
-        is_reached: Whether backward gathers it ahead: not what is frozen before the first unit that trains.
-        num_parameters: How many it has.
-    """
+    num_nodes: int
+    per_node: int
 
-    label: str
-    gathered: int
-    cast: int
-    reduce: int
-    reduced: int
-    gradient: int
-    kept: int
-    last_gradient: int
-    reshards: bool
-    trains: bool
-    is_root: bool
-    is_idle: bool
-    is_reached: bool
-    num_parameters: int
+    @property
+    def world_size(self) -> int:
+        """All of them."""
+        return self.num_nodes * self.per_node
+
+    def resolve(self, mesh: Mesh) -> tuple[int, int]:
+        """Return the copies of the model, and the ranks that share each."""
+        return mesh.resolve(world_size=self.world_size, ranks_per_node=self.per_node)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
-    """The most that was alive during one part of the step.
+class ModelToTrain:
+    """A model as it will be trained.
 
     Args:
-        phase: ``forward``, ``backward`` or ``optimizer``.
-        unit: Which unit was computing.
-        num_bytes: All of it.
-        by_kind: Bytes of each kind.
-        activations: Bytes of those by the part of the model that made them.
+        module: On the meta device, with adapters, quantized and cast as it will be; or sharded already.
+        units: From ``plan_module``.
+        dtypes: What the Trainer's precision comes to.
+        optimizer: Its settings.
     """
 
-    phase: str
-    unit: str
-    num_bytes: int
-    by_kind: Mapping[Kind, int]
-    activations: Mapping[str, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WalkSettings:
-    """How a step goes.
-
-    Args:
-        num_shards: Ranks that share a copy of the model.
-        is_replicated: Whether there are several copies.
-        num_micro_batches: Accumulated in a step.
-        holds_gradients: Whether only the last of them reduces.
-        reduce_itemsize: Bytes of a number of the dtype that gradients are reduced in.
-        casts_shards: Whether gradients are kept in another dtype than they are reduced in.
-        forward_prefetch: Wrap gathered ahead in forward.
-        backward_prefetch: Wrap gathered ahead in backward.
-        saved_ops: Names of operators whose outputs are kept although a block is computed again.
-        keeps_shards: Whether sharded gradients stay on the device.
-    """
-
-    num_shards: int
-    is_replicated: bool
-    num_micro_batches: int
-    holds_gradients: bool
-    reduce_itemsize: int
-    casts_shards: bool
-    forward_prefetch: int
-    backward_prefetch: int
-    saved_ops: frozenset[str]
-    keeps_shards: bool
-
-
-@dataclass
-class Gradient:
-    """The gradient of a value, in backward.
-
-    Args:
-        num_bytes: Of it.
-        is_view: Whether it is a view, to which autograd adds nothing in place.
-        refs: How many hold it.
-    """
-
-    num_bytes: int
-    is_view: bool
-    refs: int = 1
+    module: nn.Module
+    units: Sequence[Unit]
+    dtypes: MixedPrecision
+    optimizer: Optimizer

@@ -12,31 +12,78 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_fsdp.planning.step_parts import OUTSIDE, Gradient, Moment, UnitSizes, WalkSettings
 from lit_fsdp.planning.tape import Op, Tape
 from lit_fsdp.profiling.memory import KINDS, Kind
+from lit_fsdp.sharding.shard import Sharding
 
+OUTSIDE = "(outside units)"
 # Products of rows: their gradients are views of matrices, to which autograd adds nothing in place.
 _GIVE_VIEWS = ("mm", "addmm")
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnitSizes:
+    """Bytes of one unit on one rank."""
+
+    label: str
+    gathered: int  # all its parameters, in the dtype of compute
+    cast: int  # the shard in the dtype of compute, where that is another than it is stored in
+    reduce: int  # what its gradients are reduced from, at full size
+    reduced: int  # the shard that comes out, in the dtype of reduction
+    gradient: int  # the shard of the gradient that is kept
+    kept: int  # what stays of a gather after forward, where it is resharded to fewer ranks
+    last_gradient: int  # of its last parameter, which FSDP2 frees later
+    reshards: bool  # after forward
+    trains: bool
+    is_root: bool
+    is_idle: bool  # no step has a use for it
+    is_reached: bool  # backward gathers it ahead: not what is frozen before the first unit that trains
+    num_parameters: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """The most that was alive during one part of the step: one unit in ``forward``, ``backward`` or ``optimizer``."""
+
+    phase: str
+    unit: str
+    num_bytes: int
+    by_kind: Mapping[Kind, int]
+    activations: Mapping[str, int]  # by the part of the model that made them
+
+
+@dataclass(frozen=True, kw_only=True)
+class WalkSettings:
+    """How a step goes."""
+
+    num_shards: int
+    is_replicated: bool
+    num_micro_batches: int
+    sharding: Sharding
+    reduce_itemsize: int  # of the dtype that gradients are reduced in
+    casts_shards: bool  # gradients are kept in another dtype than they are reduced in
+    saved_ops: frozenset[str]  # operators whose outputs are kept although a block is computed again
+    keeps_shards: bool  # sharded gradients stay on the device
+
+
+@dataclass
+class Gradient:
+    """The gradient of a value, in backward; to a view autograd adds nothing in place."""
+
+    num_bytes: int
+    is_view: bool
+    refs: int = 1  # how many hold it
+
+
 @dataclass
 class Walk:
-    """Follows one step.
-
-    Args:
-        tape: Its operators.
-        units: By their numbers in the plan.
-        owners: The unit of each parameter, by name.
-        settings: How it goes.
-        fixed: What is there throughout.
-    """
+    """Follows one step."""
 
     tape: Tape
     units: Sequence[UnitSizes]
-    owners: Mapping[str, int]
+    owners: Mapping[str, int]  # the unit of each parameter, by name
     settings: WalkSettings
-    fixed: Mapping[Kind, int]
+    fixed: Mapping[Kind, int]  # what is there throughout
     moments: list[Moment] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -74,7 +121,7 @@ class Walk:
         """Walk forward and backward of the micro-batches; two of several differ."""
         num = min(self.settings.num_micro_batches, 2)
         for i in range(num):
-            self._is_reducing = not self.settings.holds_gradients or i + 1 == num
+            self._is_reducing = not self.settings.sharding.no_sync or i + 1 == num
             self._run_forward()
             self._run_backward()
         self._enter("optimizer", OUTSIDE)
@@ -204,8 +251,7 @@ class Walk:
                     self._begin_backward(step.index)
             elif step.what == "leave_block":
                 if self.tape.needs_grad[step.value]:
-                    begin = self._begins[i]
-                    self._recompute(begin, i)
+                    self._recompute(self._begins[i], i)
             elif step.what == "enter_block":
                 for value in [step.value, *self._unused] if i not in self._frozen else ():
                     self._drop(value)
@@ -318,7 +364,7 @@ class Walk:
         self._enter("forward", self._stack[-1])
         self._gather(index)
         self._copy_out(index, in_forward=True)
-        if ahead := self.settings.forward_prefetch:
+        if ahead := self.settings.sharding.forward_prefetch:
             for target in [i for i in self._planned if i > index][:ahead]:
                 self._gather(target)
 
@@ -338,7 +384,7 @@ class Walk:
         self._gather(index)
         self._copy_out(index, in_forward=False)
         # Of the root FSDP2 decides, and gathers one ahead; of one, that which ran before; of several, as planned.
-        ahead = 1 if self.units[index].is_root else self.settings.backward_prefetch
+        ahead = 1 if self.units[index].is_root else self.settings.sharding.backward_prefetch
         order = self._order if ahead == 1 else self._planned
         place = order.index(index)
         for target in order[max(place - ahead, 0) : place][::-1]:

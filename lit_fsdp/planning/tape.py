@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
-FLOAT32 = 4  # bytes
+FLOAT32, INDEX = 4, 8  # bytes of a number, and of the number of a token or class
 RELEASE = "release"  # name of an operator that runs nothing
 
 
@@ -62,17 +62,11 @@ class Op:
 
 @dataclass(frozen=True)
 class Mark:
-    """Where the forward of a unit, or of a block that is computed again, begins or ends.
-
-    Args:
-        what: Begin or end of what.
-        index: Number of the unit in the plan, or of the block.
-        value: What goes in or comes out.
-    """
+    """Where the forward of a unit, or of a block that is computed again, begins or ends."""
 
     what: Literal["enter_unit", "leave_unit", "enter_block", "leave_block"]
-    index: int
-    value: int
+    index: int  # of the unit in the plan, or of the block
+    value: int  # that goes in or comes out
 
 
 @dataclass
@@ -145,21 +139,10 @@ class Tape:
         backward_temp: int = 0,
         **counts: int,
     ) -> int:
-        """Add an operator, and return the value it makes.
+        """Add an operator, and return the value it makes; see ``Op``.
 
-        Args:
-            name: Of the operator.
-            inputs: What it reads.
-            num_bytes: Of its output.
-            saves: What it keeps of its inputs, if its output needs a gradient.
-            extra: Bytes that it makes and keeps besides.
-            saves_output: Whether it keeps its output.
-            weights: Parameters that it trains, and the bytes of their gradients.
-            shares_grad: Whether gradients pass through without a copy.
-            splits_grad: Whether gradients of the inputs are parts of that of the output.
-            forward_temp: Bytes that forward needs besides.
-            backward_temp: Bytes that backward needs besides.
-            **counts: FLOPs and bytes moved, as of ``Op``.
+        If the output needs a gradient, it keeps ``saves`` of its inputs, ``extra`` bytes that it makes besides, and
+        with ``saves_output`` its output.
         """
         wanted = tuple(dict.fromkeys(v for v in inputs if self.needs_grad[v]))
         is_trained = bool(wanted or weights)
@@ -201,12 +184,7 @@ class Tape:
     ) -> int:
         """Apply a function to every element.
 
-        Args:
-            name: Of the operator.
-            x: What it reads.
-            saves_input: Whether backward needs the input.
-            saves_output: Whether backward needs the output.
-            temps: How many tensors of its size backward needs besides.
+        ``temps`` is how many tensors of its size backward needs besides.
         """
         size = self.sizes[x]
         saves = (x,) if saves_input else ()

@@ -1,23 +1,43 @@
-"""Traces what a search tries, where the closed form has no rules: each step in a process of its own."""
+"""Searches by traces, where the closed form has no rules: for ``plan``, and as the process that ``fsdp2_auto`` starts.
+
+Each step is traced in a process of its own, as a trace shards its module and torch keeps layouts of its ranks.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import pickle
+import shutil
+import signal
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from io import BytesIO
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch import LightningModule
+
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.planning.auto_strategy import NAME
 from lit_fsdp.planning.dry_run import TracedStep
-from lit_fsdp.planning.estimate import ModelToTrain
-from lit_fsdp.planning.forecast import measure_batch
-from lit_fsdp.planning.planner import COUNTED_SHARE, PlannedStep, trace_exactly
+from lit_fsdp.planning.estimate import measure_batch
+from lit_fsdp.planning.exact_trace import trace_step
+from lit_fsdp.planning.planned_step import PlannedGpu, PlannedStep, PlannedTrainer, describe_step, enter_fit
+from lit_fsdp.planning.search import Candidate, search
+from lit_fsdp.planning.search_process import REQUEST, RESULT, RequestReader, SearchRequest
+from lit_fsdp.planning.step_parts import ModelToTrain
 from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
 
 def make_tracer(
@@ -47,6 +67,24 @@ def make_tracer(
     return trace
 
 
+def answer(packed: bytes) -> list[Candidate] | str:
+    """Return what a search finds, or in one line why it cannot."""
+    try:
+        reader = RequestReader(BytesIO(packed))
+        trainer = reader.trainer = _build_trainer(reader.load())
+        request: SearchRequest = reader.load()
+        module = request.problem.variants[0].model.module
+        assert isinstance(module, LightningModule)
+        enter_fit(trainer, module)
+        module.train()
+        step = describe_step(trainer, module, request.batch)
+        return search(replace(request.problem, trace=make_tracer([step], None, who=NAME)))
+    except ConfigError as error:
+        return error.line.removeprefix("plan: ").removeprefix(f"{NAME}: ")
+    except Exception as error:  # noqa: BLE001  for the run to raise
+        return f"{_print_error(error)}, see the traceback above"
+
+
 def _trace(step: PlannedStep, model: ModelToTrain, settings: Settings, rows: int, data: Any) -> TracedStep:
     module: Any = step.module
     step.strategy.settings = settings
@@ -55,14 +93,11 @@ def _trace(step: PlannedStep, model: ModelToTrain, settings: Settings, rows: int
     if data is not None and measure_batch(module, step.batch).rows != rows:
         data.batch_size = rows
         step = replace(step, batch=data.make_example_batch())
-    ranks = step.ranks
-    replicas, shards = settings.mesh.resolve(world_size=ranks.world_size, ranks_per_node=ranks.per_node)
-    traced = trace_exactly(replace(step, ranks=replace(ranks, num_replicas=replicas, num_shards=shards)))
-    return replace(traced, moved_bytes=int(traced.moved_bytes * COUNTED_SHARE))
+    return trace_step(step)
 
 
 def _run_apart(work: Callable[[], TracedStep], who: str) -> TracedStep:
-    """Return what ``work`` does, in a forked process: a trace shards its module, and torch keeps layouts of its ranks.
+    """Return what ``work`` does, in a forked process.
 
     Raises:
         ConfigError: ``work`` did, or the process was ended.
@@ -90,6 +125,47 @@ def _send(sender: Connection, work: Callable[[], TracedStep], who: str) -> None:
     except ConfigError as error:
         sender.send(error)
     except Exception as error:  # noqa: BLE001  for the search to raise
-        traceback.print_exc()
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        sender.send(ConfigError(f"{who}: a trace failed, see the traceback above ({reason})"))
+        sender.send(ConfigError(f"{who}: a trace failed, see the traceback above ({_print_error(error)})"))
+
+
+def _print_error(error: Exception) -> str:
+    """Print a traceback, and return the error on one line."""
+    traceback.print_exc()
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _build_trainer(settings: Mapping[str, Any]) -> PlannedTrainer:
+    given = dict(settings)
+    accelerator = "cpu" if given.pop("device_type") == "cpu" else PlannedGpu()
+    return PlannedTrainer(
+        accelerator=accelerator,
+        strategy=FSDP2Strategy(mixed_precision=given.pop("mixed_precision")),
+        plugins=[LightningEnvironment()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **given,
+    )
+
+
+def _end_with_parent(folder: Path) -> None:
+    os.read(0, 1)  # returns when the run has ended, however it did
+    shutil.rmtree(folder, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _main(folder: Path) -> None:
+    """Search for what the request in a folder says, and leave the result there, or why there is none."""
+    Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    warnings.simplefilter("ignore")  # the run has its own
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    found = answer((folder / REQUEST).read_bytes())
+    part = folder / "part"
+    part.write_bytes(pickle.dumps(found))
+    part.rename(folder / RESULT)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

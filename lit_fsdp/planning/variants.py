@@ -2,18 +2,54 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.planning.planned_step import PlannedStep, prepare_step
 from lit_fsdp.quantization.quantize import Quantization
 
-_LOSS_CHUNKS, _LORA_RANK = 8, 16
+_LOSS_CHUNKS = 8
 
 
-def list_variants(module: LightningModule) -> list[tuple[LightningModule, dict[str, Any]]]:
+def prepare_variants(
+    trainer: Trainer, module: LightningModule, data: LightningDataModule | None
+) -> list[tuple[PlannedStep, dict[str, Any]]]:
+    """Return the step of a run, and those of what could be trained in its place, with the settings for it.
+
+    What cannot be built is left out, and the reason is a note of the first. What building another says is kept as its
+    notes, where it was not said of the first.
+    """
+    variants = _list_variants(module)
+    first, warned = _prepare_quietly(trainer, module, data)
+    for warning in warned:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    steps, notes = [], list(first.notes)
+    said = {*notes, *(str(warning.message) for warning in warned)}
+    for variant, changes in variants:
+        try:
+            step, warned = _prepare_quietly(trainer, variant, data)
+        except ValueError as error:
+            notes.append(f"search: not tried: {', '.join(changes)}: {error}")
+            continue
+        own = [*step.notes, *(str(warning.message) for warning in warned)]
+        steps.append((replace(step, notes=[note for note in own if note not in said]), changes))
+    trainer.strategy.connect(module)
+    return [(replace(first, notes=notes), {}), *steps]
+
+
+def _prepare_quietly(
+    trainer: Trainer, module: LightningModule, data: LightningDataModule | None
+) -> tuple[PlannedStep, list[warnings.WarningMessage]]:
+    with warnings.catch_warnings(record=True) as caught:
+        return prepare_step(trainer, module, data, searches=True), caught
+
+
+def _list_variants(module: LightningModule) -> list[tuple[LightningModule, dict[str, Any]]]:
     """Return copies of a module that would train otherwise, none of them built yet, with the settings for it.
 
     A task says by its attributes ``loss_chunks``, ``lora`` and ``quantization`` what it can do, and by
@@ -23,10 +59,10 @@ def list_variants(module: LightningModule) -> list[tuple[LightningModule, dict[s
     trainings: list[dict[str, Any]] = [{}]
     if getattr(module, "lora", "") is None:
         released: dict[str, Any] = {"model.freeze": []} if getattr(module, "frozen_names", ()) else {}
-        trainings.append({"model.lora": {"r": _LORA_RANK}, **released})
+        trainings.append({"model.lora": {"r": 16}, **released})
         if getattr(module, "quantization", "") is None:
             trainings.append({**trainings[-1], "model.quantization": {"type": "nf4"}})
-    found: list[tuple[LightningModule, dict[str, Any]]] = []
+    found = []
     choices = [{**more, **training} for training in trainings for more in ([{}, chunks] if chunks else [{}])]
     for changes in choices[1:]:
         variant: Any = deepcopy(module)

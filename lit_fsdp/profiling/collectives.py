@@ -24,32 +24,19 @@ def count_wire_bytes(collective: Collective, num_bytes: int, num_ranks: int) -> 
 
     As nccl-tests defines it (``doc/PERFORMANCE.md``): of the full size, (n-1)/n to gather or to reduce and scatter,
     twice that to all-reduce. Divided by the time it is the bus bandwidth, which can be compared with that of a link.
-
-    Args:
-        collective: Which.
-        num_bytes: The full size: what comes out of a gather, what goes into a reduction.
-        num_ranks: How many take part.
+    ``num_bytes`` is the full size: what comes out of a gather, what goes into a reduction.
     """
     return (2 if collective == "all_reduce" else 1) * (num_ranks - 1) / num_ranks * num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """A collective of one size.
-
-    Args:
-        collective: Which.
-        num_bytes: Its full size.
-        seconds: Median over its repeats, mean over the ranks.
-        seconds_low: The shortest of all repeats and ranks.
-        seconds_high: The longest.
-        num_ranks: How many took part.
-    """
+    """A collective of one size."""
 
     collective: Collective
     num_bytes: int
-    seconds: float
-    seconds_low: float
+    seconds: float  # median over its repeats, mean over the ranks
+    seconds_low: float  # the shortest of all repeats and ranks
     seconds_high: float
     num_ranks: int
 
@@ -61,28 +48,19 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """The time of a collective as ``alpha_s + wire bytes / bandwidth``.
+    """The time of a collective as ``alpha_s + wire bytes / bandwidth``."""
 
-    Args:
-        alpha_s: The latency: what a collective takes however little it sends.
-        bandwidth_gb_s: The bus bandwidth of large ones, in 1e9 bytes.
-        worst_pct: The largest difference to what was measured, of that; ``None`` of two sizes, which any line meets.
-    """
-
-    alpha_s: float
-    bandwidth_gb_s: float
+    alpha_s: float  # the latency: what a collective takes however little it sends
+    bandwidth_gb_s: float  # the bus bandwidth of large ones, in 1e9 bytes
+    # The largest difference to what was measured, of that; ``None`` of two sizes, which any line meets
     worst_pct: float | None
 
 
 def measure_fabric(sizes: Sequence[int], *, num_repeats: int, device: torch.device) -> list[Timing]:
     """Time every collective at every size. All ranks of the default process group must call it.
 
-    Repeats follow each other directly, on the same memory, after a few that do not count.
-
-    Args:
-        sizes: Full sizes in bytes; each is rounded up so that all ranks get equal parts.
-        num_repeats: Of each.
-        device: Of this rank.
+    Repeats follow each other directly, on the same memory, after a few that do not count. Sizes are full ones in
+    bytes, rounded up so that all ranks get equal parts.
     """
     return [
         _time_collective(collective, size, num_repeats, device) for collective in COLLECTIVES for size in sorted(sizes)
@@ -92,10 +70,8 @@ def measure_fabric(sizes: Sequence[int], *, num_repeats: int, device: torch.devi
 def fit_line(timings: Sequence[Timing]) -> Line | None:
     """Fit latency and bandwidth to timings of one collective, by least squares of relative errors.
 
-    Relative, as otherwise the largest size would decide alone, and the latency would be noise.
-
-    Args:
-        timings: Of several sizes; fewer than two give ``None``, and so do times that do not grow with the size.
+    Relative, as otherwise the largest size would decide alone, and the latency would be noise. Fewer than two sizes
+    give ``None``, and so do times that do not grow with the size.
     """
     if len({timing.num_bytes for timing in timings}) < 2 or timings[0].num_ranks < 2:
         return None

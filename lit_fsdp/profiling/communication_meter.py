@@ -32,55 +32,50 @@ _MAX_PENDING = 8  # steps that the GPU is behind; what is older is dropped, not 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Totals:
-    """Some collectives of a step, on this rank.
-
-    Args:
-        calls: How many.
-        num_bytes: Their full sizes: what came out of gathers, what went into reductions.
-        wire_bytes: What a rank had to send for them, see ``count_wire_bytes``.
-        seconds: How long they took, see Note [What is timed]; those of several streams may run at once.
-        exposed_s: How much of that compute waited.
-    """
+class Communication:
+    """Some collectives of a step, on this rank."""
 
     calls: int = 0
-    num_bytes: int = 0
-    wire_bytes: float = 0.0
-    seconds: float = 0.0
-    exposed_s: float = 0.0
+    num_bytes: int = 0  # their full sizes: what came out of gathers, what went into reductions
+    wire_bytes: float = 0.0  # what a rank had to send for them, see ``count_wire_bytes``
+    seconds: float = 0.0  # how long they took, see Note [What is timed]; those of several streams may run at once
+    exposed_s: float = 0.0  # how much of that compute waited
+
+    @property
+    def overlapped_s(self) -> float:
+        """How much of that compute did not wait."""
+        return self.seconds - self.exposed_s
+
+    @property
+    def bandwidth_gb_s(self) -> float:
+        """The bus bandwidth."""
+        return self.wire_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitCommunication(Totals):
-    """The collectives of one kind that one unit had in a step.
+class UnitCommunication(Communication):
+    """The collectives of one kind that one unit had in a step."""
 
-    Args:
-        unit: Its name, as in the plan of units.
-        collective: The kind.
-    """
-
-    unit: str
+    unit: str  # its name, as in the plan of units
     collective: Collective
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCommunication:
-    """The collectives of one optimizer step on this rank.
+    """The collectives of one optimizer step on this rank."""
 
-    Args:
-        tag: Given to ``end_step``.
-        step_s: Seconds of the step, without pauses.
-        units: In the order of modules, without what a unit did not have.
-    """
+    tag: Any  # given to ``end_step``
+    step_s: float  # seconds of the step, without pauses
+    units: Sequence[UnitCommunication]  # in the order of modules, without what a unit did not have
 
-    tag: Any
-    step_s: float
-    units: Sequence[UnitCommunication]
-
-    def add_up(self, collective: Collective | None = None) -> Totals:
+    def add_up(self, collective: Collective | None = None) -> Communication:
         """Return the sums over all units, of one kind of collective or of all."""
-        chosen = [unit for unit in self.units if collective in (None, unit.collective)]
-        return Totals(**{f.name: sum(getattr(unit, f.name) for unit in chosen) for f in fields(Totals)})
+        return add_up([unit for unit in self.units if collective in (None, unit.collective)])
+
+
+def add_up(parts: Sequence[Communication]) -> Communication:
+    """Return the sums over some collectives."""
+    return Communication(**{f.name: sum(getattr(part, f.name) for part in parts) for f in fields(Communication)})
 
 
 class CommunicationMeter:
@@ -89,17 +84,13 @@ class CommunicationMeter:
     Collectives are timed by marks around them, nothing is waited for. Only what lies between ``resume`` and ``pause``
     counts, so that a validation in a step does not. Communication that the user gave to FSDP2 (its
     ``set_custom_all_gather``, symmetric memory, ...) goes on working, if it was set before ``attach``; what is set
-    meanwhile is not measured.
-
-    Args:
-        model: Sharded by ``fully_shard``, or holding modules that are. Nothing else is measured.
-        device: Where it computes.
+    meanwhile is not measured. Neither are modules that ``fully_shard`` has not seen.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._clock = Clock(device)
         self._blocks = device.type != "cuda"
-        self._groups = _find_groups(model)
+        self._groups = _list_groups(model)
         self._probes: list[_Probe] = []
         self._is_on = False
         self._calls: list[_Call] = []  # of the step that is not over
@@ -147,11 +138,7 @@ class CommunicationMeter:
             self._pending.popleft()
 
     def take(self, *, wait: bool = False) -> list[StepCommunication]:
-        """Return the steps that the device is done with, each once.
-
-        Args:
-            wait: For the others as well; for the end of a run.
-        """
+        """Return the steps that ended since the last call. Without ``wait``, only those the device has finished."""
         taken = []
         while self._pending and (wait or all(self._clock.is_past(end) for _, end in self._pending[0].stretches)):
             taken.append(self._read(self._pending.popleft()))
@@ -169,7 +156,7 @@ class CommunicationMeter:
         """Set a mark; ``None`` outside of a step."""
         return self._clock.mark() if self._is_on else None
 
-    def find_queue(self, group: FSDPParamGroup) -> _Queue:
+    def get_queue(self, group: FSDPParamGroup) -> _Queue:
         """Return what is under way in the streams of a group, which it shares with the others of its root."""
         return self._queues.setdefault(id(group.comm_ctx), _Queue())
 
@@ -181,7 +168,9 @@ class CommunicationMeter:
             found.setdefault((call.unit, call.collective), []).append(call)
         keys = sorted(found, key=lambda key: (names[key[0]], COLLECTIVES.index(key[1])))
         seconds = [self._clock.measure_s(begin, end) for begin, end in step.stretches]
-        return StepCommunication(tag=step.tag, step_s=sum(seconds), units=[_add_up(*key, found[key]) for key in keys])
+        return StepCommunication(
+            tag=step.tag, step_s=sum(seconds), units=[_sum_calls(*key, found[key]) for key in keys]
+        )
 
     def _measure(self, calls: list[_Call]) -> None:
         measure_s = self._clock.measure_s
@@ -294,7 +283,7 @@ class _Probe:
         result = comm(output_tensor, input_tensor, *args, **kwargs)
         if call is not None:
             call.end = self._reduced = self._meter.mark()
-            self._meter.find_queue(self._group).unneeded.append(call)
+            self._meter.get_queue(self._group).unneeded.append(call)
         self._scatter = call
         return result
 
@@ -308,7 +297,7 @@ class _Probe:
         num_ranks = self._group._all_reduce_process_group.size()
         call = self._meter.begin_call(self.name, "all_reduce", output.nbytes, num_ranks) if num_ranks > 1 else None
         if call is not None and self._reduced is not None:
-            queue = self._meter.find_queue(self._group)
+            queue = self._meter.get_queue(self._group)
             call.begin, call.end, call.after = self._reduced, call.begin, queue.last_all_reduce
             queue.last_all_reduce = call.end
             queue.unneeded.append(call)
@@ -326,7 +315,7 @@ class _Probe:
             call.end = self._meter.mark()
 
     def _post_backward(self, run: Callable[..., None], *unused: Any) -> None:
-        states, scatters = self._group.comm_ctx.reduce_scatter_states, self._meter.find_queue(self._group).scatters
+        states, scatters = self._group.comm_ctx.reduce_scatter_states, self._meter.get_queue(self._group).scatters
         while len(scatters) > len(states):  # FSDP2 has waited for all of them at the end of a backward
             scatters.popleft()
         num_states, need = len(states), self._meter.mark() if states else None
@@ -341,7 +330,7 @@ class _Probe:
             scatters.append(self._scatter)
 
     def _finalize_backward(self, run: Callable[[], None]) -> None:
-        queue = self._meter.find_queue(self._group)
+        queue = self._meter.get_queue(self._group)
         gather, self._gather = self._gather, None  # in vain, if there is one
         need = self._meter.mark() if queue.unneeded or gather is not None else None
         run()
@@ -350,7 +339,7 @@ class _Probe:
         queue.unneeded.clear()
 
 
-def _add_up(unit: str, collective: Collective, calls: Sequence[_Call]) -> UnitCommunication:
+def _sum_calls(unit: str, collective: Collective, calls: Sequence[_Call]) -> UnitCommunication:
     return UnitCommunication(
         unit=unit,
         collective=collective,
@@ -381,7 +370,7 @@ def _stand_in(comm: Any, run: Callable[..., Any], note: Callable[[], None] | Non
     return object.__new__(type(f"Timed{kind.__name__}", (kind,), body))
 
 
-def _find_groups(model: nn.Module) -> list[tuple[str, FSDPParamGroup]]:
+def _list_groups(model: nn.Module) -> list[tuple[str, FSDPParamGroup]]:
     """Return all groups of parameters with the names of their modules, as in a plan of units."""
     names = {module: name or "(root)" for name, module in model.named_modules()}
     groups: dict[FSDPParamGroup, str] = {}

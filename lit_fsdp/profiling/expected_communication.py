@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil, prod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lit_fsdp.profiling.memory import label_unit
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.shard import Sharding
 from lit_fsdp.sharding.wrap import Unit
@@ -15,17 +17,11 @@ from lit_fsdp.sharding.wrap import Unit
 
 @dataclass(frozen=True, kw_only=True)
 class Collectives:
-    """Collectives of one optimizer step on one rank.
+    """Collectives of one optimizer step on one rank."""
 
-    Args:
-        gathers: All-gathers of parameters.
-        reduce_scatters: Of gradients, over the shards.
-        all_reduces: Of gradients, between replicas.
-    """
-
-    gathers: int
-    reduce_scatters: int
-    all_reduces: int
+    gathers: int  # all-gathers of parameters
+    reduce_scatters: int  # of gradients, over the shards
+    all_reduces: int  # of gradients, between replicas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,24 +29,15 @@ class UnitBytes:
     """The bytes of one unit: what each of its collectives has, and all of them in a step.
 
     Sizes are full ones: what comes out of a gather, and what goes into a reduction.
-
-    Args:
-        unit: Its name.
-        gather: Of one all-gather.
-        reduce_scatter: Of one reduce-scatter.
-        all_reduce: Of one all-reduce.
-        gather_step: Of all its all-gathers in a step.
-        reduce_scatter_step: Of all its reduce-scatters.
-        all_reduce_step: Of all its all-reduces.
     """
 
     unit: str
-    gather: int
-    reduce_scatter: int
-    all_reduce: int
-    gather_step: int
-    reduce_scatter_step: int
-    all_reduce_step: int
+    gather: int  # of one all-gather
+    reduce_scatter: int  # of one reduce-scatter
+    all_reduce: int  # of one all-reduce
+    gather_step: int  # of all its all-gathers in a step
+    reduce_scatter_step: int  # of all its reduce-scatters
+    all_reduce_step: int  # of all its all-reduces
 
 
 def predict_collectives(
@@ -59,13 +46,13 @@ def predict_collectives(
     *,
     num_replicas: int = 1,
     num_micro_batches: int = 1,
-    num_shards: int | None = None,
+    num_shards: int = 2,
 ) -> Collectives:
     """Count the collectives of one optimizer step.
 
     Each micro-batch gathers every unit for forward, and again for backward where it was resharded between. A
     head and the root are not, see ``shard_model``, and neither are units that backward never reaches: frozen ones
-    before the first that trains. An idle unit is never gathered. Activation checkpointing adds none: the recomputed
+    before the first trainable one. An idle unit is never gathered. Activation checkpointing adds none: the recomputed
     forward runs while the unit is gathered for backward.
 
     Args:
@@ -73,16 +60,13 @@ def predict_collectives(
         sharding: What happens between their uses.
         num_replicas: Copies of the model.
         num_micro_batches: Accumulated in a step.
-        num_shards: Over how many ranks each copy is split; left out, over several. One has nothing to gather.
+        num_shards: Over how many ranks each copy is split. One has nothing to gather; above, the number is the same.
     """
-    counts = [
-        _count_calls(uses, sharding, num_shards or 2, num_replicas, num_micro_batches)
-        for uses in _list_uses(plan, sharding)
-    ]
+    calls = list(_count_calls(plan, sharding, num_shards, num_replicas, num_micro_batches))
     return Collectives(
-        gathers=sum(c.gathers for c in counts),
-        reduce_scatters=sum(c.reduce_scatters for c in counts),
-        all_reduces=sum(c.all_reduces for c in counts),
+        gathers=sum(count.gathers for _, count in calls),
+        reduce_scatters=sum(count.reduce_scatters for _, count in calls),
+        all_reduces=sum(count.all_reduces for _, count in calls),
     )
 
 
@@ -98,71 +82,69 @@ def predict_bytes(
 ) -> list[UnitBytes]:
     """Return the bytes of each unit in one optimizer step, counted as in ``predict_collectives``.
 
-    Rows of a parameter are filled up until all shards have equally many. Floating parameters are gathered in the
-    dtype of compute, others (4-bit codes) as they are; gradients are reduced in the dtype of reduction. All parameters
-    that train are taken to get a gradient in every step.
-
-    Args:
-        model: The root of the plan, sharded or not, its parameters in the storage dtype.
-        plan: Its units.
-        sharding: What happens between their uses.
-        mixed_precision: All dtypes, as of ``strategy.precision_plugin.mixed_precision``.
-        num_shards: Over how many ranks each copy is split.
-        num_replicas: Copies of the model.
-        num_micro_batches: Accumulated in a step.
+    Gradients are reduced in the dtype of reduction. Every trainable parameter is taken to get a gradient in every step.
+    The parameters of ``model`` are in the storage dtype, sharded or not.
     """
     parameters = dict(model.named_parameters())
     policy = mixed_precision.build_policy()
     predicted = []
-    for uses in _list_uses(plan, sharding):
-        count = _count_calls(uses, sharding, num_shards, num_replicas, num_micro_batches)
-        gather = scatter = 0
-        for name in uses.unit.parameters:
-            parameter = parameters[name]
-            rows, *rest = parameter.shape
-            numel = -(-rows // num_shards) * num_shards * torch.Size(rest).numel()
-            dtype = policy.param_dtype if parameter.is_floating_point() else None
-            dtype = dtype or parameter.dtype
-            gather += numel * dtype.itemsize
-            scatter += numel * (policy.reduce_dtype or dtype).itemsize if parameter.requires_grad else 0
-        reduced = scatter // num_shards
+    for unit, calls in _count_calls(plan, sharding, num_shards, num_replicas, num_micro_batches):
+        own = [parameters[name] for name in unit.parameters]
+        gather = count_gathered_bytes(own, policy.param_dtype, num_shards)
+        scatter = sum(
+            pad_numel(p, num_shards) * (policy.reduce_dtype or get_gather_dtype(p, policy.param_dtype)).itemsize
+            for p in own
+            if p.requires_grad
+        )
         predicted.append(
             UnitBytes(
-                unit=" + ".join(name or "(root)" for name in uses.unit.names),
-                gather=gather if count.gathers else 0,
-                reduce_scatter=scatter if count.reduce_scatters else 0,
-                all_reduce=reduced if count.all_reduces else 0,
-                gather_step=gather * count.gathers,
-                reduce_scatter_step=scatter * count.reduce_scatters,
-                all_reduce_step=reduced * count.all_reduces,
+                unit=label_unit(unit),
+                gather=gather if calls.gathers else 0,
+                reduce_scatter=scatter if calls.reduce_scatters else 0,
+                all_reduce=scatter // num_shards if calls.all_reduces else 0,
+                gather_step=gather * calls.gathers,
+                reduce_scatter_step=scatter * calls.reduce_scatters,
+                all_reduce_step=scatter // num_shards * calls.all_reduces,
             )
         )
     return predicted
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Uses:
-    """How often a unit that has parameters is gathered in a micro-batch; never, if it is idle."""
+def count_gathered_bytes(parameters: Iterable[Tensor], param_dtype: torch.dtype | None, num_shards: int = 1) -> int:
+    """Return the bytes of parameters when they are gathered for compute in ``param_dtype``; ``None`` is that of each.
 
-    unit: Unit
-    gathers: int
+    They are in the storage dtype, and split over ``num_shards`` ranks; one adds no padding.
+    """
+    return sum(pad_numel(p, num_shards) * get_gather_dtype(p, param_dtype).itemsize for p in parameters)
 
 
-def _list_uses(plan: Sequence[Unit], sharding: Sharding) -> Iterator[_Uses]:
+def get_gather_dtype(parameter: Tensor, param_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a parameter is gathered: that of compute, but 4-bit and 8-bit codes as they are."""
+    return param_dtype if param_dtype is not None and parameter.is_floating_point() else parameter.dtype
+
+
+def pad_numel(parameter: Tensor, num_shards: int) -> int:
+    """Return the elements of a parameter with its rows filled up, so that all shards have equally many."""
+    rows, *rest = parameter.shape or (1,)
+    return ceil(rows / num_shards) * num_shards * prod(rest)
+
+
+def _count_calls(
+    plan: Sequence[Unit], sharding: Sharding, num_shards: int, num_replicas: int, num_micro_batches: int
+) -> Iterator[tuple[Unit, Collectives]]:
+    """Yield every unit that has parameters, with its collectives in a step."""
     filled = [unit for unit in plan if unit.num_params]
     is_resharded = sharding.reshard_after_forward is not False
     first = next((i for i, unit in enumerate(filled) if unit.num_trainable), len(filled))
     for i, unit in enumerate(filled):
         is_gathered_again = is_resharded and i >= first and unit.kind in ("block", "embedding")
-        yield _Uses(unit=unit, gathers=0 if unit.kind == "idle" else 2 if is_gathered_again else 1)
-
-
-def _count_calls(
-    uses: _Uses, sharding: Sharding, num_shards: int, num_replicas: int, num_micro_batches: int
-) -> Collectives:
-    reductions = 0 if not uses.unit.num_trainable else 1 if sharding.no_sync else num_micro_batches
-    return Collectives(
-        gathers=uses.gathers * num_micro_batches if num_shards > 1 else 0,
-        reduce_scatters=reductions if num_shards > 1 else 0,
-        all_reduces=reductions if num_replicas > 1 else 0,
-    )
+        gathers = 0 if unit.kind == "idle" else 2 if is_gathered_again else 1
+        reductions = 0 if not unit.num_trainable else 1 if sharding.no_sync else num_micro_batches
+        yield (
+            unit,
+            Collectives(
+                gathers=gathers * num_micro_batches if num_shards > 1 else 0,
+                reduce_scatters=reductions if num_shards > 1 else 0,
+                all_reduces=reductions if num_replicas > 1 else 0,
+            ),
+        )

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of a training step as they are executed.
+"""Counts the floating-point operations of a training step, and the bytes that it moves, as they are executed.
 
 Note [FLOPs]: matrix products, attention and convolutions are counted, a multiplication and an addition as two, with
 the formulas of ``torch.utils.flop_counter``; norms, activations, softmax, embeddings and the optimizer are not, as is
@@ -18,25 +18,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from typing_extensions import override
+
+from lit_fsdp.quantization.quantize import count_hidden_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """Floating-point operations of one rank; see Note [FLOPs].
-
-    Args:
-        forward: Of forward.
-        backward: Of backward alone.
-        recomputed: Of what backward computes once more.
-        uncounted: Operators outside of torch for which there is no formula, by name.
-    """
+    """Floating-point operations of one rank; see Note [FLOPs]."""
 
     forward: int = 0
-    backward: int = 0
-    recomputed: int = 0
-    uncounted: tuple[str, ...] = ()
+    backward: int = 0  # of backward alone
+    recomputed: int = 0  # of what backward computes once more
+    uncounted: tuple[str, ...] = ()  # operators outside of torch for which there is no formula, by name
 
     def __mul__(self, factor: float) -> Flops:
         """Return those of so many times the work."""
@@ -81,14 +77,41 @@ class FlopCounter(TorchDispatchMode):
             return NotImplemented  # DTensor runs it on local tensors, which come back here
         out = func(*args, **(kwargs or {}))
         operator = getattr(func, "overloadpacket", func)
-        count = _find_formula(operator)
+        count = _get_formula(operator)
         if count is not None:
             total = int(count(*args, **(kwargs or {}), out_val=out))
             again = total // 5 if str(operator) in _FUSED_BACKWARD else 0
-            self._sums[_find_phase()] += total - again
+            self._sums[_get_phase()] += total - again
             self._sums["recomputed"] += again
         elif _is_foreign(str(operator)):
             self._uncounted.add(str(operator))
+        return out
+
+
+class WorkCounter(FlopCounter):
+    """Counts FLOPs inside its context, and bytes.
+
+    Bytes are those of the tensors that an operator reads and writes, whether they come from a cache or not, as if each
+    ran by itself. Views move nothing; products and attention are left to their FLOPs, but for weights that they
+    dequantize inside.
+
+    Attributes:
+        moved_bytes: So far.
+        is_counting: False lets operators pass.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved_bytes = 0
+        self.is_counting = True
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+        if not self.is_counting:
+            return func(*args, **(kwargs or {}))
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if out is not NotImplemented:
+            self.moved_bytes += _count_moved(func, args, kwargs or {}, out)
         return out
 
 
@@ -101,12 +124,7 @@ def is_compiled(model: nn.Module) -> bool:
     )
 
 
-def has_formula(func: Any) -> bool:
-    """Return whether an operator's FLOPs are counted."""
-    return _find_formula(getattr(func, "overloadpacket", func)) is not None
-
-
-def _find_phase() -> str:
+def _get_phase() -> str:
     # Private, both seen in torch 2.13. Backward runs without gradients but for what it computes again. There, an
     # autograd.Function switches them off too, but checkpoint's hooks on saved tensors are still in place.
     if torch._C._current_graph_task_id() == -1:
@@ -115,8 +133,17 @@ def _find_phase() -> str:
     return "recomputed" if torch.is_grad_enabled() or is_hooked else "backward"
 
 
-def _find_formula(operator: Any) -> Callable[..., int] | None:
+def _get_formula(operator: Any) -> Callable[..., int] | None:
     return flop_registry.get(operator) or _MORE.get(str(operator))
+
+
+def _count_moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    if _get_formula(getattr(func, "overloadpacket", func)) is not None:
+        return count_hidden_bytes(func, args, kwargs)
+    if func.namespace in _ELSEWHERE or func.is_view or str(func).startswith(_WITHOUT_VALUES):
+        return 0
+    tensors = {id(tensor): tensor for tensor in tree_iter((args, kwargs, out)) if isinstance(tensor, Tensor)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def _is_foreign(name: str) -> bool:
@@ -127,18 +154,10 @@ def _is_foreign(name: str) -> bool:
     return "." in name and namespace not in _WITHOUT_PRODUCTS
 
 
-# Of torch's own: copies, collectives, profiling.
-_WITHOUT_PRODUCTS = {
-    "aten",
-    "prim",
-    "prims",
-    "fsdp",
-    "c10d",
-    "_c10d_functional",
-    "profiler",
-    "higher_order",
-    "symm_mem",
-}
+# Namespaces of torch that are no work of the model: collectives, profiling.
+_ELSEWHERE = {"fsdp", "c10d", "_c10d_functional", "profiler", "higher_order", "prim"}
+_WITHOUT_PRODUCTS = _ELSEWHERE | {"aten", "prims", "symm_mem"}
+_WITHOUT_VALUES = ("aten.empty", "aten.new_empty", "aten._unsafe_view", "aten.detach", "aten.lift_fresh")
 
 
 def _count_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:

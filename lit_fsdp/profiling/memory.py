@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_iter
 
-from lit_fsdp.sharding.torch_internals import find_shard, iterate_sharded, list_gathered, list_unreduced_gradients
+from lit_fsdp.sharding.torch_internals import get_shard, iterate_sharded, list_gathered, list_unreduced_gradients
 from lit_fsdp.sharding.wrap import Unit
 
-Kind = Literal["parameters", "gathered", "gradients", "optimizer_state", "communication", "activations", "rest"]
 # From what stays longest to what comes and goes.
-KINDS: tuple[Kind, ...] = (
-    "parameters",
-    "optimizer_state",
-    "gradients",
-    "gathered",
-    "communication",
-    "activations",
-    "rest",
-)
+Kind = Literal["parameters", "optimizer_state", "gradients", "gathered", "communication", "activations", "rest"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 def iterate_states(
@@ -33,10 +26,6 @@ def iterate_states(
 
     Parameters and buffers, gradients (those that are not reduced yet as well), gathered parameters, optimizer
     state. DTensors are yielded as this rank's part.
-
-    Args:
-        model: Sharded or not.
-        optimizers: Of its parameters.
     """
     names: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters():
@@ -47,26 +36,24 @@ def iterate_states(
     for name, buffer in model.named_buffers():
         yield "parameters", name, _get_local(buffer)
     for _, sharded in iterate_sharded(model):
-        name = names.get(find_shard(sharded), "")
+        name = names.get(get_shard(sharded), "")
         for tensor in list_gathered(sharded):
             yield "gathered", name, tensor
         for gradient in list_unreduced_gradients(sharded):
             yield "gradients", name, _get_local(gradient)
     for optimizer in optimizers:
         for owner, state in optimizer.state.items():
-            for tensor in _iterate_tensors(state):
-                yield "optimizer_state", names.get(owner, ""), _get_local(tensor)
+            for tensor in tree_iter(state):
+                if isinstance(tensor, Tensor):
+                    yield "optimizer_state", names.get(owner, ""), _get_local(tensor)
 
 
 def measure_states(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), *, device: torch.device | None = None
 ) -> dict[Kind, int]:
-    """Return the bytes of the tensors of ``iterate_states`` by kind; memory that several share is counted once.
+    """Return the bytes of the tensors of ``iterate_states`` by kind, of those on ``device`` if it is given.
 
-    Args:
-        model: Sharded or not.
-        optimizers: Of its parameters.
-        device: Count what lies there only; ``None`` counts all.
+    Memory that several share is counted once.
     """
     seen: set[int] = set()
     num_bytes: dict[Kind, int] = defaultdict(int)
@@ -96,14 +83,3 @@ def is_on(tensor: Tensor, device: torch.device) -> bool:
 def _get_local(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _iterate_tensors(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from _iterate_tensors(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from _iterate_tensors(value)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from lit_fsdp.profiling.gloo import is_collective_of_gloo, run_on_copies
 from lit_fsdp.profiling.memory import KINDS, Kind, is_on, iterate_states, label_unit, name_units
 from lit_fsdp.quantization.quantize import count_hidden_bytes
-from lit_fsdp.sharding.gloo import is_collective_of_gloo, run_on_copies
-from lit_fsdp.sharding.torch_internals import find_shard, iterate_sharded, list_unreduced_gradients
+from lit_fsdp.sharding.torch_internals import get_shard, iterate_sharded, list_unreduced_gradients
 from lit_fsdp.sharding.wrap import Unit
 
 PHASES = ("forward", "backward", "optimizer")
@@ -27,39 +27,25 @@ OUTSIDE = "(outside units)"
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The moment at which most was alive.
-
-    Args:
-        num_bytes: All of it.
-        operator: Number of the operator, from 0.
-        phase: The part of the step.
-        unit: The unit that was computing.
-        by_kind: Bytes of each kind.
-        by_unit: Bytes of each kind, for each unit that has any.
-    """
+    """The moment at which most was alive."""
 
     num_bytes: int
-    operator: int
-    phase: str
-    unit: str
-    by_kind: Mapping[Kind, int]
-    by_unit: Mapping[str, Mapping[Kind, int]]
+    operator: int  # number of the operator, from 0
+    phase: str  # the part of the step
+    unit: str  # the unit that was computing
+    by_kind: Mapping[Kind, int]  # bytes of each kind
+    by_unit: Mapping[str, Mapping[Kind, int]]  # bytes of each kind, for each unit that has any
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """The memory of one step.
+    """The memory of one step."""
 
-    Args:
-        peak: Its largest moment.
-        by_kind: Bytes of each kind after each operator.
-        phases: ``(name, first operator, end)``, in order; with several micro-batches they repeat.
-        host_by_kind: Bytes that a trace was told to count as host memory, each kind at its largest.
-    """
-
-    peak: Peak
-    by_kind: Mapping[Kind, Sequence[int]]
+    peak: Peak  # its largest moment
+    by_kind: Mapping[Kind, Sequence[int]]  # bytes of each kind after each operator
+    # ``(name, first operator, end)``, in order; with several micro-batches they repeat
     phases: Sequence[tuple[str, int, int]]
+    # Bytes that a trace was told to count as host memory, each kind at its largest
     host_by_kind: Mapping[Kind, int] = field(default_factory=dict)
 
 
@@ -157,17 +143,14 @@ class MemoryTrace(TorchDispatchMode):
             self._add(tensor, kind, self._owners.get(name, OUTSIDE), is_on_host=self._is_offloaded and is_state)
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         for _, sharded in iterate_sharded(self._model):
-            unit = self._owners.get(names.get(find_shard(sharded), ""), OUTSIDE)
+            unit = self._owners.get(names.get(get_shard(sharded), ""), OUTSIDE)
             self._sharded.setdefault(unit, []).append(sharded)
         self._hooks = list(self._watch_units())
-        self._watcher = _watch_resizes(self._resize)
-        self._watcher.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        self._look()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._watcher.__exit__(*error)
+        self._look_away()
         for hook in self._hooks:
             hook.remove()
         self._sharded.clear()
@@ -175,17 +158,23 @@ class MemoryTrace(TorchDispatchMode):
     def pause(self) -> None:
         """Look away: what runs next is not part of the step."""
         self._record_sum()
-        self._watcher.__exit__(None, None, None)
-        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._look_away()
 
     def resume(self) -> None:
         """Look again, at what is left of the tensors that were known."""
         for block in self._blocks.values():
             if (storage := block.storage()) is not None:
                 self._resize(storage)
+        self._look()
+
+    def _look(self) -> None:
         self._watcher = _watch_resizes(self._resize)
         self._watcher.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
+
+    def _look_away(self) -> None:
+        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._watcher.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -195,8 +184,8 @@ class MemoryTrace(TorchDispatchMode):
             return NotImplemented
         self._record_sum()
         kwargs = kwargs or {}
-        run = run_on_copies if is_collective_of_gloo(func, args) else _run
-        out = run(func, args, kwargs)
+        is_copied = is_collective_of_gloo(func, args)
+        out = run_on_copies(func, args, kwargs) if is_copied else func(*args, **kwargs)
         phase = self._phases[-1][0] if self._phases else PHASES[0]
         if phase == "backward":
             self._find_backward_unit((args, kwargs))
@@ -366,10 +355,6 @@ class MemoryTrace(TorchDispatchMode):
     def _leave_unit(self, *_: Any) -> None:
         self._stack.pop()
         self._unit = self._stack[-1] if self._stack else OUTSIDE
-
-
-def _run(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return operator(*args, **kwargs)
 
 
 @contextmanager

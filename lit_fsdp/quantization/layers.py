@@ -114,13 +114,7 @@ class QuantizedExperts(QuantizedLayer):
     _apply_gate: Callable[[Tensor], Tensor]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return [tokens, hidden].
-
-        Args:
-            hidden_states: [tokens, hidden].
-            top_k_index: Which experts each token goes to [tokens, k].
-            top_k_weights: How much each of them counts [tokens, k].
-        """
+        """Return [tokens, hidden] for states of that shape; experts and weights of each token are [tokens, k]."""
         result = torch.zeros_like(hidden_states)
         activate: Any = self._apply_gate if self.has_gate else self.act_fn
         norm: Any = self.post_expert_norm if self.has_post_expert_norm else None
@@ -167,7 +161,7 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
             "quantization: weights are quantized while they are loaded, and the model has its already; build it under "
             'torch.device("meta")'
         )
-    candidates = find_candidates(model)
+    candidates = list_quantizable(model)
     skipped = _find_skipped(model, settings, candidates) | {n for n in candidates if _is_named(n, keep)}
     num_owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     left = _list_unknown(model, candidates, (*(settings.skip_modules or ()), *keep))
@@ -190,7 +184,7 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
     return left
 
 
-def find_candidates(model: nn.Module) -> dict[str, nn.Module]:
+def list_quantizable(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of a model that could be quantized, by name."""
     return {n: m for n, m in model.named_modules() if type(m) is nn.Linear or _is_experts(m)}
 

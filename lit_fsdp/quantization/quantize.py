@@ -51,11 +51,7 @@ class Quantization:
             object.__setattr__(self, "skip_modules", tuple(self.skip_modules))  # YAML gives a list
 
     def check(self) -> None:
-        """Refuse values for which there is no kernel, or which would be ignored.
-
-        Raises:
-            ValueError: With the setting and the nearest fix.
-        """
+        """Refuse values for which there is no kernel, or which would be ignored."""
         if self.type == "int8" and (self.double_quant or self.block_size != Quantization.block_size):
             name = "double_quant" if self.double_quant else "block_size"
             raise ValueError(f"quantization.{name}: not used by type int8, which has one maximum per row; leave it out")
@@ -75,11 +71,7 @@ class Quantization:
         return 1 if self.type == "int8" else 2
 
     def count_blocks(self, num_columns: int) -> int:
-        """Return the number of maxima of a row.
-
-        Raises:
-            ValueError: The row does not divide into blocks.
-        """
+        """Return the number of maxima of a row; refuse one that does not divide into blocks."""
         if self.type == "int8":
             return 1
         if num_columns % self.block_size:
@@ -109,13 +101,9 @@ def quantize_rows(rows: Tensor, settings: Quantization) -> tuple[Tensor, Tensor]
 
 
 def compress_absmax(absmax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the second level of double quantization.
+    """Return the second level of double quantization of the maxima of a whole weight, ``float32`` [rows, blocks].
 
-    Args:
-        absmax: Of the whole weight, ``float32`` [rows, blocks].
-
-    Returns:
-        Codes ``uint8`` [rows, blocks], and the bytes of their absmax and of the mean [bytes].
+    Codes ``uint8`` [rows, blocks], and the bytes of their absmax and of the mean [bytes].
     """
     flat = absmax.reshape(-1)
     mean = flat.mean()
@@ -166,55 +154,55 @@ def dequantize(
 def dequantize_shard(
     codes: Tensor, absmax: Tensor, nested: Tensor | None, settings: Quantization, *, first: int
 ) -> Tensor:
-    """Return some rows of a weight, ``float32``, from a shard of it.
+    """Return rows of a weight, ``float32``, from a shard that begins with row ``first`` of the weight.
 
-    Args:
-        codes: Of these rows.
-        absmax: Of these rows, stored.
-        nested: The second level, of the whole weight.
-        settings: How the weight was quantized.
-        first: Which row of the weight is the first of these.
+    Codes and absmax are of these rows, as stored; ``nested``, the second level, is of the whole weight.
     """
     if nested is not None:
         values = nested.view(torch.float32)
         begin = first * absmax.shape[1]
         places = torch.arange(begin, begin + absmax.numel(), device=absmax.device) // NESTED_BLOCK_SIZE
-        found = _find_code("dynamic", absmax.device)[absmax.reshape(-1).long()] * values[places] + values[-1]
+        found = _get_code_book("dynamic", absmax.device)[absmax.reshape(-1).long()] * values[places] + values[-1]
         absmax = found.view(absmax.shape).view(torch.uint8)
     return dequantize(codes, absmax, None, settings, torch.float32)
 
 
 def requantize(weight: Tensor, settings: Quantization) -> Tensor:
     """Return what quantization makes of a whole weight [rows, columns], ``float32``."""
-    codes, absmax = quantize_rows(weight, settings)
-    stored, nested = compress_absmax(absmax) if settings.is_double else (absmax.view(torch.uint8), None)
-    return dequantize(codes, stored, nested, settings, torch.float32)
+    return dequantize(*_quantize_whole(weight, settings), settings, torch.float32)
 
 
 def pack_4bit(weight: Tensor, settings: Quantization) -> dict[str, Tensor]:
-    """Return what bitsandbytes stores of a dense weight [rows, columns], by what follows its name."""
-    codes, absmax = quantize_rows(weight, settings)
-    stored, nested = compress_absmax(absmax) if settings.is_double else (absmax.view(torch.uint8), None)
-    parts: dict[str, Tensor] = _build_state(codes, stored, nested, weight.dtype, settings).as_dict(packed=True)
-    key = _STATE + settings.type
+    """Return what bitsandbytes stores of a dense weight [rows, columns], by what follows its name.
+
+    Of one on the meta device, shapes and dtypes.
+    """
+    key = f".{_STATE}{settings.type}"
+    if weight.is_meta:
+        num_blocks = weight.shape[0] * settings.count_blocks(weight.shape[1])
+        parts = {
+            "": weight.new_empty(weight.numel() // 2, 1, dtype=torch.uint8),
+            key: weight.new_empty(_STATE_BYTES, dtype=torch.uint8),
+            ".absmax": weight.new_empty(num_blocks, dtype=torch.uint8 if settings.is_double else torch.float32),
+            ".quant_map": weight.new_empty(16, dtype=torch.float32),
+        }
+        if settings.is_double:
+            num_nested = -(-num_blocks // NESTED_BLOCK_SIZE)
+            parts[".nested_absmax"] = weight.new_empty(num_nested, dtype=torch.float32)
+            parts[".nested_quant_map"] = weight.new_empty(256, dtype=torch.float32)
+        return parts
+    codes, absmax, nested = _quantize_whole(weight, settings)
+    packed = _build_state(codes, absmax, nested, weight.dtype, settings).as_dict(packed=True)
+    parts = {"": codes.view(-1, 1), **{f".{name}": part for name, part in packed.items()}}
     state = torch.full((_STATE_BYTES,), ord(" "), dtype=torch.uint8)  # JSON may end with spaces
     state[: len(parts[key])] = parts[key]
-    return {"": codes.view(-1, 1), **{f".{name}": part for name, part in {**parts, key: state}.items()}}
+    return {**parts, key: state}
 
 
-def count_4bit_parts(shape: Sequence[int], settings: Quantization) -> dict[str, Tensor]:
-    """Return what :func:`pack_4bit` makes of a weight of this shape, on the meta device."""
-    num_rows, num_columns = shape
-    num_blocks = num_rows * settings.count_blocks(num_columns)
-    sizes = {"": (num_rows * num_columns // 2, 1), f".{_STATE}{settings.type}": (_STATE_BYTES,)}
-    parts = {name: torch.empty(size, dtype=torch.uint8, device="meta") for name, size in sizes.items()}
-    absmax_dtype = torch.uint8 if settings.is_double else torch.float32
-    parts[".absmax"] = torch.empty(num_blocks, dtype=absmax_dtype, device="meta")
-    parts[".quant_map"] = torch.empty(16, device="meta")
-    if settings.is_double:
-        parts[".nested_absmax"] = torch.empty(-(-num_blocks // NESTED_BLOCK_SIZE), device="meta")
-        parts[".nested_quant_map"] = torch.empty(256, device="meta")
-    return parts
+def _quantize_whole(weight: Tensor, settings: Quantization) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return codes, absmax as it is stored, and the second level."""
+    codes, absmax = quantize_rows(weight, settings)
+    return (codes, *compress_absmax(absmax)) if settings.is_double else (codes, absmax.view(torch.uint8), None)
 
 
 class _Multiply(torch.autograd.Function):
@@ -253,7 +241,7 @@ def _build_state(
     """Describe a weight to bitsandbytes, whose backward dequantizes to the dtype named here."""
     common: dict[str, Any] = {
         "shape": torch.Size((codes.shape[0], codes.shape[1] * settings.codes_per_byte)),
-        "code": _find_code(settings.type, codes.device),
+        "code": _get_code_book(settings.type, codes.device),
         "blocksize": settings.block_size,
         "quant_type": settings.type,
         "dtype": dtype,
@@ -264,7 +252,7 @@ def _build_state(
     second = functional.QuantState(
         absmax=values[:-1],
         blocksize=NESTED_BLOCK_SIZE,
-        code=_find_code("dynamic", nested.device),
+        code=_get_code_book("dynamic", nested.device),
         dtype=torch.float32,
     )
     return functional.QuantState(absmax=absmax.view(-1), offset=values[-1], state2=second, **common)
@@ -286,11 +274,11 @@ def count_hidden_bytes(operator: Any, args: Sequence[Any], kwargs: Mapping[str, 
 def prepare_tables(device: torch.device) -> None:
     """Make the tables of values that codes stand for, which are kept: not under fake tensors, which have none."""
     for kind in ("nf4", "fp4", "dynamic"):
-        _find_code(kind, device)
+        _get_code_book(kind, device)
 
 
 @cache
-def _find_code(kind: str, device: torch.device) -> Tensor:
+def _get_code_book(kind: str, device: torch.device) -> Tensor:
     """Return the values that codes stand for."""
     if kind == "dynamic":
         return functional.create_dynamic_map().to(device)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from typing import Any
 
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective
-from lit_fsdp.profiling.communication_meter import Totals, UnitCommunication
+from lit_fsdp.profiling.communication_meter import Communication, UnitCommunication, add_up
 from lit_fsdp.reporting.rank_stats import Spread
 from lit_fsdp.reporting.sections import Curve, Plot, Section, Table
 
@@ -25,43 +25,30 @@ _MAX_RANKS = 16  # in a table
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """The steps between two loggings: medians over them, for every rank.
+    """The steps between two loggings: medians over them, for every rank."""
 
-    Args:
-        step: The last of them.
-        spreads: By the names in ``NUMBERS``.
-    """
-
-    step: int
-    spreads: Mapping[str, Spread]
+    step: int  # the last of them
+    spreads: Mapping[str, Spread]  # by the names in ``NUMBERS``
 
     def list_bandwidths(self) -> list[float]:
         """Return the bus bandwidth of each rank in GB/s."""
-        pairs = zip(self.spreads["wire_bytes"].values, self.spreads["collective_s"].values, strict=True)
-        return [num_bytes / seconds / 1e9 if seconds else 0.0 for num_bytes, seconds in pairs]
+        return [speed / 1e9 for speed in self.spreads["wire_bytes"].divide_by(self.spreads["collective_s"])]
 
     def list_shares(self) -> list[float]:
         """Return the exposed part of each rank's step, in percent."""
-        pairs = zip(self.spreads["exposed_s"].values, self.spreads["step_s"].values, strict=True)
-        return [100 * exposed_s / step_s if step_s else 0.0 for exposed_s, step_s in pairs]
+        return [100 * share for share in self.spreads["exposed_s"].divide_by(self.spreads["step_s"])]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """The rank that the others wait for.
-
-    Args:
-        rank: Which.
-        waited_s: How much longer the others are in collectives, in their median and each step.
-        waited_pct: That part of the step.
-    """
+    """The rank that the others wait for."""
 
     rank: int
-    waited_s: float
-    waited_pct: float
+    waited_s: float  # how much longer the others are in collectives, in their median and each step
+    waited_pct: float  # that part of the step
 
 
-def make_traffic_section(
+def make_communication_section(
     intervals: Sequence[Interval],
     units: Sequence[UnitCommunication],
     *,
@@ -75,13 +62,15 @@ def make_traffic_section(
         intervals: Of the run, at least one.
         units: Of the first rank, times as means over the steps.
         predicted: What the plan says, by collective.
-        notes: To be shown above.
+        notes: Shown above.
         straggler_pct: From which part of the step on a rank is named.
     """
     whole = _summarize(intervals)
     straggler = find_straggler(whole, straggler_pct)
-    totals = {kind: _add_up([unit for unit in units if unit.collective == kind]) for kind in COLLECTIVES}
+    totals = {kind: add_up([unit for unit in units if unit.collective == kind]) for kind in COLLECTIVES}
     ranks = _list_ranks(whole)
+    steps = [interval.step for interval in intervals]
+    shares = [statistics.fmean(interval.list_shares()) for interval in intervals]
     numbers = {
         "step": {name: statistics.fmean(rank[name] for rank in ranks) for name in ranks[0] if name != "rank"},
         "collectives": {kind: _describe(total) for kind, total in totals.items()},
@@ -89,10 +78,7 @@ def make_traffic_section(
         "ranks": ranks,
         "straggler": None if straggler is None else asdict(straggler),
         "units": [{"unit": unit.unit, "collective": unit.collective, **_describe(unit)} for unit in units],
-        "intervals": {
-            "step": [interval.step for interval in intervals],
-            "exposed_pct": [statistics.fmean(interval.list_shares()) for interval in intervals],
-        },
+        "intervals": {"step": steps, "exposed_pct": shares},
     }
     if straggler is not None:
         notes = [*notes, _name(straggler)]
@@ -101,7 +87,7 @@ def make_traffic_section(
         name="comm",
         numbers=numbers,
         tables=[_make_totals_table(totals), _make_ranks_table(ranks), _make_units_table(units)],
-        plots=_make_plots(intervals, units, ranks),
+        plots=_make_plots(units, ranks, Curve(label="exposed", x=steps, y=shares)),
         notes=notes,
     )
 
@@ -109,11 +95,7 @@ def make_traffic_section(
 def find_straggler(interval: Interval, straggler_pct: float) -> Straggler | None:
     """Return the rank that is in collectives for the shortest time, if the others are there for much longer.
 
-    Who comes last to a collective does not wait in it.
-
-    Args:
-        interval: Of at least two ranks.
-        straggler_pct: How much longer, in percent of the step.
+    The rank that comes last to a collective does not wait in it. Much is more than ``straggler_pct`` of the step.
     """
     seconds, step_s = interval.spreads["collective_s"], interval.spreads["step_s"].mean
     others = [value for rank, value in enumerate(seconds.values) if rank != seconds.low_rank]
@@ -148,43 +130,22 @@ def _list_ranks(whole: Interval) -> list[dict[str, float]]:
     return ranks
 
 
-def _add_up(units: Sequence[UnitCommunication]) -> Totals:
-    return Totals(
-        calls=sum(unit.calls for unit in units),
-        num_bytes=sum(unit.num_bytes for unit in units),
-        wire_bytes=sum(unit.wire_bytes for unit in units),
-        seconds=sum(unit.seconds for unit in units),
-        exposed_s=sum(unit.exposed_s for unit in units),
-    )
-
-
-def _describe(total: Totals) -> dict[str, float]:
-    return {
-        "calls": total.calls,
-        "num_bytes": total.num_bytes,
-        "wire_bytes": total.wire_bytes,
-        "seconds": total.seconds,
-        "exposed_s": total.exposed_s,
-        "overlapped_s": total.seconds - total.exposed_s,
-        "bandwidth_gb_s": _get_bandwidth(total),
-    }
-
-
-def _get_bandwidth(total: Totals) -> float:
-    return total.wire_bytes / total.seconds / 1e9 if total.seconds else 0.0
+def _describe(total: Communication) -> dict[str, float]:
+    sums = {f.name: getattr(total, f.name) for f in fields(Communication)}
+    return {**sums, "overlapped_s": total.overlapped_s, "bandwidth_gb_s": total.bandwidth_gb_s}
 
 
 _COLUMNS = ("calls", "GiB", "seconds", "exposed s", "overlapped s", "bus GB/s")
 
 
-def _make_cells(total: Totals, times: str = "") -> list[str]:
+def _make_cells(total: Communication, times: str = "") -> list[str]:
     size = f"{total.num_bytes / 2**30:.3g}"
-    seconds = (total.seconds, total.exposed_s, total.seconds - total.exposed_s)
+    seconds = (total.seconds, total.exposed_s, total.overlapped_s)
     numbers = [f"{total.calls}", size, *(f"{value:.4f}" for value in seconds)]
-    return [*(times + number for number in numbers), f"{_get_bandwidth(total):.3g}"]
+    return [*(times + number for number in numbers), f"{total.bandwidth_gb_s:.3g}"]
 
 
-def _make_totals_table(totals: Mapping[Collective, Totals]) -> Table:
+def _make_totals_table(totals: Mapping[Collective, Communication]) -> Table:
     rows = [[SHORT_NAMES[kind], *_make_cells(total)] for kind, total in totals.items() if total.calls]
     return Table(title="Collectives of a step, means of rank 0", columns=["collective", *_COLUMNS], rows=rows)
 
@@ -205,26 +166,18 @@ def _make_ranks_table(ranks: Sequence[Mapping[str, float]]) -> Table:
 def _make_units_table(units: Sequence[UnitCommunication]) -> Table:
     """Return one row for each unit and collective; neighbours of one size share a row, times are then means."""
     rows = []
-    kinds: Callable[[UnitCommunication], int] = lambda unit: COLLECTIVES.index(unit.collective)  # noqa: E731
-    for kind, of_kind in groupby(sorted(units, key=kinds), key=kinds):
+    for kind in COLLECTIVES:
+        of_kind = [unit for unit in units if unit.collective == kind]
         for _, group in groupby(of_kind, key=lambda unit: (unit.calls, unit.num_bytes)):
             same = list(group)
-            total, n = _add_up(same), len(same)
-            first = Totals(
-                calls=same[0].calls,
-                num_bytes=same[0].num_bytes,
-                wire_bytes=same[0].wire_bytes,
-                seconds=total.seconds / n,
-                exposed_s=total.exposed_s / n,
-            )
+            total, n = add_up(same), len(same)
+            first = replace(same[0], seconds=total.seconds / n, exposed_s=total.exposed_s / n)
             name = same[0].unit if n == 1 else f"{same[0].unit} .. {same[-1].unit.rsplit('.', 1)[-1]}"
-            rows.append([f"{SHORT_NAMES[COLLECTIVES[kind]]} {name}", *_make_cells(first, f"{n} x " if n > 1 else "")])
+            rows.append([f"{SHORT_NAMES[kind]} {name}", *_make_cells(first, f"{n} x " if n > 1 else "")])
     return Table(title="Units in a step, means of rank 0", columns=["unit", *_COLUMNS], rows=rows)
 
 
-def _make_plots(
-    intervals: Sequence[Interval], units: Sequence[UnitCommunication], ranks: Sequence[Mapping[str, float]]
-) -> list[Plot]:
+def _make_plots(units: Sequence[UnitCommunication], ranks: Sequence[Mapping[str, float]], share: Curve) -> list[Plot]:
     order = list(dict.fromkeys(unit.unit for unit in units))
     by_unit = []
     for kind in COLLECTIVES:
@@ -237,11 +190,6 @@ def _make_plots(
         Curve(label=label, x=numbers, y=[rank[name] for rank in ranks])
         for label, name in (("exposed", "exposed_s"), ("overlapped", "overlapped_s"))
     ]
-    share = Curve(
-        label="exposed",
-        x=[interval.step for interval in intervals],
-        y=[statistics.fmean(interval.list_shares()) for interval in intervals],
-    )
     return [
         Plot(title="Collectives by unit, rank 0", x_label="unit, in order", y_label="s", curves=by_unit, kind="bars"),
         Plot(title="Collectives by rank", x_label="rank", y_label="s in a step", curves=by_rank, kind="bars"),

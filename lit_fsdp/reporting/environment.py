@@ -6,6 +6,8 @@ import os
 import platform
 import re
 import subprocess
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,19 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
+from lit_fsdp.reporting.rank_stats import gather_objects
+from lit_fsdp.reporting.sections import Section, Table
+
 _PACKAGES = ("lit_fsdp", "torch", "lightning", "transformers", "peft", "bitsandbytes")
 _GIB = 2**30
 
 
 def read_environment(trainer: Trainer) -> dict[str, Any]:
     """Return versions, devices of all ranks and the commit of the current folder; all ranks must call it."""
-    devices = _gather(_read_device(trainer.strategy.root_device))
+    devices = gather_objects(_read_device(trainer.strategy.root_device))
     return {
         "python": platform.python_version(),
-        "packages": {name: found for name in _PACKAGES if (found := _find_version(name)) is not None},
+        "packages": {name: found for name in _PACKAGES if (found := _get_version(name)) is not None},
         "cuda": torch.version.cuda,
         "nccl": _read_nccl(),
         "driver": _read_driver(),
@@ -38,12 +43,39 @@ def read_environment(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _gather(own: dict[str, Any]) -> list[dict[str, Any]]:
-    if not dist.is_available() or not dist.is_initialized():
-        return [own]
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
-    return parts
+def describe_environment(environment: Mapping[str, Any]) -> Section:
+    """Return versions and hardware as a section."""
+    rows = [(name, number) for name, number in environment["packages"].items()]
+    rows.insert(0, ("Python", environment["python"]))
+    names = {
+        "cuda": "CUDA of torch",
+        "nccl": "NCCL",
+        "driver": "NVIDIA driver",
+        "platform": "system",
+        "commit": "commit of the current folder",
+    }
+    rows += [(label, str(environment[key])) for key, label in names.items() if environment[key]]
+    rows.append(("devices", format_devices(environment["devices"])))
+    rows.append(("ranks", format_ranks(environment)))
+    host = f"{environment['cpu']}, {environment['num_cpus']} threads, {environment['host_memory_gib']:,} GiB"
+    rows.append(("host of rank 0", host))
+    table = Table(title="", columns=("", "version or value"), rows=rows)
+    return Section(title="Environment", name="environment", tables=[table])
+
+
+def format_devices(devices: Sequence[Mapping[str, Any]]) -> str:
+    """Return the devices of all ranks in a few words."""
+    counts = Counter(
+        device["name"] + ("" if device["memory_gib"] is None else f" ({device['memory_gib']} GiB)")
+        for device in devices
+    )
+    return ", ".join(f"{number} x {name}" for name, number in counts.items())
+
+
+def format_ranks(environment: Mapping[str, Any]) -> str:
+    """Return how many ranks ran on how many nodes."""
+    nodes = environment["num_nodes"]
+    return f"{environment['world_size']} on {nodes} node{'s' if nodes > 1 else ''}"
 
 
 def _read_device(device: torch.device) -> dict[str, Any]:
@@ -53,7 +85,7 @@ def _read_device(device: torch.device) -> dict[str, Any]:
     return {"name": properties.name, "memory_gib": round(properties.total_memory / _GIB, 1)}
 
 
-def _find_version(package: str) -> str | None:
+def _get_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,20 +1,14 @@
-"""What callbacks read off a run: its metrics, and the memory of its ranks."""
+"""What callbacks read off a run and log: metrics, counts, steps and folders."""
 
 from __future__ import annotations
 
-import os
-import resource
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-
-_GIB = 2**30
-_RECORDING: set[int] = set()  # who wants allocations noted
-_PEAKS: dict[torch.device, int] = {}  # bytes, of the stretches that ended with take_peak_bytes
 
 
 @runtime_checkable
@@ -34,15 +28,24 @@ def has_dropped_last_step(trainer: Trainer) -> bool:
 def find_run_folder(trainer: Trainer, fallback_dir: str | None = None) -> Path:
     """Return where a run leaves what it writes. All ranks must call it, as ``log_dir`` is a broadcast.
 
-    Args:
-        trainer: Of the run.
-        fallback_dir: Where to if the run has no folder of its own, which it has with TensorBoardLogger and
-            CSVLogger; by default ``default_root_dir``.
+    A run has a folder of its own with TensorBoardLogger and CSVLogger. Without, it is ``fallback_dir``, by default
+    ``default_root_dir``.
     """
     folder = trainer.log_dir
-    if fallback_dir is not None and not isinstance(trainer.logger, CSVLogger | TensorBoardLogger):
+    if fallback_dir is not None and not has_own_folder(trainer):
         return Path(fallback_dir)
     return Path(folder or trainer.default_root_dir)
+
+
+def has_own_folder(trainer: Trainer) -> bool:
+    """Return whether the logger of a run makes a folder that belongs to this run alone."""
+    return isinstance(trainer.logger, CSVLogger | TensorBoardLogger)
+
+
+def relative_to_here(path: str | Path) -> Path:
+    """Return a path as seen from the current folder if it lies below, else as it is from the root."""
+    path = Path(path).absolute()
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def is_logging_step(trainer: Trainer) -> bool:
@@ -71,47 +74,15 @@ def read_metric(trainer: Trainer, name: str) -> float | None:
     return None if value is None else float(value)
 
 
-def reset_peak(device: torch.device) -> None:
-    """Let ``read_peak_gib`` begin anew. No effect on the CPU, where the peak is that of the process."""
-    _PEAKS.pop(device, None)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+def read_count(trainer: Trainer) -> tuple[str, float] | None:
+    """Return what a task counts, tokens or samples, and how many all ranks have seen by now."""
+    for unit in ("tokens", "samples"):
+        if (count := read_metric(trainer, f"train/{unit}_seen")) is not None:
+            return unit, count
+    return None
 
 
-def take_peak_bytes(device: torch.device) -> int:
-    """Return the peak of a GPU since the last call, and begin a new stretch; ``read_peak_gib`` is not changed."""
-    peak = torch.cuda.max_memory_allocated(device)
-    _PEAKS[device] = max(peak, _PEAKS.get(device, 0))
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak
-
-
-def start_recording(owner: object) -> None:
-    """Let CUDA's allocator note what it does, for a snapshot, as long as anyone wants it to."""
-    _RECORDING.add(id(owner))
-    torch.cuda.memory._record_memory_history()  # documented, though it has no public name yet
-
-
-def stop_recording(owner: object) -> None:
-    """End what ``start_recording`` began, unless somebody else still records."""
-    if id(owner) in _RECORDING:
-        _RECORDING.discard(id(owner))
-        if not _RECORDING:
-            torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def read_resident_bytes() -> int:
-    """Return what this process has in host memory now."""
-    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return num_pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def read_peak_gib(device: torch.device) -> float:
-    """Return the peak of this rank: allocated by torch on the GPU, resident for a process on the CPU."""
-    if device.type == "cuda":
-        return max(torch.cuda.max_memory_allocated(device), _PEAKS.get(device, 0)) / _GIB
-    # Of /proc where it is told: ru_maxrss starts at the peak of the process that started this one.
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024 / _GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+def log_values(trainer: Trainer, values: Mapping[str, float], step: int) -> None:
+    """Log values of a step that may be over, with every logger of the Trainer; none are no values."""
+    for logger in trainer.loggers if values else ():
+        logger.log_metrics(dict(values), step=step)

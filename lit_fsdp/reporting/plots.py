@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from html import escape
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,8 @@ def render_svg(plot: Plot, size: tuple[float, float] = WIDE) -> str:
     """Return a plot as one ``<svg>`` element that needs no other file.
 
     It has the width of what is around it, no background, and the colour of the text there. A page may set the
-    colours of the curves, as ``--curve-1`` to ``--curve-10``.
-
-    Args:
-        plot: What to draw.
-        size: Width and height in inches: how much there is room for beside the text, which is of one size.
+    colours of the curves, as ``--curve-1`` to ``--curve-10``. ``size``, in inches, is the room beside the text, whose
+    size is always the same.
     """
     buffer = io.StringIO()
     colors: Any = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK)
@@ -57,15 +55,17 @@ def _fit_in(svg: str, plot: Plot) -> str:
         svg = svg.replace(color, f"var(--curve-{number}, {color})")
     head, rest = svg.split(">", 1)
     head = re.sub(r'\s(width|height)="[^"]*"', "", head)
-    return f'{head} role="img" aria-label="{_escape(plot.title)}">{rest}'
+    return f'{head} role="img" aria-label="{escape(plot.title)}">{rest}'
 
 
 def _draw(plot: Plot, size: tuple[float, float]) -> Figure:
     # Not pyplot: it would keep the figure, and choose a window system.
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
+    axes.set(xlabel=_plain(plot.x_label), ylabel=_plain(plot.y_label))
+    axes.set_title(_plain(plot.title), loc="left", pad=18 if plot.spans else 6, fontsize="medium", fontweight="bold")
     if plot.matrix is not None:
-        _draw_matrix(plot, plot.matrix, axes, is_wide=size[0] >= WIDE[0])
+        _draw_matrix(plot.matrix, axes, is_wide=size[0] >= WIDE[0])
         return figure
     axes.set_prop_cycle(color=PALETTE)
     draw = {"lines": _draw_lines, "stacked": _draw_stacked, "bars": _draw_bars}[plot.kind]
@@ -83,8 +83,6 @@ def _draw(plot: Plot, size: tuple[float, float]) -> Figure:
         axes.set_xscale("log", base=2)
     elif plot.kind != "bars" and all(float(x).is_integer() for curve in plot.curves for x in curve.x):
         axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
-    axes.set(xlabel=_plain(plot.x_label), ylabel=_plain(plot.y_label))
-    axes.set_title(_plain(plot.title), loc="left", pad=18 if plot.spans else 6, fontsize="medium", fontweight="bold")
     if plot.from_zero:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.grid(visible=True, axis="y", color="0.5", alpha=0.25)
@@ -121,14 +119,12 @@ def _draw_bars(plot: Plot, axes: Axes) -> None:
     axes.set_xticks(places, [f"{x:g}" for x in plot.curves[0].x])
 
 
-def _draw_matrix(plot: Plot, matrix: Matrix, axes: Axes, *, is_wide: bool) -> None:
+def _draw_matrix(matrix: Matrix, axes: Axes, *, is_wide: bool) -> None:
     """Color each cell by its share of the row, and write counts and names where there is room."""
     totals = [max(sum(row), 1) for row in matrix.values]
     shares = [[value / total for value in row] for row, total in zip(matrix.values, totals, strict=True)]
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest", aspect="equal")
     axes.figure.colorbar(image, ax=axes, label="share of the row")
-    axes.set(xlabel=_plain(plot.x_label), ylabel=_plain(plot.y_label))
-    axes.set_title(_plain(plot.title), loc="left", fontsize="medium", fontweight="bold")
     num_classes = len(matrix.labels)
     if num_classes > (30 if is_wide else 12):
         return
@@ -144,7 +140,3 @@ def _draw_matrix(plot: Plot, matrix: Matrix, axes: Axes, *, is_wide: bool) -> No
 
 def _plain(text: str) -> str:
     return text.replace("$", r"\$")  # else what is between two of them would be set as mathematics
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,13 +19,13 @@ _GROUPS: WeakKeyDictionary[Trainer, dist.ProcessGroup] = WeakKeyDictionary()
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """One number over all ranks.
+    """One number over all ranks."""
 
-    Args:
-        values: That of each rank, in the order of ranks.
-    """
+    values: tuple[float, ...]  # that of each rank, in the order of ranks
 
-    values: tuple[float, ...]
+    def divide_by(self, other: Spread) -> list[float]:
+        """Return the quotient on each rank, 0 where the other number is 0."""
+        return [a / b if b else 0.0 for a, b in zip(self.values, other.values, strict=True)]
 
     @property
     def low(self) -> float:
@@ -53,16 +53,15 @@ class Spread:
         return self.values.index(self.high)
 
 
+Exchanged: TypeAlias = tuple[dict[str, Spread], Any]  # with the tag that they were sent off with
+
+
 class AsyncRankStats:
     """Puts numbers of all ranks together, in the background.
 
     ``start`` sends this rank's numbers off over gloo, in host memory, and returns at once; ``finish`` waits for
-    them. Between two steps of training, where ``finish`` comes a step later, nothing is left to wait for. All ranks
-    must make the same calls.
-
-    Args:
-        trainer: Of the run, its process group exists already.
-        names: What the numbers are, always the same.
+    them. Between two steps of training, where ``finish`` comes a step later, nothing is left to wait for: so numbers
+    of an interval are logged one interval later. All ranks must make the same calls, with the same names.
     """
 
     def __init__(self, trainer: Trainer, names: Sequence[str]) -> None:
@@ -74,12 +73,7 @@ class AsyncRankStats:
         self._tag: Any = None
 
     def start(self, values: Mapping[str, float], tag: Any = None) -> None:
-        """Send this rank's numbers off.
-
-        Args:
-            values: One for each name.
-            tag: Given back with the result, such as the step they are of.
-        """
+        """Send this rank's numbers off, one for each name. ``finish`` gives ``tag`` back, such as their step."""
         assert self._pending is None, "finish comes before the next start"
         own = torch.tensor([[values[name] for name in self.names]], dtype=torch.float64, device="cpu")
         self._tag = tag
@@ -89,7 +83,13 @@ class AsyncRankStats:
         self._all = torch.empty(self._world_size, len(self.names), dtype=torch.float64, device="cpu")
         self._pending = dist.all_gather_single(self._all, own, group=self._group, async_op=True)
 
-    def finish(self) -> tuple[dict[str, Spread], Any] | None:
+    def exchange(self, values: Mapping[str, float], tag: Any = None) -> Exchanged | None:
+        """Return the numbers that were sent off last, and send the next ones off."""
+        found = self.finish()
+        self.start(values, tag)
+        return found
+
+    def finish(self) -> Exchanged | None:
         """Return the numbers of all ranks that were sent off last, and their tag; ``None`` if there are none."""
         if self._pending is not None:
             self._pending.wait()
@@ -100,6 +100,24 @@ class AsyncRankStats:
         self._all = None
         spreads = {name: Spread(values=tuple(column)) for name, column in zip(self.names, columns, strict=True)}
         return spreads, self._tag
+
+
+def gather_over_ranks(trainer: Trainer, values: Mapping[str, float]) -> dict[str, Spread]:
+    """Return numbers of all ranks by name, and wait for them. All ranks must call it with the same names."""
+    stats = AsyncRankStats(trainer, list(values))
+    stats.start(values)
+    found = stats.finish()
+    assert found is not None
+    return found[0]
+
+
+def gather_objects(own: Any) -> list[Any]:
+    """Return what every rank gives, anything that can be pickled. All ranks must call it, and wait for it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [own]
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return parts
 
 
 def _get_group(trainer: Trainer) -> dist.ProcessGroup | None:

@@ -20,8 +20,7 @@ _SECRET = re.compile(r"passw|secret|credential|api_?key|access_?key|(auth|access
 def hide_paths(value: Any) -> Any:
     """Shorten the absolute paths in all texts of a value: to what is below the current folder, else to ``…/name``.
 
-    Args:
-        value: A text, or dicts, lists and dataclasses that hold some.
+    A value may be a text, or dicts, lists and dataclasses that hold some.
     """
     if isinstance(value, str):
         return _PATH.sub(lambda found: shorten_path(found[0].removeprefix("file://")), value)

@@ -7,8 +7,8 @@ import math
 import os
 import re
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,109 +16,108 @@ from typing import Any
 import numpy as np
 import torch
 from jinja2 import Environment, StrictUndefined
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_fsdp.reporting.plots import NARROW, render_svg, write_png
-from lit_fsdp.reporting.redaction import hide_paths
-from lit_fsdp.reporting.sections import Plot, Section, Table
+from lit_fsdp.reporting.redaction import hide_hosts, hide_paths
+from lit_fsdp.reporting.sections import HasSection, Section
 
 HTML, MARKDOWN, JSON, PICTURES = "report.html", "report.md", "report.json", "report"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A plot as it lies in the files.
-
-    Args:
-        title: Of the plot.
-        wide: As ``<svg>`` for a screen; empty where the narrow one does for all.
-        narrow: As ``<svg>`` for a phone.
-        png: Its file, as seen from the folder of the report.
-    """
+    """A plot as it lies in the files."""
 
     title: str
-    wide: str
-    narrow: str
-    png: str
+    wide: str  # as ``<svg>`` for a screen; empty where the narrow one does for all
+    narrow: str  # as ``<svg>`` for a phone
+    png: str  # its file, as seen from the folder of the report
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """Audio as it lies in the files.
-
-    Args:
-        title: Of it.
-        source: The whole file as a ``data:`` address.
-        wav: Its file, as seen from the folder of the report.
-    """
+    """Audio as it lies in the files."""
 
     title: str
-    source: str
-    wav: str
+    source: str  # the whole file as a ``data:`` address
+    wav: str  # its file, as seen from the folder of the report
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A section that has been drawn.
-
-    Args:
-        section: What is in it.
-        anchor: Its name in the page.
-        pictures: Of its plots.
-        recordings: Of its sounds.
-        code: Text that is shown as it is.
-    """
+    """A section that has been drawn."""
 
     section: Section
-    anchor: str
+    anchor: str  # its name in the page
     pictures: Sequence[Picture] = ()
     recordings: Sequence[Recording] = ()
-    code: str = ""
+    code: str = ""  # text that is shown as it is
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that is written.
-
-    Args:
-        name: Of the run.
-        status: How it ended, in one word.
-        message: The same in a sentence.
-        facts: What comes first: labels and values.
-        parts: What comes then.
-        numbers: For ``report.json``.
-    """
+    """All that is written."""
 
     name: str
-    status: str
-    message: str
-    facts: Mapping[str, str]
+    status: str  # how it ended, in one word
+    message: str  # the same in a sentence
+    facts: Mapping[str, str]  # what comes first: labels and values
     parts: Sequence[Part]
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)  # for ``report.json``
 
 
 def draw_section(section: Section, folder: Path, *, code: str = "", is_grid: bool = False) -> Part:
-    """Draw the plots of a section, and write them as PNG, and its sounds as WAV.
+    """Draw the plots of a section, and write them as PNG, and its sounds as WAV, into the report's folder.
 
-    Args:
-        section: Its texts are cleared of paths of this machine.
-        folder: Of the report.
-        code: Text to show as it is.
-        is_grid: Whether small pictures beside each other will do.
+    Its texts are cleared of paths of this machine. ``code`` is shown as it is. A grid has small pictures beside each
+    other.
     """
     section = hide_paths(section)
     anchor = _make_slug(section.name)
+    if section.plots or section.sounds:
+        (folder / PICTURES).mkdir(parents=True, exist_ok=True)
     pictures = []
     for number, plot in enumerate(section.plots, start=1):
         path = folder / PICTURES / f"{anchor}_{number}_{_make_slug(plot.title)}.png"
-        pictures.append(_draw(plot, path, is_grid=is_grid))
+        write_png(plot, path)
+        wide, narrow = "" if is_grid else render_svg(plot), render_svg(plot, NARROW)
+        pictures.append(Picture(title=plot.title, wide=wide, narrow=narrow, png=f"{PICTURES}/{path.name}"))
     recordings = []
     for number, sound in enumerate(section.sounds, start=1):
         path = folder / PICTURES / f"{anchor}_{number}.wav"
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(sound.wav)
         source = f"data:audio/wav;base64,{b64encode(sound.wav).decode()}"
         recordings.append(Recording(title=sound.title, source=source, wav=f"{PICTURES}/{path.name}"))
     return Part(section=section, anchor=anchor, pictures=pictures, recordings=recordings, code=code)
+
+
+def draw_sections(callbacks: Iterable[Any], folder: Path) -> dict[str, tuple[Part, dict[str, Any]]]:
+    """Return what callbacks have to say, drawn and for ``report.json``, by the names of sections.
+
+    A section that cannot be made becomes a note that says so.
+    """
+    taken = {"curves", "checkpoints", "units", "configuration", "environment"}
+    found: dict[str, tuple[Part, dict[str, Any]]] = {}
+    for callback in callbacks:
+        if not isinstance(callback, HasSection):
+            continue
+        try:
+            section = callback.make_section()
+            if section is None:
+                continue
+            section = _rename(section, taken)
+            part = draw_section(section, folder)
+            entry = {"title": section.title, "notes": section.notes, "numbers": make_plain(section.numbers)}
+        except Exception as error:  # noqa: BLE001 - of a callback that may be anyone's
+            name, text = type(callback).__name__, f"{type(error).__name__}: {error}"
+            rank_zero_warn(f"{name} has no section in the report: make_section: {text}")
+            note = f"This section could not be made: {hide_hosts(text)}"
+            section = _rename(Section(title=name, name=name.lower(), notes=[note]), taken)
+            part, entry = draw_section(section, folder), {"title": name, "error": hide_hosts(text)}
+        taken.add(section.name)
+        found[section.name] = (part, entry)
+    return found
 
 
 def write_report(report: Report, folder: Path) -> None:
@@ -156,11 +155,15 @@ def make_plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} has no place in JSON: expected numbers, texts, lists and dicts")
 
 
-def _draw(plot: Plot, path: Path, *, is_grid: bool) -> Picture:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_png(plot, path)
-    wide = "" if is_grid else render_svg(plot)
-    return Picture(title=plot.title, wide=wide, narrow=render_svg(plot, NARROW), png=f"{PICTURES}/{path.name}")
+def _rename(section: Section, taken: set[str]) -> Section:
+    """Return a section with a name that no other has."""
+    if not isinstance(section, Section):
+        raise TypeError(f"make_section returned a {type(section).__name__}: expected a Section, or None")
+    name, number = section.name, 1
+    while name in taken:
+        number += 1
+        name = f"{section.name}_{number}"
+    return replace(section, name=name)
 
 
 def _make_slug(text: str) -> str:
@@ -168,7 +171,7 @@ def _make_slug(text: str) -> str:
 
 
 def _render_html(report: Report) -> str:
-    template = resources.files("lit_fsdp.callbacks").joinpath("report.html.jinja").read_text(encoding="utf-8")
+    template = resources.files("lit_fsdp.reporting").joinpath("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(template).render(report=report)
 
@@ -186,12 +189,9 @@ def _format_markdown(report: Report) -> str:
         blocks += [f"![{_escape(picture.title)}]({picture.png})" for picture in part.pictures]
         blocks += [f"[{_escape(recording.title)}]({recording.wav})" for recording in part.recordings]
         for table in section.tables:
-            blocks += _format_titled(table)
+            blocks += [f"### {_escape(table.title)}"] if table.title else []
+            blocks.append(_format_table(table.columns, table.rows))
     return "\n\n".join(blocks) + "\n"
-
-
-def _format_titled(table: Table) -> list[str]:
-    return [*([f"### {_escape(table.title)}"] if table.title else []), _format_table(table.columns, table.rows)]
 
 
 def _format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,24 +1,26 @@
-"""What can be read off a Trainer about a run: its settings, units, checkpoints and environment, as sections."""
+"""What can be read off a Trainer about a run: its settings, units, checkpoints, and how it ended."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_fsdp.quantization.layers import count_weights
-from lit_fsdp.reporting.redaction import hide_paths, hide_secrets, shorten_path
+from lit_fsdp.reporting.redaction import hide_hosts, hide_paths, hide_secrets, shorten_path
 from lit_fsdp.reporting.sections import Section, Table
 from lit_fsdp.sharding.unit_table import COLUMNS, list_rows
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
+_MAX_MESSAGE = 1500  # characters of an error
 _TRAINER_KEYS = (
     "max_steps",
     "max_epochs",
@@ -37,10 +39,6 @@ def read_config(trainer: Trainer, folder: Path) -> dict[str, Any]:
     """Return the merged configuration where a command line wrote it, else what Trainer and modules tell.
 
     Values of keys that name a secret are left out.
-
-    Args:
-        trainer: Of the run.
-        folder: Of the run.
     """
     config = _read_saved_config(trainer, folder)
     if config is None:
@@ -50,11 +48,6 @@ def read_config(trainer: Trainer, folder: Path) -> dict[str, Any]:
             if part is not None:
                 config[name] = _describe_object(part, dict(part.hparams))
     return hide_paths(hide_secrets(_simplify(config)))
-
-
-def format_config(config: Mapping[str, Any]) -> str:
-    """Return a configuration as YAML."""
-    return yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True, width=100)
 
 
 def describe_units(trainer: Trainer, module: LightningModule) -> Section | None:
@@ -89,13 +82,7 @@ def describe_units(trainer: Trainer, module: LightningModule) -> Section | None:
 
 
 def describe_checkpoints(trainer: Trainer, folder: Path, since: float) -> Section | None:
-    """Return what lies in the folders of checkpoints and was written in this run, ``None`` if that is nothing.
-
-    Args:
-        trainer: Of the run.
-        folder: Of the run.
-        since: When the run began, in seconds since 1970.
-    """
+    """Return the checkpoints that were written after ``since``, in seconds since 1970; ``None`` if there are none."""
     found: dict[str, dict[str, Any]] = {}
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
@@ -120,39 +107,17 @@ def describe_checkpoints(trainer: Trainer, folder: Path, since: float) -> Sectio
     return Section(title="Checkpoints", name="checkpoints", numbers={"files": list(found.values())}, tables=[table])
 
 
-def describe_environment(environment: Mapping[str, Any]) -> Section:
-    """Return versions and hardware as a section."""
-    rows = [(name, number) for name, number in environment["packages"].items()]
-    rows.insert(0, ("Python", environment["python"]))
-    names = {
-        "cuda": "CUDA of torch",
-        "nccl": "NCCL",
-        "driver": "NVIDIA driver",
-        "platform": "system",
-        "commit": "commit of the current folder",
-    }
-    rows += [(label, str(environment[key])) for key, label in names.items() if environment[key]]
-    rows.append(("devices", format_devices(environment["devices"])))
-    rows.append(("ranks", format_ranks(environment)))
-    host = f"{environment['cpu']}, {environment['num_cpus']} threads, {environment['host_memory_gib']:,} GiB"
-    rows.append(("host of rank 0", host))
-    table = Table(title="", columns=("", "version or value"), rows=rows)
-    return Section(title="Environment", name="environment", tables=[table])
-
-
-def format_devices(devices: Sequence[Mapping[str, Any]]) -> str:
-    """Return the devices of all ranks in a few words."""
-    counts = Counter(
-        device["name"] + ("" if device["memory_gib"] is None else f" ({device['memory_gib']} GiB)")
-        for device in devices
-    )
-    return ", ".join(f"{number} x {name}" for name, number in counts.items())
-
-
-def format_ranks(environment: Mapping[str, Any]) -> str:
-    """Return how many ranks ran on how many nodes."""
-    nodes = environment["num_nodes"]
-    return f"{environment['world_size']} on {nodes} node{'s' if nodes > 1 else ''}"
+def describe_end(exception: BaseException, when: str) -> tuple[str, str]:
+    """Return a word and a sentence for a run that ended by an exception."""
+    if isinstance(exception, SIGTERMException):
+        return "preempted", f"a signal ended the run {when}."
+    if isinstance(exception, KeyboardInterrupt):
+        return "interrupted", f"Ctrl-C ended the run {when}."
+    text = str(exception)
+    text = text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]} ..."
+    frames = traceback.extract_tb(exception.__traceback__)
+    where = f" ({frames[-1].name}, {Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
+    return "failed", hide_paths(hide_hosts(f"{when}: {type(exception).__name__}: {text}{where}"))
 
 
 def _read_saved_config(trainer: Trainer, folder: Path) -> dict[str, Any] | None:
@@ -166,10 +131,8 @@ def _read_saved_config(trainer: Trainer, folder: Path) -> dict[str, Any] | None:
 
 
 def _describe_object(value: Any, settings: Any) -> dict[str, Any]:
-    described: dict[str, Any] = {"class_path": f"{type(value).__module__}.{type(value).__qualname__}"}
-    if settings:
-        described["init_args"] = settings
-    return described
+    path = f"{type(value).__module__}.{type(value).__qualname__}"
+    return {"class_path": path, "init_args": settings} if settings else {"class_path": path}
 
 
 def _simplify(value: Any) -> Any:
@@ -192,11 +155,9 @@ def _list_checkpoints(callback: ModelCheckpoint, since: float) -> list[str]:
     is_local = callback.dirpath is not None and "://" not in str(callback.dirpath) and folder.is_dir()
     beside = [str(path) for path in sorted(folder.glob("*.ckpt"))] if is_local else []
     candidates = dict.fromkeys(path for path in [*known, *beside] if path)
-    return [path for path in candidates if "://" in path or (Path(path).exists() and _find_time(path) >= since)]
-
-
-def _find_time(path: str) -> float:
-    return Path(path).lstat().st_mtime
+    return [
+        path for path in candidates if "://" in path or (Path(path).exists() and Path(path).lstat().st_mtime >= since)
+    ]
 
 
 def _shorten(path: str, folder: Path) -> str:

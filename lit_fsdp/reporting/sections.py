@@ -20,7 +20,7 @@ class Table:
 
     Args:
         title: Above it.
-        columns: Their names; all but the first are set to the right.
+        columns: Their names; all but the first are set to the right. None leave the head out: names and values.
         rows: As many cells each as there are columns.
     """
 
@@ -132,15 +132,15 @@ class HasSection(Protocol):
 
 def print_table(table: Table) -> None:
     """Print a table to the terminal."""
-    drawn = rich_table.Table(title=table.title, title_justify="left")
-    for i, column in enumerate(table.columns):
-        drawn.add_column(column, justify="right" if i else "left", overflow="fold")
+    drawn = rich_table.Table(title=table.title, title_justify="left", show_header=bool(table.columns))
+    for i, column in enumerate(table.columns or ("", "")):
+        drawn.add_column(column, justify="right" if i and table.columns else "left", overflow="fold")
     for row in table.rows:
         drawn.add_row(*row)
-    Console(width=find_width() or _WIDE).print(drawn)
+    Console(width=get_width() or _WIDE).print(drawn)
 
 
-def find_width() -> int | None:
+def get_width() -> int | None:
     """Return how many columns the reader has: of the terminal, or as ``COLUMNS`` says; ``None`` if nobody knows."""
     is_known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
     return Console().width if is_known else None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 # Matrix products and attention: most of the compute of a block in a small part of its activations.
 DEFAULT_SAVED_OPS = (
@@ -43,11 +43,7 @@ class ActivationCheckpointing:
         object.__setattr__(self, "saved_ops", tuple(self.saved_ops))  # YAML gives a list
 
     def check(self) -> None:
-        """Refuse settings that would be ignored or that name nothing.
-
-        Raises:
-            ValueError: With the setting and the nearest fix.
-        """
+        """Raise a ``ValueError`` for settings that would be ignored or that name nothing."""
         if self.every_n_blocks < 1:
             raise ValueError(f"activation_checkpointing.every_n_blocks: got {self.every_n_blocks}: expected 1 or more")
         if self.mode == "none" and self.every_n_blocks != 1:
@@ -60,38 +56,31 @@ class ActivationCheckpointing:
                 f"activation_checkpointing.saved_ops: not used by mode {self.mode!r}; set mode to 'selective'"
             )
         for name in self.saved_ops:
-            _find_op(name)
+            _get_op(name)
 
 
 def apply_activation_checkpointing(
-    model: nn.Module, recompute: ActivationCheckpointing, blocks: Sequence[str]
+    model: nn.Module, settings: ActivationCheckpointing, blocks: Sequence[str]
 ) -> list[str]:
-    """Make every n-th block recompute; return the names of those. Must run before the model is sharded.
+    """Checkpoint every n-th of these blocks; return their names. Must run before the model is sharded.
 
     Only their ``forward`` is replaced: a wrapper module would change the names of all parameters inside it.
-
-    Args:
-        model: Holds the blocks; changed in place.
-        recompute: The setting.
-        blocks: Names of the modules to choose from.
-
-    Raises:
-        ValueError: There is no block to choose from, or ``selective`` meets blocks inside blocks.
     """
-    recompute.check()
-    if recompute.mode == "none":
+    settings.check()
+    if settings.mode == "none":
         return []
     if not blocks:
         raise ValueError(
-            f"activation_checkpointing.mode: got {recompute.mode!r}: no blocks were found to recompute; "
+            f"activation_checkpointing.mode: got {settings.mode!r}: no blocks were found to recompute; "
             "name their classes in wrap.module_classes"
         )
     options: dict[str, Any] = {}
-    if recompute.mode == "selective":
+    if settings.mode == "selective":
         _refuse_nested(blocks)
-        saved = {_find_op(name) for name in recompute.saved_ops or DEFAULT_SAVED_OPS}
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _make_policy(saved))
-    chosen = list(blocks)[:: recompute.every_n_blocks]
+        packets = [_get_op(name) for name in settings.saved_ops or DEFAULT_SAVED_OPS]
+        saved = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
+    chosen = list(blocks)[:: settings.every_n_blocks]
     for name in chosen:
         block = model.get_submodule(name)
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
@@ -104,20 +93,11 @@ def _refuse_nested(blocks: Sequence[str]) -> None:
         if inner := next((name for name in blocks if name.startswith(f"{outer}.")), None):
             raise ValueError(
                 f"activation_checkpointing.mode: got 'selective': block {inner} lies inside "
-                f"block {outer}; set mode to 'full', or "
-                "units to blocks that do not nest"
+                f"block {outer}; set mode to 'full', or wrap to blocks that do not nest"
             )
 
 
-def _make_policy(saved: set[Any]) -> Callable[..., CheckpointPolicy]:
-    def choose(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        packet = getattr(op, "overloadpacket", op)
-        return CheckpointPolicy.MUST_SAVE if packet in saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return choose
-
-
-def _find_op(name: str) -> Any:
+def _get_op(name: str) -> Any:
     namespace, _, op = name.partition(".")
     try:
         return getattr(getattr(torch.ops, namespace), op)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -18,21 +18,20 @@ def sync_buffers(model: nn.Module) -> None:
     Without it each rank would evaluate another model, and a checkpoint would have that of one of them. Running means
     and variances of BatchNorm become their means over all ranks: one all-reduce of two numbers per channel, in float64
     so that equal ones stay as they are. All others become those of the first rank, as under DDP, in one broadcast.
-
-    Args:
-        model: Its buffers are changed in place; those of quantized weights, and DTensors, are left alone.
+    Those of quantized weights, and DTensors, are left alone.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    statistics = _list_statistics(model)
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    found = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
+    statistics = [buffer for buffer in found if buffer is not None and not isinstance(buffer, DTensor)]
     if statistics:
         joined = torch.cat([buffer.flatten().double().to(statistics[0].device) for buffer in statistics])
         dist.all_reduce(joined)
         means = (joined / dist.get_world_size()).split([buffer.numel() for buffer in statistics])
         for buffer, mean in zip(statistics, means, strict=True):
             buffer.copy_(mean.view_as(buffer))
-    others = _list_others(model, {id(buffer) for buffer in statistics})
-    if others:
+    if others := _list_others(model, {id(buffer) for buffer in statistics}):
         _broadcast(others)
 
 
@@ -40,12 +39,6 @@ def has_statistics_of_ranks(model: nn.Module) -> bool:
     """Return whether a model has BatchNorm whose statistics are those of each rank's own batch."""
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
     return any(norm.track_running_stats and not isinstance(norm, nn.SyncBatchNorm) for norm in norms)
-
-
-def _list_statistics(model: nn.Module) -> list[Tensor]:
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    found = [buffer for norm in norms for buffer in (norm.running_mean, norm.running_var)]
-    return [buffer for buffer in found if buffer is not None and not isinstance(buffer, DTensor)]
 
 
 def _list_others(model: nn.Module, known: set[int]) -> list[tuple[nn.Module, str]]:

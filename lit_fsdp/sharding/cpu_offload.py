@@ -24,15 +24,7 @@ class CPUOffload:
 
 
 def build_offload_policy(cpu_offload: CPUOffload | None, device: torch.device) -> OffloadPolicy:
-    """Return what ``fully_shard`` takes.
-
-    Args:
-        cpu_offload: The setting; ``None`` keeps everything on the device.
-        device: Where the model computes.
-
-    Raises:
-        ValueError: Memory shall be pinned without a GPU that could read it.
-    """
+    """Return what ``fully_shard`` takes for a model that computes on this device."""
     if cpu_offload is None:
         return OffloadPolicy()
     if cpu_offload.pin_memory and device.type != "cuda":

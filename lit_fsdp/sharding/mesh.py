@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# Private, seen in torch 2.13: the only way to change the timeout of a group that exists.
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from lit_fsdp.sharding.torch_internals import set_timeout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +26,7 @@ class Mesh:
     shard: int | Literal["node"] = -1
 
     def resolve(self, *, world_size: int, ranks_per_node: int) -> tuple[int, int]:
-        """Return ``(replicate, shard)`` as numbers whose product is ``world_size``.
-
-        Raises:
-            ValueError: No such numbers exist; the message shows the arithmetic and the nearest that do.
-        """
+        """Return ``(replicate, shard)``, whose product is ``world_size``; a ``ValueError`` names the nearest."""
         replicate, shard = self.replicate, ranks_per_node if self.shard == "node" else self.shard
         for name, degree in (("replicate", replicate), ("shard", shard)):
             if degree == 0 or degree < -1:
@@ -48,19 +42,14 @@ class Mesh:
             replicate = rest
         elif shard == -1:
             shard = rest
-        if replicate * shard != world_size:
-            raise ValueError(self._explain(replicate, shard, world_size))
+        if (needed := replicate * shard) != world_size:
+            fits = [r for r in range(1, world_size + 1) if world_size % r == 0]
+            near = min(fits, key=lambda r: (abs(r - replicate), r))
+            raise ValueError(
+                f"mesh {self.replicate}x{self.shard} (replicate x shard) needs {needed} ranks, {world_size} were "
+                f"started; set replicate={near} shard={world_size // near} or start {needed} ranks"
+            )
         return replicate, shard
-
-    def _explain(self, replicate: int, shard: int, world_size: int) -> str:
-        needed = replicate * shard
-        wanted = f"{self.replicate}x{self.shard}"
-        fits = [r for r in range(1, world_size + 1) if world_size % r == 0]
-        near = min(fits, key=lambda r: (abs(r - replicate), r))
-        return (
-            f"mesh {wanted} (replicate x shard) needs {needed} ranks, {world_size} were started; "
-            f"set replicate={near} shard={world_size // near} or start {needed} ranks"
-        )
 
 
 def build_mesh(
@@ -70,22 +59,11 @@ def build_mesh(
 
     Neighbouring ranks share a copy, so that shards are gathered inside a node where that is possible. Needs an
     initialized process group, and all ranks must call it.
-
-    Args:
-        mesh: The arrangement.
-        device_type: ``cuda`` or ``cpu``: what the collectives run on.
-        world_size: How many ranks there are.
-        ranks_per_node: How many of them each node has.
-        timeout_s: How long a collective may take.
-
-    Raises:
-        ValueError: The arrangement does not fit the number of ranks.
     """
     replicate, shard = mesh.resolve(world_size=world_size, ranks_per_node=ranks_per_node)
     if replicate == 1:
         return init_device_mesh(device_type, (shard,), mesh_dim_names=("shard",))
     made = init_device_mesh(device_type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
     for group in made.get_all_groups():
-        # New groups start with the backend's default, not with that of the world. Seen in torch 2.13.
-        _set_pg_timeout(timedelta(seconds=timeout_s), group)
+        set_timeout(group, timeout_s)  # new ones start with the backend's, not with that of the world
     return made

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+
+from lit_fsdp.sharding.grad_clipping import group_gradients
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -40,11 +41,8 @@ class MixedPrecision:
 
     def override(self, other: MixedPrecision | None) -> MixedPrecision:
         """Return these dtypes with those that ``other`` sets explicitly."""
-        if other is None:
-            return self
-        default = MixedPrecision()
-        names = [f.name for f in fields(other)]
-        return replace(self, **{n: getattr(other, n) for n in names if getattr(other, n) != getattr(default, n)})
+        changed = () if other is None else vars(other).items() - vars(MixedPrecision()).items()
+        return replace(self, **dict(changed))
 
     def build_policy(self) -> MixedPrecisionPolicy:
         """Return what ``fully_shard`` takes."""
@@ -66,11 +64,7 @@ PRECISIONS: dict[str, MixedPrecision] = {
 
 
 def read_precision(precision: str) -> MixedPrecision:
-    """Translate Lightning's name of a precision.
-
-    Raises:
-        ValueError: It has no meaning under FSDP2, or would not train.
-    """
+    """Translate Lightning's name of a precision; some have no meaning under FSDP2, or would not train."""
     if precision in PRECISIONS:
         return PRECISIONS[precision]
     near = "16-mixed or bf16-true" if precision == "16-true" else "32-true"
@@ -80,12 +74,8 @@ def read_precision(precision: str) -> MixedPrecision:
 def cast_parameters(model: nn.Module, mixed_precision: MixedPrecision, *, keep: Iterable[nn.Parameter] = ()) -> None:
     """Cast floating parameters to the storage dtype, in place, before sharding.
 
-    Buffers keep theirs: rotary frequencies or norm statistics in bf16 change results for no memory.
-
-    Args:
-        model: Changed in place.
-        mixed_precision: The dtypes.
-        keep: Parameters that keep theirs, such as adapters with a dtype of their own.
+    Buffers keep theirs: rotary frequencies or norm statistics in bf16 change results for no memory. So do the
+    parameters in ``keep``, such as adapters with a dtype of their own.
     """
     dtype = _to_dtype(mixed_precision.storage_dtype)
     if dtype is None:
@@ -103,34 +93,19 @@ class ShardedGradScaler(torch.amp.GradScaler):
     """
 
     def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,  # noqa: ARG002
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, *_: Any
     ) -> dict[torch.device, Tensor]:
-        # Private, seen in torch 2.13: the stock one sees DTensors but compares no ranks.
+        # Private, seen in torch 2.13: its scalers refuse plain tensors beside DTensors.
         found = found_inf.clone()
-        for gradients in _group_by_device_and_dtype(optimizer):
+        for gradients in group_gradients(p for group in optimizer.param_groups for p in group["params"]):
             device = gradients[0].device
             local_found = torch.zeros_like(found, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(
-                gradients, local_found, inv_scale.to(device, non_blocking=True)
-            )
+            scale = inv_scale.to(device, non_blocking=True)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, local_found, scale)
             found = torch.maximum(found, local_found.to(found.device))
         if dist.is_initialized():
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return {found.device: found}
-
-
-def _group_by_device_and_dtype(optimizer: torch.optim.Optimizer) -> Iterable[list[Tensor]]:
-    groups: dict[Any, list[Tensor]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-                groups.setdefault((local.device, local.dtype), []).append(local)
-    return groups.values()
 
 
 def _to_dtype(name: DType | None) -> torch.dtype | None:

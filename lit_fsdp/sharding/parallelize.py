@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lit_fsdp.adapters.lora import check_units, find_adapter_parameters
+from lit_fsdp.adapters.layers import check_units, list_adapter_parameters
 from lit_fsdp.sharding.activation_checkpointing import apply_activation_checkpointing
 from lit_fsdp.sharding.cpu_offload import build_offload_policy
 from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
@@ -27,21 +27,18 @@ def shard_module(
     is_whole: bool = True,
     show: Callable[[list[Unit]], None] | None = None,
 ) -> list[Unit]:
-    """Cast, plan, recompute, compile and shard a module in place; return its units.
+    """Cast, plan, checkpoint, compile and shard a module in place; return its units.
 
     Args:
         module: The root; its parameters may be on the meta device.
-        settings: Of the strategy.
+        settings: Of the strategy. A ``ValueError`` names what does not fit the module.
         dtypes: What ``precision`` and ``settings.mixed_precision`` come to.
         mesh: From ``build_mesh``.
         device: Where the module will compute.
         is_whole: Shard the module as one root; otherwise each of its children.
         show: Called with the units before anything is sharded.
-
-    Raises:
-        ValueError: A setting does not fit the module.
     """
-    cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
+    cast_parameters(module, dtypes, keep=list_adapter_parameters(module))
     plan = plan_module(module, settings.wrap)
     check_units(module, [name for unit in plan for name in unit.names])
     blocks = list(iterate_blocks(plan))
@@ -51,13 +48,9 @@ def shard_module(
     broadcast_parameters(module)
     if show is not None:
         show(plan)
+    mp_policy, offload_policy = dtypes.build_policy(), build_offload_policy(settings.cpu_offload, device)
     for root, part in [(module, plan)] if is_whole else split_by_child(module, plan):
         shard_model(
-            root,
-            part,
-            mesh=mesh,
-            sharding=settings.sharding,
-            mp_policy=dtypes.build_policy(),
-            offload_policy=build_offload_policy(settings.cpu_offload, device),
+            root, part, mesh=mesh, sharding=settings.sharding, mp_policy=mp_policy, offload_policy=offload_policy
         )
     return plan

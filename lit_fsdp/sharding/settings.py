@@ -28,16 +28,7 @@ class Settings:
     compile: Compile | None = None
 
     def check(self, *, world_size: int, ranks_per_node: int, device: torch.device) -> None:
-        """Refuse what cannot work on these ranks.
-
-        Args:
-            world_size: How many ranks there are.
-            ranks_per_node: How many of them each node has.
-            device: Where the model will compute.
-
-        Raises:
-            ValueError: With the setting, the reason and the nearest fix.
-        """
+        """Raise a ``ValueError`` with the nearest fix for what cannot work on these ranks."""
         _, shard = self.mesh.resolve(world_size=world_size, ranks_per_node=ranks_per_node)
         self.wrap.check()
         self.sharding.check(shard)
@@ -45,38 +36,25 @@ class Settings:
         build_offload_policy(self.cpu_offload, device)
 
     def check_accumulation(self, *, num_micro_batches: int | None, is_automatic: bool) -> None:
-        """Refuse to hold gradients where there are no micro-batches to hold them over.
+        """Raise a ``ValueError`` if gradients shall be held without micro-batches to hold them over.
 
         Args:
             num_micro_batches: Accumulated in a step; ``None`` if that changes during the run.
             is_automatic: Whether Lightning runs backward, not the user's ``training_step``.
-
-        Raises:
-            ValueError: With the reason and the nearest fix.
         """
-        if not self.sharding.no_sync:
-            return
-        if not is_automatic:
+        if self.sharding.no_sync and not is_automatic:
             raise ValueError(
                 "sharding.no_sync: got true: under manual optimization training_step decides when to reduce; "
                 "use lit_fsdp.sharding.shard.no_sync there and leave the setting out"
             )
-        if num_micro_batches == 1:
+        if self.sharding.no_sync and num_micro_batches == 1:
             raise ValueError(
                 "sharding.no_sync: got true with trainer.accumulate_grad_batches 1: there is nothing to hold; "
                 "set accumulate_grad_batches to 2 or more, or leave it out"
             )
 
     def check_unchanged(self, used: Settings, what: str) -> None:
-        """Refuse settings that come too late for a module that is sharded already.
-
-        Args:
-            used: What it was sharded with.
-            what: Names the module in the message.
-
-        Raises:
-            ValueError: With the settings that would be ignored.
-        """
+        """Raise a ``ValueError`` for settings that come too late: ``what`` was sharded with ``used`` already."""
         changed = [f.name for f in fields(self) if getattr(self, f.name) != getattr(used, f.name)]
         if changed:
             raise ValueError(

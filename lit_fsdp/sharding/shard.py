@@ -47,11 +47,7 @@ class Sharding:
     no_sync: bool = False
 
     def check(self, num_shards: int) -> None:
-        """Refuse what ``num_shards`` ranks cannot do.
-
-        Raises:
-            ValueError: With the setting and the nearest fix.
-        """
+        """Raise a ``ValueError`` for what ``num_shards`` ranks cannot do."""
         size = self.reshard_after_forward
         if not isinstance(size, bool) and not (1 < size < num_shards and num_shards % size == 0):
             fits = [n for n in range(2, num_shards) if num_shards % n == 0]
@@ -87,11 +83,7 @@ class Compile:
 
 
 def compile_blocks(model: nn.Module, settings: Compile, blocks: Sequence[str]) -> None:
-    """Compile blocks in place, lazily at their first call. Between recompute and sharding.
-
-    Raises:
-        ValueError: There are no blocks, or torch has no such backend.
-    """
+    """Compile blocks in place, lazily at their first call. Between activation checkpointing and sharding."""
     if not blocks:
         raise ValueError("compile: no blocks were found to compile; name their classes in wrap.module_classes")
     known = torch.compiler.list_backends(exclude_tags=())
@@ -99,12 +91,7 @@ def compile_blocks(model: nn.Module, settings: Compile, blocks: Sequence[str]) -
         usual = ", ".join(torch.compiler.list_backends())
         raise ValueError(f"compile.backend: got {settings.backend!r}: expected one such as {usual}")
     for name in blocks:
-        model.get_submodule(name).compile(
-            backend=settings.backend,
-            mode=settings.mode,
-            fullgraph=settings.fullgraph,
-            dynamic=settings.dynamic,
-        )
+        model.get_submodule(name).compile(**vars(settings))
 
 
 def shard_model(
@@ -118,27 +105,17 @@ def shard_model(
 ) -> None:
     """Shard every unit of the plan in place, inner units first and the root last.
 
-    Afterwards parameters are DTensors, on the meta device if they were before.
-
-    Args:
-        model: The root of the plan.
-        plan: From ``plan_units``; several units of it may be nested.
-        mesh: Dimensions ``("shard",)`` or ``("replicate", "shard")``.
-        sharding: What happens between the uses of a unit.
-        mp_policy: Dtypes.
-        offload_policy: Where shards are kept.
-
-    Raises:
-        ValueError: Parameters that train together have several dtypes.
+    Afterwards parameters are DTensors, on the meta device if they were before. The dimensions of the mesh are
+    ``("shard",)`` or ``("replicate", "shard")``.
     """
     modules = dict(model.named_modules())
     _check_dtypes(model, plan)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy, "offload_policy": offload_policy}
-    for unit in sorted(plan, key=_find_depth, reverse=True):
+    for unit in sorted(plan, key=_get_depth, reverse=True):
         members = [modules[name] for name in unit.names]
         # Head and root are used at the end of forward and the beginning of backward, nothing comes between.
         reshard = sharding.reshard_after_forward if unit.kind in ("block", "embedding") else unit.kind == "idle"
-        fully_shard(members if len(members) > 1 else members[0], reshard_after_forward=reshard, **options)
+        fully_shard(members, reshard_after_forward=reshard, **options)
     _set_prefetch(modules, plan, sharding)
 
 
@@ -179,12 +156,7 @@ def broadcast_parameters(model: nn.Module) -> None:
 
 
 def register_steps(root: nn.Module, names: Iterable[str]) -> None:
-    """Let these methods of a sharded root gather and reshard like its ``forward``; once, however often it is called.
-
-    Args:
-        root: Left alone if it is not sharded itself.
-        names: Methods; those it does not have are left out.
-    """
+    """Let these methods of a sharded root gather and reshard like its ``forward``; once, however often it is called."""
     if isinstance(root, FSDPModule) and root not in _WITH_STEPS:  # each registration wraps a method once more
         _WITH_STEPS.add(root)
         for name in names:
@@ -194,23 +166,19 @@ def register_steps(root: nn.Module, names: Iterable[str]) -> None:
 
 def find_roots(model: nn.Module) -> list[FSDPModule]:
     """Return the outermost sharded modules: ``model`` itself, or some inside it, or none."""
-    names: list[str] = []
-    found: list[FSDPModule] = []
-    for name, module in model.named_modules():
-        is_inside = any(not root or name.startswith(f"{root}.") for root in names)
-        if isinstance(module, FSDPModule) and not is_inside:
-            names.append(name)
-            found.append(module)
-    return found
+    roots: list[FSDPModule] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and module not in inside:
+            roots.append(module)
+            inside.update(module.modules())
+    return roots
 
 
 def split_by_child(model: nn.Module, plan: Sequence[Unit]) -> list[tuple[nn.Module, list[Unit]]]:
     """Return each child of ``model`` with its part of the plan, to be sharded as a root of its own.
 
     Needed where backward runs inside the forward of ``model``, which as a root would still hold its parameters.
-
-    Raises:
-        ValueError: The model has parameters outside its children.
     """
     if direct := [name for name, _ in model.named_parameters(recurse=False)]:
         raise ValueError(
@@ -246,7 +214,7 @@ def _check_dtypes(model: nn.Module, plan: Sequence[Unit]) -> None:
                 )
 
 
-def _find_depth(unit: Unit) -> int:
+def _get_depth(unit: Unit) -> int:
     return -1 if unit.kind == "root" else max(name.count(".") for name in unit.names)
 
 

@@ -1,12 +1,29 @@
-"""What can only be read through private parts of FSDP2; seen in torch 2.13."""
+"""What can only be read or set through private parts of torch; seen in torch 2.13."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
+
+
+def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Set how long a collective of a group that exists may take."""
+    _set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def make_finished_work() -> dist.Work:
+    """Return what a collective returns that is over already."""
+    done: torch.futures.Future[None] = torch.futures.Future()
+    done.set_result(None)
+    return _create_work_from_future(done)
 
 
 def iterate_sharded(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -33,7 +50,7 @@ def list_gathered(parameter: Any) -> list[Tensor]:
     return list(parameter.all_gather_outputs)
 
 
-def find_shard(parameter: Any) -> nn.Parameter:
+def get_shard(parameter: Any) -> nn.Parameter:
     """Return this rank's shard, a DTensor."""
     return parameter.sharded_param
 

@@ -18,25 +18,17 @@ COLUMNS = ("unit", "parameters", "trainable", "bytes per rank")
 
 
 def print_plan(model: nn.Module, plan: Sequence[Unit], mesh: DeviceMesh) -> None:
-    """Print one row for each unit; neighbours of one size share a row.
-
-    Args:
-        model: Not sharded yet.
-        plan: Its units.
-        mesh: The ranks it will be sharded over.
-    """
+    """Print one row for each unit of a model that is not sharded yet; neighbouring blocks of one size share a row."""
     # A file or pipe has no width that the names would have to be cut to.
     Console(width=None if sys.stdout.isatty() else 160).print(make_table(model, plan, tuple(mesh.mesh.shape)))
 
 
 def make_table(model: nn.Module, plan: Sequence[Unit], mesh_shape: tuple[int, ...]) -> Table:
     """Return the table of ``print_plan``."""
-    num_shards = mesh_shape[-1]
-    replicate = mesh_shape[0] if len(mesh_shape) > 1 else 1
+    replicate, num_shards = (1, *mesh_shape)[-2:]
     table = Table(title=f"FSDP units, mesh replicate {replicate} x shard {num_shards}", title_justify="left")
-    table.add_column(COLUMNS[0])
-    for name in COLUMNS[1:]:
-        table.add_column(name, justify="right")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "unit" else "right")
     *rows, totals = list_rows(model, plan, num_shards)
     for row in rows:
         table.add_row(*row)
@@ -46,29 +38,19 @@ def make_table(model: nn.Module, plan: Sequence[Unit], mesh_shape: tuple[int, ..
 
 
 def list_rows(model: nn.Module, plan: Sequence[Unit], num_shards: int) -> list[tuple[str, ...]]:
-    """Return the cells of the table under ``COLUMNS``, the totals last.
-
-    Args:
-        model: Sharded or not.
-        plan: Its units.
-        num_shards: Over how many ranks each parameter is split.
-    """
-    sizes = {id(unit): count_shard_bytes(model, unit, num_shards) for unit in plan}
+    """Return the cells of the table under ``COLUMNS``, the totals last."""
     weights = count_weights(model)
-    counts = {id(unit): sum(weights[name] for name in unit.parameters) for unit in plan}
-
-    def describe(unit: Unit) -> tuple[object, ...]:
-        is_alone = unit.kind != "block"
-        return (is_alone and unit.names, counts[id(unit)], unit.num_trainable, sizes[id(unit)])
-
+    counted = []
+    for unit in plan:
+        num_weights = sum(weights[name] for name in unit.parameters)
+        counted.append((unit, (num_weights, unit.num_trainable, count_shard_bytes(model, unit, num_shards))))
     rows = []
-    for _, group in groupby(plan, key=describe):
-        units = list(group)
-        first, last, times = units[0], units[-1], f"{len(units)} x " if len(units) > 1 else ""
-        name = " + ".join(n or "(root)" for n in first.names)
+    # Only blocks share a row.
+    for (_, numbers), group in groupby(counted, key=lambda pair: (pair[0].kind == "block" or pair[0].names, pair[1])):
+        units = [unit for unit, _ in group]
+        name, times = " + ".join(n or "(root)" for n in units[0].names), ""
         if len(units) > 1:
-            name += f" .. {last.names[0].rsplit('.', 1)[-1]}"
-        numbers = (counts[id(first)], first.num_trainable, sizes[id(first)])
+            name, times = f"{name} .. {units[-1].names[0].rsplit('.', 1)[-1]}", f"{len(units)} x "
         rows.append((name, *(f"{times}{number:,}" for number in numbers)))
-    totals = (sum(counts.values()), sum(u.num_trainable for u in plan), sum(sizes.values()))
+    totals = map(sum, zip(*(numbers for _, numbers in counted), strict=True))
     return [*rows, (f"all {len(plan)} units", *(f"{number:,}" for number in totals))]

@@ -6,6 +6,7 @@ Everything here is decided on the module tree alone, so it works on the meta dev
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -45,11 +46,7 @@ class Wrap:
         object.__setattr__(self, "module_classes", tuple(self.module_classes))  # YAML gives a list
 
     def check(self) -> None:
-        """Refuse combinations in which one setting would be ignored.
-
-        Raises:
-            ValueError: With the setting and the nearest fix.
-        """
+        """Raise a ``ValueError`` for combinations in which one setting would be ignored."""
         if self.module_classes and self.policy not in ("auto", "module_classes"):
             raise ValueError(f"wrap.module_classes: not used by policy {self.policy!r}; set policy to 'module_classes'")
         if self.policy == "module_classes" and not self.module_classes:
@@ -95,26 +92,19 @@ def plan_units(model: nn.Module, wrap: Wrap, *, idle: Sequence[str] = ()) -> lis
 
     Args:
         model: The root that will be sharded; parameters may be on the meta device.
-        wrap: The policy.
-        idle: Names of modules without parameters that train, which no step of training uses.
-
-    Raises:
-        ValueError: The rule does not fit the model.
+        wrap: The policy; a ``ValueError`` says where it does not fit the model.
+        idle: Names of modules without trainable parameters, which no step of training uses.
     """
     wrap.check()
     modules = dict(model.named_modules())
     found = [*_find_units(model, modules, wrap), *(Unit(names=(name,), kind="idle") for name in idle)]
-    found = [unit for unit in found if _has_parameters(modules, unit)]
+    found = [unit for unit in found if any(_has_parameters(modules[name]) for name in unit.names)]
     found = _drop_shared(model, found)
     return _count_parameters(model, [*found, Unit(names=("",), kind="root")])
 
 
 def plan_module(module: nn.Module, wrap: Wrap) -> list[Unit]:
-    """Return the units of a module: those of its method ``configure_units(model)``, or else those of the rule.
-
-    Raises:
-        ValueError: The module decides itself, and a rule is set too.
-    """
+    """Return the units of a module: those of its method ``configure_units(model)``, or else those of the policy."""
     configure: Any = getattr(module, "configure_units", None)
     if configure is None:
         return plan_units(module, wrap)
@@ -126,16 +116,12 @@ def plan_module(module: nn.Module, wrap: Wrap) -> list[Unit]:
 
 
 def count_shard_bytes(model: nn.Module, unit: Unit, num_shards: int) -> int:
-    """Return the bytes of one rank's shard of a unit: the first rank's, which is the largest.
-
-    ``fully_shard`` splits each parameter by rows, so a rank has up to one row more than another.
-    """
+    """Return the bytes of the first rank's shard of a unit: ``fully_shard`` gives no rank more rows of a parameter."""
     total = 0
     for name in unit.parameters:
         parameter = model.get_parameter(name)
         rows = parameter.shape[0] if parameter.dim() else 1
-        row_bytes = parameter.numel() // max(rows, 1) * parameter.element_size()
-        total += -(-rows // num_shards) * row_bytes
+        total += -(-rows // num_shards) * (parameter.nbytes // max(rows, 1))
     return total
 
 
@@ -143,8 +129,7 @@ def _find_units(model: nn.Module, modules: dict[str, nn.Module], wrap: Wrap) -> 
     if wrap.policy == "module_classes" or (wrap.policy == "auto" and wrap.module_classes):
         blocks = _find_by_class(modules, wrap.module_classes)
         if not blocks:
-            filled = [module for module in modules.values() if next(module.parameters(), None) is not None]
-            have = ", ".join(sorted({type(module).__name__ for module in filled}))
+            have = ", ".join(sorted({type(module).__name__ for module in filter(_has_parameters, modules.values())}))
             raise ValueError(
                 f"wrap.module_classes: got {list(wrap.module_classes)}: no module has such a class; "
                 f"the model has: {have}"
@@ -187,7 +172,7 @@ def _find_repeated(modules: dict[str, nn.Module]) -> list[str]:
     for name, module in modules.items():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{n}.") for n in names):
             continue
-        counts = Counter(type(child) for child in module if next(child.parameters(), None) is not None)
+        counts = Counter(type(child) for child in module if _has_parameters(child))
         repeated = {kind for kind, count in counts.items() if count > 1 and not _is_leaf(kind)}
         names += [f"{name}.{i}" for i, child in enumerate(module) if type(child) in repeated]
     return [name.removeprefix(".") for name in names]
@@ -195,11 +180,8 @@ def _find_repeated(modules: dict[str, nn.Module]) -> list[str]:
 
 def _is_leaf(kind: type) -> bool:
     # A stack of plain linears is one small network, not a stack of blocks.
-    return kind.__module__.startswith("torch.nn.modules.") and kind.__name__ not in (
-        "TransformerEncoderLayer",
-        "TransformerDecoderLayer",
-        "Sequential",
-    )
+    blocks = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Sequential)
+    return kind.__module__.startswith("torch.nn.modules.") and kind not in blocks
 
 
 def _find_by_size(model: nn.Module, min_num_params: int) -> list[str]:
@@ -256,8 +238,7 @@ def _read_model_plan(modules: dict[str, nn.Module], wrap: Wrap) -> list[Unit]:
 
 def _matches(name: str, pattern: str) -> bool:
     """Whether a module's name fits a pattern, in which ``*`` stands for one part of the name."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(w in ("*", p) for p, w in zip(parts, wanted, strict=True))
+    return re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name) is not None
 
 
 def _add_ends(modules: dict[str, nn.Module], found: Iterable[Unit], wrap: Wrap) -> list[Unit]:
@@ -299,8 +280,8 @@ def _find_ends(modules: dict[str, nn.Module], root: str, getter: str) -> list[st
     return found
 
 
-def _has_parameters(modules: dict[str, nn.Module], unit: Unit) -> bool:
-    return any(next(modules[name].parameters(), None) is not None for name in unit.names)
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 def _drop_shared(model: nn.Module, units: list[Unit]) -> list[Unit]:

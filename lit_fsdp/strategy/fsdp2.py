@@ -1,4 +1,4 @@
-"""``FSDP2Strategy``: what Lightning asks of a strategy, answered by the files beside this one."""
+"""``FSDP2Strategy``: answers what Lightning asks of a strategy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core import rank_zero
 from torch import Tensor
@@ -30,10 +29,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.single_file import load_single_file
-from lit_fsdp.checkpoint.state import find_random_state, load_checkpoint
+from lit_fsdp.checkpoint.state import load_checkpoint, read_random_state
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
-from lit_fsdp.sharding.buffers import sync_buffers
+from lit_fsdp.sharding.buffers import has_statistics_of_ranks, sync_buffers
 from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.mesh import Mesh, build_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
@@ -43,18 +42,10 @@ from lit_fsdp.sharding.settings import PRESETS, Settings
 from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, register_steps
 from lit_fsdp.sharding.unit_table import print_plan
 from lit_fsdp.sharding.wrap import Unit, Wrap
-from lit_fsdp.strategy.lightning_internals import (
-    check_trainer,
-    count_micro_batches,
-    delay_killing,
-    forget_train_loader,
-    keep_links,
-    reduce_in_place,
-    refuse_ignored,
-    use_no_grad,
-    warn_of_batch_norm,
-)
+from lit_fsdp.strategy.launcher import Launcher
+from lit_fsdp.strategy.lightning_internals import forget_train_loader, keep_links
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
+from lit_fsdp.strategy.trainer_settings import check_trainer, count_micro_batches
 from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
 
 # What each module was sharded with: a second run of it may be under another strategy object.
@@ -62,7 +53,7 @@ _SHARDED_WITH: WeakKeyDictionary[pl.LightningModule, Settings] = WeakKeyDictiona
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step", "generate")
 
 
-def find_used_settings(module: pl.LightningModule) -> Settings:
+def get_used_settings(module: pl.LightningModule) -> Settings:
     """Return what a module was sharded with; the defaults if its user has sharded it."""
     return _SHARDED_WITH.get(module, Settings())
 
@@ -70,7 +61,7 @@ def find_used_settings(module: pl.LightningModule) -> Settings:
 class FSDP2Strategy(ParallelStrategy):
     """Shards parameters, gradients and optimizer state with FSDP2 (``fully_shard``).
 
-    The LightningModule becomes the root FSDP unit, the modules found by ``units`` become units inside it. Build
+    The LightningModule becomes the root FSDP unit, the modules that ``wrap`` finds become units inside it. Build
     large models in ``configure_model`` under ``torch.device("meta")``: they get their memory after sharding, and
     their values from the hook ``configure_weights()``, or else from their modules' ``reset_parameters``.
     A module that has a method ``configure_units(model)`` returning a list of ``Unit`` decides itself; one that
@@ -136,6 +127,11 @@ class FSDP2Strategy(ParallelStrategy):
         self.device_mesh: DeviceMesh | None = None
         self.plan: list[Unit] = []
 
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
     # What Lightning wants to know
 
     @property
@@ -173,10 +169,10 @@ class FSDP2Strategy(ParallelStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         # Lightning cannot know ours and hands over its own. The accelerator is known by then, devices are not yet.
-        device_type = "cuda" if isinstance(self.accelerator, CUDAAccelerator) else "cpu"
-        override = self.settings.mixed_precision if plugin is not None else None
-        ours = None if plugin is None else translate_precision(plugin, override, device_type)
-        self._precision_plugin: FSDP2Precision | None = ours
+        self._precision_plugin: FSDP2Precision | None = None
+        if plugin is not None:
+            device_type = "cuda" if isinstance(self.accelerator, CUDAAccelerator) else "cpu"
+            self._precision_plugin = translate_precision(plugin, self.settings.mixed_precision, device_type)
 
     # From the Trainer's construction to the process group
 
@@ -185,14 +181,23 @@ class FSDP2Strategy(ParallelStrategy):
         self._check_settings()
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _check_settings(self) -> None:
         """Refuse what cannot work, when the Trainer is built: before processes, collectives or memory."""
         self.settings.check(world_size=self.world_size, ranks_per_node=self.num_processes, device=self.root_device)
-        refuse_ignored(self.root_device, self._layer_sync, self._checkpoint_io)
         if self.timeout_s <= 0:
             raise ValueError(f"timeout_s: got {self.timeout_s}: expected seconds above 0")
+        if self._layer_sync is not None:
+            raise ValueError(
+                "sync_batchnorm: got true: FSDP2Strategy does not replace layers; call "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm in configure_model instead"
+            )
+        if self._checkpoint_io is not None:
+            raise ValueError(
+                f"plugins: got {type(self._checkpoint_io).__name__}: FSDP2Strategy writes checkpoints itself; leave it "
+                "out, and set async_save to write beside training"
+            )
 
     def set_world_ranks(self) -> None:
         """Tell the environment which rank this is, where the environment does not know."""
@@ -203,9 +208,7 @@ class FSDP2Strategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        assert self.lightning_module is not None
-        check_trainer(self.lightning_module.trainer)  # before callbacks are set up, some of which copy the module
-        delay_killing()
+        check_trainer(self._module.trainer)  # before callbacks are set up, some of which copy the module
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -216,9 +219,16 @@ class FSDP2Strategy(ParallelStrategy):
             own: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
             _init_dist_connection(self.cluster_environment, backend, timeout=timedelta(seconds=self.timeout_s), **own)
             atexit.register(_destroy_dist_connection)  # Lightning does it for plain "nccl" only
-        sizes = {"world_size": self.world_size, "ranks_per_node": self.num_processes}
-        self.device_mesh = build_mesh(self.settings.mesh, device_type=device.type, timeout_s=self.timeout_s, **sizes)
-        self.lightning_module._device_mesh = self.device_mesh
+        self._build_mesh()
+
+    def _build_mesh(self) -> None:
+        self.device_mesh = self._module._device_mesh = build_mesh(
+            self.settings.mesh,
+            device_type=self.root_device.type,
+            world_size=self.world_size,
+            ranks_per_node=self.num_processes,
+            timeout_s=self.timeout_s,
+        )
 
     # From the user's model to shards
 
@@ -234,28 +244,39 @@ class FSDP2Strategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None  # noqa: PT018
+        assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self.model = self.lightning_module
-        use_no_grad(trainer)
+        self.model = module = self._module
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        # What was gathered under inference_mode cannot be used in a later backward.
+        val_loop = trainer.fit_loop.epoch_loop.val_loop
+        for loop in (val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
         keep_links(trainer, self._writer.skipped)
-        if trainer.state.fn == TrainerFn.FITTING:
-            is_automatic = self.lightning_module.automatic_optimization
-            self.settings.check_accumulation(num_micro_batches=count_micro_batches(trainer), is_automatic=is_automatic)
-        if find_roots(self.lightning_module):  # by its user, or in an earlier run
-            used = find_used_settings(self.lightning_module)
-            self.settings.check_unchanged(used, type(self.lightning_module).__name__)
+        if is_fitting:
+            self._check_accumulation()
+        if find_roots(module):  # by its user, or in an earlier run
+            self.settings.check_unchanged(get_used_settings(module), type(module).__name__)
         else:
-            self._shard(self.lightning_module)
-        self._writer.choose_parameters(self.lightning_module)
-        self._fill(self.lightning_module)
+            self._shard(module)
+        self._writer.choose_parameters(module)
+        self._fill(module)
         self.barrier()
-        if trainer.state.fn == TrainerFn.FITTING:
-            warn_of_batch_norm(self.lightning_module)
+        if is_fitting:
+            if self.world_size > 1 and has_statistics_of_ranks(module):
+                rank_zero.rank_zero_warn(
+                    "BatchNorm: each rank normalizes by statistics of its own batch; running statistics are averaged "
+                    "before an evaluation and a checkpoint"
+                )
             reseed(collect_random_state(), self.global_rank)  # else dropout would drop the same on all ranks
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+    def _check_accumulation(self) -> None:
+        num_micro_batches = count_micro_batches(self._module.trainer)
+        is_automatic = self._module.automatic_optimization
+        self.settings.check_accumulation(num_micro_batches=num_micro_batches, is_automatic=is_automatic)
 
     def _shard(self, module: pl.LightningModule) -> None:
         assert self.device_mesh is not None
@@ -277,24 +298,22 @@ class FSDP2Strategy(ParallelStrategy):
         parameter_device = torch.device("cpu") if self.settings.cpu_offload is not None else None
         materialize(module, self.root_device, parameter_device=parameter_device)
         register_steps(module, _STEPS)
-        if is_empty and hasattr(module, "configure_weights"):
-            fill: Any = module.configure_weights
-            fill()
+        configure_weights: Any = getattr(module, "configure_weights", None)
+        if is_empty and configure_weights is not None:
+            configure_weights()
         elif is_empty:
             init_weights(module, self.broadcast(torch.initial_seed()))
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        assert self.lightning_module is not None
-        roots = find_roots(self.lightning_module) if self.settings.sharding.no_sync else []
+        roots = find_roots(self._module) if self.settings.sharding.no_sync else []
         with no_sync(*roots):
             yield
 
     @override
     def on_validation_start(self) -> None:
-        assert self.lightning_module is not None
-        sync_buffers(self.lightning_module)
+        sync_buffers(self._module)
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -302,14 +321,12 @@ class FSDP2Strategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        sync_buffers(self.lightning_module)
-        return self._writer.get_model_state(self.lightning_module)
+        sync_buffers(self._module)
+        return self._writer.get_model_state(self._module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        return self._writer.get_optimizer_state(self.lightning_module, getattr(optimizer, "_optimizer", optimizer))
+        return self._writer.get_optimizer_state(self._module, getattr(optimizer, "_optimizer", optimizer))
 
     @override
     def save_checkpoint(
@@ -317,9 +334,8 @@ class FSDP2Strategy(ParallelStrategy):
     ) -> None:
         if storage_options is not None:
             raise TypeError("storage_options: FSDP2Strategy writes folders with torch.distributed.checkpoint")
-        assert self.lightning_module is not None
         self._writer.save(Path(self.broadcast(str(filepath))), checkpoint)
-        if self.lightning_module.trainer.state.finished:  # saved by the user, after the run has waited for the rest
+        if self._module.trainer.state.finished:  # the user saves, after the run has waited for earlier saves
             self._writer.wait()
 
     @override
@@ -332,16 +348,15 @@ class FSDP2Strategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.lightning_module is not None
         path = Path(self.broadcast(str(checkpoint_path)))
-        is_fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         extra = self.extra_state if is_fitting else {}  # an evaluation after fit leaves its state as it is
         load = load_single_file if path.is_file() else partial(load_checkpoint, extra=extra)
         optimizers = self.optimizers if is_fitting else []
-        meta = load(path, self.lightning_module, optimizers, strict=self.lightning_module.strict_loading)
+        meta = load(path, self._module, optimizers, strict=self._module.strict_loading)
         if is_fitting:
-            self._restore_random = find_random_state(path, self.global_rank, self.world_size)
-            forget_train_loader(self.lightning_module.trainer)
+            self._restore_random = read_random_state(path, self.global_rank, self.world_size)
+            forget_train_loader(self._module.trainer)
         return meta
 
     @override
@@ -353,10 +368,6 @@ class FSDP2Strategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Done by ``load_checkpoint``."""
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Done by ``load_checkpoint``."""
 
     # Between ranks
@@ -377,8 +388,13 @@ class FSDP2Strategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        is_shared = isinstance(tensor, Tensor) and dist.is_initialized()
-        return reduce_in_place(tensor, group, reduce_op) if is_shared else tensor
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        # gloo has no mean, and Lightning's way of telling misses it in a combined backend.
+        is_mean = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
+        op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) and not is_mean else reduce_op
+        dist.all_reduce(tensor, op=dist.ReduceOp.SUM if is_mean else op, group=group)
+        return tensor.copy_(tensor / dist.get_world_size(group)) if is_mean else tensor
 
     @override
     def teardown(self) -> None:
@@ -389,12 +405,6 @@ class FSDP2Strategy(ParallelStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        for name, (description, settings) in PRESETS.items():
-            if name not in strategy_registry:
-                strategy_registry.register(name, cls, description=description, **settings)
 
-
-FSDP2Strategy.register_strategies(StrategyRegistry)
+for _name, (_description, _settings) in PRESETS.items():
+    StrategyRegistry.register(_name, FSDP2Strategy, description=_description, override=True, **_settings)

@@ -34,9 +34,7 @@ class FSDP2Precision(Precision):
     ) -> None:
         self.precision = precision  # type: ignore[assignment]  # Lightning allows a fixed set of names
         self.mixed_precision = read_precision(precision).override(override)
-        self.scaler: ShardedGradScaler | None = None
-        if self.mixed_precision.needs_loss_scaling:
-            self.scaler = ShardedGradScaler(device_type)
+        self.scaler = ShardedGradScaler(device_type) if self.mixed_precision.needs_loss_scaling else None
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
@@ -77,18 +75,9 @@ class FSDP2Precision(Precision):
         if self.scaler is not None and state_dict:
             self.scaler.load_state_dict(state_dict)
 
-    @override
-    def convert_input(self, data: Any) -> Any:
-        return data  # every unit casts its own inputs
-
 
 def translate_precision(plugin: Precision, override: MixedPrecision | None, device_type: str) -> FSDP2Precision:
-    """Return ours for the plugin that Lightning chose by ``Trainer(precision=...)``.
-
-    Args:
-        plugin: Lightning's, or one of ours, which is returned as it is.
-        override: Dtypes that win over those of its precision.
-        device_type: Where the model computes.
+    """Return ours for the plugin that Lightning chose by ``Trainer(precision=...)``; one of ours stays as it is.
 
     Raises:
         ValueError: The user has set a plugin that cannot work under FSDP2.

@@ -1,10 +1,8 @@
-"""How many processes a run has, by its settings, torchrun or the machine; and how they end together."""
+"""How many processes a run has, by its settings, torchrun or the machine."""
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Mapping, Sequence
-from signal import SIGKILL
 from typing import Any
 
 _TORCHRUN_VARIABLES = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
@@ -23,17 +21,11 @@ def choose_processes(
     has_accelerator: bool,
     environ: Mapping[str, str],
 ) -> tuple[Any, int]:
-    """Return ``devices`` and ``num_nodes`` for the Trainer.
+    """Return ``devices`` and ``num_nodes`` for the Trainer, from its settings; one node counts as not set.
 
     torchrun has started its processes already, so what it says is taken wherever nothing was set; a setting
-    that disagrees is refused before anything starts, as it would hang in the first collective.
-
-    Args:
-        devices: The Trainer's setting: a count, a list, or ``"auto"``.
-        num_nodes: The Trainer's setting; 1 counts as not set.
-        cpu_processes: How many to start where ``devices`` is ``"auto"`` and there is only a CPU.
-        has_accelerator: Whether the run will find a GPU or the like.
-        environ: The environment of this process.
+    that disagrees is refused before anything starts, as it would hang in the first collective. Where ``devices`` is
+    ``"auto"`` and there is only a CPU, ``cpu_processes`` is taken.
     """
     count = count_devices(devices)
     if is_torchrun(environ):
@@ -65,38 +57,3 @@ def count_devices(devices: Any) -> int | None:
         parts = [part for part in devices.split(",") if part.strip()]
         return int(devices) if len(parts) == 1 and "," not in devices else len(parts)
     return len(devices) if isinstance(devices, Sequence) else int(devices)
-
-
-def describe_failed(codes: Mapping[int, int]) -> str:
-    """Return which ranks failed and where to look, by the exit codes of ranks."""
-    failed = {rank: code for rank, code in codes.items() if code}
-    if SIGKILL in (-code for code in failed.values()):
-        killed = " and ".join(f"rank {rank}" for rank, code in failed.items() if code == -SIGKILL)
-        return f"{killed} was killed (SIGKILL), and left no message: the kernel does so when host memory runs out"
-    who = " and ".join(f"rank {rank} (exit code {code})" for rank, code in failed.items()) or "another rank"
-    return f"{who} failed first, see the message there"
-
-
-def stop_children(launcher: Any, patience_s: float = 5.0) -> dict[int, int]:
-    """Wait briefly for the local ranks this process started, kill those that are left, return the exit codes.
-
-    A rank that fails like this one ends by itself and says why; one that waits in a collective never would.
-
-    Args:
-        launcher: The strategy's launcher; anything without ``procs`` is nothing to do.
-        patience_s: How long to wait in all.
-    """
-    children: list[subprocess.Popen[bytes]] = list(getattr(launcher, "procs", ()))
-    if children:
-        # Lightning's observer thread shares this list and would SIGKILL this very process, before it has said
-        # what went wrong, as soon as it sees a failed child. Seen in lightning 2.6.6.
-        launcher.procs.clear()
-    codes = {}
-    for rank, child in enumerate(children, start=1):
-        try:
-            codes[rank] = child.wait(timeout=patience_s)
-        except subprocess.TimeoutExpired:
-            patience_s = 0.1
-            child.kill()
-            child.wait()
-    return codes

@@ -17,11 +17,12 @@ from lit_fsdp.weights.safetensors_io import compute_fingerprint
 BASE = "base"  # in the metadata of a checkpoint: the model below its adapters
 LORA = "lora"  # there too: the settings of the adapters
 IMAGE_SIZE = "image_size"  # there too: height and width to which position embeddings were interpolated
-_PATTERNS = ("model*.safetensors", "*.json")  # not copies in other layouts
-_PROCESSOR = ("preprocessor_config.json", "processor_config.json", "config.json")
+WEIGHTS = ("model*.safetensors", "*.json")  # the files of a model, without copies in other layouts
+CONFIG = ("config.json",)
+PROCESSOR = ("preprocessor_config.json", "processor_config.json", "config.json")  # how it wants its images
 
 
-def fetch_pretrained(pretrained: str, setting: str = "pretrained", patterns: Sequence[str] = _PATTERNS) -> None:
+def fetch_pretrained(pretrained: str, setting: str = "pretrained", patterns: Sequence[str] = WEIGHTS) -> None:
     """Download a model unless it is a folder or in the cache.
 
     Args:
@@ -32,10 +33,6 @@ def fetch_pretrained(pretrained: str, setting: str = "pretrained", patterns: Seq
     Raises:
         ValueError: It is neither.
     """
-    _fetch(pretrained, setting, patterns)
-
-
-def _fetch(pretrained: str, setting: str, patterns: Sequence[str]) -> None:
     folder = Path(pretrained).expanduser()
     if folder.is_dir():
         return
@@ -50,35 +47,8 @@ def _fetch(pretrained: str, setting: str, patterns: Sequence[str]) -> None:
         raise ValueError(f"{setting}: got {pretrained!r}: no such folder, and the Hub says: {first}") from error
 
 
-def fetch_config(pretrained: str) -> None:
-    """Download the configuration of a model unless it is a folder or in the cache, without its weights.
-
-    Raises:
-        ValueError: There is no such model.
-    """
-    _fetch(pretrained, "pretrained", ("config.json",))
-
-
-def fetch_processor(pretrained: str) -> None:
-    """Download how a model wants its images, unless it is a folder or in the cache, without its weights.
-
-    Raises:
-        ValueError: There is no such model.
-    """
-    _fetch(pretrained, "processor", _PROCESSOR)
-
-
-def find_processor(pretrained: str) -> Path:
-    """Return the folder of what ``fetch_processor`` has fetched."""
-    return _find(pretrained, _PROCESSOR)
-
-
-def find_pretrained(pretrained: str, patterns: Sequence[str] = _PATTERNS) -> Path:
+def get_pretrained_folder(pretrained: str, patterns: Sequence[str] = WEIGHTS) -> Path:
     """Return the folder of a model that is there or has been fetched, with the same patterns."""
-    return _find(pretrained, patterns)
-
-
-def _find(pretrained: str, patterns: Sequence[str]) -> Path:
     folder = Path(pretrained).expanduser()
     if folder.is_dir():
         return folder
@@ -89,7 +59,7 @@ def describe_base(pretrained: str, quantization: Quantization | None) -> dict[st
     """Return what tells the model below adapters from others, in plain types."""
     return {
         "name": pretrained,
-        "fingerprint": compute_fingerprint(find_pretrained(pretrained)),
+        "fingerprint": compute_fingerprint(get_pretrained_folder(pretrained)),
         "quantization": None if quantization is None else asdict(quantization),
     }
 

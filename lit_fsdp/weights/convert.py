@@ -1,7 +1,7 @@
 """What the tensors of a Transformers model are called and made of in its files, as Transformers itself has it.
 
 Note [Rows of converted tensors]: files of mixture-of-experts models hold each expert by itself, where the model has
-one tensor whose rows are the experts. Where an operation keeps rows apart, a rank reads only what its own rows are
+one tensor whose rows are the experts. Where an operation keeps rows apart, a rank reads only what its rows are
 made of: stacking along dimension 0 takes whole stored tensors, joining along it takes ranges of them, and
 operations inside of rows take the same rows of each. All other conversions, such as splitting a fused projection, need
 their stored tensors in full: these are read and converted one after another, so a rank holds the full tensors of
@@ -36,7 +36,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from lit_fsdp.adapters.lora import clean_name
+from lit_fsdp.adapters.layers import clean_name
 from lit_fsdp.weights.safetensors_io import StoredTensor
 
 Rows = Literal["stacked", "joined", "inside"]
@@ -52,7 +52,7 @@ class Conversion:
         sources: Stored tensors in order, each with the pattern of the converter that it matches.
         converter: Operations of Transformers, none where a tensor is stored as it is, or under another name.
         shapes: Of all tensors that come out of it.
-        rows: Which rows of the sources own rows need, if not all; see Note [Rows of converted tensors].
+        rows: Which rows of the sources the rows of a shard need, if not all; see Note [Rows of converted tensors].
     """
 
     first_target: str
@@ -101,12 +101,12 @@ def plan_conversions(
             raise ValueError(f"{target} is stored twice, as {conversion.sources[0][1]} and as {name}; remove one")
         conversion.sources.append((pattern or name, name))
     for conversion in found.values():
-        _find_shapes(model, conversion, stored)
+        _set_shapes(model, conversion, stored)
     unread = _list_unread(model)
     return list(found.values()), [name for name in unknown if not any(p.search(name) for p in unread)]
 
 
-def find_optional(model: nn.Module) -> list[re.Pattern[str]]:
+def list_optional(model: nn.Module) -> list[re.Pattern[str]]:
     """Return patterns of names that files may lack, because the model's initializer sets them well."""
     return [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
 
@@ -140,7 +140,7 @@ def convert_rows(
     """
     assert conversion.converter is not None
     converter = deepcopy(conversion.converter)
-    for pattern, name, begin, end in _find_reads(conversion, stored, span):
+    for pattern, name, begin, end in _list_reads(conversion, stored, span):
         # Called when its operation runs, not now.
         load: Any = partial(_read_cast, read, name, begin, end, dtype)
         converter.add_tensor(conversion.first_target, name, pattern, load)
@@ -148,10 +148,10 @@ def convert_rows(
     return {name: value[0] if isinstance(value, list) else value for name, value in result.items()}
 
 
-def _find_reads(
+def _list_reads(
     conversion: Conversion, stored: Mapping[str, StoredTensor], span: tuple[int, int] | None
 ) -> Iterator[tuple[str, str, int, int]]:
-    """Yield pattern, name, first and last row of what own rows are made of."""
+    """Yield pattern, name, first and last row of what the rows of a shard are made of."""
     num_seen: dict[str, int] = {}
     for pattern, name in _order_sources(conversion):
         num_rows = stored[name].num_rows
@@ -182,7 +182,7 @@ def _read_cast(read: Read, name: str, begin: int, end: int, dtype: torch.dtype) 
     return read(name, begin, end).to(dtype)
 
 
-def _find_shapes(model: nn.Module, conversion: Conversion, stored: Mapping[str, StoredTensor]) -> None:
+def _set_shapes(model: nn.Module, conversion: Conversion, stored: Mapping[str, StoredTensor]) -> None:
     """Run a conversion on the meta device, which costs nothing, to learn what comes out of it."""
     if conversion.converter is None:
         conversion.shapes = {conversion.first_target: stored[conversion.sources[0][1]].shape}
@@ -200,10 +200,10 @@ def _find_shapes(model: nn.Module, conversion: Conversion, stored: Mapping[str, 
             f"{conversion.first_target} cannot be made of {describe_sources(conversion)}: {reason}"
         ) from error
     conversion.shapes = {name: tuple(tensor.shape) for name, tensor in result.items()}
-    conversion.rows = _find_rows(conversion.converter.operations)
+    conversion.rows = _classify_rows(conversion.converter.operations)
 
 
-def _find_rows(operations: list[ConversionOps]) -> Rows | None:
+def _classify_rows(operations: list[ConversionOps]) -> Rows | None:
     first, rest = operations[0], operations[1:]
     if type(first) is MergeModulelist and first.dim == 0:
         return "stacked" if all(map(_is_inside_rows, rest)) else None

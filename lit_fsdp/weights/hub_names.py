@@ -20,23 +20,14 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Tensors that are converted together, on the meta device.
+    """Tensors that are converted together, on the meta device."""
 
-    Args:
-        inputs: By their names in the model's state dict.
-        outputs: What they become, by their names on the Hub.
-    """
-
-    inputs: Mapping[str, Tensor]
-    outputs: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]  # by their names in the model's state dict
+    outputs: Mapping[str, Tensor]  # what they become, by their names on the Hub
 
 
 def list_saved_names(model: PreTrainedModel) -> list[str]:
-    """Return the names of the tensors that ``save_pretrained`` would write, a tied one under one name.
-
-    Args:
-        model: On the meta device.
-    """
+    """Return the names of the tensors that ``save_pretrained`` would write, a tied one under one name."""
     state = dict(model.state_dict())
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
@@ -44,11 +35,7 @@ def list_saved_names(model: PreTrainedModel) -> list[str]:
 
 
 def plan_parts(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[Part]:
-    """Return what to convert together, in the order of ``tensors``.
-
-    Args:
-        model: On the meta device.
-        tensors: On the meta device, by their names in the model's state dict.
+    """Return what to convert together, in the order of ``tensors``, which like the model are on the meta device.
 
     Raises:
         ValueError: Transformers cannot convert this architecture part by part.
@@ -74,12 +61,7 @@ def plan_parts(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[Pa
 
 
 def convert_part(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a part as the Hub stores them.
-
-    Args:
-        model: On the meta device.
-        tensors: Of one part, by their names in the model's state dict.
-    """
+    """Return the tensors of one part, by their names in the state dict, as the Hub stores them."""
     return revert_weight_conversion(model, dict(tensors))
 
 

@@ -2,7 +2,7 @@
 
 Note [Filling a sharded model]: a model is built on the meta device, sharded, given memory by
 :func:`materialize`, and then filled here. Random weights are drawn unit by unit: each module's initializer
-writes full tensors on the CPU, seeded by the module's name, of which every rank keeps its own rows. So the
+writes full tensors on the CPU, seeded by the module's name, of which every rank keeps its shard. So the
 same seed gives the same model at every world size, and a rank holds at most one unit at full size.
 """
 
@@ -19,12 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lit_fsdp.adapters.lora import clean_name, is_adapter_name, is_decomposed, iterate_adapters, reset_adapter
+from lit_fsdp.adapters.decompositions import is_decomposed, reset_adapter
+from lit_fsdp.adapters.layers import clean_name, is_adapter_name, iterate_adapters
+from lit_fsdp.errors import join_names
 from lit_fsdp.quantization.layers import iterate_quantized
-from lit_fsdp.weights.convert import Conversion, convert_rows, describe_sources, find_optional, plan_conversions
+from lit_fsdp.weights.convert import Conversion, convert_rows, describe_sources, list_optional, plan_conversions
 from lit_fsdp.weights.prequantized import QuantizedFiles
-from lit_fsdp.weights.safetensors_io import MAX_BLOCK_BYTES, StoredTensor, TensorFiles
-from lit_fsdp.weights.shard_writer import ShardWriter, find_rows, init_magnitudes
+from lit_fsdp.weights.safetensors_io import StoredTensor, TensorFiles, split_rows
+from lit_fsdp.weights.shard_writer import ShardWriter, build_shard_writers, init_magnitudes
 
 
 def materialize(model: nn.Module, device: torch.device, *, parameter_device: torch.device | None = None) -> None:
@@ -52,7 +54,7 @@ def materialize(model: nn.Module, device: torch.device, *, parameter_device: tor
             if not buffer.is_meta:
                 module._buffers[key] = buffer.to(device)
                 continue
-            module._buffers[key] = torch.full_like(buffer, _find_sentinel(buffer.dtype), device=device)
+            module._buffers[key] = torch.full_like(buffer, _choose_sentinel(buffer.dtype), device=device)
     stays = {id(p.grad) for p in model.parameters() if p.grad is not None}  # an earlier run's, where its shard is
     # Also tells FSDP about its new parameters.
     model._apply(lambda t: t if isinstance(t, nn.Parameter) or id(t) in stays else t.to(device))
@@ -62,20 +64,16 @@ def init_weights(model: nn.Module, seed: int) -> None:
     """Draw random weights, the same at every world size; see Note [Filling a sharded model].
 
     Modules of a Transformers model are initialized as that model does it, all others by their
-    ``reset_parameters``.
-
-    Args:
-        model: Materialized, sharded or not.
-        seed: The same on all ranks.
+    ``reset_parameters``. The model must be materialized, and the seed the same on all ranks.
 
     Raises:
         ValueError: A parameter or buffer was left without a value.
     """
-    owners = _find_initializers(model)
-    rows = {id(rows.target): rows for rows in find_rows(model).values()}
+    owners = _map_initializers(model)
+    writers = {id(writer.target): writer for writer in build_shard_writers(model).values()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for unit in _group_modules(model):
-            _init_unit(unit, owners, seed, rows)
+            _init_unit(unit, owners, seed, writers)
         _init_adapters(model, seed)
     _refuse_unset_buffers(model)
 
@@ -108,7 +106,7 @@ def load_weights(
     with QuantizedFiles(folder) as files, torch.no_grad():
         if files.quantized and next(iterate_quantized(model), None) is None:
             raise ValueError(f"{folder} holds quantized weights, and {_name_class(model)} has none; quantize it alike")
-        targets = find_rows(model, is_quantized=bool(files.quantized))
+        targets = build_shard_writers(model, is_quantized=bool(files.quantized))
         try:
             conversions, unknown = plan_conversions(model, files.tensors, targets)
         except ValueError as error:
@@ -153,21 +151,21 @@ def _group_modules(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
     return [list(reversed(group)) for group in groups.values()]
 
 
-def _find_initializers(model: nn.Module) -> dict[str, Any]:
+def _map_initializers(model: nn.Module) -> dict[str, Any]:
     """Map the name of each Transformers model inside to its way of initializing one module."""
     return {name: m._init_weights for name, m in model.named_modules() if hasattr(m, "_init_weights")}
 
 
 def _init_unit(
-    unit: list[tuple[str, nn.Module]], owners: dict[str, Any], seed: int, rows: dict[int, ShardWriter]
+    unit: list[tuple[str, nn.Module]], owners: dict[str, Any], seed: int, writers: dict[int, ShardWriter]
 ) -> None:
     drawn: dict[nn.Parameter, nn.Parameter] = {}
     places: list[tuple[nn.Module, str, nn.Parameter]] = []
     for name, module in unit:
         for key, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) in rows:
+            if parameter is not None and id(parameter) in writers:
                 if parameter not in drawn:
-                    drawn[parameter] = _make_full(rows[id(parameter)], parameter, f"{name}.{key}")
+                    drawn[parameter] = _make_full(writers[id(parameter)], parameter, f"{name}.{key}")
                 places.append((module, key, parameter))
                 module._parameters[key] = drawn[parameter]
     try:
@@ -185,16 +183,16 @@ def _init_unit(
                 f"{where}: nothing initializes this parameter; give its module a reset_parameters() that "
                 f"sets {names[id(parameter)]}, or build the model on the CPU"
             )
-        target = rows[id(parameter)]
-        target.write(target.begin, (full if full.dim() else full.view(1))[target.begin : target.end])
-        target.finish()
+        writer = writers[id(parameter)]
+        writer.write(writer.begin, (full if full.dim() else full.view(1))[writer.begin : writer.end])
+        writer.finish()
 
 
-def _make_full(rows: ShardWriter, parameter: nn.Parameter, name: str) -> nn.Parameter:
-    if not rows.dtype.is_floating_point:
+def _make_full(writer: ShardWriter, parameter: nn.Parameter, name: str) -> nn.Parameter:
+    if not writer.dtype.is_floating_point:
         where = clean_name(name).removeprefix(".")
         raise ValueError(f"{where}: a {parameter.dtype} parameter has no random values; load it from a checkpoint")
-    full = torch.full(rows.shape, float("nan"), dtype=rows.dtype)
+    full = torch.full(writer.shape, float("nan"), dtype=writer.dtype)
     return nn.Parameter(full, requires_grad=parameter.requires_grad)
 
 
@@ -214,7 +212,7 @@ def _init_module(name: str, module: nn.Module, owners: dict[str, Any], seed: int
             return
 
 
-def _find_sentinel(dtype: torch.dtype) -> float | int:
+def _choose_sentinel(dtype: torch.dtype) -> float | int:
     """Return a value that no buffer holds; 0 for those dtypes in which every value is plausible."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
@@ -222,7 +220,7 @@ def _find_sentinel(dtype: torch.dtype) -> float | int:
 
 
 def _is_unset(buffer: Tensor) -> bool:
-    sentinel = _find_sentinel(buffer.dtype)
+    sentinel = _choose_sentinel(buffer.dtype)
     return sentinel != 0 and bool((torch.isnan(buffer) if sentinel != sentinel else buffer == sentinel).any())
 
 
@@ -246,15 +244,14 @@ def _check_names(
     """Return the names that files may lack and do lack; refuse all others that do not fit."""
     made = {name for conversion in conversions for name in conversion.shapes}
     filled = {id(targets[name].target) for name in made & targets.keys()}
-    absent = sorted(name for name, rows in targets.items() if id(rows.target) not in filled)
-    patterns = find_optional(model)
+    absent = sorted(name for name, writer in targets.items() if id(writer.target) not in filled)
+    patterns = list_optional(model)
     optional = [name for name in absent if name in drawn or any(pattern.search(name) for pattern in patterns)]
     missing = [name for name in absent if name not in optional]
     strange = sorted([*unknown, *(made - targets.keys())])
     for what, names in (("lacks", missing), ("has tensors unknown to the model:", strange)):
         if names:
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            raise ValueError(f"{folder} does not fit {_name_class(model)}: it {what} {shown}")
+            raise ValueError(f"{folder} does not fit {_name_class(model)}: it {what} {join_names(names)}")
     return optional
 
 
@@ -276,13 +273,13 @@ def _check_kind(stored: StoredTensor, name: str, dtype: torch.dtype) -> None:
 
 def _init_unstored(model: nn.Module, optional: list[str], seed: int) -> None:
     """Set what files do not hold, as its module does it: buffers such as rotary frequencies, and ``optional``."""
-    owners = _find_initializers(model)
-    rows = {id(rows.target): rows for rows in find_rows(model).values()} if optional else {}
+    owners = _map_initializers(model)
+    writers = {id(writer.target): writer for writer in build_shard_writers(model).values()} if optional else {}
     holders = {name.rpartition(".")[0] for name in optional}
     with torch.random.fork_rng(devices=[]):
         for unit in _group_modules(model):
             if unstored := [(name, module) for name, module in unit if clean_name(name) in holders]:
-                _init_unit(unstored, owners, seed, rows)
+                _init_unit(unstored, owners, seed, writers)
             for name, module in unit:
                 if module._non_persistent_buffers_set and clean_name(name) not in holders:
                     _init_buffers(name, module, owners)
@@ -314,9 +311,7 @@ def _init_buffers(name: str, module: nn.Module, owners: dict[str, Any]) -> None:
 def _check_same(first: Conversion, second: Conversion, files: TensorFiles) -> None:
     """Refuse two stored tensors for one parameter that differ. Read in full, so that all ranks decide alike."""
     (_, a), (_, b) = first.sources[0], second.sources[0]
-    step = max(1, MAX_BLOCK_BYTES // max(files.tensors[a].row_bytes, 1))
-    for begin in range(0, files.tensors[a].num_rows, step):
-        end = min(begin + step, files.tensors[a].num_rows)
+    for begin, end in split_rows(0, files.tensors[a].num_rows, files.tensors[a].row_bytes):
         if not torch.equal(files.read_rows(a, begin, end), files.read_rows(b, begin, end)):
             raise ValueError(
                 f"{files.tensors[b].path}: {a} and {b} differ, but the model shares one parameter between "
@@ -325,34 +320,31 @@ def _check_same(first: Conversion, second: Conversion, files: TensorFiles) -> No
 
 
 def _copy_stored(name: str, files: TensorFiles, target: ShardWriter) -> None:
-    """Copy own rows as they are stored: at once into place, or in blocks if something becomes of them."""
+    """Copy the rows of a shard as they are stored: at once into place, or in blocks if they are changed on the way."""
     if type(target) is ShardWriter:
         files.copy_rows(name, target.begin, target.local)
         return
-    step = max(1, MAX_BLOCK_BYTES // files.tensors[name].row_bytes)
-    for begin in range(target.begin, target.end, step):
-        target.write(begin, files.read_rows(name, begin, min(begin + step, target.end)))
+    for begin, end in split_rows(target.begin, target.end, files.tensors[name].row_bytes):
+        target.write(begin, files.read_rows(name, begin, end))
 
 
 def _copy_converted(
     model: nn.Module, conversion: Conversion, files: TensorFiles, targets: dict[str, ShardWriter]
 ) -> None:
-    """Convert in blocks of own rows where rows stay apart, else at once."""
-    own = {name: targets[name] for name in conversion.shapes}
-    spans = {(rows.begin, rows.end) for rows in own.values()}
+    """Convert a shard in blocks where rows stay apart, else at once."""
+    writers = {name: targets[name] for name in conversion.shapes}
+    spans = {(writer.begin, writer.end) for writer in writers.values()}
     dtype = targets[conversion.first_target].dtype
     convert = partial(convert_rows, model, conversion, files.tensors, files.read_rows, dtype)
     if conversion.rows is None or len(spans) > 1:
         for name, tensor in convert().items():
-            own[name].write(own[name].begin, tensor[own[name].begin : own[name].end])
+            writers[name].write(writers[name].begin, tensor[writers[name].begin : writers[name].end])
         return
     ((first, last),) = spans
     row_bytes = sum(math.prod(shape[1:]) for shape in conversion.shapes.values()) * dtype.itemsize
-    step = max(1, MAX_BLOCK_BYTES // row_bytes)
-    for begin in range(first, last, step):
-        end = min(begin + step, last)
+    for begin, end in split_rows(first, last, row_bytes):
         for name, rows in convert((begin, end)).items():
-            own[name].write(begin, rows)
+            writers[name].write(begin, rows)
 
 
 def _name_class(model: nn.Module) -> str:

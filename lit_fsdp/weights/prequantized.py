@@ -1,7 +1,7 @@
 """Files whose weights are quantized already, as Transformers saves a model of bitsandbytes.
 
 They hold the same bytes as our layers, see Note [Rows of bytes] in ``quantization.py``, under other names: here each
-weight gets the names and shapes of ours, so that a rank reads its own rows of it as of any other tensor.
+weight gets the names and shapes of ours, so that a rank reads its rows of it as of any other tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lit_fsdp.quantization.layers import ABSMAX, NESTED, find_candidates
+from lit_fsdp.quantization.layers import ABSMAX, NESTED, list_quantizable
 from lit_fsdp.quantization.quantize import NESTED_BLOCK_SIZE, Quantization, dequantize
 from lit_fsdp.weights.safetensors_io import StoredTensor, TensorFiles
 
@@ -69,15 +69,12 @@ class QuantizedFiles(TensorFiles):
 
     def read_dense(self, name: str) -> Tensor:
         """Return a quantized weight in the dtype that it had before."""
-        codes, absmax = self._read_whole(name), self._read_whole(name + ABSMAX)
-        nested = self._read_whole(name + NESTED) if name + NESTED in self.tensors else None
+        codes, absmax = self.read(name), self.read(name + ABSMAX)
+        nested = self.read(name + NESTED) if name + NESTED in self.tensors else None
         return dequantize(codes, absmax, nested, self.quantized[name], self._dtypes[name])
 
-    def _read_whole(self, name: str) -> Tensor:
-        return self.read_rows(name, 0, self.tensors[name].num_rows)
-
     def _view_4bit(self, name: str, kind: str) -> None:
-        state: dict[str, Any] = json.loads(bytes(self._read_whole(f"{name}{_STATE}{kind}")))
+        state: dict[str, Any] = json.loads(bytes(self.read(f"{name}{_STATE}{kind}")))
         parts = {part: self.tensors.pop(name + part, None) for part in _PARTS}
         codes, absmax = self.tensors[name], parts[".absmax"]
         settings = Quantization(type=kind, block_size=state["blocksize"], double_quant="nested_blocksize" in state)  # type: ignore[arg-type]
@@ -90,7 +87,7 @@ class QuantizedFiles(TensorFiles):
         self.tensors[name + ABSMAX] = replace(absmax, shape=(rows, width), dtype=torch.uint8)
         if (nested := parts[".nested_absmax"]) is not None:
             self.tensors[name + NESTED] = nested
-            maxima = self._read_whole(name + NESTED)
+            maxima = self.read(name + NESTED)
             values = torch.cat([maxima, torch.tensor([state["nested_offset"]])]).view(torch.uint8)
             self._make(name + NESTED, values, nested)
         del self.tensors[f"{name}{_STATE}{kind}"]
@@ -100,7 +97,7 @@ class QuantizedFiles(TensorFiles):
         name = f"{layer}.weight"
         codes, maxima = self.tensors[name], self.tensors.pop(layer + _INT8_MAXIMA)
         if layer + _INT8_LAYOUT in self.tensors:
-            if int(self._read_whole(layer + _INT8_LAYOUT)):
+            if int(self.read(layer + _INT8_LAYOUT)):
                 raise ValueError(f"{codes.path}: {name} is not stored row by row; save it with a newer bitsandbytes")
             del self.tensors[layer + _INT8_LAYOUT]
         if codes.dtype != torch.int8 or len(codes.shape) != 2 or maxima.dtype != torch.float32:
@@ -152,5 +149,5 @@ def read_quantization(folder: Path, model: nn.Module | None = None) -> Quantizat
     if model is None:
         return settings
     return replace(
-        settings, skip_modules=tuple(name for name in find_candidates(model) if f"{name}.weight" not in names)
+        settings, skip_modules=tuple(name for name in list_quantizable(model) if f"{name}.weight" not in names)
     )

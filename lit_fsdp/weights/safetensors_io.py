@@ -10,7 +10,8 @@ import hashlib
 import json
 import math
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES
 from torch import Tensor
 
+DTYPES: dict[str, torch.dtype] = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # What is read at once where it cannot be read into place: small beside a model, large enough for any disk.
 MAX_BLOCK_BYTES = 32 * 2**20
@@ -59,10 +61,11 @@ class TensorFiles:
     """
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         self._files: dict[Path, int] = {}
         self._stack = ExitStack()
-        for path, names in _find_files(folder).items():
+        for path, names in _list_files(folder).items():
             found = _read_header(path)
             if absent := [name for name in names if name not in found]:
                 raise ValueError(f"{path}: cannot read {absent[0]}: {INDEX} says it is there; download the file again")
@@ -74,6 +77,10 @@ class TensorFiles:
     def __exit__(self, *_: Any) -> None:
         self._stack.close()
         self._files.clear()
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor on the CPU, in the dtype in which it is stored."""
+        return self.read_rows(name, 0, self.tensors[name].num_rows)
 
     def read_rows(self, name: str, begin: int, end: int) -> Tensor:
         """Return rows of a tensor on the CPU, in the dtype in which they are stored."""
@@ -95,12 +102,10 @@ class TensorFiles:
         if out.device.type == "cpu" and out.dtype == tensor.dtype and out.is_contiguous():
             self._read(name, begin, out)
             return
-        step = max(1, MAX_BLOCK_BYTES // tensor.row_bytes)
-        for first in range(0, len(out), step):
-            part = out[first : first + step]
-            block = torch.empty(part.shape, dtype=tensor.dtype)
+        for first, last in split_rows(0, len(out), tensor.row_bytes):
+            block = torch.empty(out[first:last].shape, dtype=tensor.dtype)
             self._read(name, begin + first, block)
-            part.copy_(block)
+            out[first:last].copy_(block)
 
     def _read(self, name: str, row: int, out: Tensor) -> None:
         tensor = self.tensors[name]
@@ -116,13 +121,16 @@ class TensorFiles:
             left, place = left[num_bytes:], place + num_bytes
 
 
+def split_rows(begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield first row and row after the last of blocks of up to 32 MiB, or of one row."""
+    step = max(1, MAX_BLOCK_BYTES // max(row_bytes, 1))
+    return ((first, min(first + step, end)) for first in range(begin, end, step))
+
+
 def compute_fingerprint(folder: Path) -> str:
     """Return a digest that tells models apart: of names, shapes and dtypes, and of samples of the values.
 
     Reads a row or about 4 KiB from the middle of each tensor, so it is quick for a model of any size.
-
-    Args:
-        folder: As for :class:`TensorFiles`.
     """
     digest = hashlib.sha256()
     with TensorFiles(folder) as files:
@@ -136,9 +144,16 @@ def compute_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _find_files(folder: Path) -> dict[Path, list[str]]:
+def _list_files(folder: Path) -> dict[Path, list[str]]:
     """Map the files to the names that the index gives them; no names where there is no index."""
-    index, single = _name_files(folder)
+    index, single = folder / INDEX, folder / SINGLE
+    name = None  # of models with other weights too, the configuration names the files
+    with suppress(OSError, ValueError, AttributeError):
+        name = json.loads((folder / "config.json").read_text()).get("transformers_weights")
+    if isinstance(name, str) and name.endswith(".json"):
+        index = folder / name
+    elif isinstance(name, str):
+        index, single = folder / f"{name}.index.json", folder / name
     if index.is_file():
         try:
             parts: dict[str, str] = json.loads(index.read_text())["weight_map"]
@@ -156,19 +171,6 @@ def _find_files(folder: Path) -> dict[Path, list[str]]:
     raise ValueError(f"{folder}: expected {single.name} or {index.name} in this folder")
 
 
-def _name_files(folder: Path) -> tuple[Path, Path]:
-    """Return where the index and the single file are: of those with other weights too, ``config.json`` names them."""
-    try:
-        name = json.loads((folder / "config.json").read_text()).get("transformers_weights")
-    except (OSError, ValueError, AttributeError):
-        name = None
-    if not isinstance(name, str):
-        return folder / INDEX, folder / SINGLE
-    return (
-        (folder / name, folder / SINGLE) if name.endswith(".json") else (folder / f"{name}.index.json", folder / name)
-    )
-
-
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         with safe_open(path, framework="pt"):
@@ -179,16 +181,10 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
-    dtypes = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
+    found: dict[str, StoredTensor] = {}
     for name, entry in header.items():
-        if entry["dtype"] not in dtypes:
+        if entry["dtype"] not in DTYPES:
             raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, which torch does not have")
-    return {
-        name: StoredTensor(
-            path=path,
-            shape=tuple(entry["shape"]),
-            dtype=dtypes[entry["dtype"]],
-            begin=8 + size + entry["data_offsets"][0],
-        )
-        for name, entry in header.items()
-    }
+        begin = 8 + size + entry["data_offsets"][0]
+        found[name] = StoredTensor(path=path, shape=tuple(entry["shape"]), dtype=DTYPES[entry["dtype"]], begin=begin)
+    return found

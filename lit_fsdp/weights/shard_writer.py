@@ -1,4 +1,4 @@
-"""This rank's rows of one tensor of a sharded model: where they begin, and how they are stored.
+"""This rank's shard of one tensor of a model: which rows it holds, and how they are stored.
 
 Whoever fills a model writes dense rows here, in any number of blocks, and then calls ``finish``. What becomes of
 them, whether they are cast, quantized or split between a weight and its adapter, is decided here.
@@ -6,6 +6,7 @@ them, whether they are cast, quantized or split between a weight and its adapter
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from typing_extensions import override
 
-from lit_fsdp.adapters.lora import ADAPTER, clean_name, decompose, is_adapter_name, is_decomposed, iterate_adapters
+from lit_fsdp.adapters.decompositions import decompose, is_decomposed
+from lit_fsdp.adapters.layers import ADAPTER, clean_name, is_adapter_name, iterate_adapters
 from lit_fsdp.quantization.layers import ABSMAX, NESTED, QuantizedLayer
 from lit_fsdp.quantization.quantize import compress_absmax, dequantize_shard, quantize_rows, requantize
 
@@ -33,11 +35,11 @@ class ShardWriter:
         self.target = target
         self.shape: tuple[int, ...] = tuple(target.shape)
         self.dtype = target.dtype
-        self.begin, self.local = find_own_rows(target)
+        self.begin, self.local = get_local_shard(target)
 
     @property
     def device(self) -> torch.device:
-        """Where ranks compute and talk: not where rows are kept, if shards are in host memory."""
+        """Where ranks compute and communicate: not where the shard is, if that is in host memory."""
         return (
             torch.device(self.target.device_mesh.device_type) if isinstance(self.target, DTensor) else self.local.device
         )
@@ -53,10 +55,10 @@ class ShardWriter:
         local[first - self.begin : first - self.begin + len(rows)].copy_(rows)
 
     def finish(self) -> None:
-        """To be called when all rows are written, on all ranks in the same order, as ranks may exchange rows."""
+        """Call it when all rows are written, on all ranks in the same order: ranks may exchange rows."""
 
 
-class QuantizedRows(ShardWriter):
+class QuantizedShardWriter(ShardWriter):
     """Rows that are quantized on the way. Double quantization gathers the maxima of all ranks once.
 
     Args:
@@ -82,19 +84,19 @@ class QuantizedRows(ShardWriter):
 
     @override
     def finish(self) -> None:
-        own, self._absmax = self._get_absmax(), None
-        _, stored = find_own_rows(getattr(self.layer, self.name + ABSMAX))
+        local, self._absmax = self._get_absmax(), None
+        _, stored = get_local_shard(getattr(self.layer, self.name + ABSMAX))
         if not self.layer.quantization.is_double:
-            stored.copy_(own.view(torch.uint8))
+            stored.copy_(local.view(torch.uint8))
             return
         nested = getattr(self.layer, self.name + NESTED)
         if len(self.shape) == 2:
-            codes, second = compress_absmax(gather_rows(own, self.target, self.shape[0]))
+            codes, second = compress_absmax(gather_rows(local, self.target, self.shape[0]))
             stored.copy_(codes[self.begin : self.end])
             nested.copy_(second)
             return
-        seconds = torch.empty(len(own), nested.shape[-1], dtype=torch.uint8, device=own.device)
-        for i, absmax in enumerate(own):  # each matrix lies on one rank
+        seconds = torch.empty(len(local), nested.shape[-1], dtype=torch.uint8, device=local.device)
+        for i, absmax in enumerate(local):  # each matrix lies on one rank
             codes, seconds[i] = compress_absmax(absmax)
             stored[i].copy_(codes)
         nested.copy_(gather_rows(seconds, self.target, self.shape[0]))
@@ -106,20 +108,20 @@ class QuantizedRows(ShardWriter):
         return self._absmax
 
 
-class DecomposedRows(ShardWriter):
+class DecomposedShardWriter(ShardWriter):
     """Rows of a weight out of which an adapter is made before they are stored; see ``decompose``.
 
     Every rank holds the whole weight, in ``float32``, while it is decomposed.
 
     Args:
-        rows: Where they go.
+        writer: Where what is left of the weight goes.
         layer: The layer of peft around it, with memory.
     """
 
-    def __init__(self, rows: ShardWriter, layer: Any) -> None:
-        super().__init__(rows.target)
-        self.shape, self.dtype = rows.shape, rows.dtype
-        self.rows, self.layer = rows, layer
+    def __init__(self, writer: ShardWriter, layer: Any) -> None:
+        super().__init__(writer.target)
+        self.shape, self.dtype = writer.shape, writer.dtype
+        self.writer, self.layer = writer, layer
         self._dense: Tensor | None = None
 
     @override
@@ -135,32 +137,27 @@ class DecomposedRows(ShardWriter):
             dense = torch.empty(0, *self.shape[1:], device=self.device)
         whole = gather_rows(dense, self.target, self.shape[0])
         # Once, not on every rank: it takes long, and its last bits need not be the same everywhere.
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
-        factors = decompose(self.layer, whole, self._requantize) if is_first else self._make_empty(whole)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            quantization: Any = getattr(self.layer.get_base_layer(), "quantization", None)
+            factors = decompose(self.layer, whole, partial(requantize, settings=quantization))
+        else:
+            r = self.layer.r[ADAPTER]
+            factors = whole.new_empty(r, self.shape[1]), whole.new_empty(self.shape[0], r), torch.empty_like(whole)
         a, b, rest = (factor.contiguous() for factor in factors)
-        for tensor in (a, b, rest):
-            if dist.is_initialized():
+        if dist.is_initialized():
+            for tensor in (a, b, rest):
                 dist.broadcast(tensor, src=0)
-        self.rows.write(self.begin, rest[self.begin : self.end])
-        self.rows.finish()
+        self.writer.write(self.begin, rest[self.begin : self.end])
+        self.writer.finish()
         for full, holder in ((a, self.layer.lora_A), (b, self.layer.lora_B)):
             factor = ShardWriter(holder[ADAPTER].weight)
             factor.write(factor.begin, full[factor.begin : factor.end])
 
-    def _make_empty(self, whole: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        r = self.layer.r[ADAPTER]
-        return whole.new_empty(r, self.shape[1]), whole.new_empty(self.shape[0], r), torch.empty_like(whole)
 
-    def _requantize(self, weight: Tensor) -> Tensor:
-        return requantize(weight, self.layer.get_base_layer().quantization)
+def build_shard_writers(model: nn.Module, *, is_quantized: bool = False) -> dict[str, ShardWriter]:
+    """Map names as they are in files to the shards to fill. What adapters add is left out, as it is in no file.
 
-
-def find_rows(model: nn.Module, *, is_quantized: bool = False) -> dict[str, ShardWriter]:
-    """Map names as they are in files to the rows to fill. What adapters add is left out, as it is in no file.
-
-    Args:
-        model: With memory.
-        is_quantized: The files hold weights of quantized layers as these do.
+    ``is_quantized`` says that the files hold the codes of quantized layers, which are stored as they are.
     """
     around = {id(layer.get_base_layer()): layer for _, layer in iterate_adapters(model) if is_decomposed(layer)}
     found: dict[str, ShardWriter] = {}
@@ -172,35 +169,34 @@ def find_rows(model: nn.Module, *, is_quantized: bool = False) -> dict[str, Shar
             full_name = f"{name}.{key}" if name else key
             if tensor is None or key in parts or is_adapter_name(full_name):
                 continue
-            rows = QuantizedRows(module, key) if key in quantized else ShardWriter(tensor)
+            writer = QuantizedShardWriter(module, key) if key in quantized else ShardWriter(tensor)
             if key == "weight" and id(module) in around:
-                rows = DecomposedRows(rows, around[id(module)])
-            found[clean_name(full_name)] = rows
+                writer = DecomposedShardWriter(writer, around[id(module)])
+            found[clean_name(full_name)] = writer
     return found
 
 
 def init_magnitudes(layer: Any) -> None:
     """Let DoRA start at the lengths of the rows of the base weight, as it is stored; nothing without DoRA.
 
-    Args:
-        layer: Of peft; its base weight has values, and its adapter adds nothing yet.
+    The base weight must have its values, and the adapter add nothing yet.
     """
     if ADAPTER not in layer.lora_magnitude_vector:
         return
     base = layer.get_base_layer()
     magnitude = ShardWriter(layer.lora_magnitude_vector[ADAPTER].weight)
     if isinstance(base, QuantizedLayer):
-        codes, absmax = (find_own_rows(getattr(base, key))[1] for key in ("weight", f"weight{ABSMAX}"))
+        codes, absmax = (get_local_shard(getattr(base, key))[1] for key in ("weight", f"weight{ABSMAX}"))
         nested = getattr(base, f"weight{NESTED}", None)
         nested = None if nested is None else nested.to(codes.device)
-        own = dequantize_shard(codes, absmax, nested, base.quantization, first=magnitude.begin)
+        local = dequantize_shard(codes, absmax, nested, base.quantization, first=magnitude.begin)
     else:
-        own = find_own_rows(base.weight)[1]
-    magnitude.write(magnitude.begin, torch.linalg.norm(own.float(), dim=1))
+        local = get_local_shard(base.weight)[1]
+    magnitude.write(magnitude.begin, torch.linalg.norm(local.float(), dim=1))
 
 
-def find_own_rows(target: Tensor) -> tuple[int, Tensor]:
-    """Return the first of this rank's rows of a tensor, and the memory of all of them."""
+def get_local_shard(target: Tensor) -> tuple[int, Tensor]:
+    """Return which row of a tensor is the first of this rank's shard, and the memory of the shard."""
     if not isinstance(target, DTensor):
         return 0, target.detach()
     shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
@@ -209,12 +205,9 @@ def find_own_rows(target: Tensor) -> tuple[int, Tensor]:
 
 
 def gather_rows(local: Tensor, like: Tensor, num_rows: int) -> Tensor:
-    """Return all rows of a tensor that is split between ranks like another one. All ranks must call it.
+    """Return all ``num_rows`` rows of a tensor that is sharded as ``like`` is. All ranks must call it.
 
-    Args:
-        local: This rank's rows, where ranks can talk.
-        like: Sharded by rows, or not at all.
-        num_rows: How many there are on all ranks together.
+    ``local`` is this rank's shard, on the device on which ranks communicate.
     """
     if not isinstance(like, DTensor):
         return local

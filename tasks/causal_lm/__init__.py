@@ -1,4 +1,4 @@
-"""Language models that predict the next token: pretraining and fine-tuning."""
+"""Causal language models: pretraining and fine-tuning on plain text, prompts with completions, and chats."""
 
 from lit_fsdp.tasks.causal_lm.data import TextData
 from lit_fsdp.tasks.causal_lm.task import CausalLM

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lit_fsdp.tasks.causal_lm.examples import RowError
+from lit_fsdp.tasks.causal_lm.rows import RowError
 
 Message = dict[str, Any]
 Render = Callable[..., str]  # of messages; add_generation_prompt=True adds the cue for an answer
@@ -39,10 +39,7 @@ def read_turn_markers(render: Render, tokenizer: Any, question: list[Message]) -
     Args:
         render: Renders messages by the template.
         tokenizer: Of the template.
-        question: Messages that an answer may follow.
-
-    Raises:
-        RowError: The template refuses the question.
+        question: Messages that an answer may follow; a template that refuses them raises ``RowError``.
     """
     added = [token for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
     tokens, stops = _match_any([t.content for t in added]), _match_any([t.content for t in added if t.special])
@@ -84,13 +81,7 @@ def find_answers(messages: list[Message], whole: str, render: Render, markers: T
 
 
 class _RenderedChat:
-    """A rendered chat, and which part of it changes with a message.
-
-    Args:
-        messages: Of the chat.
-        whole: These messages, rendered.
-        render: Renders messages by the template.
-    """
+    """A rendered chat, and which part of it changes with a message."""
 
     def __init__(self, messages: list[Message], whole: str, render: Render) -> None:
         self.messages, self.whole, self.render = messages, whole, render

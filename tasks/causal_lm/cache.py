@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 COMPLETE = "complete"  # the last file written; a folder without it is never read
 
 
-def find_cache_dir(cache_dir: str | None) -> Path:
+def get_cache_dir(cache_dir: str | None) -> Path:
     """Return the setting, else ``LIT_FSDP_CACHE``, else ``~/.cache/lit_fsdp``."""
     return Path(cache_dir or os.environ.get("LIT_FSDP_CACHE") or "~/.cache/lit_fsdp").expanduser()
 

@@ -17,21 +17,18 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lit_fsdp.tasks.causal_lm.packing import IGNORED
+from lit_fsdp.tasks.causal_lm.batches import IGNORED
 
 _PROBE = (1, 8)  # rows and tokens on which both ways are compared
 _SPREAD = 50.0  # of their logits
 
 
 def install_chunked_loss(model: PreTrainedModel, num_chunks: int) -> None:
-    """Let the output head of a model take ``labels`` and return a loss. Before the model is sharded.
+    """Let the output head of a model take ``labels`` and return a loss, in place. Before the model is sharded.
 
     Args:
-        model: With an output head; changed in place.
+        model: With an output head, and no loss besides that of its tokens.
         num_chunks: Into how many parts the tokens of a micro-batch are split.
-
-    Raises:
-        ValueError: It has a loss besides that of its tokens, or no output head.
     """
     head: Any = model.get_output_embeddings()
     config = model.config.get_text_config()
@@ -65,9 +62,6 @@ def check_chunked_loss(task: Any, model: PreTrainedModel) -> None:
     Args:
         task: A LightningModule around the model, with ``sum_losses`` and ``compute_loss``.
         model: After :func:`install_chunked_loss`.
-
-    Raises:
-        ValueError: The sums differ.
     """
     was_training = task.training
     task.eval()

@@ -1,8 +1,8 @@
 """Text for causal language models: documents, prompts with completions, chats."""
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
@@ -10,43 +10,38 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
-from lit_fsdp.tasks.causal_lm.cache import build_once, find_cache_dir, make_key
-from lit_fsdp.tasks.causal_lm.collate import Batch, EvalRows, PadRows, PromptRows, stack_rows
-from lit_fsdp.tasks.causal_lm.examples import Format, LossOn, RowError, RowFormat, list_texts, parse_row
-from lit_fsdp.tasks.causal_lm.packing import DocumentRows, Ints, PackedRows
-from lit_fsdp.tasks.causal_lm.rows import Row
-from lit_fsdp.tasks.causal_lm.sources import Part, Source, TxtDocuments, check_source, find_parts, read_parts
+from lit_fsdp.tasks.causal_lm.batches import (
+    Batch,
+    DocumentRows,
+    EvalRows,
+    PackedRows,
+    PadRows,
+    PromptRows,
+    stack_rows,
+)
+from lit_fsdp.tasks.causal_lm.cache import build_once, get_cache_dir, make_key
+from lit_fsdp.tasks.causal_lm.rows import Format, LossOn, Row, RowError, RowFormat, list_texts, parse_row
+from lit_fsdp.tasks.causal_lm.sources import Part, Source, TxtDocuments, check_source, list_parts, read_parts
 from lit_fsdp.tasks.causal_lm.tokenizer import (
     TrainTokenizer,
-    find_pad_id,
+    get_pad_id,
     identify_tokenizer,
     load_tokenizer,
     read_chat_template,
     train_tokenizer,
 )
 from lit_fsdp.tasks.causal_lm.tokens import TokenStore, write_tokens
-from lit_fsdp.tasks.loading import ResumableLoader, build_eval_loader, build_train_loader
-
-Split = Literal["train", "validation", "test", "predict"]
+from lit_fsdp.tasks.data import DEFAULT_SPLITS, SPLITS_OF_STAGE, Split, TaskData, check_least
+from lit_fsdp.tasks.loading import ResumableLoader
 
 _EXAMPLE_DOCUMENTS = 4  # in a packed row of an example
 CACHE_VERSION = 2  # raise it when the same settings give other tokens than before
-HELD_OUT_SEED = 0  # not the seed setting: runs with other seeds are compared on the same held-out documents
-SPLITS_OF_STAGE: dict[str | None, tuple[Split, ...]] = {
-    "fit": ("train", "validation"),
-    "validate": ("validation",),
-    "test": ("test",),
-    "predict": ("predict",),
-    None: ("train", "validation", "test", "predict"),
-}
-DEFAULT_SPLITS: dict[Split, str] = {"train": "train", "validation": "validation", "test": "test", "predict": "test"}
 
 
-class TextData(LightningDataModule):
+class TextData(TaskData):
     """Text from files, data sets or the Hugging Face Hub, as tokens for a causal language model.
 
     A source is a ``.txt``, ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, a folder or pattern of such
@@ -74,7 +69,8 @@ class TextData(LightningDataModule):
         text_field: Field that holds plain text.
         txt_documents: What is one document in a ``.txt`` file: the ``file``, each ``line``, or each
             ``paragraph`` between blank lines.
-        loss_on: ``all`` tokens, or only those of the ``completion`` or the assistant's messages.
+        loss_on: Which tokens are learned: ``all``, or those of the ``completion`` or the assistant's messages. ``auto``
+            learns completions of chats and prompts, and all of plain text.
         bad_rows: ``error`` stops at the first bad row; ``skip`` leaves bad rows out and warns with their
             number.
         tokenizer: Model name on the Hub or folder to load it from, or ``TrainTokenizer`` to train one on
@@ -94,6 +90,8 @@ class TextData(LightningDataModule):
         cache_dir: Where tokens are kept; else ``LIT_FSDP_CACHE`` or ``~/.cache/lit_fsdp``.
     """
 
+    source_kinds = "a file, a folder, a data set, or pydoc"
+
     def __init__(
         self,
         *,
@@ -109,7 +107,7 @@ class TextData(LightningDataModule):
         format: Format = "auto",  # noqa: A002
         text_field: str = "text",
         txt_documents: TxtDocuments = "file",
-        loss_on: LossOn = "all",
+        loss_on: LossOn = "auto",
         bad_rows: Literal["error", "skip"] = "error",
         tokenizer: str | TrainTokenizer,
         chat_template: str | None = None,
@@ -123,20 +121,26 @@ class TextData(LightningDataModule):
         seed: int = 0,
         cache_dir: str | None = None,
     ) -> None:
-        super().__init__()
-        _check_sizes(
-            seq_length=seq_length, batch_size=batch_size, eval_batch_size=eval_batch_size, num_workers=num_workers
+        super().__init__(
+            sources={
+                "train": (train, train_split),
+                "validation": (validation, validation_split),
+                "test": (test, test_split),
+                "predict": (predict, predict_split),
+            },
+            validation_fraction=validation_fraction,
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            num_workers=num_workers,
+            shuffle=shuffle,
+            seed=seed,
         )
-        _check_held_out(validation_fraction, validation)
-        _check_padding(pad_to_multiple_of, is_used=not packing or predict is not None)
-        self.sources: dict[Split, tuple[Source | None, str | None]] = {
-            "train": (train, train_split),
-            "validation": (validation, validation_split),
-            "test": (test, test_split),
-            "predict": (predict, predict_split),
-        }
-        _check_splits(self.sources)
-        self.validation_fraction = validation_fraction
+        check_least(1, seq_length=seq_length, pad_to_multiple_of=pad_to_multiple_of)
+        if pad_to_multiple_of != 1 and packing and predict is None:
+            raise ValueError(
+                f"pad_to_multiple_of: got {pad_to_multiple_of}: packed rows have no padding; leave it out, or set "
+                "packing to false"
+            )
         self.row_format = RowFormat(format=format, text_field=text_field, loss_on=loss_on)
         self.txt_documents: TxtDocuments = txt_documents
         self.skips_bad_rows = bad_rows == "skip"
@@ -145,12 +149,7 @@ class TextData(LightningDataModule):
         self.seq_length = seq_length
         self.packing = packing
         self.pad_to_multiple_of = pad_to_multiple_of
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size or batch_size
-        self.num_workers = num_workers
-        self.shuffle = shuffle
-        self.seed = seed
-        self.cache_dir = find_cache_dir(cache_dir)
+        self.cache_dir = get_cache_dir(cache_dir)
         self._tokenizer: Any = None
         self._tokenizer_id = ""
         self._stores: dict[Split, TokenStore] = {}
@@ -170,8 +169,8 @@ class TextData(LightningDataModule):
         is_made_later = type(self).prepare_data is not LightningDataModule.prepare_data
         for split in SPLITS_OF_STAGE.get(stage, ()):  # plans need no data
             source = self.sources[split][0]
-            if source is None and split == needed and not (split == "validation" and self._holds_out):
-                raise ValueError(f"{split} is not set; name a file, a folder or a data set")
+            if source is None and split == needed and not (split == "validation" and self.holds_out):
+                raise self.describe_missing(split)
             if source is not None and not is_made_later:
                 try:
                     check_source(source)
@@ -182,14 +181,14 @@ class TextData(LightningDataModule):
         """Load or train the tokenizer and make the tokens that a stage needs, unless the cache has them."""
         splits = SPLITS_OF_STAGE[stage]
         if stage == "fit" and self.sources["train"][0] is None:
-            raise ValueError("train is not set; name a file, a folder, a data set, or pydoc")
+            raise self.describe_missing("train")
         if self._tokenizer is None:
-            self._tokenizer = self._get_tokenizer()
+            self._tokenizer = self._load_tokenizer()
             if self.chat_template is not None:
                 self._tokenizer.chat_template = self.chat_template
             self._tokenizer_id = identify_tokenizer(self._tokenizer)
         for split in splits:
-            needed: Split = "train" if split == "validation" and self._holds_out else split
+            needed = self.get_source_split(split)
             if needed not in self._stores and self.sources[needed][0] is not None:
                 self._stores[needed] = self._get_tokens(needed)
         # Its threads were used, so that each fork of a loader's worker would warn, and could hang if it
@@ -201,16 +200,8 @@ class TextData(LightningDataModule):
         rows = self._get_rows("train")
         store = self._stores["train"]
         kind = f"rows of {self.seq_length} tokens" if self.packing else "rows"
-        return build_train_loader(
-            rows,
-            batch_size=self.batch_size,
-            collate=self._collate,
-            shuffle=self.shuffle,
-            seed=self.seed,
-            num_workers=self.num_workers,
-            trainer=self.trainer,
-            what=f"train ({len(store)} documents, {int(store.ends[-1])} tokens, as {kind})",
-        )
+        what = f"train ({len(store)} documents, {int(store.ends[-1])} tokens, as {kind})"
+        return self.load_train(rows, self._collate, what)
 
     def make_example_batch(self) -> Batch:
         """Return a micro-batch of the largest size that training can have, without reading data.
@@ -227,77 +218,49 @@ class TextData(LightningDataModule):
         rows = [dict.fromkeys(("input_ids", "labels"), np.zeros(length, dtype=np.int64)) for length in lengths]
         return PadRows(pad_id=0, multiple_of=self.pad_to_multiple_of)(rows)
 
-    def val_dataloader(self) -> Any:
-        """Return this rank's validation batches, or none if nothing is set to validate on."""
-        if self._holds_out or "validation" in self._stores:
-            return self._build_eval_loader("validation")
-        if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
-            raise ValueError("validation is not set; name a file, a folder or a data set, or set validation_fraction")
-        # Lightning 2.6 warns of "zero length" also where an empty list says: nothing to validate on.
-        warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
-        return []
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Return this rank's test batches."""
-        return self._build_eval_loader("test")
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Return this rank's prompts, with ``index`` to put what the model makes of them in order."""
-        collate = PromptRows(pad_id=find_pad_id(self.tokenizer), multiple_of=self.pad_to_multiple_of)
-        return self._build_eval_loader("predict", collate)
-
-    @property
-    def _holds_out(self) -> bool:
-        return self.sources["validation"][0] is None and self.validation_fraction > 0
+    def build_eval_loader(self, split: Split) -> DataLoader[Any]:
+        """Return this rank's batches of a split; prompts are padded on the left."""
+        collate: Callable[[Any], Any] = EvalRows(collate=self._collate, is_packed=self.packing)
+        if split == "predict":
+            collate = PromptRows(pad_id=get_pad_id(self.tokenizer), multiple_of=self.pad_to_multiple_of)
+        return self.load_eval(self._get_rows(split), collate)
 
     @property
     def _collate(self) -> Callable[[Any], Any]:
         if self.packing:
             return stack_rows
-        return PadRows(pad_id=find_pad_id(self.tokenizer), multiple_of=self.pad_to_multiple_of)
-
-    def _build_eval_loader(self, split: Split, collate: Callable[[Any], Any] | None = None) -> DataLoader[Any]:
-        return build_eval_loader(
-            self._get_rows(split),
-            batch_size=self.eval_batch_size,
-            collate=collate or EvalRows(collate=self._collate, is_packed=self.packing),
-            num_workers=self.num_workers,
-            trainer=self.trainer,
-        )
+        return PadRows(pad_id=get_pad_id(self.tokenizer), multiple_of=self.pad_to_multiple_of)
 
     def _get_rows(self, split: Split) -> PackedRows | DocumentRows:
-        store_name: Split = "train" if split == "validation" and self._holds_out else split
-        if store_name not in self._stores:
-            raise ValueError(f"{split} is not set; name a file, a folder, a data set, or pydoc")
-        store = self._stores[store_name]
-        documents = np.arange(len(store))
-        if store_name == "train" and self._holds_out:
-            documents = _split_documents(len(store), self.validation_fraction, is_held_out=split == "validation")
+        store = self._stores.get(self.get_source_split(split))
+        if store is None:
+            raise self.describe_missing(split)
+        documents = self.choose_rows(split, len(store))
         if self.packing and split != "predict":
-            pad_id = find_pad_id(self.tokenizer)
+            pad_id = get_pad_id(self.tokenizer)
             return PackedRows(store, documents, seq_length=self.seq_length, pad_id=pad_id)
         rows = DocumentRows(store, documents, seq_length=self.seq_length, keep_end=split == "predict")
         if cuts := rows.describe_cuts():
             rank_zero_warn(f"{split}: {cuts}")
         return rows
 
-    def _find_parts(self, split: Split) -> list[Part]:
+    def _get_parts(self, split: Split) -> list[Part]:
         source, name = self.sources[split]
         if source is None:
-            raise ValueError(f"{split} is not set; name a file, a folder, a data set, or pydoc")
+            raise self.describe_missing(split)
         try:
-            parts = find_parts(source, split=name or DEFAULT_SPLITS[split], txt_documents=self.txt_documents)
+            parts = list_parts(source, split=name or DEFAULT_SPLITS[split], txt_documents=self.txt_documents)
         except ValueError as error:
             raise ValueError(f"{split}: {error}") from error
         if name is not None and not any(part.has_splits for part in parts):
             raise ValueError(f"{split}_split: got {name!r}: {source} has no splits; leave it out")
         return parts
 
-    def _get_tokenizer(self) -> Any:
+    def _load_tokenizer(self) -> Any:
         setting = self.tokenizer_setting
         if isinstance(setting, str):
             return load_tokenizer(setting)
-        parts = self._find_parts("train")
+        parts = self._get_parts("train")
         key = self._make_key(parts, vocab_size=setting.vocab_size)
 
         def build(folder: Path) -> None:
@@ -307,8 +270,8 @@ class TextData(LightningDataModule):
         return load_tokenizer(str(build_once(self.cache_dir / "tokenizers" / key, build)))
 
     def _get_tokens(self, split: Split) -> TokenStore:
-        parts = self._find_parts(split)
-        row_format = self._get_row_format(split)
+        parts = self._get_parts(split)
+        row_format = replace(self.row_format, is_prompt=split == "predict")
         key = self._make_key(parts, tokenizer=self._tokenizer_id, row_format=vars(row_format))
 
         def build(folder: Path) -> None:
@@ -324,13 +287,6 @@ class TextData(LightningDataModule):
             rank_zero_warn(f"{split}: {num_bad} bad rows are skipped, {len(store)} are good. The first:\n  {named}")
         return store
 
-    def _get_row_format(self, split: Split) -> RowFormat:
-        # What is no document to learn must not fail for want of a completion.
-        given = self.row_format
-        if split != "predict":
-            return given
-        return RowFormat(format=given.format, text_field=given.text_field, is_prompt=True)
-
     def _make_key(self, parts: list[Part], **facts: Any) -> str:
         return make_key(
             cache_version=CACHE_VERSION,
@@ -344,49 +300,7 @@ class TextData(LightningDataModule):
     def _read_texts(self, rows: Iterable[Row]) -> Iterator[str]:
         for row in rows:
             try:
-                if row.problem is not None:
-                    raise RowError(row.problem)
-                yield from list_texts(parse_row(row.fields, self.row_format))
+                yield from list_texts(parse_row(row, self.row_format))
             except RowError as error:
                 if not self.skips_bad_rows:
                     raise ValueError(f"train: {row.where}: {error}") from error
-
-
-def _check_sizes(**settings: int | None) -> None:
-    for name, value in settings.items():
-        least = 0 if name == "num_workers" else 1
-        if value is not None and value < least:
-            raise ValueError(f"{name} {value} must be at least {least}")
-
-
-def _check_splits(sources: dict[Split, tuple[Source | None, str | None]]) -> None:
-    for split, (source, name) in sources.items():
-        if source is None and name is not None:
-            raise ValueError(f"{split}_split: not used, as {split} names no data set; leave it out")
-
-
-def _check_held_out(fraction: float, validation: Source | None) -> None:
-    if not 0 <= fraction < 1:
-        raise ValueError(f"validation_fraction {fraction} must be at least 0 and below 1, such as 0.05")
-    if fraction and validation is not None:
-        raise ValueError("validation_fraction: not used, as validation names a source; leave one of them out")
-
-
-def _check_padding(multiple_of: int, *, is_used: bool) -> None:
-    _check_sizes(pad_to_multiple_of=multiple_of)
-    if multiple_of != 1 and not is_used:
-        raise ValueError(
-            f"pad_to_multiple_of: got {multiple_of}: packed rows have no padding; leave it out, or set packing to false"
-        )
-
-
-def _split_documents(num_documents: int, fraction: float, *, is_held_out: bool) -> Ints:
-    """Return the numbers of the documents on one side of the split, in order."""
-    num_held_out = max(1, round(num_documents * fraction))
-    if num_held_out >= num_documents:
-        raise ValueError(
-            f"validation_fraction {fraction} of {num_documents} documents leaves none to train on; "
-            "lower it or set validation"
-        )
-    order = np.random.default_rng(HELD_OUT_SEED).permutation(num_documents)
-    return np.sort(order[:num_held_out] if is_held_out else order[num_held_out:])

@@ -1,11 +1,16 @@
-"""Rows out of files, each with the place it came from, so that an error can name file and line."""
+"""Rows of data, and what they mean: plain text, a prompt with its completion, or a chat."""
 
-import csv
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+Format = Literal["auto", "text", "prompt_completion", "chat"]
+LossOn = Literal["auto", "all", "completion"]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class RowError(ValueError):
+    """What is wrong with one row, without saying which; whoever reads the rows adds file and line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,21 +28,77 @@ class Row:
     problem: str | None = None
 
 
-def read_file(path: Path, *, txt_documents: str) -> Iterator[Row]:
-    """Yield the rows of a file by its suffix. A file without rows yields one row that says so.
+@dataclass(frozen=True, kw_only=True)
+class RowFormat:
+    """How rows are read.
 
     Args:
-        path: Must exist and end in one of ``READERS``.
-        txt_documents: What is one document in a ``.txt`` file: ``file``, ``line`` or ``paragraph``.
+        format: ``auto`` decides row by row: ``messages`` makes a chat, ``prompt`` and ``completion`` together
+            a pair, anything else must be plain text.
+        text_field: The field that holds plain text.
+        loss_on: ``auto`` takes all of plain text, and completions of others; ``completion`` needs rows that have one.
+        is_prompt: Rows are prompts to continue, not documents to learn.
     """
-    reader = READERS[path.suffix]
-    rows = _read_txt(path, txt_documents) if reader is None else reader(path)
-    num_rows = 0
-    for row in rows:
-        num_rows += 1
-        yield row
-    if not num_rows:
-        yield _bad(str(path), "the file is empty" if not path.stat().st_size else "the file has no rows")
+
+    format: Format = "auto"
+    text_field: str = "text"
+    loss_on: LossOn = "auto"
+    is_prompt: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A document, or a prompt to continue."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptCompletion:
+    """A prompt and what should follow it."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """Messages for a chat template, and the tools that they may call."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+
+
+Example = Text | PromptCompletion | Chat
+
+
+def parse_row(row: Row, row_format: RowFormat) -> Example:
+    """Return what a row means; raise ``RowError`` with the reason if it was not read or does not fit the format."""
+    if row.problem is not None:
+        raise RowError(row.problem)
+    fields = row.fields
+    kind = _get_kind(fields) if row_format.format == "auto" else row_format.format
+    if kind == "chat":
+        return _parse_chat(fields, row_format)
+    if row_format.is_prompt:
+        name = "prompt" if kind == "prompt_completion" or "prompt" in fields else row_format.text_field
+        return Text(text=_get_text(fields, name))
+    if kind == "prompt_completion":
+        completion = _get_text(fields, "completion")
+        return PromptCompletion(prompt=_get_text(fields, "prompt", may_be_empty=True), completion=completion)
+    text = Text(text=_get_text(fields, row_format.text_field))
+    if row_format.loss_on == "completion":
+        raise RowError("plain text has no completion; set loss_on: auto, or use prompt and completion")
+    return text
+
+
+def list_texts(example: Example) -> list[str]:
+    """Return all that a person or model wrote in an example, to train a tokenizer on."""
+    if isinstance(example, Text):
+        return [example.text]
+    if isinstance(example, PromptCompletion):
+        return [example.prompt, example.completion]
+    return [message.get("content") or "" for message in example.messages]
 
 
 def describe(value: object) -> str:
@@ -56,144 +117,52 @@ def describe(value: object) -> str:
     return f"{names.get(type(value), type(value).__name__)} ({shown[:40]}{'...' if len(shown) > 40 else ''})"
 
 
-def _bad(where: str, problem: str) -> Row:
-    return Row(where=where, fields={}, problem=problem)
+def _get_kind(fields: Mapping[str, Any]) -> Format:
+    if "messages" in fields:
+        return "chat"
+    return "prompt_completion" if "prompt" in fields and "completion" in fields else "text"
 
 
-def _read_lines(path: Path) -> Iterator[tuple[int, str | None, str]]:
-    """Yield number, text and problem of each line; the text is None where it is not UTF-8."""
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-            try:
-                yield number, raw.decode(), ""
-            except UnicodeDecodeError as error:
-                byte = raw[error.start]
-                yield (
-                    number,
-                    None,
-                    f"not UTF-8 (byte 0x{byte:02x} at column {error.start + 1}); convert the file",
-                )
+def _get_text(fields: Mapping[str, Any], name: str, *, may_be_empty: bool = False) -> str:
+    if name not in fields:
+        has = ", ".join(map(str, fields)) or "no fields"
+        raise RowError(f'"{name}" is missing (the row has: {has}); set text_field or format')
+    value = fields[name]
+    if not isinstance(value, str):
+        raise RowError(f'"{name}" must be a string, it is {describe(value)}')
+    if not may_be_empty and not value.strip():
+        raise RowError(f'"{name}" is empty; remove the row or set bad_rows: skip')
+    return value
 
 
-def _read_txt(path: Path, documents: str) -> Iterator[Row]:
-    begin = 1
-    lines: list[str] = []
-    for number, text, problem in _read_lines(path):
-        if text is None:
-            yield _bad(f"{path} line {number}", problem)
-            if documents == "file":
-                return
-        elif documents == "line":
-            if text.strip():
-                yield Row(where=f"{path} line {number}", fields={"text": text.rstrip("\r\n")})
-        elif documents == "paragraph" and not text.strip():
-            if lines:
-                yield Row(where=f"{path} line {begin}", fields={"text": "".join(lines).rstrip("\r\n")})
-            lines = []
-        else:
-            begin = begin if lines else number
-            lines.append(text)
-    if lines:
-        where = str(path) if documents == "file" else f"{path} line {begin}"
-        yield Row(
-            where=where,
-            fields={"text": "".join(lines) if documents == "file" else "".join(lines).rstrip("\r\n")},
-        )
+def _parse_chat(fields: Mapping[str, Any], row_format: RowFormat) -> Chat:
+    if "messages" not in fields:
+        has = ", ".join(map(str, fields)) or "no fields"
+        raise RowError(f'"messages" is missing (the row has: {has}); set format')
+    messages = fields["messages"]
+    if not isinstance(messages, list):
+        raise RowError(f'"messages" must be a list, it is {describe(messages)}')
+    if not messages:
+        raise RowError('"messages" is empty; remove the row or set bad_rows: skip')
+    parsed = [_parse_message(number, message) for number, message in enumerate(messages, start=1)]
+    last = parsed[-1]["role"]
+    if row_format.is_prompt and last == "assistant":
+        raise RowError("the last message is by the assistant; a prompt must end before its answer")
+    if not row_format.is_prompt and row_format.loss_on != "all" and last != "assistant":
+        needs = f"loss_on: {row_format.loss_on} needs the assistant's answer last"
+        raise RowError(f'the last message is by "{last}"; {needs}; or set loss_on: all')
+    return Chat(messages=parsed, tools=fields.get("tools") or None)
 
 
-def _read_jsonl(path: Path) -> Iterator[Row]:
-    for number, text, problem in _read_lines(path):
-        where = f"{path} line {number}"
-        if text is None:
-            yield _bad(where, problem)
-        elif text.strip():
-            yield _parse_json(where, text)
-
-
-def _parse_json(where: str, text: str) -> Row:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        return _bad(where, f"not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
-    return _check_object(where, value)
-
-
-def _check_object(where: str, value: object) -> Row:
-    if not isinstance(value, dict):
-        return _bad(where, f'must be an object like {{"text": "..."}}, it is {describe(value)}')
-    return Row(where=where, fields=value)
-
-
-def _read_json(path: Path) -> Iterator[Row]:
-    lines = []
-    for number, text, problem in _read_lines(path):
-        if text is None:
-            yield _bad(f"{path} line {number}", problem)
-            return
-        lines.append(text)
-    whole = "".join(lines)
-    if not whole.lstrip().startswith("["):
-        yield from _read_jsonl(path)  # many tools write JSON lines under this suffix
-        return
-    try:
-        values = json.loads(whole)
-    except json.JSONDecodeError as error:
-        yield _bad(
-            f"{path} line {error.lineno}",
-            f"not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}",
-        )
-        return
-    for number, value in enumerate(values, start=1):
-        yield _check_object(f"{path} row {number}", value)
-
-
-def _read_csv(path: Path) -> Iterator[Row]:
-    for number, text, problem in _read_lines(path):
-        if text is None:
-            yield _bad(f"{path} line {number}", problem)
-            return
-    csv.field_size_limit(2**31 - 1)  # the default refuses documents above 128 KiB
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, strict=True)
-        begin = 2
-        try:
-            for fields in reader:
-                where, begin = f"{path} line {begin}", reader.line_num + 1
-                num_extra, num_missing = len(fields.get(None) or []), list(fields.values()).count(None)
-                if num_extra or num_missing:
-                    num_columns = len(reader.fieldnames or [])
-                    yield _bad(
-                        where,
-                        f"has {num_columns + num_extra - num_missing} fields, the header has {num_columns}",
-                    )
-                else:
-                    yield Row(where=where, fields=fields)
-        except csv.Error as error:
-            yield _bad(f"{path} line {begin}", f"not valid CSV: {error}")
-
-
-def _read_parquet(path: Path) -> Iterator[Row]:
-    import pyarrow as pa  # type: ignore[import-untyped]
-    import pyarrow.parquet as pq  # type: ignore[import-untyped]
-
-    number = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for fields in batch.to_pylist():
-                    number += 1
-                    yield Row(where=f"{path} row {number}", fields=fields)
-    except (pa.ArrowException, OSError) as error:
-        place = f"{path} row {number + 1}" if number else str(path)
-        yield _bad(place, f"not readable as Parquet: {str(error).splitlines()[0]}")
-
-
-# By suffix; .txt takes one more argument.
-READERS: dict[str, Callable[[Path], Iterator[Row]] | None] = {
-    ".txt": None,
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
-}
+def _parse_message(number: int, message: object) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise RowError(f"message {number} must be an object with role and content, it is {describe(message)}")
+    # Parquet gives every message all the keys that any message has.
+    message = {name: value for name, value in message.items() if value is not None}
+    if message.get("role") not in ROLES:
+        raise RowError(f"message {number} has the role {message.get('role')!r}; known are {', '.join(ROLES)}")
+    if "content" not in message and "tool_calls" in message:
+        return message
+    if not isinstance(message.get("content"), str):
+        raise RowError(f'message {number}: "content" must be a string, it is {describe(message.get("content"))}')
+    return message

@@ -4,13 +4,17 @@ import glob
 import hashlib
 import json
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from lit_fsdp.tasks.causal_lm.rows import READERS, Row, read_file
+from typing_extensions import override
+
+from lit_fsdp.tasks.causal_lm.files import READERS, read_file
+from lit_fsdp.tasks.causal_lm.rows import Row
 
 TxtDocuments = Literal["file", "line", "paragraph"]
 Source = str | list[str]
@@ -18,83 +22,75 @@ Source = str | list[str]
 SAVED_MARKERS = ("dataset_dict.json", "state.json")  # what datasets' save_to_disk leaves
 
 
-class Part(Protocol):
+class Part(ABC):
     """One place to read rows from."""
 
-    @property
-    def has_splits(self) -> bool:
-        """Whether it is a data set, of which the setting chose a split."""
+    has_splits = False  # whether it is a data set, of which the setting chose a split
 
+    @abstractmethod
     def identify(self) -> Any:
         """Return what changes if and only if the rows may have changed, as JSON."""
 
+    @abstractmethod
     def read(self) -> Iterator[Row]:
         """Yield all rows, in a fixed order."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FilePart:
+class FilePart(Part):
     """A local file, known by its path, size and time of change."""
 
     path: Path
     txt_documents: TxtDocuments
-    has_splits: bool = False
 
+    @override
     def identify(self) -> Any:
-        """Return path, size and time of change."""
         state = self.path.stat()
         return [str(self.path.resolve()), state.st_size, state.st_mtime_ns, self.txt_documents]
 
+    @override
     def read(self) -> Iterator[Row]:
-        """Yield the rows of the file."""
         return read_file(self.path, txt_documents=self.txt_documents)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatasetPart:
-    """A split of a data set of the ``datasets`` library, known by its Arrow files."""
+class DatasetPart(Part):
+    """A split of a data set of the ``datasets`` library, known by its name, number of rows and Arrow files."""
 
     name: str
     dataset: Any
     has_splits: bool = True
 
+    @override
     def identify(self) -> Any:
-        """Return name, number of rows, and the files with size and time of change."""
         files = [Path(file["filename"]) for file in self.dataset.cache_files]
-        return [
-            self.name,
-            len(self.dataset),
-            *([str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files),
-        ]
+        return [self.name, len(self.dataset), *([str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files)]
 
+    @override
     def read(self) -> Iterator[Row]:
-        """Yield the rows of the split."""
         for number, fields in enumerate(self.dataset, start=1):
             yield Row(where=f"{self.name} row {number}", fields=fields)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PydocPart:
+class PydocPart(Part):
     """The language reference that CPython ships for ``help("topic")``: 0.5 MB of English on any machine."""
 
-    has_splits: bool = False
-
+    @override
     def identify(self) -> Any:
-        """Return Python's version and a hash of the texts."""
-        return [sys.version, hashlib.sha256(json.dumps(self._topics()).encode()).hexdigest()]
+        return [sys.version, hashlib.sha256(json.dumps(self._get_topics()).encode()).hexdigest()]
 
+    @override
     def read(self) -> Iterator[Row]:
-        """Yield one row a topic, sorted by name."""
-        for name, text in sorted(self._topics().items()):
+        for name, text in sorted(self._get_topics().items()):
             yield Row(where=f'pydoc topic "{name}"', fields={"text": text})
 
-    def _topics(self) -> dict[str, str]:
+    def _get_topics(self) -> dict[str, str]:
         from pydoc_data.topics import topics
 
         return dict(topics)
 
 
-def find_parts(source: Source, *, split: str, txt_documents: TxtDocuments) -> list[Part]:
+def list_parts(source: Source, *, split: str, txt_documents: TxtDocuments) -> list[Part]:
     """Return what a source setting names, files sorted by path; raise if it names nothing.
 
     Args:
@@ -105,7 +101,7 @@ def find_parts(source: Source, *, split: str, txt_documents: TxtDocuments) -> li
     if isinstance(source, list):
         if not source:
             raise ValueError("the list of sources is empty; name at least one file or data set")
-        return [part for one in source for part in find_parts(one, split=split, txt_documents=txt_documents)]
+        return [part for one in source for part in list_parts(one, split=split, txt_documents=txt_documents)]
     if source == "pydoc":
         return [PydocPart()]
     path = Path(source).expanduser()

@@ -4,46 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from copy import deepcopy
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_flash_attn_2_available
 from typing_extensions import override
 
-from lit_fsdp.adapters.lora import LoRA, iterate_adapters
-from lit_fsdp.checkpoint.reader import EXPORT
+from lit_fsdp.adapters.layers import iterate_adapters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.tasks.base import Task
+from lit_fsdp.tasks.causal_lm.batches import IGNORED, Batch
 from lit_fsdp.tasks.causal_lm.chunked_loss import check_chunked_loss, install_chunked_loss, sum_chunked_losses
-from lit_fsdp.tasks.causal_lm.collate import Batch
-from lit_fsdp.tasks.causal_lm.compatibility import check_data, check_generation, check_length, check_packing
-from lit_fsdp.tasks.causal_lm.export_files import collect_export_files
-from lit_fsdp.tasks.causal_lm.model import build_model
-from lit_fsdp.tasks.causal_lm.packing import IGNORED
-from lit_fsdp.tasks.causal_lm.tokenizer import find_pad_id
+from lit_fsdp.tasks.causal_lm.model import build_model, check_data, check_generation, check_length, check_packing
+from lit_fsdp.tasks.causal_lm.tokenizer import get_pad_id
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.masks import keep_branches, needs_mask
-from lit_fsdp.tasks.pretrained import (
-    check_base,
-    check_lora,
-    choose_quantization,
-    load_config,
-    make_config,
-    plan_quantization,
-)
-from lit_fsdp.weights.base_weights import BASE, LORA, describe_base, fetch_config, fetch_pretrained, find_pretrained
-from lit_fsdp.weights.load import init_weights, load_weights
-from lit_fsdp.weights.prequantized import read_quantization
+from lit_fsdp.tasks.pretrained import PretrainedTask, read_tokenizer_files
+from lit_fsdp.weights.base_weights import get_pretrained_folder
+
+GENERATION = "generation_config.json"
 
 
-class CausalLM(Task):
+class CausalLM(PretrainedTask):
     """Trains any causal language model of Transformers, from its weights or from scratch.
 
     Metrics: ``train/loss`` and ``train/perplexity`` over all target tokens of a step, ``train/grad_norm``,
@@ -82,40 +71,26 @@ class CausalLM(Task):
         sample_prompts: list[str] | None = None,
         generation: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler)
-        if (pretrained is None) == (config is None):
-            raise ValueError(
-                "pretrained or config: expected one of them: a model's name or folder, or an architecture such as "
-                "{model_type: llama, hidden_size: 256}"
-            )
-        if config is not None and "model_type" not in config:
-            raise ValueError(f"config.model_type: missing, got {sorted(config)}: expected one such as llama")
-        self.pretrained = pretrained
-        self.config_settings = config
+        super().__init__(
+            pretrained=pretrained,
+            config=config,
+            lora=lora,
+            quantization=quantization,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+        )
         self.attention = attention
         self.loss_chunks = loss_chunks
         self.check_loss_chunks()
-        self.lora, self.quantization = lora, quantization
-        if quantization is not None:
-            quantization.check()
-        if lora is not None:
-            lora.check(is_quantized=quantization is not None)
         self.sample_prompts = sample_prompts or []
         self.generation = {"max_new_tokens": 64, **(generation or {})}
-        self.model: PreTrainedModel | None = None
-        self._is_packing_checked = self._is_planned = False
+        self._is_packing_checked = False
         check_generation(self.generation)
         if empty := [prompt for prompt in self.sample_prompts if not prompt]:
             raise ValueError(f"sample_prompts: {len(empty)} of them are empty; expected a word or more")
-        self._export_files: dict[str, str | bytes] | None = None
-        self._base: dict[str, Any] | None = None
 
     def check_loss_chunks(self) -> None:
-        """Refuse a loss in chunks that could not be computed.
-
-        Raises:
-            ValueError: With the nearest fix.
-        """
+        """Refuse a loss in chunks that could not be computed."""
         if self.loss_chunks < 1:
             raise ValueError(f"loss_chunks: got {self.loss_chunks}: expected 1 or more, such as 8")
         if self.loss_chunks > 1 and type(self).sum_losses is not CausalLM.sum_losses:
@@ -127,19 +102,11 @@ class CausalLM(Task):
     # Model
 
     @override
-    def prepare_data(self) -> None:
-        """Download the model, on one process per node."""
-        if self.pretrained is not None:
-            fetch_pretrained(self.pretrained)
-
-    @override
     def prepare_plan(self, data: Any) -> list[str]:
         """Fetch the configuration of the model, and nothing else."""
-        if self.pretrained is not None:
-            fetch_config(self.pretrained)
-        self._is_planned = True
+        notes = super().prepare_plan(data)
         check_length(self.read_config(), data)
-        return super().prepare_plan(data)
+        return notes
 
     @override
     def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch:
@@ -152,35 +119,19 @@ class CausalLM(Task):
 
     @override
     def setup(self, stage: str) -> None:
-        config = self.read_config()
-        is_stored = self.pretrained is not None and read_quantization(find_pretrained(self.pretrained)) is not None
-        if stage == "fit" and (is_stored or self.quantization is not None) and self.lora is None:
-            raise ValueError(
-                "quantization: quantized weights cannot be trained; set lora, such as {r: 16}, or "
-                + ("pretrained to the model that they were made of" if is_stored else "leave it out")
-            )
-        if is_stored and self.lora is not None and self.lora.init_lora_weights not in ("default", "gaussian"):
-            raise ValueError(
-                f"lora.init_lora_weights: got {self.lora.init_lora_weights!r}: it needs the "
-                "weights that those of pretrained were made of; set "
-                "default"
-            )
         if self.attention == "flash_attention_2" and not is_flash_attn_2_available():
             raise ValueError(
                 "attention: got 'flash_attention_2': it needs a GPU and a package: pip install flash-attn; "
                 "or set sdpa, which is fast too"
             )
-        check_data(config, getattr(self.trainer, "datamodule", None))
+        check_data(self.read_config(), getattr(self.trainer, "datamodule", None))
 
     @override
     def configure_model(self) -> None:
         if self.model is not None:  # a second run of the same object
             return
         model = build_model(self.read_config(), self.attention)
-        if self.pretrained is not None:
-            folder = find_pretrained(self.pretrained)
-            choose = plan_quantization if self._is_planned else choose_quantization
-            self.quantization = choose(folder, model, self.quantization)
+        self.resolve_quantization(model)
         self.adapt_model(model, lora=self.lora, quantization=self.quantization)
         if self.loss_chunks > 1:
             install_chunked_loss(model, self.loss_chunks)
@@ -196,26 +147,10 @@ class CausalLM(Task):
             )
         return super().configure_optimizers()
 
-    @override
-    def configure_weights(self) -> None:
-        """Read this rank's shards of the pretrained weights, or draw random ones."""
-        assert self.model is not None
-        if self.pretrained is None:
-            init_weights(self.model, self.find_seed())
-        else:
-            load_weights(self.model, find_pretrained(self.pretrained), seed=self.find_seed())
-
     @property
     @override
     def restores_frozen(self) -> bool:
         return self.pretrained is not None
-
-    def read_config(self) -> PreTrainedConfig:
-        """Return the model's configuration."""
-        if self.pretrained is not None:
-            return load_config(self.pretrained)
-        assert self.config_settings is not None
-        return make_config(self.config_settings)
 
     # Steps
 
@@ -309,9 +244,9 @@ class CausalLM(Task):
         Args:
             prompts: At least one.
         """
-        tokenizer = self._find_tokenizer()
+        tokenizer = self._get_tokenizer()
         rows = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
-        length, pad = max(map(len, rows)), find_pad_id(tokenizer)
+        length, pad = max(map(len, rows)), get_pad_id(tokenizer)
         ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows], device=self.device)
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=self.device)
         return self._continue(ids, mask)
@@ -330,7 +265,7 @@ class CausalLM(Task):
 
     def _continue(self, input_ids: Tensor, attention_mask: Tensor) -> list[str]:
         assert self.model is not None
-        tokenizer = self._find_tokenizer()
+        tokenizer = self._get_tokenizer()
         generate: Any = self.model.generate
         # Of chat models several tokens end a text, that of a turn among them.
         ends: Any = getattr(self.model.generation_config, "eos_token_id", None)
@@ -339,7 +274,7 @@ class CausalLM(Task):
         output = generate(
             input_ids=input_ids,  # [batch, length], padded on the left
             attention_mask=attention_mask,
-            pad_token_id=find_pad_id(tokenizer),
+            pad_token_id=get_pad_id(tokenizer),
             synced_gpus=self.trainer.world_size > 1,  # ranks go on until the last is done: each step gathers
             **settings,
         )
@@ -348,30 +283,26 @@ class CausalLM(Task):
     # Checkpoints
 
     @override
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(checkpoint)
-        if self.trainer.is_global_zero and isinstance(self.model, PreTrainedModel):  # its metadata is that of rank 0
-            if self._export_files is None:
-                data = getattr(self.trainer, "datamodule", None)
-                tokenizer = self._find_tokenizer() if hasattr(data, "tokenizer") else None
-                self._export_files = collect_export_files(self.model, self.pretrained, self.lora, tokenizer)
-            checkpoint[EXPORT] = self._export_files
-            if self.lora is not None:
-                checkpoint[LORA] = asdict(self.lora)  # plain, as any strategy may write it
-            if self.pretrained is not None and any(not p.requires_grad for p in self.parameters()):
-                checkpoint[BASE] = self._base = self._base or describe_base(self.pretrained, self.quantization)
-
-    @override
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        if BASE in checkpoint and self.pretrained is not None:
-            check_base(checkpoint[BASE], self.pretrained, self.quantization)
-        if LORA in checkpoint and self.lora is not None:
-            check_lora(checkpoint[LORA], self.lora)
+    def collect_export_files(self, model: PreTrainedModel, **changes: Any) -> dict[str, str | bytes]:
+        """Return the same with the tokenizer, if the data has one, and how to generate."""
+        generation = deepcopy(model.generation_config)
+        files: dict[str, str | bytes] = {}
+        if hasattr(getattr(self.trainer, "datamodule", None), "tokenizer"):
+            tokenizer = self._get_tokenizer()
+            files = read_tokenizer_files(tokenizer)
+            if self.pretrained is None:  # or generation would end at a token that the model has never seen
+                changes |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
+                generation.update(**changes, pad_token_id=get_pad_id(tokenizer))
+        files |= super().collect_export_files(model, **changes)
+        if model.can_generate():
+            files[GENERATION] = generation.to_json_string()
+        if self.pretrained is not None and (given := get_pretrained_folder(self.pretrained) / GENERATION).is_file():
+            files[GENERATION] = given.read_text()
+        return files
 
     # Tokenizer
 
-    def _find_tokenizer(self) -> Any:
+    def _get_tokenizer(self) -> Any:
         data: Any = getattr(self.trainer, "datamodule", None)
         if not hasattr(data, "tokenizer"):
             raise RuntimeError("generating text needs a data module with a tokenizer, such as TextData")

@@ -1,12 +1,13 @@
 """The tokenizer: loaded, or trained on the run's own documents."""
 
 import hashlib
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+from lit_fsdp.tasks.pretrained import read_tokenizer_files
 
 END = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -47,11 +48,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def read_chat_template(setting: str) -> str:
-    """Return the text of a chat template, given as text or as the path of a file.
-
-    Raises:
-        ValueError: There is no such file, or the text is no Jinja.
-    """
+    """Return the text of a chat template, given as text or as the path of a file."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -91,31 +88,11 @@ def train_tokenizer(texts: Iterable[str], setting: TrainTokenizer) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=END, eos_token=END, pad_token=PAD)
 
 
-def identify_tokenizer(tokenizer: Any) -> str:
-    """Return a hash of all files the tokenizer consists of, its chat template included."""
-    digest = hashlib.sha256()
-    with tempfile.TemporaryDirectory() as name:
-        tokenizer.save_pretrained(name)
-        for path in sorted(p for p in Path(name).rglob("*") if p.is_file()):
-            digest.update(path.name.encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def find_pad_id(tokenizer: Any) -> int:
+def get_pad_id(tokenizer: Any) -> int:
     """Return the id to fill rows up with: the pad token, or where there is none the end token."""
     return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
 
-def read_tokenizer_files(tokenizer: Any) -> dict[str, str | bytes]:
-    """Return the files of a tokenizer by name: texts, but for the models of SentencePiece."""
-    files: dict[str, str | bytes] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-            name, content = path.relative_to(folder).as_posix(), path.read_bytes()
-            try:
-                files[name] = content.decode()
-            except UnicodeDecodeError:
-                files[name] = content
-    return files
+def identify_tokenizer(tokenizer: Any) -> str:
+    """Return a hash of all files the tokenizer consists of, its chat template included."""
+    return hashlib.sha256(repr(read_tokenizer_files(tokenizer)).encode()).hexdigest()

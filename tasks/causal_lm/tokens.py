@@ -1,46 +1,181 @@
-"""Tokens on disk: one flat file that all ranks and workers map into memory and share."""
+"""Tokens: which of a document's are to be learned, and one flat file of them that all ranks and workers share."""
 
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_fsdp.tasks.causal_lm.encoding import Encoded, Encoder
-from lit_fsdp.tasks.causal_lm.examples import RowError, RowFormat, parse_row
-from lit_fsdp.tasks.causal_lm.rows import Row
+from lit_fsdp.tasks.causal_lm.answers import Render, TurnMarkers, find_answers, read_turn_markers
+from lit_fsdp.tasks.causal_lm.rows import (
+    Chat,
+    Example,
+    PromptCompletion,
+    Row,
+    RowError,
+    RowFormat,
+    Text,
+    parse_row,
+)
 
 TOKENS, LEARN, ENDS, SUMMARY = "tokens.int32", "learn.bool", "ends.int64", "summary.json"
+GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\b")
 NUM_NAMED = 5  # bad rows that a warning names
 NUM_AT_ONCE = 1000  # rows given to the tokenizer together
 
 
-class TokenWriter:
-    """Writes documents to a folder one after the other.
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """Token ids of one document, and for each whether loss is taken on it."""
+
+    ids: list[int]
+    learn: list[bool]
+
+
+class Encoder:
+    """Turns examples into tokens. Documents start as the tokenizer starts a text and end with its end token.
+
+    Chats end as their template ends them.
 
     Args:
-        folder: Exists and is empty.
+        tokenizer: A tokenizer of Transformers.
+        row_format: Says on which tokens loss is taken, and whether rows are prompts.
     """
 
+    def __init__(self, tokenizer: Any, row_format: RowFormat) -> None:
+        self.tokenizer = tokenizer
+        self.row_format = row_format
+        self._start = _read_start(tokenizer)
+        self._end = [int(tokenizer.eos_token_id)]
+        self._markers: dict[bool, TurnMarkers] = {}  # a tokenizer may have a template of its own for tools
+
+    def encode(self, examples: Sequence[Example]) -> list[Encoded | RowError]:
+        """Return tokens, or what is wrong, for each example. Many at once are faster: all cores work."""
+        texts: list[str] = []
+        for example in examples:
+            if isinstance(example, Text):
+                texts.append(example.text)
+            elif isinstance(example, PromptCompletion):
+                texts += [example.prompt, example.completion]
+        # verbose=False: a document longer than the model's context is no reason to warn, it will be cut.
+        ids = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
+        return [self._encode_one(example, ids) for example in examples]
+
+    def _encode_one(self, example: Example, ids: Any) -> Encoded | RowError:
+        if isinstance(example, Chat):
+            try:
+                return self._encode_chat(example)
+            except RowError as error:
+                return error
+        prompt = [*self._start, *next(ids)]
+        if isinstance(example, Text):
+            tokens = prompt if self.row_format.is_prompt else prompt + self._end
+            return Encoded(ids=tokens, learn=[True] * len(tokens))
+        completion = [*next(ids), *self._end]
+        learn_prompt = self.row_format.loss_on == "all"
+        return Encoded(ids=prompt + completion, learn=[learn_prompt] * len(prompt) + [True] * len(completion))
+
+    def _encode_chat(self, chat: Chat) -> Encoded:
+        if self.tokenizer.chat_template is None:
+            raise RowError(
+                "a chat, but the tokenizer has no chat template; set chat_template, or tokenizer to that of "
+                "a chat model"
+            )
+        if self.row_format.loss_on == "all" or self.row_format.is_prompt:
+            text = self._render(chat, chat.messages, add_generation_prompt=self.row_format.is_prompt)
+            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            return Encoded(ids=ids, learn=[True] * len(ids))
+        if not self.tokenizer.is_fast:
+            raise RowError("only a fast tokenizer can find the answers' tokens; set loss_on: all")
+        with _template_errors():
+            template = self.tokenizer.get_chat_template(tools=chat.tools)
+        return self._encode_marked(chat) if GENERATION_BLOCK.search(template) else self._encode_unmarked(chat)
+
+    def _encode_marked(self, chat: Chat) -> Encoded:
+        """Take what the template itself marks as generated."""
+        with _template_errors():
+            out = self.tokenizer.apply_chat_template(
+                chat.messages,
+                tools=chat.tools,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                tokenizer_kwargs={"verbose": False},
+            )
+        return Encoded(ids=out["input_ids"], learn=[bool(m) for m in out["assistant_masks"]])
+
+    def _encode_unmarked(self, chat: Chat) -> Encoded:
+        """Find the answers in the rendered chat, which is tokenized as one text."""
+        render = partial(self._render, chat)
+        whole = render(chat.messages)
+        spans = find_answers(chat.messages, whole, render, self._get_markers(chat, render))
+        out = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        is_answer = bytearray(len(whole))
+        for begin, end in spans:
+            is_answer[begin:end] = b"\1" * (end - begin)
+        # A token may begin with the space before an answer.
+        learn = [1 in is_answer[begin:end] for begin, end in out["offset_mapping"]]
+        return Encoded(ids=out["input_ids"], learn=learn)
+
+    def _get_markers(self, chat: Chat, render: Render) -> TurnMarkers:
+        has_tools = bool(chat.tools)
+        if has_tools not in self._markers:
+            question = [{"role": "user", "content": "a"}]
+            try:
+                self._markers[has_tools] = read_turn_markers(render, self.tokenizer, question)
+            except RowError:  # of this template a chat must begin in another way
+                first = next(n for n, message in enumerate(chat.messages) if message["role"] == "assistant")
+                if not first:
+                    raise
+                return read_turn_markers(render, self.tokenizer, chat.messages[:first])
+        return self._markers[has_tools]
+
+    def _render(self, chat: Chat, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
+        with _template_errors():
+            return self.tokenizer.apply_chat_template(
+                messages, tools=chat.tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+
+
+@contextmanager
+def _template_errors() -> Iterator[None]:
+    """Turn what a template raises, such as "roles must alternate", into a row's error."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (TemplateError, TypeError, ValueError) as error:
+        raise RowError(
+            f"the tokenizer's chat template refuses it: {error}; set bad_rows: skip, or chat_template to one "
+            "that takes it"
+        ) from error
+
+
+def _read_start(tokenizer: Any) -> list[int]:
+    """Return what the tokenizer puts before a text, such as ``<s>``; what it puts after is left out."""
+    with_special = tokenizer("a")["input_ids"]
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    for begin in range(len(with_special) - len(plain) + 1):
+        if with_special[begin : begin + len(plain)] == plain:
+            return list(with_special[:begin])
+    return []
+
+
+class TokenWriter(ExitStack):
+    """Writes documents one after the other to a folder that exists and is empty."""
+
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         self.num_tokens = 0
         self._ends: list[int] = []
-        self._files = ExitStack()
-
-    def __enter__(self) -> Self:
-        self._tokens = self._files.enter_context((self.folder / TOKENS).open("wb"))
-        self._learn = self._files.enter_context((self.folder / LEARN).open("wb"))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._files.close()
+        self._tokens, self._learn = (self.enter_context((folder / name).open("wb")) for name in (TOKENS, LEARN))
 
     def add(self, document: Encoded) -> None:
         """Append a document."""
@@ -56,11 +191,7 @@ class TokenWriter:
 
 
 class TokenStore:
-    """Documents as tokens, read from disk as needed.
-
-    Args:
-        folder: Was written by ``TokenWriter``.
-    """
+    """Documents that ``TokenWriter`` has written to a folder, as tokens, read from disk as needed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -118,7 +249,8 @@ def write_tokens(
 
 
 def _encode(rows: Iterable[Row], encoder: Encoder) -> Iterator[tuple[Row, Encoded | RowError]]:
-    for chunk in _chunk(rows):
+    rows = iter(rows)
+    while chunk := list(islice(rows, NUM_AT_ONCE)):
         parsed = [_parse(row, encoder.row_format) for row in chunk]
         encoded = iter(encoder.encode([p for p in parsed if not isinstance(p, RowError)]))
         for row, example in zip(chunk, parsed, strict=True):
@@ -128,21 +260,8 @@ def _encode(rows: Iterable[Row], encoder: Encoder) -> Iterator[tuple[Row, Encode
             yield row, result
 
 
-def _parse(row: Row, row_format: RowFormat) -> Any:
-    if row.problem is not None:
-        return RowError(row.problem)
+def _parse(row: Row, row_format: RowFormat) -> Example | RowError:
     try:
-        return parse_row(row.fields, row_format)
+        return parse_row(row, row_format)
     except RowError as error:
         return error
-
-
-def _chunk(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    chunk: list[Row] = []
-    for row in rows:
-        chunk.append(row)
-        if len(chunk) == NUM_AT_ONCE:
-            yield chunk
-            chunk = []
-    if chunk:
-        yield chunk

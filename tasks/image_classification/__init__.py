@@ -1,3 +1,5 @@
+"""Image classifiers, and labelled images from folders, manifests, tar shards and data sets."""
+
 from lit_fsdp.tasks.image_classification.augmentation import Augmentation
 from lit_fsdp.tasks.image_classification.data import ImageData
 from lit_fsdp.tasks.image_classification.mixup import Mixup

@@ -50,11 +50,7 @@ class Augmentation:
             object.__setattr__(self, name, tuple(getattr(self, name)))  # YAML gives lists
 
     def check(self) -> None:
-        """Refuse values that mean nothing, or would be ignored.
-
-        Raises:
-            ValueError: With the setting and what is expected.
-        """
+        """Refuse values that mean nothing, or would be ignored."""
         (low, high), (narrow, wide) = self.crop_scale, self.crop_ratio
         rules = {
             "crop_scale": (0 < low <= high <= 1, "two shares above 0 and up to 1, the smaller first"),
@@ -72,7 +68,7 @@ class Augmentation:
             if getattr(self, name) is not None and self.policy != "randaugment":
                 raise ValueError(f"augmentation.{name}: not used by policy {self.policy!r}; set policy to randaugment")
         if self.needs_library:
-            find_library()
+            choose_library()
 
     @property
     def needs_library(self) -> bool:
@@ -80,12 +76,8 @@ class Augmentation:
         return self.policy != "none" or self.color_jitter > 0
 
 
-def find_library() -> Literal["torchvision", "kornia"]:
-    """Return which package changes colours and shapes.
-
-    Raises:
-        ValueError: None is installed.
-    """
+def choose_library() -> Literal["torchvision", "kornia"]:
+    """Return which package changes colours and shapes."""
     from importlib.util import find_spec
 
     for name in ("torchvision", "kornia"):
@@ -98,14 +90,7 @@ def find_library() -> Literal["torchvision", "kornia"]:
 
 
 def crop_and_flip(image: Image.Image, settings: Augmentation, size: tuple[int, int], resample: int) -> Image.Image:
-    """Return a random part of an image, resized, and flipped at random. Draws from torch's generator.
-
-    Args:
-        image: RGB.
-        settings: What is random.
-        size: Height and width of the result.
-        resample: Filter of Pillow.
-    """
+    """Return a part of an RGB image at random, resized, maybe flipped. Draws from torch's generator."""
     box = _draw_box(image.size, settings)
     image = image.resize((size[1], size[0]), resample=Image.Resampling(resample), box=box)
     if settings.flip and float(torch.rand(())) < settings.flip:
@@ -134,24 +119,14 @@ def _draw_box(size: tuple[int, int], settings: Augmentation) -> tuple[float, flo
 
 
 def change_colors(pixels: Tensor, settings: Augmentation) -> Tensor:
-    """Return an image after policy and jitter. Draws from torch's generator.
-
-    Args:
-        pixels: ``uint8`` [3, height, width].
-        settings: What is random.
-    """
-    for change in _build_changes(settings, find_library()) if settings.needs_library else ():
+    """Return ``uint8`` [3, height, width] after policy and jitter. Draws from torch's generator."""
+    for change in _build_changes(settings) if settings.needs_library else ():
         pixels = change(pixels)
     return pixels
 
 
 def erase(pixels: Tensor, settings: Augmentation) -> Tensor:
-    """Return a normalized image, at random with a rectangle of noise. Draws from torch's generator.
-
-    Args:
-        pixels: ``float32`` [3, height, width].
-        settings: How probable it is.
-    """
+    """Return normalized pixels [3, height, width], maybe with a rectangle of noise. Draws from torch's generator."""
     if not settings.erasing or float(torch.rand(())) >= settings.erasing:
         return pixels
     # Values of the paper (arXiv 1708.04896), as in torchvision and timm.
@@ -169,38 +144,33 @@ def erase(pixels: Tensor, settings: Augmentation) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _build_changes(settings: Augmentation, library: str) -> tuple[Callable[[Tensor], Tensor], ...]:
+def _build_changes(settings: Augmentation) -> tuple[Callable[[Tensor], Tensor], ...]:
     """Return functions from ``uint8`` to ``uint8`` [3, height, width]."""
-    jitter = settings.color_jitter
-    num_ops, magnitude = (
-        settings.policy_num_ops or 2,
-        9 if settings.policy_magnitude is None else settings.policy_magnitude,
-    )
-    if library == "torchvision":
+    jitter, num_ops = settings.color_jitter, settings.policy_num_ops or 2
+    magnitude = 9 if settings.policy_magnitude is None else settings.policy_magnitude
+    policies: dict[str, Callable[[], Any]]
+    if choose_library() == "torchvision":
         from torchvision.transforms import v2  # type: ignore[import-not-found,unused-ignore]
 
+        jitter_class: Any = v2.ColorJitter
         policies = {
             "randaugment": lambda: v2.RandAugment(num_ops, magnitude),
             "trivialaugment": v2.TrivialAugmentWide,
             "autoaugment": v2.AutoAugment,
         }
-        changes = [policies[settings.policy]()] if settings.policy != "none" else []
-        return (*changes, *([v2.ColorJitter(jitter, jitter, jitter)] if jitter else []))
-    from kornia.augmentation import ColorJitter  # type: ignore[import-not-found,unused-ignore]
-    from kornia.augmentation.auto import (  # type: ignore[import-not-found,unused-ignore]
-        AutoAugment,
-        RandAugment,
-        TrivialAugment,
-    )
+    else:
+        from kornia import augmentation  # type: ignore[import-not-found,unused-ignore]
+        from kornia.augmentation import auto  # type: ignore[import-not-found,unused-ignore]
 
-    policies = {
-        "randaugment": lambda: RandAugment(num_ops, magnitude),
-        "trivialaugment": TrivialAugment,
-        "autoaugment": lambda: AutoAugment("imagenet"),
-    }
+        jitter_class = augmentation.ColorJitter
+        policies = {
+            "randaugment": lambda: auto.RandAugment(num_ops, magnitude),
+            "trivialaugment": auto.TrivialAugment,
+            "autoaugment": lambda: auto.AutoAugment("imagenet"),
+        }
     changes = [policies[settings.policy]()] if settings.policy != "none" else []
-    changes += [ColorJitter(jitter, jitter, jitter)] if jitter else []
-    return tuple(_run_on_floats(change) for change in changes)
+    changes += [jitter_class(jitter, jitter, jitter)] if jitter else []
+    return tuple(changes) if choose_library() == "torchvision" else tuple(map(_run_on_floats, changes))
 
 
 def _run_on_floats(change: Any) -> Callable[[Tensor], Tensor]:

@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lit_fsdp.tasks.data import SPLITS_OF_STAGE, Split, TaskData
 from lit_fsdp.tasks.image_classification.augmentation import Augmentation
+from lit_fsdp.tasks.image_classification.images import BadImageError, Images
 from lit_fsdp.tasks.image_classification.metrics import IGNORED
 from lit_fsdp.tasks.image_classification.preprocessing import Pixels, Preprocessing, load_processor
 from lit_fsdp.tasks.image_classification.sources import (
     DIGITS,
-    BadImageError,
     Fields,
-    Images,
-    Split,
     fetch_images,
-    find_images,
+    open_images,
     sort_labels,
 )
-from lit_fsdp.tasks.loading import PADDING, GlobalSampler, ResumableLoader, build_eval_loader, build_train_loader
-from lit_fsdp.weights.base_weights import fetch_processor
+from lit_fsdp.tasks.loading import PADDING, GlobalSampler, ResumableLoader
+from lit_fsdp.weights.base_weights import PROCESSOR, fetch_pretrained
 
 Batch = dict[str, Any]
 
-HELD_OUT_SEED = 0  # not the seed setting: runs with other seeds are compared on the same images
-_SPLITS_OF_STAGE: dict[str | None, tuple[Split, ...]] = {
-    "fit": ("train", "validation"),
-    "validate": ("validation",),
-    "test": ("test",),
-    "predict": ("predict",),
-    None: ("train", "validation", "test", "predict"),
-}
 
-
-class ImageData(LightningDataModule):
+class ImageData(TaskData):
     """Images with one class each, for a classifier.
 
     A source is a folder with one folder of images for each class, a ``.csv``, ``.jsonl`` or ``.parquet`` manifest with
@@ -82,6 +69,8 @@ class ImageData(LightningDataModule):
         seed: Of that order, and of augmentation.
     """
 
+    source_kinds = "a folder, a manifest, tar shards, a data set, or digits"
+
     def __init__(
         self,
         *,
@@ -106,24 +95,32 @@ class ImageData(LightningDataModule):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        self.sources: dict[Split, tuple[str | None, str | None]] = {
-            "train": (train, train_split),
-            "validation": (validation, validation_split),
-            "test": (test, test_split),
-            "predict": (predict, predict_split),
-        }
-        self.validation_fraction = validation_fraction
+        super().__init__(
+            sources={
+                "train": (train, train_split),
+                "validation": (validation, validation_split),
+                "test": (test, test_split),
+                "predict": (predict, predict_split),
+            },
+            validation_fraction=validation_fraction,
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            num_workers=num_workers,
+            shuffle=shuffle,
+            seed=seed,
+        )
+        if classes is not None and (len(set(classes)) != len(classes) or not classes):
+            raise ValueError(f"classes: got {classes}: expected names, each once")
+        if isinstance(processor, Pixels):
+            processor.check()
+        if augmentation is not None:
+            augmentation.check()
         self._take_default()
         self.fields = Fields(image=image_field, label=label_field)
         self.given_classes = classes
         self.processor_setting = processor
         self.augmentation = augmentation
         self.skips_bad_images = bad_images == "skip"
-        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
-        self.num_workers = num_workers
-        self.shuffle, self.seed = shuffle, seed
-        self._check(eval_batch_size)
         self._images: dict[Split, Images] = {}
         self._classes: list[str] | None = None
         self._preprocessing: Preprocessing | None = None
@@ -138,30 +135,6 @@ class ImageData(LightningDataModule):
         rank_zero_warn(
             "data: no source is named, so it is scikit-learn's 1,797 handwritten digits; set train to your own images"
         )
-
-    def _check(self, eval_batch_size: int | None) -> None:
-        sizes = {"batch_size": self.batch_size, "eval_batch_size": eval_batch_size, "num_workers": self.num_workers}
-        for name, value in sizes.items():
-            least = 0 if name == "num_workers" else 1
-            if value is not None and value < least:
-                raise ValueError(f"{name}: got {value}: expected {least} or more")
-        for split, (source, split_name) in self.sources.items():
-            if source is None and split_name is not None:
-                raise ValueError(f"{split}_split: not used, as {split} names no data set; leave it out")
-        if not 0 <= self.validation_fraction < 1:
-            raise ValueError(
-                f"validation_fraction: got {self.validation_fraction}: expected 0 to below 1, such as 0.05"
-            )
-        if self.validation_fraction and self.sources["validation"][0] is not None:
-            raise ValueError("validation_fraction: not used, as validation names a source; leave one of them out")
-        if self.given_classes is not None and (
-            len(set(self.given_classes)) != len(self.given_classes) or not self.given_classes
-        ):
-            raise ValueError(f"classes: got {self.given_classes}: expected names, each once")
-        if isinstance(self.processor_setting, Pixels):
-            self.processor_setting.check()
-        if self.augmentation is not None:
-            self.augmentation.check()
 
     # What a task asks
 
@@ -196,7 +169,7 @@ class ImageData(LightningDataModule):
     def prepare_data(self) -> None:
         """Download data sets and the processor of the Hub, on one process per node."""
         stage = self.trainer.state.fn if self.trainer is not None else None
-        for split in dict.fromkeys(("train", *_SPLITS_OF_STAGE[stage])):  # training has the classes
+        for split in dict.fromkeys(("train", *SPLITS_OF_STAGE[stage])):  # training has the classes
             source, name = self.sources[split]
             if source is not None:
                 try:
@@ -204,67 +177,37 @@ class ImageData(LightningDataModule):
                 except ValueError as error:
                     raise ValueError(f"{split}: {error}") from error
         if isinstance(self.processor_setting, str):
-            fetch_processor(self.processor_setting)
+            fetch_pretrained(self.processor_setting, "processor", PROCESSOR)
 
     def setup(self, stage: str | None = None) -> None:
         """Find the images that a stage needs, and the classes; none is decoded."""
         if stage == "fit" and self.sources["train"][0] is None:
-            raise ValueError("train: not set; name a folder, a manifest, tar shards, a data set, or digits")
-        for split in _SPLITS_OF_STAGE[stage]:
-            self._find(self._name_source(split))
+            raise self.describe_missing("train")
+        for split in SPLITS_OF_STAGE[stage]:
+            self._open(self.get_source_split(split))
         if self._classes is None:
-            self._classes = self.given_classes or self._find_classes()
+            self._classes = self.given_classes or self._get_classes()
         for split, images in self._images.items():
             self._check_labels(split, images)
 
     def train_dataloader(self) -> ResumableLoader:
         """Return this rank's training batches; the loader's place is part of every checkpoint."""
         rows = _TrainRows(self._build_rows("train"), self.preprocessing, self.seed)
-        loader = build_train_loader(
-            rows,
-            batch_size=self.batch_size,
-            collate=collate,
-            shuffle=self.shuffle,
-            seed=self.seed,
-            num_workers=self.num_workers,
-            trainer=self.trainer,
-            what=f"train ({len(rows)} images)",
-        )
+        loader = self.load_train(rows, collate, f"train ({len(rows)} images)")
         rows.sampler = loader.sampler  # type: ignore[assignment]
         return loader
 
-    def val_dataloader(self) -> Any:
-        """Return this rank's validation batches, or none if nothing is set to validate on."""
-        if self._holds_out or self.sources["validation"][0] is not None:
-            return self._build_eval_loader("validation")
-        if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
-            raise ValueError("validation: not set; name a source, or set validation_fraction")
-        # Lightning 2.6 warns of "zero length" also where an empty list says: nothing to validate on.
-        warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
-        return []
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        """Return this rank's test batches."""
-        return self._build_eval_loader("test")
-
-    def predict_dataloader(self) -> DataLoader[Any]:
-        """Return this rank's images to classify, with ``index`` to put predictions in order."""
-        return self._build_eval_loader("predict")
+    def build_eval_loader(self, split: Split) -> DataLoader[Any]:
+        """Return this rank's batches of a split."""
+        return self.load_eval(_EvalRows(self._build_rows(split), self.preprocessing), collate_numbered)
 
     # How it is done
 
-    @property
-    def _holds_out(self) -> bool:
-        return self.sources["validation"][0] is None and self.validation_fraction > 0
-
-    def _name_source(self, split: Split) -> Split:
-        return "train" if split == "validation" and self._holds_out else split
-
-    def _find(self, split: Split) -> Images | None:
+    def _open(self, split: Split) -> Images | None:
         source, name = self.sources[split]
         if source is not None and split not in self._images:
             try:
-                self._images[split] = find_images(source, split=name, split_of=split, fields=self.fields)
+                self._images[split] = open_images(source, split=name, split_of=split, fields=self.fields)
             except ValueError as error:
                 raise ValueError(f"{split}: {error}") from error
             if split != "predict" and self._images[split].labels is None:
@@ -274,9 +217,9 @@ class ImageData(LightningDataModule):
                 )
         return self._images.get(split)
 
-    def _find_classes(self) -> list[str]:
+    def _get_classes(self) -> list[str]:
         # Also for a test alone: its own images might lack a class.
-        images = self._find("train") or next(iter(self._images.values()), None)
+        images = self._open("train") or next(iter(self._images.values()), None)
         if images is None or images.labels is None:
             raise ValueError("classes: not known: no source has labels; set classes, or train to what was trained on")
         return images.class_names or sort_labels(images.labels)
@@ -293,27 +236,16 @@ class ImageData(LightningDataModule):
             )
 
     def _build_rows(self, split: Split) -> _Rows:
-        images = self._find(self._name_source(split))
+        images = self._open(self.get_source_split(split))
         if images is None:
-            raise ValueError(f"{split}: not set; name a folder, a manifest, tar shards, a data set, or digits")
-        chosen = np.arange(len(images))
-        if self._holds_out and split in ("train", "validation"):
-            chosen = _hold_out(len(images), self.validation_fraction, is_held_out=split == "validation")
+            raise self.describe_missing(split)
+        chosen = self.choose_rows(split, len(images))
         numbers = {name: i for i, name in enumerate(self.classes)}
         labels = np.full(len(chosen), IGNORED)
         if split != "predict":
             assert images.labels is not None
             labels = np.array([numbers[images.labels[int(i)]] for i in chosen])
         return _Rows(images=images, chosen=chosen, labels=labels, skips_bad=self.skips_bad_images)
-
-    def _build_eval_loader(self, split: Split) -> DataLoader[Any]:
-        return build_eval_loader(
-            _EvalRows(self._build_rows(split), self.preprocessing),
-            batch_size=self.eval_batch_size,
-            collate=collate_numbered,
-            num_workers=self.num_workers,
-            trainer=self.trainer,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,12 +315,3 @@ def collate_numbered(rows: Sequence[tuple[int, dict[str, Any]]]) -> Batch:
     batch = collate([row if i != PADDING else row | {"label": IGNORED, "problem": ""} for i, row in rows])
     is_bad = torch.tensor([bool(row["problem"]) for _, row in rows])
     return batch | {"index": [i for i, _ in rows], "files": [row["file"] for _, row in rows], "is_bad": is_bad}
-
-
-def _hold_out(num_images: int, fraction: float, *, is_held_out: bool) -> np.ndarray:
-    """Return the numbers of the images on one side of the split, in order."""
-    num_held_out = max(1, round(num_images * fraction))
-    if num_held_out >= num_images:
-        raise ValueError(f"validation_fraction: {fraction} of {num_images} images leaves none to train on; lower it")
-    order = np.random.default_rng(HELD_OUT_SEED).permutation(num_images)
-    return np.sort(order[:num_held_out] if is_held_out else order[num_held_out:])

@@ -15,15 +15,9 @@ Table = tuple[Sequence[str], Sequence[dict[str, Any]] | None]  # names of column
 
 
 def read_table(path: Path, *, image: str, label: str) -> Table:
-    """Return the columns and rows of a table; no rows where it holds images, and not their paths.
+    """Return the columns and rows of a table with one of ``MANIFESTS`` as its ending.
 
-    Args:
-        path: A file with one of ``MANIFESTS`` as its ending.
-        image: Column of the images.
-        label: Column of their classes. Parquet is read for these two alone.
-
-    Raises:
-        ValueError: It cannot be read; the message names it.
+    There are no rows where it holds images, and not their paths. Parquet is read for the two named columns alone.
     """
     if path.suffix == ".parquet":
         return _read_parquet(path, image, label)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassStatScores
 from typing_extensions import override
 
 IGNORED = -100  # label of what is no image of the data: it counts in no loss and no metric
@@ -52,46 +52,18 @@ class CalibrationError(Metric):
         self.count: Tensor
 
     @override
-    def update(self, probabilities: Tensor, labels: Tensor) -> None:
-        """Add images.
-
-        Args:
-            probabilities: [batch, classes].
-            labels: [batch].
-        """
-        confidence, predicted = probabilities.double().max(1)
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Add images, from ``logits`` [batch, classes] and ``labels`` [batch]."""
+        is_valid = labels != IGNORED
+        confidence, predicted = logits[is_valid].softmax(1).double().max(1)
         bins = (confidence * self.num_bins).long().clamp(max=self.num_bins - 1)
         self.confidence.index_add_(0, bins, confidence)
-        self.correct.index_add_(0, bins, (predicted == labels).double())
+        self.correct.index_add_(0, bins, (predicted == labels[is_valid]).double())
         self.count.index_add_(0, bins, torch.ones_like(confidence))
 
     @override
     def compute(self) -> Tensor:
         return (self.confidence - self.correct).abs().sum() / self.count.sum().clamp(min=1)
-
-
-class ClassCounts(Metric):
-    """How many images there were of each class."""
-
-    full_state_update = False
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.add_state("counts", torch.zeros(num_classes, dtype=torch.int64), dist_reduce_fx="sum")
-        self.counts: Tensor
-
-    @override
-    def update(self, labels: Tensor) -> None:
-        """Add images.
-
-        Args:
-            labels: [batch], none below 0.
-        """
-        self.counts += torch.bincount(labels, minlength=len(self.counts))
-
-    @override
-    def compute(self) -> Tensor:
-        return self.counts.clone()
 
 
 class Metrics(nn.Module):
@@ -104,71 +76,48 @@ class Metrics(nn.Module):
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         options: dict[str, Any] = {"num_classes": num_classes, "ignore_index": IGNORED, "validate_args": False}
-        self.top1 = MulticlassAccuracy(average="micro", **options)
-        self.top5 = MulticlassAccuracy(average="micro", top_k=min(5, num_classes), **options)
-        self.by_class = MulticlassAccuracy(average=None, **options)
-        self.calibration = CalibrationError()
-        self.counts = ClassCounts(num_classes)
-        self.confusion: MulticlassConfusionMatrix | None = None
+        metrics: dict[str, Metric | MetricCollection] = {
+            "scores": MulticlassStatScores(average=None, **options),
+            "top5": MulticlassAccuracy(average="micro", top_k=min(5, num_classes), **options),
+            "calibration": CalibrationError(),
+        }
         if num_classes <= MAX_CONFUSION_CLASSES:
-            self.confusion = MulticlassConfusionMatrix(**options)
+            metrics["confusion"] = MulticlassConfusionMatrix(**options)
+        self.metrics = MetricCollection(metrics, compute_groups=False)
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch; images whose label is ``IGNORED`` count nowhere.
-
-        Args:
-            logits: [batch, classes].
-            labels: [batch].
-        """
-        logits = logits.float()
-        for metric in (self.top1, self.top5, self.by_class, self.confusion):
-            if metric is not None:
-                metric.update(logits, labels)
-        is_valid = labels != IGNORED
-        self.calibration.update(logits[is_valid].softmax(1), labels[is_valid])
-        self.counts.update(labels[is_valid])
+        """Add a batch, ``logits`` [batch, classes]; images whose label is ``IGNORED`` count nowhere."""
+        self.metrics.update(logits.float(), labels)
 
     @property
     def has_batches(self) -> bool:
         """Whether there were any since the last time; the same on all ranks, as each has as many."""
-        return self.counts.update_called
+        return self.metrics["scores"].update_called
 
     def compute(self) -> Evaluation:
         """Return the result over all ranks, and start anew. All ranks must call it."""
-        counts = self.counts.compute()
-        is_seen = counts > 0
-        by_class = torch.where(is_seen, self.by_class.compute(), torch.nan)
+        found = self.metrics.compute()
+        self.metrics.reset()
+        num_right, count = found["scores"][:, 0], found["scores"][:, -1]  # [classes]; between them are other sums
+        by_class = num_right / count  # NaN where there are none
         shares = {
-            "top1_pct": self.top1.compute(),
-            "top5_pct": self.top5.compute(),
-            "class_accuracy_pct": by_class[is_seen].mean(),
-            "calibration_error_pct": self.calibration.compute(),
+            "top1_pct": num_right.sum() / count.sum().clamp(min=1),
+            "top5_pct": found["top5"],
+            "class_accuracy_pct": by_class.nanmean(),
+            "calibration_error_pct": found["calibration"],
         }
-        confusion = self.confusion.compute().tolist() if self.confusion is not None else None
-        self.reset()
         return Evaluation(
-            num_images=int(counts.sum()),
+            num_images=int(count.sum()),
             values={name: 100 * float(value) for name, value in shares.items()},
             class_accuracy=by_class.tolist(),
-            confusion=confusion,
+            confusion=found["confusion"].tolist() if "confusion" in found else None,
         )
-
-    def reset(self) -> None:
-        """Forget all images."""
-        for metric in (self.top1, self.top5, self.by_class, self.calibration, self.counts, self.confusion):
-            if metric is not None:
-                metric.reset()
 
 
 def list_predictions(logits: Tensor, batch: Mapping[str, Any], class_names: Sequence[str]) -> dict[str, list[Any]]:
     """Return ``index`` of each image in its source, ``file``, ``prediction`` and ``probability``.
 
-    Of an image that could not be decoded the last two are ``None``.
-
-    Args:
-        logits: [batch, classes].
-        batch: With ``index``, ``files`` and ``is_bad``.
-        class_names: In the order of the outputs.
+    The last two are ``None`` for an image that could not be decoded.
     """
     probability, predicted = logits.float().softmax(1).max(1)
     is_bad = batch["is_bad"].tolist()

@@ -27,11 +27,7 @@ class Mixup:
     prob: float = 1.0
 
     def check(self) -> None:
-        """Refuse values that mean nothing, or would be ignored.
-
-        Raises:
-            ValueError: With the setting and what is expected.
-        """
+        """Refuse values that mean nothing, or would be ignored."""
         if min(self.mixup_alpha, self.cutmix_alpha) < 0 or not self.mixup_alpha + self.cutmix_alpha:
             raise ValueError(
                 f"mixup: got mixup_alpha {self.mixup_alpha}, cutmix_alpha {self.cutmix_alpha}: "
@@ -62,12 +58,9 @@ class Mixed:
 
 
 def mix(pixels: Tensor, is_valid: Tensor, settings: Mixup) -> Mixed:
-    """Mix the images of a micro-batch. Draws from Python's generator, so nothing waits for a GPU.
+    """Mix images [batch, channels, height, width]; those without a class stay alone.
 
-    Args:
-        pixels: [batch, channels, height, width].
-        is_valid: Which of them have a class [batch]; others stay alone.
-        settings: How.
+    Draws from Python's generator, so nothing waits for a GPU.
     """
     num_images, _, height, width = pixels.shape
     own = torch.arange(num_images, device=pixels.device)

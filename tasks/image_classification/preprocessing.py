@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from PIL import Image
 from torch import Tensor
 
 from lit_fsdp.tasks.image_classification.augmentation import Augmentation, change_colors, crop_and_flip, erase
-from lit_fsdp.weights.base_weights import fetch_processor, find_processor
+from lit_fsdp.tasks.loading import mix_seeds
+from lit_fsdp.weights.base_weights import PROCESSOR, fetch_pretrained, get_pretrained_folder
 
 PROCESSOR_FILE = "preprocessor_config.json"
 
@@ -45,11 +45,7 @@ class Pixels:
             object.__setattr__(self, name, tuple(getattr(self, name)))  # YAML gives lists
 
     def check(self) -> None:
-        """Refuse values that no image could be made with.
-
-        Raises:
-            ValueError: With the setting and what is expected.
-        """
+        """Refuse values that no image could be made with."""
         rules = {
             "size": (self.size >= 1, "1 or more"),
             "std": (min(self.std) > 0, "three numbers above 0"),
@@ -59,9 +55,12 @@ class Pixels:
             if not is_right:
                 raise ValueError(f"processor.{name}: got {getattr(self, name)!r}: expected {expected}")
 
-    def describe(self) -> dict[str, Any]:
-        """Return the same as the settings of a processor of Transformers."""
-        common = {
+    def build(self) -> Any:
+        """Return an image processor of Transformers that does so, and needs no torchvision."""
+        from transformers import BitImageProcessorPil, ViTImageProcessorPil
+
+        size = {"height": self.size, "width": self.size}
+        options: dict[str, Any] = {
             "do_rescale": True,
             "rescale_factor": 1 / 255,
             "do_normalize": True,
@@ -71,15 +70,9 @@ class Pixels:
             "resample": int(Image.Resampling.BICUBIC),
         }
         if self.crop_fraction == 1:
-            size = {"height": self.size, "width": self.size}
-            return {"image_processor_type": "ViTImageProcessor", "size": size, **common}
-        return {
-            "image_processor_type": "BitImageProcessor",
-            "size": {"shortest_edge": round(self.size / self.crop_fraction)},
-            "do_center_crop": True,
-            "crop_size": {"height": self.size, "width": self.size},
-            **common,
-        }
+            return ViTImageProcessorPil(size=size, **options)
+        shortest = {"shortest_edge": round(self.size / self.crop_fraction)}
+        return BitImageProcessorPil(size=shortest, do_center_crop=True, crop_size=size, **options)
 
 
 class Preprocessing:
@@ -127,15 +120,11 @@ class Preprocessing:
         return self.processor(images=image, return_tensors="pt")["pixel_values"][0]
 
     def for_training(self, image: Image.Image, seed: Sequence[int]) -> Tensor:
-        """Return the same of an image that was changed at random.
-
-        Args:
-            image: RGB.
-            seed: What is drawn depends on this alone.
-        """
+        """Return the same of an image that was changed at random; what is drawn depends on the seed alone."""
         if self.augmentation is None:
             return self.for_evaluation(image)
-        with _seeded(seed):
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(mix_seeds(*seed))
             image = crop_and_flip(image, self.augmentation, self.size, self._resample)
             pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)  # [3, height, width]
             pixels = change_colors(pixels, self.augmentation)
@@ -147,13 +136,7 @@ class Preprocessing:
 
 
 def compare_colors(preprocessing: Preprocessing, pretrained: str, folder: Path) -> None:
-    """Warn where a pretrained model has seen colors normalized otherwise than it will.
-
-    Args:
-        preprocessing: Of this run.
-        pretrained: Name of the model.
-        folder: Where it lies, maybe with the configuration of its processor.
-    """
+    """Warn where the folder of a pretrained model says that it was trained on colors normalized otherwise."""
     path = folder / PROCESSOR_FILE
     if not path.is_file():
         return
@@ -168,31 +151,18 @@ def compare_colors(preprocessing: Preprocessing, pretrained: str, folder: Path) 
 
 
 def load_processor(setting: str | Pixels) -> Any:
-    """Return a processor of Transformers that needs no torchvision.
-
-    Args:
-        setting: Name or folder of a model, or the values.
-
-    Raises:
-        ValueError: There is none.
-    """
-    if isinstance(setting, str):
-        fetch_processor(setting)
-        return _load(find_processor(setting), setting)
-    with tempfile.TemporaryDirectory() as name:
-        (Path(name) / PROCESSOR_FILE).write_text(json.dumps(setting.describe()))
-        return _load(Path(name), name)
-
-
-def _load(folder: Path, name: str) -> Any:
+    """Return a processor of Transformers that needs no torchvision: of a model by name or folder, or of values."""
+    if isinstance(setting, Pixels):
+        return setting.build()
     from transformers import AutoImageProcessor
 
+    fetch_pretrained(setting, "processor", PROCESSOR)
     try:
         with _quiet():
-            return AutoImageProcessor.from_pretrained(folder, backend="pil")
+            return AutoImageProcessor.from_pretrained(get_pretrained_folder(setting, PROCESSOR), backend="pil")
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"processor: got {name!r}: {reason}") from error
+        raise ValueError(f"processor: got {setting!r}: {reason}") from error
 
 
 @contextmanager
@@ -205,15 +175,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-@contextmanager
-def _seeded(seed: Sequence[int]) -> Iterator[None]:
-    """Draw from torch's generator as from a fresh one, and leave it as it was."""
-    state = torch.get_rng_state()
-    mixed = np.random.SeedSequence(list(seed)).generate_state(1, np.uint64)
-    torch.default_generator.manual_seed(int(mixed[0] >> np.uint64(1)))
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from PIL import Image
 
 from lit_fsdp.checkpoint.state import agree
-from lit_fsdp.tasks.image_classification.sources import SUFFIXES, Images, decode, is_url
+from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 
 _LABELS = ("cls", "label", "json")  # endings of members that say the class
 _MAX_LABEL_BYTES = 1 << 20
@@ -71,6 +71,11 @@ def read_shards(source: str) -> Images:
     )
 
 
+def is_url(source: str) -> bool:
+    """Whether a source is not a path of this machine."""
+    return "://" in source
+
+
 class _ShardError(ValueError):
     """What is wrong with a shard; the message names it."""
 
@@ -109,7 +114,7 @@ def _list_urls(source: str) -> list[str]:
 
 
 def _glob(pattern: str) -> list[str]:
-    files, path = _find_files(pattern)
+    files, path = _open_filesystem(pattern)
     return [str(files.unstrip_protocol(hit)) for hit in sorted(files.glob(path))]
 
 
@@ -136,7 +141,7 @@ def _say(error: Exception) -> str:
     return re.sub(r"\.tar\?[^\s'\")]*", ".tar", (str(error) or type(error).__name__).splitlines()[0])
 
 
-def _find_files(url: str) -> tuple[Any, str]:
+def _open_filesystem(url: str) -> tuple[Any, str]:
     """Return the file system of a URL, of this process, and the path in it."""
     from fsspec.core import url_to_fs
 
@@ -162,7 +167,7 @@ def _read_part(shard: str, offset: int, size: int) -> bytes:
 
 
 def _fetch_part(shard: str, offset: int, size: int) -> bytes:
-    files, path = _find_files(shard)
+    files, path = _open_filesystem(shard)
     data = bytes(files.cat_file(path, start=offset, end=offset + size))
     if len(data) != size:
         raise OSError(f"{len(data)} bytes came")
@@ -198,7 +203,7 @@ def _read_index(shard: str) -> list[tuple[str, int, int, str | None]]:
 
 
 def _fetch_index(shard: str, name: str) -> list[tuple[str, int, int, str | None]]:
-    files, path = _find_files(shard)
+    files, path = _open_filesystem(shard)
     with files.open(path, "rb") as file:
         return list(_read_members(name, file))
 

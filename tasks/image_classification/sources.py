@@ -2,63 +2,21 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split
+from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, read_table
+from lit_fsdp.tasks.image_classification.shards import is_url, read_shards
 
 DIGITS = "digits"
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _DIGITS_SEED = 0  # of the held-out fifth; results on it are compared
-
-Split = Literal["train", "validation", "test", "predict"]
-
-
-class BadImageError(Exception):
-    """An image that cannot be decoded; the message says which and why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Images:
-    """Images that are read one by one, and their labels.
-
-    Args:
-        locate: Names an image by its number, for messages.
-        open: Opens an image by its number; it may still fail when it is decoded.
-        labels: Name of the class of each; ``None`` where there are no labels.
-        class_names: In the order that the source has, if it has one.
-        num_images: How many there are.
-    """
-
-    locate: Callable[[int], str]
-    open: Callable[[int], Image.Image]
-    labels: Sequence[str] | None
-    class_names: list[str] | None = None
-    num_images: int
-
-    def __len__(self) -> int:
-        return self.num_images
-
-    def read(self, index: int) -> Image.Image:
-        """Return a decoded RGB image.
-
-        Raises:
-            BadImageError: It cannot be read or decoded.
-        """
-        try:
-            image = self.open(index)
-            image.load()
-            return _to_rgb(image)
-        # What decoders raise for damaged data differs by format; a missing file is an OSError too.
-        except (OSError, ValueError, SyntaxError, TypeError, EOFError, Image.DecompressionBombError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise BadImageError(f"{self.locate(index)}: {reason}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +32,7 @@ class Fields:
     label: str
 
 
-def find_images(source: str, *, split: str | None, split_of: Split, fields: Fields) -> Images:
+def open_images(source: str, *, split: str | None, split_of: Split, fields: Fields) -> Images:
     """Return the images of a source, without decoding any.
 
     Args:
@@ -82,23 +40,18 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
         split: Which split of a data set, if the user has said so.
         split_of: What the images are for.
         fields: Names of columns.
-
-    Raises:
-        ValueError: There are none, or they cannot be read.
     """
     if source == DIGITS:
         return _load_digits(split or ("train" if split_of == "train" else "test"))
     if is_url(source):
         if split is not None:
             raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
-        from lit_fsdp.tasks.image_classification.shards import read_shards
-
         return read_shards(source)
     path = Path(source).expanduser()
     is_set = path.is_dir() and any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
     if is_set or _is_on_hub(source):
-        rows = _find_rows(source, split, default=_DEFAULT_SPLITS[split_of], is_saved=is_set)
-        name = f"{source} {split or _DEFAULT_SPLITS[split_of]}"
+        rows = _load_rows(source, split, default=DEFAULT_SPLITS[split_of], is_saved=is_set)
+        name = f"{source} {split or DEFAULT_SPLITS[split_of]}"
         return _open_data_set(name, rows, fields=fields, needs_labels=split_of != "predict")
     if split is not None:
         raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
@@ -111,8 +64,6 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
     if path.suffix in MANIFESTS:
         return _read_manifest(path, fields, needs_labels=split_of != "predict")
     if path.is_dir() or path.suffix == ".tar" or source.endswith("}") or "*" in source:
-        from lit_fsdp.tasks.image_classification.shards import read_shards
-
         return read_shards(source)
     raise ValueError(
         f"{source}: expected a folder with one folder for each class, a {', '.join(MANIFESTS)} or .tar file, a data "
@@ -121,18 +72,9 @@ def find_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
 
 
 def fetch_images(source: str, *, split: str | None, split_of: Split) -> None:
-    """Download a data set of the Hub unless it is in the cache; do nothing for other sources.
-
-    Args:
-        source: As the settings of the data have it.
-        split: Which split of a data set, if the user has said so.
-        split_of: What the images are for.
-
-    Raises:
-        ValueError: There is no such data set.
-    """
+    """Download a data set of the Hub unless it is in the cache; do nothing for other sources."""
     if _is_on_hub(source):
-        _find_rows(source, split, default=_DEFAULT_SPLITS[split_of], is_saved=False)
+        _load_rows(source, split, default=DEFAULT_SPLITS[split_of], is_saved=False)
 
 
 def _is_on_hub(source: str) -> bool:
@@ -142,32 +84,10 @@ def _is_on_hub(source: str) -> bool:
     return not is_elsewhere and not is_file and not Path(source).expanduser().exists()
 
 
-_DEFAULT_SPLITS: dict[Split, str] = {"train": "train", "validation": "validation", "test": "test", "predict": "test"}
-
-
-def is_url(source: str) -> bool:
-    """Whether a source is not a path of this machine."""
-    return "://" in source
-
-
-def decode(data: bytes) -> Image.Image:
-    """Return an image from the bytes of its file; it is decoded later."""
-    return Image.open(io.BytesIO(data))
-
-
 def sort_labels(labels: Sequence[str]) -> list[str]:
     """Return the classes of these labels: numbers by value, names by alphabet."""
     names = set(labels)
     return sorted(names, key=int) if all(name.isascii() and name.isdigit() for name in names) else sorted(names)
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode in ("I;16", "I;16B", "I;16L", "I"):  # 16 bits, which convert() would cut off
-        scaled = np.asarray(image).astype(np.float32) / 257
-        return Image.fromarray(scaled.clip(0, 255).astype(np.uint8)).convert("RGB")
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")
-    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 # Digits
@@ -236,7 +156,7 @@ def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
     """Return the images of a table; paths in it are relative to its folder."""
     columns, rows = read_table(path, image=fields.image, label=fields.label)
     if rows is None:  # images are in it
-        found = _find_rows(str(path), None, default="train", is_saved=False)
+        found = _load_rows(str(path), None, default="train", is_saved=False)
         return _open_data_set(str(path), found, fields=fields, needs_labels=needs_labels)
     if fields.image not in columns:
         raise ValueError(f"{path}: has no column {fields.image!r}, but {', '.join(columns)}; set image_field")
@@ -262,11 +182,7 @@ def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
 def _open_data_set(source: str, rows: Any, *, fields: Fields, needs_labels: bool) -> Images:
     """Return the images of a data set of Hugging Face.
 
-    Args:
-        source: Where it is from, for messages.
-        rows: The data set.
-        fields: Names of its columns.
-        needs_labels: Whether rows without a class are refused; otherwise one such row leaves all without.
+    Where labels are not needed, one row without a class leaves all without.
     """
     import datasets
 
@@ -305,7 +221,7 @@ def _open_data_set(source: str, rows: Any, *, fields: Fields, needs_labels: bool
     )
 
 
-def _find_rows(source: str, given: str | None, *, default: str, is_saved: bool) -> Any:
+def _load_rows(source: str, given: str | None, *, default: str, is_saved: bool) -> Any:
     """Return a split of a data set: from ``save_to_disk``, the Hub, or a file of Parquet."""
     import datasets
 

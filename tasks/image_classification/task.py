@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any, Literal, Self
 
 from lightning.pytorch.trainer.states import TrainerFn
@@ -12,58 +12,45 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import override
 
-from lit_fsdp.adapters.lora import LoRA, clean_name
+from lit_fsdp.adapters.layers import clean_name
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.buffers import sync_buffers
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
-from lit_fsdp.tasks.base import Task
-from lit_fsdp.tasks.image_classification.checkpoint import (
-    CLASSES,
-    check_pretrained,
-    check_run,
-    collect_export_files,
-)
 from lit_fsdp.tasks.image_classification.data import Batch
+from lit_fsdp.tasks.image_classification.layers import (
+    freeze_modules,
+    list_blocks,
+    measure_distances,
+    rest_frozen,
+    train_head,
+)
 from lit_fsdp.tasks.image_classification.metrics import IGNORED, Evaluation, Metrics, list_predictions
 from lit_fsdp.tasks.image_classification.mixup import Mixup, mix
 from lit_fsdp.tasks.image_classification.model import (
     build_classifier,
     check_size,
-    check_start,
-    find_blocks,
-    find_classes,
     find_head,
-    freeze_modules,
     keeps_head,
-    measure_distances,
+    list_classes,
     measure_images,
-    read_config,
-    rest_frozen,
-    train_head,
+    set_classes,
 )
-from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing, compare_colors
+from lit_fsdp.tasks.image_classification.preprocessing import PROCESSOR_FILE, Preprocessing, compare_colors
 from lit_fsdp.tasks.image_classification.skipped import SkippedImages
 from lit_fsdp.tasks.lr_schedule import LRSchedule
-from lit_fsdp.tasks.pretrained import choose_quantization, plan_quantization
-from lit_fsdp.weights.base_weights import (
-    BASE,
-    IMAGE_SIZE,
-    LORA,
-    describe_base,
-    fetch_config,
-    fetch_pretrained,
-    find_pretrained,
-)
-from lit_fsdp.weights.load import init_weights, load_weights
-from lit_fsdp.weights.prequantized import read_quantization
+from lit_fsdp.tasks.pretrained import PretrainedTask
+from lit_fsdp.weights.base_weights import IMAGE_SIZE, get_pretrained_folder
+from lit_fsdp.weights.load import load_weights
 
+CLASSES = "classes"  # in the metadata of a checkpoint: their names, in the order of the model's outputs
 _PLANNED_CLASSES = 1000  # where a plan cannot know
 
 
-class ImageClassification(Task):
+class ImageClassification(PretrainedTask):
     """Trains any image classifier of Transformers, from its weights or from scratch.
 
     The head is made anew for the classes of the data, unless the model was trained for just these. Metrics:
@@ -92,6 +79,7 @@ class ImageClassification(Task):
     """
 
     target_name = "samples"
+    example_config = "{model_type: vit, hidden_size: 192}"
 
     def __init__(
         self,
@@ -111,67 +99,56 @@ class ImageClassification(Task):
         optimizer: Optimizer | None = None,
         lr_scheduler: LRSchedule | None = None,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler)
-        self.pretrained, self.config_settings, self.num_classes = pretrained, config, num_classes
-        self.attention, self.head = attention, head
-        self.lora, self.quantization, self.frozen_names = lora, quantization, freeze or []
-        self.label_smoothing, self.mixup = label_smoothing, mixup
+        super().__init__(
+            pretrained=pretrained,
+            config=config,
+            lora=lora,
+            quantization=quantization,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+        )
+        rules = {
+            "num_classes": (num_classes, num_classes is None or num_classes >= 2, "2 or more"),
+            "label_smoothing": (label_smoothing, 0 <= label_smoothing < 1, "0 to below 1, such as 0.1"),
+            "layer_decay": (layer_decay, 0 < layer_decay <= 1, "above 0, up to 1, such as 0.75"),
+            "drop_path": (drop_path, drop_path is None or 0 <= drop_path < 1, "0 to below 1, such as 0.1"),
+        }
+        for name, (value, is_right, expected) in rules.items():
+            if not is_right:
+                raise ValueError(f"{name}: got {value}: expected {expected}")
+        if head != "auto" and pretrained is None:
+            raise ValueError(f"head: got {head!r}: a model from config has none to keep; leave it out")
+        if lora is not None and freeze:
+            raise ValueError(
+                "freeze: lora freezes all but adapters and head; leave it out, or use lora.exclude_modules"
+            )
+        if mixup is not None:
+            mixup.check()
+        self.num_classes, self.attention, self.head = num_classes, attention, head
+        self.frozen_names, self.label_smoothing, self.mixup = freeze or [], label_smoothing, mixup
         self.layer_decay, self.drop_path = layer_decay, drop_path
-        self._check()
-        self.model: PreTrainedModel | None = None
         self.val_metrics: Metrics | None = None
         self.test_metrics: Metrics | None = None
         self.evaluation: dict[str, Evaluation] = {}  # the last one of val and test, read by the report
         self._skipped = SkippedImages()
         self._head: list[str] = []
         self._distances: dict[str, int] = {}
-        self._is_planned = self._interpolates = self._keeps_head = self._is_untrained = False
+        self._interpolates = self._keeps_head = self._is_untrained = False
         self._image_size = (0, 0)
         self._class_names: list[str] | None = None
-        self._base: dict[str, Any] | None = None
-
-    def _check(self) -> None:
-        check_start(self.pretrained, self.config_settings, self.head)
-        if self.lora is not None and self.frozen_names:
-            raise ValueError(
-                "freeze: lora freezes all but adapters and head; leave it out, or use lora.exclude_modules"
-            )
-        rules = {
-            "num_classes": (self.num_classes is None or self.num_classes >= 2, "2 or more"),
-            "label_smoothing": (0 <= self.label_smoothing < 1, "0 to below 1, such as 0.1"),
-            "layer_decay": (0 < self.layer_decay <= 1, "above 0, up to 1, such as 0.75"),
-            "drop_path": (self.drop_path is None or 0 <= self.drop_path < 1, "0 to below 1, such as 0.1"),
-        }
-        for name, (is_right, expected) in rules.items():
-            if not is_right:
-                raise ValueError(f"{name}: got {getattr(self, name)}: expected {expected}")
-        for part in (self.mixup, self.quantization):
-            if part is not None:
-                part.check()
-        if self.lora is not None:
-            self.lora.check(is_quantized=self.quantization is not None)
 
     # Model
 
     @override
-    def prepare_data(self) -> None:
-        """Download the model, on one process per node."""
-        if self.pretrained is not None:
-            fetch_pretrained(self.pretrained)
-
-    @override
     def prepare_plan(self, data: Any) -> list[str]:
         """Fetch the configuration of the model, and nothing else."""
-        notes = []
-        if self.pretrained is not None:
-            fetch_config(self.pretrained)
-        self._is_planned = True
+        notes = super().prepare_plan(data)
         count = self.num_classes or (data.count_classes() if hasattr(data, "count_classes") else None)
         if count is None:
             count = _PLANNED_CLASSES
             notes.append(f"the number of classes is taken to be {count:,}; model.init_args.num_classes would say it")
         self._class_names = [str(i) for i in range(count)]
-        return [*notes, *super().prepare_plan(data)]
+        return notes
 
     @override
     def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch | None:
@@ -180,10 +157,7 @@ class ImageClassification(Task):
 
     @override
     def setup(self, stage: str) -> None:
-        self._class_names = find_classes(getattr(self.trainer, "datamodule", None), self.num_classes)
-        is_stored = self.pretrained is not None and read_quantization(find_pretrained(self.pretrained)) is not None
-        if stage == "fit" and (is_stored or self.quantization is not None) and self.lora is None:
-            raise ValueError("quantization: quantized weights cannot be trained; set lora, such as {r: 16}")
+        self._class_names = list_classes(getattr(self.trainer, "datamodule", None), self.num_classes)
 
     @override
     def configure_model(self) -> None:
@@ -195,53 +169,46 @@ class ImageClassification(Task):
         is_fit = self.trainer.state.fn == TrainerFn.FITTING
         self._keeps_head = keeps_head(self.pretrained, self.head, self.class_names, is_told=is_fit)
         self._is_untrained = not (is_fit or self._keeps_head)
-        if preprocessing := self._find_preprocessing():
+        if preprocessing := self._get_preprocessing():
             self._image_size = preprocessing.size
             self._interpolates = check_size(config, preprocessing.size)
-        if self.pretrained is not None:
-            if preprocessing and is_fit:
-                compare_colors(preprocessing, self.pretrained, find_pretrained(self.pretrained))
-            choose = plan_quantization if self._is_planned else choose_quantization
-            self.quantization = choose(find_pretrained(self.pretrained), model, self.quantization)
+        if self.pretrained is not None and preprocessing and is_fit:
+            compare_colors(preprocessing, self.pretrained, get_pretrained_folder(self.pretrained))
+        self.resolve_quantization(model)
         self.lora = self.lora and train_head(self.lora, self._head)
-        blocks = find_blocks(model, self.layer_decay)
+        blocks = list_blocks(model) if self.layer_decay != 1 else []  # adapters would count as weights
         self.adapt_model(model, lora=self.lora, quantization=self.quantization)
         freeze_modules(model, self.frozen_names, self._head)
-        self._distances = measure_distances(model, blocks, self.layer_decay)
+        if self.layer_decay != 1:
+            self._distances = measure_distances(model, blocks, self.layer_decay)
         self.val_metrics, self.test_metrics = (Metrics(len(self.class_names)) for _ in range(2))
         self.model = model  # not before all is well: other strategies could not move it away
         self.finish_model()
 
-    def _find_preprocessing(self) -> Preprocessing | None:
+    def _get_preprocessing(self) -> Preprocessing | None:
         return getattr(getattr(self.trainer, "datamodule", None), "preprocessing", None)
 
+    @override
     def read_config(self) -> PreTrainedConfig:
         """Return the model's configuration, with the classes."""
-        assert self._class_names is not None
-        return read_config(
-            self.pretrained, self.config_settings, class_names=self._class_names, drop_path=self.drop_path
-        )
+        config = super().read_config()
+        set_classes(config, self.class_names, self.drop_path)
+        return config
 
     @override
     def configure_weights(self) -> None:
-        """Read this rank's shards of the pretrained weights, or draw random ones."""
         assert self.model is not None
-        seed, new = self.find_seed(), [] if self._keeps_head else self._head
         if self.pretrained is None:
-            init_weights(self.model, seed)
+            super().configure_weights()
             return
-        unused = load_weights(self.model, find_pretrained(self.pretrained), seed=seed, new=new, takes_part=True)
+        new, folder = [] if self._keeps_head else self._head, get_pretrained_folder(self.pretrained)
+        unused = load_weights(self.model, folder, seed=self.get_seed(), new=new, takes_part=True)
         if unused:
             rank_zero_warn(f"pretrained: {len(unused)} tensors are not used, such as {', '.join(unused[:3])}")
 
-    @property
     @override
-    def restores_frozen(self) -> bool:
-        return self.pretrained is not None and self.lora is not None
-
-    @override
-    def find_rate_factors(self) -> dict[nn.Parameter, float]:
-        if self.layer_decay == 1 or self.model is None:
+    def get_lr_factors(self) -> dict[nn.Parameter, float]:
+        if not self._distances or self.model is None:
             return {}
         return {p: self.layer_decay ** self._distances[clean_name(name)] for name, p in self.model.named_parameters()}
 
@@ -299,24 +266,15 @@ class ImageClassification(Task):
 
     @override
     def on_validation_start(self) -> None:
-        self._start_evaluation()
-
-    @override
-    def on_test_start(self) -> None:
-        self._start_evaluation()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._start_evaluation()
-
-    def _start_evaluation(self) -> None:
         # Not told before: which checkpoint is loaded is known after configure_model, seen in lightning 2.6.6.
         if self._is_untrained and not self.trainer.ckpt_path and self.trainer.state.fn != TrainerFn.FITTING:
             rank_zero_warn("head: its weights are random, and no checkpoint replaces them: set ckpt_path")
         self._is_untrained = False
-        self._unify_buffers()
+        self._sync_buffers()
 
-    def _unify_buffers(self) -> None:
+    on_test_start = on_predict_start = on_validation_start
+
+    def _sync_buffers(self) -> None:
         """Do as FSDP2Strategy does where another strategy runs the task."""
         if self.model is not None and not isinstance(self.trainer.strategy, FSDP2Strategy):
             sync_buffers(self.model)
@@ -386,25 +344,30 @@ class ImageClassification(Task):
     # Checkpoints
 
     @override
+    def collect_export_files(self, model: PreTrainedModel, **changes: Any) -> dict[str, str | bytes]:
+        """Return the same with the processor of the images and, beside adapters, the names of the classes."""
+        files = super().collect_export_files(model, **changes)
+        if (preprocessing := self._get_preprocessing()) is not None:
+            files[PROCESSOR_FILE] = preprocessing.describe()
+        if self.lora is not None:
+            files["classes.json"] = json.dumps(self.class_names, indent=1)  # without config.json, which names them
+        return files
+
+    @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        self._unify_buffers()  # in place, so in the state that is saved too
-        if not self.trainer.is_global_zero or self.model is None:  # its metadata is that of rank 0
-            return
-        checkpoint[CLASSES] = self.class_names
-        process = self._find_preprocessing()
-        checkpoint[EXPORT] = collect_export_files(
-            self.model, self.class_names, preprocessing=process, lora=self.lora, pretrained=self.pretrained
-        )
-        if self._interpolates:
-            checkpoint[IMAGE_SIZE] = list(self._image_size)
-        if self.lora is not None:
-            checkpoint[LORA] = asdict(self.lora)  # plain, as any strategy may write it
-            if self.pretrained is not None:
-                checkpoint[BASE] = self._base = self._base or describe_base(self.pretrained, self.quantization)
+        self._sync_buffers()  # in place, so in the state that is saved too
+        if EXPORT in checkpoint:
+            checkpoint[CLASSES] = self.class_names
+            if self._interpolates:
+                checkpoint[IMAGE_SIZE] = list(self._image_size)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        check_run(checkpoint, self.class_names)
-        check_pretrained(checkpoint, pretrained=self.pretrained, quantization=self.quantization, lora=self.lora)
+        stored, names = checkpoint.get(CLASSES), self.class_names
+        if stored is not None and list(stored) != names:
+            raise ValueError(
+                f"classes: the checkpoint was trained for {len(stored)} classes ({', '.join(stored[:5])} ...), and "
+                f"the data has {len(names)} ({', '.join(names[:5])} ...); set data.classes to those"
+            )

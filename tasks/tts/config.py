@@ -94,7 +94,7 @@ class SpeechConfig:
     speakers: dict[str, int]
     dialects: dict[str, str]
 
-    def find_language(self, name: str | None, speaker: str | None = None) -> int | None:
+    def get_language_id(self, name: str | None, speaker: str | None = None) -> int | None:
         """Return the id of a language, ``None`` where the model shall find out itself.
 
         Args:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,15 +16,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lit_fsdp.tasks.loading import PADDING, ResumableLoader, build_eval_loader, build_train_loader
+from lit_fsdp.tasks.tts.batch_places import StepCounts, TextDropout
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN, make_corpus
 from lit_fsdp.tasks.tts.evaluation.prompts import PromptRow, read_prompts
-from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig, Voice
-from lit_fsdp.tasks.tts.families.model_types import find_family
-from lit_fsdp.tasks.tts.layout import Batch, Utterance
+from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig, Voice, get_voice
+from lit_fsdp.tasks.tts.families.model_types import get_family
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, read_rows
-from lit_fsdp.tasks.tts.step_counts import StepCounts
-from lit_fsdp.tasks.tts.text_dropout import TextDropout
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
+from lit_fsdp.tasks.tts.utterance import Batch, Utterance
 
 _HELD_OUT_SEED = 0
 _CHARACTERS_PER_S = 20  # more than anybody speaks, for an example batch
@@ -37,8 +37,8 @@ class SpeechData(LightningDataModule):
             download.
         validation: Prepared folder to validate on.
         validation_fraction: Without ``validation``, hold out this share of the training rows, always the same.
-        predict: Texts to speak: a ``.txt`` file of lines, or JSON lines with ``text`` and maybe ``speaker`` and
-            ``language``.
+        predict: Texts to generate speech for: a ``.txt`` file of lines, or JSON lines with ``text`` and maybe
+            ``speaker`` and ``language``.
         tokenizer: Of the text: model name on the Hub, folder, or ``bytes`` for one without a download.
         speaker_embedding: ``row`` gives each row the embedding of its own reference audio, which teaches to clone
             voices. ``mean`` gives it the mean over all training rows of its speaker, as for voices that will be built
@@ -46,14 +46,14 @@ class SpeechData(LightningDataModule):
             ``none``.
         streaming: Lay text beside frames, one id a frame, as the official inference does for text that arrives bit
             by bit. Otherwise all text comes before the speech.
-        text_dropout: Show the model no text for this share of the training rows, drawn anew in each epoch: guidance
-            compares with speech without text, which the model would else forget. The default is 0.15 for Dia, and 0
-            for models that are not guided.
+        text_dropout: Leave the text out of this share of the training rows, drawn anew in each epoch. Guidance
+            compares with speech without text, which the model would otherwise forget. The default is 0.15 for Dia,
+            and 0 for models that are not guided.
         max_seconds: Leave longer rows out: the longest ones set the memory of a step.
         batch_size: Rows in a micro-batch of one rank.
         eval_batch_size: The same for validation and prediction; ``batch_size`` if not given.
         num_workers: Processes per rank that read ahead; 0 reads in the main process.
-        repeat: Count so many passes over the rows as one epoch: with few rows, what happens once an epoch, such as
+        repeat: Count N passes over the rows as one epoch: with few rows, what happens once an epoch, such as
             a checkpoint, would else happen every few steps.
         shuffle: Train in a new order each epoch, the same for any number of ranks.
         seed: Of that order.
@@ -104,7 +104,7 @@ class SpeechData(LightningDataModule):
         self.speech_config: FamilyConfig | None = None
         self.voices: dict[str, Voice] = {}
         self._rows: dict[str, list[PreparedRow]] = {}
-        self._speaking: list[PreparedRow] = []  # whose voices are known
+        self._voiced_rows: list[PreparedRow] = []  # whose voices are known
         self._known: dict[str, Voice] = {}  # of a checkpoint
         self._tokenizer: Any = None
 
@@ -117,7 +117,7 @@ class SpeechData(LightningDataModule):
         choice = self.speaker_embedding
         if choice is None:
             choice = "none" if config.voice_size is None else "mean"
-        family = find_family(config.raw["model_type"])
+        family = get_family(config.raw["model_type"])
         dropout = (family.default_text_dropout or 0.0) if self.text_dropout is None else self.text_dropout
         family.check_data(config, speaker_embedding=choice, is_streaming=self.streaming, text_dropout=dropout)
         self.speaker_embedding, self.text_dropout, self.speech_config = choice, dropout, config
@@ -135,12 +135,12 @@ class SpeechData(LightningDataModule):
             name: np.asarray(voice, dtype=np.float32) if isinstance(voice, list) else int(voice)
             for name, voice in voices.items()
         }
-        self.voices = self._find_voices(self._speaking)
+        self.voices = self._assign_voices(self._voiced_rows)
 
     @property
     def family(self) -> Family:
         """That of the model."""
-        return find_family(self._get_config().raw["model_type"])
+        return get_family(self._get_config().raw["model_type"])
 
     @property
     def tokenizer(self) -> Any:
@@ -157,8 +157,8 @@ class SpeechData(LightningDataModule):
             rows = self._read("train")
             kept, held = _split(rows, self.validation_fraction)
             # Numbers of speakers also for those who were held out with all they say.
-            self._speaking = rows if self._get_config().voice_size is None else kept
-            self.voices = self._find_voices(self._speaking)
+            self._voiced_rows = rows if self._get_config().voice_size is None else kept
+            self.voices = self._assign_voices(self._voiced_rows)
             self._rows["train"] = kept
             if held:
                 self._rows["validation"] = held
@@ -189,7 +189,7 @@ class SpeechData(LightningDataModule):
         loader = build_train_loader(
             self._encode(rows) * self.repeat,
             batch_size=self.batch_size,
-            collate=partial(self.family.collate, config=self._get_config(), is_streaming=self.streaming),
+            collate=self._fill_in(self.family.collate),
             shuffle=self.shuffle,
             seed=self.seed,
             num_workers=self.num_workers,
@@ -209,7 +209,7 @@ class SpeechData(LightningDataModule):
         return build_eval_loader(
             self._encode(self._rows["validation"]),
             batch_size=self.eval_batch_size,
-            collate=partial(_collate_eval, self.family, config=self._get_config(), is_streaming=self.streaming),
+            collate=partial(_collate_eval, self._fill_in(self.family.collate)),
             num_workers=self.num_workers,
             trainer=self.trainer,
         )
@@ -226,7 +226,7 @@ class SpeechData(LightningDataModule):
         return build_eval_loader(
             utterances,
             batch_size=self.eval_batch_size,
-            collate=partial(_collate_prompts, self.family, config=self._get_config(), is_streaming=self.streaming),
+            collate=partial(_collate_prompts, self._fill_in(self.family.collate_prompts)),
             num_workers=0,
             trainer=self.trainer,
         )
@@ -243,6 +243,9 @@ class SpeechData(LightningDataModule):
         )
         return {**batch, "step_counts": torch.ones(2, dtype=torch.int64)}
 
+    def _fill_in(self, collate: Callable[..., Batch]) -> Callable[[list[Utterance]], Batch]:
+        return partial(collate, config=self._get_config(), is_streaming=self.streaming)
+
     # Utterances
 
     def encode_prompt(self, row: PromptRow | PreparedRow) -> Utterance:
@@ -252,22 +255,15 @@ class SpeechData(LightningDataModule):
             ValueError: Nobody knows the speaker.
         """
         config = self._get_config()
-        name = row.speaker.lower() if row.speaker else None
-        speaker: Any = None
         if isinstance(row, PreparedRow):
-            speaker = self._find_speaker(row)
-        elif name is not None and name in self.voices:
-            speaker = self.voices[name]
-        elif name is not None and name in config.speakers:
-            speaker = config.speakers[name]
-        elif name is not None:
-            known = ", ".join(sorted({*self.voices, *config.speakers})) or "none"
-            raise ValueError(f"speaker: got {row.speaker!r}: expected one of: {known}")
-        elif self.voices:
-            speaker = next(iter(self.voices.values()))
+            speaker = self._choose_voice(row)
+        elif row.speaker:
+            speaker = get_voice(row.speaker, self.voices, config)
+        else:
+            speaker = next(iter(self.voices.values()), None)
         return Utterance(
             text_ids=self.family.encode_text(self.tokenizer, row.text, config, speaker),
-            language=config.find_language(row.language, name),
+            language=config.get_language_id(row.language, row.speaker),
             speaker=speaker,
         )
 
@@ -275,16 +271,16 @@ class SpeechData(LightningDataModule):
         """Return the first rows of validation, or of training where nothing is held out; the same on all ranks."""
         return (self._rows.get("validation") or self._rows.get("train") or [])[:num_rows]
 
-    def _find_voices(self, rows: Sequence[PreparedRow]) -> dict[str, Voice]:
+    def _assign_voices(self, rows: Sequence[PreparedRow]) -> dict[str, Voice]:
         takes_embeddings = self._get_config().voice_size is not None
         if takes_embeddings and self.speaker_embedding == "none":
             return {}
-        return self.family.find_voices(rows, self._known)
+        return self.family.assign_voices(rows, self._known)
 
-    def _find_speaker(self, row: PreparedRow) -> Voice | None:
+    def _choose_voice(self, row: PreparedRow) -> Voice | None:
         size = self._get_config().voice_size
         if size is None:
-            return self._find_number(row)
+            return self._get_speaker_number(row)
         if self.speaker_embedding == "none":
             return None
         own = row.speaker_embedding if len(row.speaker_embedding) else None
@@ -301,7 +297,7 @@ class SpeechData(LightningDataModule):
             )
         return found
 
-    def _find_number(self, row: PreparedRow) -> Voice | None:
+    def _get_speaker_number(self, row: PreparedRow) -> Voice | None:
         """Return the number of a speaker, where the model has numbers for them."""
         known = {**self._get_config().speakers, **self.voices}
         if known and row.speaker not in known:
@@ -325,10 +321,10 @@ class SpeechData(LightningDataModule):
         return [self._encode_row(row) for row in rows]
 
     def _encode_row(self, row: PreparedRow) -> Utterance:
-        config, speaker = self._get_config(), self._find_speaker(row)
+        config, speaker = self._get_config(), self._choose_voice(row)
         try:
             ids = self.family.encode_text(self.tokenizer, row.text, config, speaker)
-            language = config.find_language(row.language, row.speaker)
+            language = config.get_language_id(row.language, row.speaker)
         except ValueError as error:
             raise ValueError(f"{row.audio or 'a row'}: {error}") from error
         return Utterance(text_ids=ids, codes=row.codes, language=language, speaker=speaker)
@@ -353,13 +349,9 @@ def _split(rows: list[PreparedRow], fraction: float) -> tuple[list[PreparedRow],
     return [r for i, r in enumerate(rows) if i not in held], [r for i, r in enumerate(rows) if i in held]
 
 
-def _collate_eval(family: Family, rows: list[tuple[int, Utterance]], config: FamilyConfig, is_streaming: bool) -> Batch:
-    counted = [Utterance(**{**vars(u), "is_counted": index != PADDING}) for index, u in rows]
-    return family.collate(counted, config, is_streaming=is_streaming)
+def _collate_eval(collate: Callable[[list[Utterance]], Batch], rows: list[tuple[int, Utterance]]) -> Batch:
+    return collate([replace(u, is_counted=index != PADDING) for index, u in rows])
 
 
-def _collate_prompts(
-    family: Family, rows: list[tuple[int, Utterance]], config: FamilyConfig, is_streaming: bool
-) -> Batch:
-    batch = family.collate_prompts([u for _, u in rows], config, is_streaming=is_streaming)
-    return {**batch, "index": torch.tensor([index for index, _ in rows])}
+def _collate_prompts(collate: Callable[[list[Utterance]], Batch], rows: list[tuple[int, Utterance]]) -> Batch:
+    return {**collate([u for _, u in rows]), "index": torch.tensor([index for index, _ in rows])}

@@ -1,4 +1,4 @@
-"""Writing speech frame by frame: greedy or sampled, as the official inference does it, also on sharded models."""
+"""How codes are chosen from logits: greedy or sampled, as the official inference does it. Families hold the loops."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import DynamicCache
-
-from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS
-from lit_fsdp.tasks.tts.layout import Batch
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 _MIN_FRAMES = 2  # the official inference never ends before
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
@@ -21,15 +25,15 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number"}
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How speech is generated. What is not given is as in the model's ``generation_config.json``, or else the official.
+    """How speech is generated. Defaults are those of the model's ``generation_config.json``, else the official ones.
 
-    What is official here is so for Qwen3-TTS; CSM and Dia have some other values.
+    The official values here are those of Qwen3-TTS; CSM and Dia have some others.
 
     Args:
         do_sample: Draw codebook 0 at random; otherwise take the likeliest. Officially true.
         temperature: Below 1 prefers likely codes. Officially 0.9.
-        top_k: Draw from so many of the likeliest; 0 from all. Officially 50.
-        top_p: Draw from the likeliest that have this probability together. Officially 1.
+        top_k: Draw from the K likeliest codes; 0 draws from all. Officially 50.
+        top_p: Draw from the likeliest codes that have this probability together. Officially 1.
         repetition_penalty: Above 1 makes codes of codebook 0 that were written before less likely. Officially 1.05.
         predictor_do_sample: The same as ``do_sample`` for the other codebooks.
         predictor_temperature: As ``temperature``.
@@ -38,8 +42,8 @@ class Sampling:
         max_frames: Stop here, though no end was written; that is reported. Officially 2048, of CSM 1125 whatever its
             ``generation_config.json`` says, of Dia 3056. Models write 12.5 frames a second, Dia 86.
         seed: Of the random numbers; the same seed gives the same speech for the same texts in the same batches.
-        guidance_scale: Above 1, codes become likelier that are so because of the text; every step then computes
-            twice as much. Only of Dia, officially 3.
+        guidance_scale: Above 1, codes that the text makes likely become likelier; every step then computes twice as
+            much. Only of Dia, officially 3.
     """
 
     do_sample: bool | None = None
@@ -54,14 +58,6 @@ class Sampling:
     max_frames: int | None = None
     seed: int = 0
     guidance_scale: float | None = None
-
-    def check(self) -> None:
-        """Refuse what would be ignored or fail.
-
-        Raises:
-            ValueError: With the setting and the nearest fix.
-        """
-        self.complete()
 
     def complete(self, own: Mapping[str, Any] | None = None, base: SamplingValues | None = None) -> SamplingValues:
         """Return all values: those that are given, else those of a model, else the official ones.
@@ -142,70 +138,6 @@ class Speech:
     has_ended: bool
 
 
-@torch.no_grad()
-def generate_codes(model: Qwen3TTS, batch: Batch, sampling: Sampling | SamplingValues) -> list[Speech]:
-    """Write the frames of a batch of prompts.
-
-    Under a sharding strategy all ranks must call it, inside a method that gathers like ``forward``. Every rank goes
-    on until the last prompt of the last rank has ended, as each frame gathers the model.
-
-    Args:
-        model: In evaluation mode.
-        batch: From ``collate_prompts``.
-        sampling: How codes are chosen.
-    """
-    config, talker = model.config, model.talker
-    sampling = sampling.complete() if isinstance(sampling, Sampling) else sampling
-    device = batch["text_ids"].device
-    generator = torch.Generator(device=device).manual_seed(sampling.seed)
-    choose = Chooser(sampling, generator, suppressed=config.suppressed_ids, late=config.ids.eos)
-    mask, cache = batch["attention_mask"], DynamicCache(config=config.talker)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    output = talker.run(model.embed_tracks(batch), mask, position_ids=positions, past_key_values=cache, use_cache=True)
-    trailing = talker.embed_text(batch["trailing_ids"])
-    pad = talker.embed_text(torch.tensor([[config.ids.tts_pad]], device=device))
-    is_open = torch.ones(len(mask), dtype=torch.bool, device=device)
-    firsts: list[Tensor] = []  # of codebook 0, ends included
-    frames: list[Tensor] = []
-    while True:
-        state = output.last_hidden_state[:, -1:]
-        first = choose.pick_first(talker.codec_head(state[:, 0]).float(), firsts)
-        first = torch.where(is_open, first, config.ids.eos)
-        firsts.append(first)
-        is_open = is_open & (first != config.ids.eos)
-        # One frame less than picks, so that the last pick may be the end.
-        if not is_any(is_open) or len(frames) == sampling.max_frames:
-            break
-        codes, embedded = _predict_others(model, first, state, choose)
-        frames.append(codes)
-        step = len(frames) - 1
-        text = trailing[:, step : step + 1] if step < trailing.shape[1] else pad
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-        output = talker.run(
-            embedded.sum(1, keepdim=True) + text,
-            mask,
-            position_ids=mask.sum(-1, keepdim=True) - 1,
-            past_key_values=cache,
-            use_cache=True,
-        )
-    return _cut(firsts, frames, config.ids.eos, config.num_codebooks)
-
-
-def _predict_others(model: Qwen3TTS, first: Tensor, state: Tensor, choose: Chooser) -> tuple[Tensor, Tensor]:
-    """Return the codes [batch, codebooks] of a frame and their embeddings [batch, codebooks, size]."""
-    talker, predictor = model.talker, model.talker.code_predictor
-    cache = DynamicCache(config=model.config.predictor)
-    embedded = [talker.model.codec_embedding(first)]
-    codes = [first]
-    inputs = torch.cat([state, embedded[0].unsqueeze(1)], dim=1)
-    for head, table in zip(predictor.lm_head, predictor.model.codec_embedding, strict=True):
-        hidden = predictor.run(predictor.small_to_mtp_projection(inputs), cache)[:, -1]
-        codes.append(choose.pick_other(head(hidden).float()))
-        embedded.append(table(codes[-1]))
-        inputs = embedded[-1].unsqueeze(1)
-    return torch.stack(codes, dim=1), torch.stack(embedded, dim=1)
-
-
 class Chooser:
     """Picks codes from logits, with the processors of Transformers in its order.
 
@@ -219,12 +151,6 @@ class Chooser:
     def __init__(
         self, sampling: SamplingValues, generator: torch.Generator, *, suppressed: list[int], late: int | None = None
     ) -> None:
-        from transformers import (
-            MinNewTokensLengthLogitsProcessor,
-            RepetitionPenaltyLogitsProcessor,
-            SuppressTokensLogitsProcessor,
-        )
-
         device = generator.device
         self.generator, self.sampling = generator, sampling
         self.processors: list[Callable[..., Tensor]] = []
@@ -269,8 +195,6 @@ def build_warpers(temperature: float, top_k: int, top_p: float, *, keep_all: boo
         top_p: The same.
         keep_all: Have the one of the temperature also where that is 1.
     """
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
     warpers: list[Any] = [TemperatureLogitsWarper(temperature)] if temperature != 1 or keep_all else []
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     return warpers + ([TopPLogitsWarper(top_p)] if top_p < 1 else [])
@@ -284,15 +208,17 @@ def is_any(is_open: Tensor) -> bool:
     return bool(count)
 
 
-def _cut(firsts: list[Tensor], frames: list[Tensor], eos: int, num_codebooks: int) -> list[Speech]:
-    picked = torch.stack(firsts, dim=1).cpu()  # [batch, frames + 1]
-    size = (len(picked), 0, num_codebooks)
-    codes = torch.stack(frames, dim=1).cpu() if frames else torch.zeros(size, dtype=torch.int64)
+def cut_at_ends(codes: Tensor, is_end: Tensor) -> list[Speech]:
+    """Return speech without what was written after an end.
+
+    Args:
+        codes: [batch, frames, codebooks].
+        is_end: [batch, frames or one more].
+    """
     speech = []
-    for row, own in zip(picked, codes, strict=True):
-        ends = (row == eos).nonzero()
-        num_frames = int(ends[0]) if len(ends) else len(own)
-        speech.append(Speech(codes=own[:num_frames], has_ended=len(ends) > 0))
+    for own, ends in zip(codes.cpu(), is_end.cpu(), strict=True):
+        num_frames = int(ends.float().argmax()) if ends.any() else len(own)
+        speech.append(Speech(codes=own[:num_frames].clone(), has_ended=bool(ends.any())))
     return speech
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
-from lit_fsdp.weights.base_weights import fetch_pretrained, find_pretrained
+from lit_fsdp.weights.base_weights import fetch_pretrained, get_pretrained_folder
 
 CODEC_FOLDER = "speech_tokenizer"  # beside the model's own files
 _CONFIG = (CONFIG,)
@@ -29,7 +29,7 @@ def fetch_speech_model(pretrained: str, setting: str = "pretrained") -> None:
     if Path(pretrained).expanduser().is_dir():
         return
     fetch_pretrained(pretrained, setting, _CONFIG)
-    fetch_pretrained(pretrained, setting, (_name_weights(find_pretrained(pretrained, _CONFIG)), *_BESIDE))
+    fetch_pretrained(pretrained, setting, (_name_weights(get_pretrained_folder(pretrained, _CONFIG)), *_BESIDE))
 
 
 def _name_weights(folder: Path) -> str:
@@ -41,7 +41,7 @@ def _name_weights(folder: Path) -> str:
 
 def find_speech_model(pretrained: str) -> Path:
     """Return the folder of a model that is there or has been fetched."""
-    return find_pretrained(pretrained)
+    return get_pretrained_folder(pretrained)
 
 
 def check_stored(raw: Mapping[str, Any], pretrained: str) -> None:
@@ -59,30 +59,3 @@ def check_stored(raw: Mapping[str, Any], pretrained: str) -> None:
             f"pretrained: got {pretrained!r}: its weights are stored quantized, which is not read for speech: "
             "set pretrained to the model that it was made of, and quantization, such as {type: nf4}"
         )
-
-
-def find_codec(folder: Path) -> Path:
-    """Return the folder of a codec: that of a model, or the folder itself.
-
-    Raises:
-        ValueError: There is none.
-    """
-    from lit_fsdp.tasks.tts.codec.hub_codec import is_hub_codec
-
-    if is_hub_codec(folder):
-        return folder
-    found = folder / CODEC_FOLDER if (folder / CODEC_FOLDER).is_dir() else folder
-    for name in ("config.json", "model.safetensors"):
-        if not (found / name).is_file():
-            raise ValueError(
-                f"codec: {found / name} is missing: expected the folder {CODEC_FOLDER} of a Qwen3-TTS model, or a "
-                "codec of Transformers: Mimi, as CSM has it, or DAC, such as descript/dac_44khz for Dia"
-            )
-    return found
-
-
-def has_codec(folder: Path) -> bool:
-    """Tell whether a folder holds a codec."""
-    from lit_fsdp.tasks.tts.codec.hub_codec import is_hub_codec
-
-    return (folder / CODEC_FOLDER / "config.json").is_file() or is_hub_codec(folder)

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lit_fsdp.tasks.tts.checkpoint_files import GENERATION
-from lit_fsdp.tasks.tts.families.family import Family, Voice
+from lit_fsdp.tasks.tts.checkpoint import GENERATION, build_model, read_checkpoint
+from lit_fsdp.tasks.tts.codec.loading import has_codec
+from lit_fsdp.tasks.tts.families.family import Family, Voice, get_voice
 from lit_fsdp.tasks.tts.families.model_types import is_speech_model, load_speech_model
 from lit_fsdp.tasks.tts.families.speaker_encoder import compute_mels
 from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
-from lit_fsdp.tasks.tts.layout import Codes, Utterance
 from lit_fsdp.tasks.tts.preparation.audio import Audio
-from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model, has_codec
+from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
-from lit_fsdp.tasks.tts.voice_export import build_model, read_checkpoint
+from lit_fsdp.tasks.tts.utterance import Codes, Utterance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +74,11 @@ class Speaker:
         config = self.config
         found: Any = reference.embedding if reference is not None else None
         if reference is None and speaker is not None:
-            name = speaker.lower()
-            found = self.voices.get(name, config.speakers.get(name))
-            if found is None:
-                known = ", ".join(sorted({*self.voices, *config.speakers})) or "none"
-                raise ValueError(f"speaker: got {speaker!r}: expected one of: {known}")
+            found = get_voice(speaker, self.voices, config)
         elif reference is None:
             found = next(iter([*self.voices.values(), *config.speakers.values()]), None)
         ids = self.family.encode_text(self.tokenizer, text, config, found)
-        utterance = Utterance(text_ids=ids, language=config.find_language(language, speaker), speaker=found)
+        utterance = Utterance(text_ids=ids, language=config.get_language_id(language, speaker), speaker=found)
         if reference is None or reference.text is None:
             return utterance
         told = self.family.encode_text(self.tokenizer, reference.text, config, found)

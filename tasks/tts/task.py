@@ -23,43 +23,31 @@ from lit_fsdp.sharding.wrap import Unit, Wrap, plan_units
 from lit_fsdp.tasks.base import Task
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.masks import keep_branches
-from lit_fsdp.tasks.tts.checkpoint_files import SPEECH, check_run, describe_run, read_generation_config
-from lit_fsdp.tasks.tts.evaluation.generated import SpeechReport, Spoken, describe_spoken
+from lit_fsdp.tasks.tts.batch_places import count_step
+from lit_fsdp.tasks.tts.checkpoint import SPEECH, check_run, describe_run, read_generation_config
+from lit_fsdp.tasks.tts.evaluation.generated import Sample, SpeechReport, describe_samples
 from lit_fsdp.tasks.tts.evaluation.metrics import SpeechMetrics
 from lit_fsdp.tasks.tts.evaluation.predict import Prediction
-from lit_fsdp.tasks.tts.evaluation.speech_eval import (
-    Heard,
-    Listener,
-    SpeechEval,
-    check_speech_eval,
-    compute_similarity,
-    compute_word_errors,
-    describe_clips,
-    fetch_speech_eval,
-    run_on_first,
-    write_audio,
-)
+from lit_fsdp.tasks.tts.evaluation.speech_eval import SpeechEval, SpeechEvaluator
 from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig, SpeechOutput
 from lit_fsdp.tasks.tts.families.model_types import parse_family, read_family
 from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
-from lit_fsdp.tasks.tts.layout import Batch
-from lit_fsdp.tasks.tts.parts import check_parts, describe_parameters, freeze_parts
+from lit_fsdp.tasks.tts.parts import check_adapters, check_parts, describe_parameters, freeze_parts, list_outside_blocks
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 from lit_fsdp.tasks.tts.pretrained import check_stored, fetch_speech_model, find_speech_model
-from lit_fsdp.tasks.tts.quantizing import check_adapters, list_rest
-from lit_fsdp.tasks.tts.step_counts import count_step
-from lit_fsdp.weights.base_weights import fetch_config
+from lit_fsdp.tasks.tts.utterance import Batch
+from lit_fsdp.weights.base_weights import CONFIG, fetch_pretrained
 from lit_fsdp.weights.load import init_weights
 
-_MAX_RATIO = 3  # speech of validation is at most so many times as long as what was recorded
+_MAX_RATIO = 3  # speech of validation is up to this many times as long as what was recorded
 Part = Literal["talker", "text_embedding", "audio_embedding", "code_predictor", "encoder", "decoder"]
 
 
 class TextToSpeech(Task):
     """Trains Qwen3-TTS (12 Hz), CSM or Dia on prepared speech, from published weights or from scratch.
 
-    Which of them it is says ``model_type`` in the model's ``config.json``; what each can do is in docs/speech.md. The
-    loss has two parts, cross-entropies over codebook 0 with the end and over the other codebooks, each a mean over
+    ``model_type`` in the model's ``config.json`` says which of them it is; docs/speech.md says what each can do. The
+    loss has two parts: cross-entropies over codebook 0 with the end, and over the other codebooks. Each is a mean over
     the whole step.
 
     Metrics: ``train/loss``, ``train/talker_loss``, ``train/sub_talker_loss``, ``train/grad_norm``,
@@ -74,19 +62,19 @@ class TextToSpeech(Task):
         config: Instead, the contents of such a model's ``config.json``, for a model with random weights.
         attention: Implementation of attention. ``sdpa`` is that of torch; ``flash_attention_2`` needs the package
             flash-attn and a GPU.
-        freeze: Parts that do not train. Qwen3-TTS has ``talker``, ``text_embedding`` (a sixth of the 1.7B model and a
+        freeze: Parts to freeze. Qwen3-TTS has ``talker``, ``text_embedding`` (a sixth of the 1.7B model and a
             third of the 0.6B one) and ``code_predictor``, and its speaker encoder never trains; CSM also has
             ``audio_embedding``; Dia has ``encoder`` and ``decoder``.
-        lora: Train low-rank adapters and leave the model as it is; ``null`` trains it. ``targets: all-linear`` means
-            the linear layers of the blocks here, of Qwen3-TTS and CSM those of the talker only.
+        lora: Train low-rank adapters and leave the model as it is; ``null`` trains it. ``target_modules:
+            all-linear`` means the linear layers of the blocks; of Qwen3-TTS and CSM, those of the talker only.
         quantization: Keep the linear layers of the blocks, of all parts, in 4 or 8 bits; needs ``lora``.
         optimizer: Which one, and its settings.
         lr_scheduler: How the learning rate moves.
         sampling: How speech is generated; what is not given is as ``pretrained`` has it, or else its family.
-        num_samples: So many rows of validation, or of training where nothing is held out, are spoken after each
-            validation and when training ends, and compared with what was recorded. Speech without an end is cut at
-            three times the longest of them. 0 speaks none.
-        listening: Decode what is spoken, give it to the loggers, and measure voice and words; ``null`` compares codes
+        num_samples: Generate speech for up to N rows of validation, or of training where nothing is held out, after
+            each validation and when training ends, and compare it with what was recorded. Speech without an end is cut
+            at three times the longest of them. 0 generates none.
+        speech_eval: Decode that speech, give it to the loggers, and measure voice and words; ``null`` compares codes
             only. In ``predict`` its codec writes a WAV file of each text.
     """
 
@@ -105,7 +93,7 @@ class TextToSpeech(Task):
         lr_scheduler: LRSchedule | None = None,
         sampling: Sampling | None = None,
         num_samples: int = 0,
-        listening: SpeechEval | None = None,
+        speech_eval: SpeechEval | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
         if (pretrained is None) == (config is None):
@@ -119,13 +107,13 @@ class TextToSpeech(Task):
         self.lora, self.quantization = lora, quantization
         check_adapters(lora, quantization)
         self.sampling = sampling or Sampling()
-        self.sampling.check()
-        self.num_samples, self.speech_eval = num_samples, listening
+        self.sampling.complete()
+        self.num_samples, self.speech_eval = num_samples, speech_eval
         self.model: nn.Module | None = None
         self.val_metrics: SpeechMetrics | None = None
         self.report = SpeechReport()
         self._parts: Tensor | None = None  # [4] of this step: both losses, both counts
-        self._listener = Listener(listening) if listening is not None else None
+        self._evaluator = SpeechEvaluator(speech_eval) if speech_eval is not None else None
         self._prediction: Prediction | None = None
         self._files: dict[str, Any] | None = None  # what a checkpoint says besides its tensors
         self._opened: tuple[Family, FamilyConfig] | None = None
@@ -139,14 +127,14 @@ class TextToSpeech(Task):
         """Download the model, on one process per node."""
         if self.pretrained is not None:
             fetch_speech_model(self.pretrained)
-        if self.speech_eval is not None:
-            fetch_speech_eval(self.speech_eval)
+        if self._evaluator is not None:
+            self._evaluator.fetch()
 
     @override
     def prepare_plan(self, data: Any) -> list[str]:
         """Fetch the configuration of the model, and nothing else."""
         if self.pretrained is not None:
-            fetch_config(self.pretrained)
+            fetch_pretrained(self.pretrained, patterns=CONFIG)
         if hasattr(data, "attach"):
             data.attach(self.read_config())
         return super().prepare_plan(data)
@@ -190,12 +178,12 @@ class TextToSpeech(Task):
     def setup(self, stage: str) -> None:
         family, config = self._open()
         self.complete_sampling()
-        if self.speech_eval is not None:
+        if self._evaluator is not None:
             if not self.num_samples and stage != "predict":
-                raise ValueError("listening: not used, as num_samples is 0; set that, or leave it out")
-            check_speech_eval(self.speech_eval, config)
+                raise ValueError("speech_eval: not used, as num_samples is 0; set that, or leave it out")
+            self._evaluator.check(config)
         if self.val_metrics is None:
-            self.val_metrics = SpeechMetrics(config.num_codebooks, family.weigh_losses(config))
+            self.val_metrics = SpeechMetrics(config.num_codebooks, family.get_loss_weights(config))
 
     @override
     def configure_model(self) -> None:
@@ -207,7 +195,7 @@ class TextToSpeech(Task):
             model = family.build_model(config, self.attention)
         if self.lora is not None and self.lora.target_modules == "all-linear":
             self.lora = replace(self.lora, target_modules=family.linears)
-        rest = list_rest(model, family)
+        rest = list_outside_blocks(model, family)
         self.adapt_model(model, lora=self.lora, quantization=self.quantization, keep=rest)
         freeze_parts(model, family, self.frozen_names)
         self.model = model
@@ -228,9 +216,9 @@ class TextToSpeech(Task):
         """Read this rank's shards of the pretrained weights, or draw random ones."""
         assert self.model is not None
         if self.pretrained is None:
-            init_weights(self.model, self.find_seed())
+            init_weights(self.model, self.get_seed())
         else:
-            self.family.load_weights(self.model, find_speech_model(self.pretrained), seed=self.find_seed())
+            self.family.load_weights(self.model, find_speech_model(self.pretrained), seed=self.get_seed())
 
     @property
     @override
@@ -258,7 +246,7 @@ class TextToSpeech(Task):
         self._parts = parts if self._parts is None else self._parts + parts
         # What divides the sum later is the number of tokens; frames have a number of their own.
         ratio = (counts[0] / counts[1].clamp(min=1)).to(output.predictor_loss.dtype)
-        own, other = self.family.weigh_losses(self.read_config())
+        own, other = self.family.get_loss_weights(self.read_config())
         return self.weigh_loss(own * output.talker_loss + other * ratio * output.predictor_loss, output.num_tokens)
 
     @override
@@ -285,18 +273,18 @@ class TextToSpeech(Task):
             self.val_metrics.reset()
             self.log_dict({f"val/{name}": value for name, value in values.items()}, sync_dist=True)
         if self.num_samples and not self.trainer.sanity_checking:
-            self.log_dict(self._speak_validation(), sync_dist=True)
+            self.log_dict(self._generate_samples(), sync_dist=True)
 
     @override
     def on_train_end(self) -> None:
-        """Speak rows once more, and say how close they come."""
+        """Generate the samples once more, and log how close they come."""
         if self.num_samples:
             if self.report.step != self.trainer.global_step or not self.report.rows:  # else validation has done it
-                self._speak_validation()
-            for line in describe_spoken(self.report):
+                self._generate_samples()
+            for line in describe_samples(self.report):
                 rank_zero_info(line)
 
-    # Speaking
+    # Generation
 
     @torch.no_grad()
     def generate(self, batch: Batch, rows: Sequence[PreparedRow] | None = None) -> list[Speech]:
@@ -304,7 +292,7 @@ class TextToSpeech(Task):
 
         Args:
             batch: From ``Family.collate_prompts``.
-            rows: What was recorded of them: the speech is then compared with it in ``report``, and listened to.
+            rows: What was recorded of them: the speech is then compared with it in ``report``, and evaluated.
         """
         assert self.model is not None
         on_device, sampling = {name: value.to(self.device) for name, value in batch.items()}, self.complete_sampling()
@@ -315,37 +303,21 @@ class TextToSpeech(Task):
         if rows is not None:
             pairs = zip(rows, spoken, strict=True)
             self.report.rows = [
-                Spoken(text=r.text, speaker=r.speaker, target=r.codes, speech=s, language=r.language) for r, s in pairs
+                Sample(text=r.text, speaker=r.speaker, target=r.codes, speech=s, language=r.language) for r, s in pairs
             ]
-            self.report.step, self.report.clips = self.trainer.global_step, []
-            self.report.listened = self._listen(batch) if self._listener is not None else {}
+            self.report.step, self.report.clips, self.report.measured = self.trainer.global_step, [], {}
+            if self._evaluator is not None:
+                voices = on_device.get("speaker", torch.zeros(len(rows), 1))
+                self.report.measured = self._evaluator.evaluate(self.report, self.trainer, self.model, list(voices))
         return spoken
 
     def complete_sampling(self) -> SamplingValues:
         """Return how speech is generated, with what ``pretrained`` says where ``sampling`` does not."""
         return self.family.complete_sampling(self.sampling, read_generation_config(self.pretrained))
 
-    def _listen(self, batch: Batch) -> dict[str, float]:
-        """Return what listening has measured, the same on all ranks; see Note [Who listens] in ``listening.py``."""
-        model: Any = self.model
-        report, listener, config = self.report, self._listener, self.read_config()
-        assert listener is not None
-
-        def work() -> list[Heard]:
-            report.clips = listener.listen(report.rows)
-            write_audio(report.clips, report.rows, self.trainer.loggers, report.step)
-            return describe_clips(report.clips, config)
-
-        heard = run_on_first(work, self.trainer)
-        found = compute_word_errors(report.rows, heard)
-        if config.voice_size is not None:
-            voices = [row if row.any() else None for row in batch.get("speaker", torch.zeros(len(heard), 1))]
-            found |= compute_similarity(model, heard, voices, self.device)
-        return found
-
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        """Speak texts; return their ``index``, their codes as ``prediction``, and whether each ``has_ended``.
+        """Generate speech; return the ``index`` of texts, codes as ``prediction``, and whether each ``has_ended``.
 
         With ``speech_eval``, ``audio`` has the path of each WAV file.
         """
@@ -354,14 +326,14 @@ class TextToSpeech(Task):
 
     @override
     def on_predict_start(self) -> None:
-        self._prediction = Prediction(self.trainer, self._listener)
+        self._prediction = Prediction(self.trainer, self._evaluator)
 
     @override
     def on_predict_end(self) -> None:
         if self._prediction is not None:
             self._prediction.finish(self.complete_sampling().max_frames)
 
-    def _speak_validation(self) -> dict[str, float]:
+    def _generate_samples(self) -> dict[str, float]:
         data: Any = getattr(self.trainer, "datamodule", None)
         if not hasattr(data, "pick_validation"):
             raise RuntimeError("num_samples needs a data module with pick_validation, such as SpeechData")

@@ -10,7 +10,9 @@ from peft.tuners.lora import LoraLayer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters, clean_name, find_adapter_parameters, iterate_adapters
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.layers import clean_name, iterate_adapters, list_adapter_parameters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.shard import Sharding, shard_model
@@ -39,7 +41,7 @@ def test_all_linear_means_all_but_the_head_and_what_is_trained_in_full(quantizat
     assert list_adapted(model) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"}
     trained = {n.split(".")[-2] for n, p in model.named_parameters() if p.requires_grad and "lora" not in n}
     assert trained == {"lm_head", "up_proj"}
-    assert {id(p) for p in find_adapter_parameters(model)} == {id(p) for p in model.parameters() if p.requires_grad}
+    assert {id(p) for p in list_adapter_parameters(model)} == {id(p) for p in model.parameters() if p.requires_grad}
 
 
 @pytest.mark.parametrize("quantization", [None, Quantization()])

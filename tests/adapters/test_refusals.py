@@ -12,7 +12,9 @@ from models import build_language_model
 from training import Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy, Wrap
-from lit_fsdp.adapters.lora import LoRA, add_adapters, iterate_adapters
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.layers import iterate_adapters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks import CausalLM

@@ -15,7 +15,8 @@ from training import NUM_STEPS, Recorder, Result, Rows, build_task, build_traine
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp import FSDP2Strategy, Mesh
-from lit_fsdp.adapters.lora import LoRA, is_adapter_name
+from lit_fsdp.adapters.layers import is_adapter_name
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.latest import find_last_checkpoint
 from lit_fsdp.quantization.quantize import Quantization
 from ranks import RankError, run_ranks

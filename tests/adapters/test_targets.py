@@ -3,7 +3,9 @@
 import pytest
 from models import build_language_model
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters, iterate_adapters
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.layers import iterate_adapters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 

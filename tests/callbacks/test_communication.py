@@ -226,9 +226,9 @@ def test_without_fsdp2_a_note_says_that_nothing_is_measured(tmp_path: Path, caps
     section = callback.make_section()
     assert section is not None
     assert section.notes == [
-        "traffic is not measured: nothing is sharded with FSDP2 (the strategy is SingleDeviceStrategy)"
+        "communication is not measured: nothing is sharded with FSDP2 (the strategy is SingleDeviceStrategy)"
     ]
-    assert "traffic is not measured" in capsys.readouterr().out
+    assert "communication is not measured" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

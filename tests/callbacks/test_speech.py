@@ -12,7 +12,7 @@ import torch
 from report_runs import Page, TinyTask, fit_tiny, read_numbers
 
 from lit_fsdp.callbacks import SpokenReport, speech
-from lit_fsdp.tasks.tts.evaluation.generated import Clip, SpeechReport, Spoken
+from lit_fsdp.tasks.tts.evaluation.generated import Clip, Sample, SpeechReport
 from lit_fsdp.tasks.tts.generation import Speech
 
 TEXTS = ("good morning", "<script>alert(1)</script> | read /mnt/anna/secret/a.wav")
@@ -21,16 +21,18 @@ TEXTS = ("good morning", "<script>alert(1)</script> | read /mnt/anna/secret/a.wa
 class Speaking(TinyTask):
     """Has spoken already."""
 
-    def __init__(self, *, is_heard: bool = True, seconds: float = 0.5) -> None:
+    def __init__(self, *, is_evaluated: bool = True, seconds: float = 0.5) -> None:
         super().__init__()
         target = np.ones((8, 16), dtype=np.int64)
         spoken = [Speech(codes=torch.ones(n, 16, dtype=torch.int64), has_ended=n < 8) for n in (4, 8)]
         rows = [
-            Spoken(text=text, speaker="kim", target=target, speech=own) for text, own in zip(TEXTS, spoken, strict=True)
+            Sample(text=text, speaker="kim", target=target, speech=own) for text, own in zip(TEXTS, spoken, strict=True)
         ]
-        clips = [Clip(audio=torch.linspace(-1, 1, int(seconds * 24000)), sample_rate=24000, heard="hm") for _ in TEXTS]
-        listened = {"wer_pct": 75.0, "speaker_similarity": float("nan")} if is_heard else {}
-        self.report = SpeechReport(rows=rows, listened=listened, clips=clips if is_heard else [], step=7)
+        clips = [
+            Clip(audio=torch.linspace(-1, 1, int(seconds * 24000)), sample_rate=24000, transcript="hm") for _ in TEXTS
+        ]
+        measured = {"wer_pct": 75.0, "speaker_similarity": float("nan")} if is_evaluated else {}
+        self.report = SpeechReport(rows=rows, measured=measured, clips=clips if is_evaluated else [], step=7)
 
 
 def report(folder: Path, module: Any) -> Path:
@@ -77,7 +79,7 @@ def test_a_page_does_not_grow_without_bound(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_without_audio_there_is_text_and_the_setting_that_would_help(tmp_path: Path) -> None:
-    page = (report(tmp_path, Speaking(is_heard=False)) / "report.html").read_text()
+    page = (report(tmp_path, Speaking(is_evaluated=False)) / "report.html").read_text()
     assert "<audio " not in page
     assert "good morning" in page
     assert "model.speech_eval.codec" in page

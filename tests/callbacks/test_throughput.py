@@ -16,7 +16,7 @@ from training import EVEN, GLOBAL_BATCH, Rows, build_task, build_trainer, save_m
 
 from lit_fsdp import ActivationCheckpointing, FSDP2Strategy
 from lit_fsdp.callbacks import ThroughputLogger
-from lit_fsdp.planning.step_forecast import find_compute_dtype
+from lit_fsdp.planning.step_estimate import get_compute_dtype
 from lit_fsdp.reporting.sections import HasSection, Section
 from ranks import run_ranks
 
@@ -218,7 +218,7 @@ def fit_sharded(folder: Path, strategy: dict[str, Any], accumulate: int, out: Pa
 
 
 @pytest.mark.parametrize(
-    ("strategy", "accumulate"), [({}, 1), ({"recompute": ActivationCheckpointing(mode="full")}, 2)]
+    ("strategy", "accumulate"), [({}, 1), ({"activation_checkpointing": ActivationCheckpointing(mode="full")}, 2)]
 )
 def test_on_two_ranks_each_counts_its_own_operations_and_the_slow_one_is_named(
     tmp_path: Path, strategy: dict[str, Any], accumulate: int
@@ -270,7 +270,7 @@ def test_a_slow_start_is_not_taken_for_slow_data(tmp_path: Path) -> None:
 
 def test_mfu_is_of_the_peak_of_the_dtype_that_is_computed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Peaked(ThroughputLogger):
-        def _find_peak(self, trainer: Trainer, module: LightningModule) -> float | None:
+        def _choose_peak(self, trainer: Trainer, module: LightningModule) -> float | None:
             return 1e-6
 
     section = fit(Peaked(num_warmup_steps=1), tmp_path, limit_val_batches=0, max_steps=3)
@@ -288,4 +288,4 @@ def test_mfu_is_of_the_peak_of_the_dtype_that_is_computed_in(tmp_path: Path, mon
         for strategy in strategies:
             trainer = Trainer(accelerator="cpu", devices=1, strategy=strategy, precision=precision, logger=False)  # type: ignore[arg-type]
             task = SlowTask().double() if precision == "64-true" else SlowTask()
-            assert find_compute_dtype(trainer, task) == expected
+            assert get_compute_dtype(trainer, task) == expected

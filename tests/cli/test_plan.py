@@ -1,22 +1,18 @@
 """``plan`` on the command line, and what it says beside what a run holds."""
 
 import json
-import os
-import sys
-import warnings
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from launches import OURS, ROOT, fork_ranks, write_run
+from launches import ROOT, fork_ranks, write_run
+from plan_runs import enter_folder, main, plan
 
 from lit_fsdp.callbacks import ThroughputLogger
-from lit_fsdp.cli import main as cli
-from lit_fsdp.planning.hardware import find_gpu
-from lit_fsdp.planning.plan import HEADROOM, OUTSIDE_BYTES, parse_memory
-from lit_fsdp.planning.step_forecast import StepForecast
+from lit_fsdp.planning.estimate import HEADROOM, OUTSIDE_BYTES
+from lit_fsdp.planning.hardware import find_gpu, parse_memory
+from lit_fsdp.planning.step_estimate import StepTimeEstimator
 from lit_fsdp.weights.safetensors_io import TensorFiles
 
 QWEN3 = {"model_type": "qwen3", "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
@@ -42,46 +38,16 @@ LORA = {"r": 4, "dtype": "float32"}
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a user works, with a tiny run."""
-    monkeypatch.chdir(tmp_path)
-    for name in OURS:
-        monkeypatch.delenv(name, raising=False)
+    enter_folder(tmp_path, monkeypatch)
     write_run(tmp_path)
     return tmp_path
-
-
-def main(args: list[str]) -> int | None:
-    """Run the command in a process of its own: torch keeps what it worked out for ranks, also for those of a plan."""
-    process = get_context("fork").Process(target=_enter, args=(args,))
-    process.start()
-    process.join()
-    return process.exitcode
-
-
-def _enter(args: list[str]) -> None:
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-    warnings.showwarning = _print_warning  # pytest keeps them otherwise
-    code = cli.main(args)
-    assert not dist.is_initialized()
-    sys.exit(code)
-
-
-def _print_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
-    if not issubclass(category, DeprecationWarning | PendingDeprecationWarning):
-        print(f"{category.__name__}: {message}", file=sys.stderr)
-
-
-def plan(*args: str, code: int = 0) -> dict[str, Any]:
-    """Plan and return ``plan.json``."""
-    assert main(["plan", *args, "--out=planned"]) == code
-    found: dict[str, Any] = json.loads(Path("planned/plan.json").read_text())
-    return found
 
 
 def find_fast_peak(logger: Any, trainer: Any, module: Any) -> float:
     """Do as if the CPU that a run is on were a GPU."""
     gpu = find_gpu("RTX 4090")
     assert gpu is not None
-    logger._forecast = StepForecast(gpu=gpu, dtype="float32", links=logger.links)
+    logger._estimator = StepTimeEstimator(gpu=gpu, dtype="float32", links=logger.links)
     return gpu.fp32_tflops
 
 
@@ -108,7 +74,7 @@ def test_a_plan_is_what_a_run_on_two_ranks_holds(
     architecture |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     sections = {"trainer": {"enable_checkpointing": False}, "data": {"seq_length": 128}}
     write_run(folder, model={"config": architecture, **model}, **sections)
-    monkeypatch.setattr(ThroughputLogger, "_find_peak", find_fast_peak)
+    monkeypatch.setattr(ThroughputLogger, "_choose_peak", find_fast_peak)
     ended = fork_ranks("fit", "--config=run.yaml", "--monitoring=true")
     assert [rank.code for rank in ended] == [0, 0], ended[0].err
     report = json.loads(next(folder.glob("runs/run/**/report.json")).read_text())["sections"]

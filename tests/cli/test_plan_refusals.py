@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import OURS, fork_ranks, write_run
-from test_plan import main, plan
+from launches import fork_ranks, write_run
+from plan_runs import enter_folder, main, plan
 
-from lit_fsdp.planning.plan import parse_memory
+from lit_fsdp.planning.hardware import parse_memory
 
 MINE = """
 import lightning.pytorch as pl
@@ -60,10 +60,8 @@ class Data(pl.LightningDataModule):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+    enter_folder(tmp_path, monkeypatch)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in OURS:
-        monkeypatch.delenv(name, raising=False)
     write_run(tmp_path)
     (tmp_path / "mine.py").write_text(MINE)
     return tmp_path

@@ -8,36 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from models import LANGUAGE_MODELS, make_tokens
+from adapter_training import load_stock
+from export_runs import PLAIN, measure, run_model, save_base, train
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from training import OPTIMIZER, Rows, build_trainer
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM
 
-from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.export.model import export_model
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.tasks import CausalLM
 from ranks import run_ranks
 
-# Rows of 64 and 192 weights, so that all of them make blocks.
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": SIZES,
-    "tied": {**SIZES, "tie_word_embeddings": True},
-    "mixtral": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 32},
-    "qwen3_moe": {},
-    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-}
-PLAIN = LoRA(r=4, alpha=8)
 PATTERNS = {"rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 6}, "alpha_pattern": {"v_proj": 3.5}}
 RUNS: dict[str, tuple[str, LoRA, Quantization | None]] = {
     "plain": ("llama", PLAIN, None),
@@ -91,34 +72,6 @@ def mark(names: Iterable[str], quick: Sequence[str] = QUICK) -> list[Any]:
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
 
 
-class Model(CausalLM):
-    """Runs through the hooks of all its units, the outermost too."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(input_ids=tokens, use_cache=False).logits
-
-
-def save_base(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:
-    torch.manual_seed(1)
-    model_type = "llama" if family == "tied" else family
-    config = AutoConfig.for_model(model_type, **{**LANGUAGE_MODELS[model_type], **FAMILIES[family]})
-    AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
-    return folder
-
-
-def train(base: Path, folder: Path, lora: LoRA, quantization: Quantization | None) -> None:
-    """Train for three steps, save ``last.ckpt``, and write what the trained model makes of some tokens."""
-    trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=3)
-    optimizer = replace(OPTIMIZER, learning_rate=0.02)
-    task = Model(pretrained=str(base), lora=lora, quantization=quantization, optimizer=optimizer)
-    trainer.fit(task, Rows(67, 2))
-    trainer.save_checkpoint(folder / "last.ckpt")
-    with torch.no_grad():
-        logits = task(make_tokens())
-    if trainer.is_global_zero:
-        torch.save(logits, folder / "logits.pt")
-
-
 class Runs:
     """Runs that are started when they are first asked for."""
 
@@ -134,34 +87,14 @@ class Runs:
         if not path.exists():
             path.mkdir()
             family, lora, quantization = RUNS[name]
-            run_ranks(train, self.get_base(family), path, lora, quantization)
+            settings = {"pretrained": str(self.get_base(family)), "lora": lora, "quantization": quantization}
+            run_ranks(train, path, settings)
         return path
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
-
-
-def load_base(folder: Path, quantization: Quantization | None, **options: Any) -> nn.Module:
-    """Return a model as Transformers and bitsandbytes load it."""
-    if quantization is not None:
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=quantization.type,
-            bnb_4bit_use_double_quant=quantization.is_double,
-            bnb_4bit_compute_dtype=torch.float32,
-        )
-    return AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **options})
-
-
-def run_model(model: nn.Module) -> Tensor:
-    with torch.no_grad():  # not in eval(), in which bitsandbytes packs 4-bit weights for other kernels on some CPUs
-        return model.train()(input_ids=make_tokens(), use_cache=False).logits
-
-
-def measure(logits: Tensor, path: Path) -> float:
-    return float((logits - torch.load(path / "logits.pt")).abs().max())
 
 
 @pytest.mark.parametrize("name", mark(LOADED))
@@ -172,7 +105,7 @@ def test_peft_loads_it_over_the_same_base_with_the_logits_of_the_training_model(
     family, _, quantization = RUNS[name]
     exported = export_model(path / "last.ckpt", tmp_path / "out")
     assert exported.files == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
-    base = load_base(runs.get_base(family), quantization)
+    base = load_stock(runs.get_base(family), quantization)
     plain = run_model(base)
     model = PeftModel.from_pretrained(base, tmp_path / "out")
     logits = run_model(model)
@@ -191,7 +124,7 @@ def test_peft_finds_the_base_by_itself(runs: Runs, tmp_path: Path) -> None:
 )
 def test_the_file_holds_what_peft_writes(runs: Runs, name: str, tmp_path: Path) -> None:
     exported = export_model(runs.get(name) / "last.ckpt", tmp_path / "out")
-    base = load_base(runs.get_base(RUNS[name][0]), None)
+    base = load_stock(runs.get_base(RUNS[name][0]), None)
     model = PeftModel.from_pretrained(base, tmp_path / "out")
     model.save_pretrained(tmp_path / "truth", save_embedding_layers=False)
     ours, truth = (load_file(tmp_path / kind / "adapter_model.safetensors") for kind in ("out", "truth"))
@@ -220,7 +153,7 @@ def test_merged_weights_are_those_that_peft_merges(runs: Runs, name: str, tmp_pa
     if name in OVER_QUANTIZED:
         return
     export_model(path / "last.ckpt", tmp_path / "adapter")
-    truth = PeftModel.from_pretrained(load_base(runs.get_base(family), None), tmp_path / "adapter")
+    truth = PeftModel.from_pretrained(load_stock(runs.get_base(family), None), tmp_path / "adapter")
     merged = truth.merge_and_unload().state_dict()
     if family == "tied":
         del merged["lm_head.weight"]  # which peft changes too

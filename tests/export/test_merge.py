@@ -2,21 +2,20 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from export_runs import PLAIN, check_memory, refuse, save_base, train
 from models import LANGUAGE_MODELS, build_language_model
 from peft import PeftModel
 from safetensors.torch import load_file
-from test_adapter import PLAIN, save_base, train
 from transformers import AutoModelForCausalLM
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.manifest import MANIFEST
 from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.checkpoint.state import join_states, save_checkpoint
@@ -34,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run over a base model in bfloat16, which is ``base`` in its folder."""
     folder = tmp_path_factory.mktemp("run")
     base = save_base(folder / "base", "mixtral", torch.bfloat16)
-    run_ranks(train, base, folder, replace(PLAIN, modules_to_save=["lm_head"]), None)
+    run_ranks(train, folder, {"pretrained": str(base), "lora": replace(PLAIN, modules_to_save=["lm_head"])})
     return folder
 
 
@@ -110,16 +109,6 @@ def checkpoint(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_adapters(tmp_path_factory.mktemp("run") / "last.ckpt", base, PLAIN)
 
 
-def refuse(checkpoint: Path, out: Path, **options: Any) -> str:
-    existed = out.exists()
-    with pytest.raises(ValueError) as caught:  # noqa: PT011  what it says is returned
-        export_model(checkpoint, out, **options)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert out.exists() is existed
-    return message
-
-
 def test_another_base_is_refused(checkpoint: Path, base: Path, tmp_path: Path) -> None:
     build_language_model("llama", "cpu").save_pretrained(tmp_path / "other")
     message = refuse(checkpoint, tmp_path / "out", merge=True, base=str(tmp_path / "other"))
@@ -184,32 +173,6 @@ def test_only_an_exported_folder_is_replaced(checkpoint: Path, tmp_path: Path) -
 # Memory
 
 
-MEASURE = """
-import sys, threading, time
-from pathlib import Path
-from lit_fsdp.export.model import export_model
-
-def read_mb():
-    line = next(l for l in open("/proc/self/status") if l.startswith("RssAnon"))
-    return int(line.split()[1]) / 1e3
-
-export_model(Path(sys.argv[1]), Path(sys.argv[3]), merge=True)  # what is imported late is not measured
-peak, is_done = 0.0, False
-def watch():
-    global peak
-    while not is_done:
-        peak = max(peak, read_mb())
-        time.sleep(0.001)
-begin = read_mb()
-thread = threading.Thread(target=watch)
-thread.start()
-exported = export_model(Path(sys.argv[2]), Path(sys.argv[4]), max_shard_gb=0.1, merge=True)
-is_done = True
-thread.join()
-print(peak - begin, exported.num_bytes / 1e6)
-"""
-
-
 @pytest.mark.slow
 def test_memory_is_that_of_one_tensor_not_of_the_model(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -221,9 +184,4 @@ def test_memory_is_that_of_one_tensor_not_of_the_model(
     largest = max(p.numel() * 4 for p in model.parameters()) / 1e6
     del model
     save_adapters(tmp_path / "last.ckpt", tmp_path / "base", PLAIN)
-    paths = [checkpoint, tmp_path / "last.ckpt", tmp_path / "small", tmp_path / "out"]
-    command = [sys.executable, "-c", MEASURE, *map(str, paths)]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
-    peak, size_mb = map(float, printed.split())
-    assert size_mb > 250
-    assert peak < 5 * largest + 20, f"peak {peak:.0f} MB, model {size_mb:.0f} MB, largest tensor {largest:.0f} MB"
+    check_memory(checkpoint, tmp_path / "last.ckpt", tmp_path, "merged", 5 * largest + 20)

@@ -1,25 +1,22 @@
 """Models out: what is exported is what was trained, for Transformers and for other tools."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from export_runs import check_memory, refuse, train
 from models import LANGUAGE_MODELS, build_language_model, make_tokens
 from safetensors import safe_open
 from torch import Tensor
-from training import OPTIMIZER, Rows, build_trainer, save_model
+from training import save_model
 from transformers import AutoModelForCausalLM
 
-from lit_fsdp import FSDP2Strategy
 from lit_fsdp.checkpoint.manifest import MANIFEST
 from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.checkpoint.state import META, join_states, save_checkpoint
 from lit_fsdp.export.model import export_model
-from lit_fsdp.tasks import CausalLM
 from ranks import run_ranks
 
 MODELS = {
@@ -28,26 +25,6 @@ MODELS = {
     "gpt2": {"model_type": "gpt2", **LANGUAGE_MODELS["gpt2"]},
     "mixtral": {"model_type": "mixtral", **LANGUAGE_MODELS["mixtral"]},
 }
-
-
-class Model(CausalLM):
-    """Runs through the hooks of all its units, the outermost too."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.model(input_ids=tokens, use_cache=False).logits
-
-
-def train(folder: Path, settings: dict[str, Any]) -> None:
-    """Train for two steps, save ``last.ckpt``, and write what the trained model makes of some tokens."""
-    trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=2)
-    task = Model(optimizer=OPTIMIZER, **settings)
-    trainer.fit(task, Rows(67, 2))
-    trainer.save_checkpoint(folder / "last.ckpt")
-    task.eval()
-    with torch.no_grad():
-        logits = task(make_tokens())
-    if trainer.is_global_zero:
-        torch.save(logits, folder / "logits.pt")
 
 
 def run_model(folder: Path, **options: Any) -> Tensor:
@@ -162,16 +139,6 @@ def test_a_pretrained_model_keeps_its_generation_config(tmp_path: Path) -> None:
 # What is refused
 
 
-def refuse(checkpoint: Path, out: Path, **options: Any) -> str:
-    """Return the one line of a refusal, which leaves nothing behind."""
-    before = sorted(out.parent.rglob("*"))
-    with pytest.raises(ValueError) as refusal:  # noqa: PT011
-        export_model(checkpoint, out, **options)
-    assert sorted(out.parent.rglob("*")) == before
-    assert "\n" not in str(refusal.value)
-    return str(refusal.value)
-
-
 def test_what_is_no_complete_checkpoint_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert "does not exist" in refuse(tmp_path / "nothing", out)
@@ -282,32 +249,6 @@ def test_the_newest_run_is_taken(tmp_path: Path) -> None:
 # Memory
 
 
-MEASURE = """
-import sys, threading, time
-from pathlib import Path
-from lit_fsdp.export.model import export_model
-
-def read_mb():
-    line = next(l for l in open("/proc/self/status") if l.startswith("RssAnon"))
-    return int(line.split()[1]) / 1e3
-
-export_model(Path(sys.argv[1]), Path(sys.argv[3]))  # what is imported late is no part of the measurement
-peak, is_done = 0.0, False
-def watch():
-    global peak
-    while not is_done:
-        peak = max(peak, read_mb())
-        time.sleep(0.001)
-begin = read_mb()
-thread = threading.Thread(target=watch)
-thread.start()
-exported = export_model(Path(sys.argv[2]), Path(sys.argv[4]), max_shard_gb=0.1)
-is_done = True
-thread.join()
-print(peak - begin, exported.num_bytes / 1e6)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_memory_is_that_of_one_tensor_not_of_the_model(checkpoint: Path, tmp_path: Path, family: str) -> None:
@@ -317,9 +258,4 @@ def test_memory_is_that_of_one_tensor_not_of_the_model(checkpoint: Path, tmp_pat
     save_random(tmp_path / "last.ckpt", model)
     largest = max(p.numel() * 4 for p in model.parameters()) / 1e6
     del model
-    paths = [checkpoint, tmp_path / "last.ckpt", tmp_path / "small", tmp_path / "out"]
-    command = [sys.executable, "-c", MEASURE, *map(str, paths)]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
-    peak, size_mb = map(float, printed.split())
-    assert size_mb > 250
-    assert peak < 4 * largest + 20, f"peak {peak:.0f} MB, model {size_mb:.0f} MB, largest tensor {largest:.0f} MB"
+    check_memory(checkpoint, tmp_path / "last.ckpt", tmp_path, "whole", 4 * largest + 20)

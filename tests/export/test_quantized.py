@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from export_runs import KINDS, PLAIN, run_model, save_base, train
 from safetensors.torch import load_file
-from test_adapter import PLAIN, run_model, save_base, train
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from lit_fsdp.checkpoint.reader import EXPORT
@@ -16,16 +16,6 @@ from lit_fsdp.checkpoint.state import join_states, save_checkpoint
 from lit_fsdp.export.model import export_model
 from lit_fsdp.quantization.quantize import Quantization
 from ranks import run_ranks
-
-KINDS: dict[str, tuple[Quantization, dict[str, Any]]] = {
-    "nf4 double": (
-        Quantization(),
-        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-    ),
-    "nf4": (Quantization(double_quant=False), {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
-    "fp4": (Quantization(type="fp4", double_quant=False), {"load_in_4bit": True}),
-    "int8": (Quantization(type="int8"), {"load_in_8bit": True}),
-}
 
 
 @pytest.fixture(scope="module", params=["llama", "tied", "mixtral"])
@@ -89,7 +79,7 @@ def test_the_files_hold_what_save_pretrained_writes(base: Path, tmp_path: Path) 
 
 def test_a_merged_model_leaves_in_4_bits(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "llama")
-    run_ranks(train, base, tmp_path, PLAIN, None)
+    run_ranks(train, tmp_path, {"pretrained": str(base), "lora": PLAIN})
     settings, options = KINDS["nf4 double"]
     export_model(tmp_path / "last.ckpt", tmp_path / "dense", merge=True)
     export_model(tmp_path / "last.ckpt", tmp_path / "out", merge=True, quantization=settings)
@@ -103,7 +93,7 @@ def test_a_merged_model_leaves_in_4_bits(tmp_path: Path) -> None:
 
 def test_layers_that_do_not_divide_into_blocks_or_are_skipped_stay_dense(base: Path, tmp_path: Path) -> None:
     checkpoint = save_whole(base, tmp_path / "last.ckpt")
-    settings = replace(KINDS["nf4"][0], skip=["k_proj", "lm_head"])
+    settings = replace(KINDS["nf4"][0], skip_modules=["k_proj", "lm_head"])
     export_model(checkpoint, tmp_path / "out", quantization=settings)
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert "model.layers.1.self_attn.k_proj" in config["llm_int8_skip_modules"]

@@ -24,7 +24,7 @@ SIZES = {**EVEN, "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 20
 def measure(folder: Path, root: Path, recompute: Any) -> None:
     memory = MemoryLogger(snapshot_steps=[3])
     trainer = build_trainer(
-        FSDP2Strategy(print_plan=False, recompute=ActivationCheckpointing(mode=recompute)),
+        FSDP2Strategy(print_plan=False, activation_checkpointing=ActivationCheckpointing(mode=recompute)),
         callbacks=[memory],
         accelerator="gpu",
         precision="bf16-mixed",

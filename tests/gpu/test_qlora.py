@@ -56,7 +56,7 @@ WAYS: dict[str, tuple[Quantization | None, LoRA]] = {
 
 
 @pytest.mark.parametrize("way", list(WAYS))
-@pytest.mark.parametrize("cpu_offload", [None, CPUOffload()], ids=["device", "host"])
+@pytest.mark.parametrize("offload", [None, CPUOffload()], ids=["device", "host"])
 def test_training_equals_the_cpu(way: str, offload: CPUOffload | None, folder: Path, tmp_path: Path) -> None:
     quantization, lora = WAYS[way]
     truth, _ = train_sharded(folder, tmp_path, 1, quantization=quantization, lora=lora)

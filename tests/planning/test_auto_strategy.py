@@ -55,7 +55,7 @@ def fail(folder: Path) -> None:
         fit(folder, AutoFSDP2Strategy(device_memory="1KiB"))
     trainer = build_trainer(AutoFSDP2Strategy(), max_steps=1)
     with pytest.raises(
-        ValueError, match=r"fsdp2_auto: the data has no method make_example_batch.* set trainer.strategy"
+        ValueError, match=r"fsdp2_auto: data: .*has no method make_example_batch.* set trainer.strategy"
     ):
         trainer.fit(build_task(folder), Rows(EVEN["vocab_size"], GLOBAL_BATCH))
 

@@ -1,6 +1,5 @@
 """``fsdp2_auto`` for models without a closed form: what it chooses by traces, and how it ends where it cannot."""
 
-import time
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -10,18 +9,17 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from launches import OURS, Ended, fork_ranks, run_processes, write_run
-from planned_steps import predict_512
-from test_plan import plan
-from test_search import describe
+from launches import fork_ranks, run_processes, write_run
+from plan_runs import Recorded, check_refused, enter_folder, plan
+from search_problems import describe, estimate_512
 from torch import nn
 
 from lit_fsdp.planning.estimate import ModelToTrain
 from lit_fsdp.planning.hardware import find_gpu
-from lit_fsdp.planning.plan import find_needed_bytes
+from lit_fsdp.planning.plan import compute_needed_bytes
 from lit_fsdp.planning.search import Candidate, StepCost, Variant, choose, search
 from lit_fsdp.planning.search_process import RESULT, RequestReader, SearchProcess, SearchRequest, pack_request
-from lit_fsdp.planning.search_worker import answer
+from lit_fsdp.planning.traced_search import answer
 from lit_fsdp.sharding.settings import Settings
 
 PERSIMMON = {"model_type": "persimmon", "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512}
@@ -86,10 +84,8 @@ if __name__ == "__main__":
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+    enter_folder(tmp_path, monkeypatch)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in OURS:
-        monkeypatch.delenv(name, raising=False)
     write_run(tmp_path, model={"config": PERSIMMON}, data={"batch_size": 1})
     (tmp_path / "own_stack.py").write_text(OWN)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
@@ -97,31 +93,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     own = {"trainer": trainer, "model": "own_stack.Stack", "data": "own_stack.Rows", "monitoring": False}
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(own))
     return tmp_path
-
-
-class Recorded:
-    """Stands for a process that searches: keeps what it is given, and finds nothing after some time."""
-
-    wait_s = 0.0
-
-    def __init__(self, packed: bytes) -> None:
-        Path("packed").write_bytes(packed)
-        self.end = time.monotonic() + self.wait_s
-
-    def wait(self, timeout_s: float) -> str | None:
-        time.sleep(min(timeout_s, self.wait_s))
-        return None if time.monotonic() < self.end else "nothing was tried"
-
-    def stop(self) -> None:
-        Path("stopped").touch()
-
-
-def check_refused(ranks: list[Ended], said: str) -> None:
-    assert [rank.code for rank in ranks] == [1, 1], ranks
-    for rank in ranks:
-        assert len(rank.errors) == 1, rank.err
-        assert said in rank.errors[0]
-        assert rank.errors[0].endswith("set trainer.strategy to fsdp2, and its settings by hand")
 
 
 def read_losses(name: str) -> list[float]:
@@ -135,14 +106,14 @@ def read_losses(name: str) -> list[float]:
 def test_a_run_takes_what_the_search_of_plan_takes_and_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ["--config=run.yaml", "--data.batch_size=4"]  # with fewer tokens, recomputation saves nothing
     common = [*config, "--devices=2"]
-    device_bytes = find_needed_bytes(plan(*common)["memory"]["peak_bytes"]) - 2**14  # a block less
+    device_bytes = compute_needed_bytes(plan(*common)["memory"]["peak_bytes"]) - 2**14  # a block less
     found = plan(*common, "--search=true", f"--device-memory={device_bytes}B", "--gpu=RTX 4090", "--link=pcie4")
     changes = found["search"]["candidates"][found["search"]["chosen"]]["changes"]
     assert list(changes) == [
         "trainer.strategy.sharding.reshard_after_forward",
         "trainer.strategy.activation_checkpointing.mode",
     ]
-    monkeypatch.setattr("lit_fsdp.planning.auto_strategy.find_usual_gpu", lambda _: find_gpu("RTX 4090"))
+    monkeypatch.setattr("lit_fsdp.planning.auto_strategy.choose_usual_gpu", lambda _: find_gpu("RTX 4090"))
     strategy = "--trainer.strategy"
     options = [f"{strategy}=lit_fsdp.AutoFSDP2Strategy", f"{strategy}.device_memory={device_bytes}B"]
     chosen = fork_ranks("fit", *config, *options, f"{strategy}.link=pcie4", "--run_name=chosen")
@@ -276,7 +247,7 @@ def search_counting(problem: Any) -> tuple[list[Candidate], int]:
 
     def trace(model: ModelToTrain, settings: Settings, rows: int, num_micro_batches: int) -> StepCost:
         traced.add(settings)
-        return predict_512(model, settings, rows, num_micro_batches)
+        return estimate_512(model, settings, rows, num_micro_batches)
 
     return search(replace(problem, trace=trace)), len(traced)
 

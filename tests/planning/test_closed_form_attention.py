@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from test_closed_form import Model, compare, predict
+from closed_form_models import Model, compare, estimate_lm
 
 from lit_fsdp.planning.reader import UnreadableModuleError
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
@@ -69,7 +69,7 @@ def test_attention_that_drops_keeps_its_scores_on_cpus_only() -> None:
     scores = 3 * 4 * 512 * 512 * 4  # of 3 layers with 4 heads, in float32
     model = {"hidden_size": 256, "attention_dropout": 0.1}
     without, on_gpu, on_cpu = (
-        predict(Model(**{**model, "attention_dropout": p}), length=512, device_type=device_type).peak.num_bytes
+        estimate_lm(Model(**{**model, "attention_dropout": p}), length=512, device_type=device_type).peak.num_bytes
         for p, device_type in ((0.0, "cuda"), (0.1, "cuda"), (0.1, "cpu"))
     )
     assert on_gpu == without
@@ -90,4 +90,4 @@ def test_attention_that_drops_keeps_its_scores_on_cpus_only() -> None:
 )
 def test_what_has_no_rule_is_traced_and_not_left_out(model: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnreadableModuleError, match=reason):
-        predict(Model(**model))
+        estimate_lm(Model(**model))

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_closed_form import Model, predict
-from test_dry_run import run_for_real
+from closed_form_models import Model, estimate_lm
+from planned_steps import run_for_real
 from torch import Tensor
 
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
@@ -42,12 +42,12 @@ def compare(model: dict[str, Any], rows: int, length: int, settings: dict[str, A
         make: Any = lambda m: build_optimizer(m.parameters(), Optimizer())  # noqa: E731
         real = run_for_real(module, Settings(**settings), batch, options, make)  # type: ignore[arg-type]
     sizes: Any = {"rows": rows, "length": length, "world_size": 2}
-    predicted = predict(Model(mode="nf4", **model), precision="bf16-true", **sizes, **settings)
-    assert abs(predicted.peak.num_bytes / real.peak.num_bytes - 1) < 0.03, (real.peak, predicted.peak)
+    estimated = estimate_lm(Model(mode="nf4", **model), precision="bf16-true", **sizes, **settings)
+    assert abs(estimated.peak.num_bytes / real.peak.num_bytes - 1) < 0.03, (real.peak, estimated.peak)
 
 
 def test_quantized_experts_move_their_weights_besides_what_dense_ones_move() -> None:
-    dense, quantized = (predict(Model(mode=mode, **QWEN), length=512) for mode in ("lora", "nf4"))
+    dense, quantized = (estimate_lm(Model(mode=mode, **QWEN), length=512) for mode in ("lora", "nf4"))
     num_layers, num_experts, passes, itemsize = 3, 8, 2, 4
     weights = num_layers * num_experts * passes * 3 * 256 * 256 * itemsize
     assert quantized.moved_bytes - dense.moved_bytes > weights
@@ -56,7 +56,7 @@ def test_quantized_experts_move_their_weights_besides_what_dense_ones_move() -> 
 
 def test_experts_in_int8_have_no_rule() -> None:
     with pytest.raises(UnreadableModuleError, match="experts in int8"):
-        predict(Model(mode="int8", **QWEN), length=64)
+        estimate_lm(Model(mode="int8", **QWEN), length=64)
 
 
 @pytest.mark.parametrize(

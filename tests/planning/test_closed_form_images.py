@@ -6,24 +6,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from planned_steps import estimate, trace
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
-from lit_fsdp.optim.factory import Optimizer, build_optimizer
-from lit_fsdp.planning.closed_form import StepPrediction, predict_step
-from lit_fsdp.planning.dry_run import TracedStep, fake_ranks, trace_training_step
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.planning.closed_form import StepEstimate
 from lit_fsdp.planning.reader import UnreadableModuleError
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.cpu_offload import CPUOffload
-from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
-from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Sharding
-from lit_fsdp.sharding.wrap import plan_module
+from lit_fsdp.tasks.image_classification.layers import freeze_modules
 from lit_fsdp.tasks.image_classification.mixup import Mixup, mix
-from lit_fsdp.tasks.image_classification.model import build_classifier, freeze_modules, measure_images
+from lit_fsdp.tasks.image_classification.model import build_classifier, measure_images
 from ranks import run_ranks
 
 SMALL = {"hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -59,7 +57,7 @@ class Classifier(nn.Module):
         pixels, labels = batch["pixel_values"], batch["labels"]
         if not self.is_mixed:
             return self.model(pixel_values=pixels, labels=labels).loss
-        mixed = mix(pixels, torch.ones_like(labels, dtype=torch.bool), Mixup(mixup=1.0))
+        mixed = mix(pixels, torch.ones_like(labels, dtype=torch.bool), Mixup(mixup_alpha=1.0))
         return self.model(pixel_values=mixed.pixels, labels=labels).loss
 
 
@@ -67,62 +65,21 @@ def make_pixels(rows: int) -> Tensor:
     return torch.empty(rows, 3, 224, 224, device="meta")
 
 
-def predict(
-    module: Classifier,
-    *,
-    precision: str = "32-true",
-    world_size: int = 2,
-    rows: int = 2,
-    device_type: str = "cpu",
-    **settings: Any,
-) -> StepPrediction:
-    dtypes, chosen = read_precision(precision), Settings(**settings)
-    cast_parameters(module, dtypes, keep=find_adapter_parameters(module))
+def estimate_images(module: Classifier, *, rows: int = 2, **options: Any) -> StepEstimate:
     micro_batch = measure_images(module.model, make_pixels(rows), is_mixed=module.is_mixed)
     assert micro_batch is not None
-    return predict_step(
-        module,
-        plan_module(module, chosen.wrap),
-        chosen,
-        dtypes=dtypes,
-        optimizer=Optimizer(),
-        micro_batch=micro_batch,
-        world_size=world_size,
-        ranks_per_node=world_size,
-        device_type=device_type,
-    )
-
-
-def trace(
-    module: Classifier,
-    *,
-    precision: str = "32-true",
-    world_size: int = 2,
-    rows: int = 2,
-    device_type: str = "cpu",
-    **settings: Any,
-) -> TracedStep:
-    batch = {"pixel_values": make_pixels(rows), "labels": torch.empty(rows, dtype=torch.long, device="meta")}
-    with fake_ranks(world_size):
-        return trace_training_step(
-            module,
-            Settings(**settings),
-            batch,
-            dtypes=read_precision(precision),
-            compute_loss=lambda batch: module.step(batch),  # noqa: PLW0108  looked up when it is sharded
-            build_optimizer=lambda: build_optimizer(module.parameters(), Optimizer()),
-            step_name="step",
-            ranks_per_node=world_size,
-            device_type=device_type,
-        )
+    return estimate(module, micro_batch, **{"world_size": 2, **options})
 
 
 def compare(model: dict[str, Any], options: dict[str, Any]) -> None:
     dist.destroy_process_group()
-    traced, predicted = trace(Classifier(**model), **options), predict(Classifier(**model), **options)
+    rows = options.get("rows", 2)
+    batch = {"pixel_values": make_pixels(rows), "labels": torch.empty(rows, dtype=torch.long, device="meta")}
+    others = {"world_size": 2, **{name: value for name, value in options.items() if name != "rows"}}
+    traced, estimated = trace(Classifier(**model), batch, **others), estimate_images(Classifier(**model), **options)
     peak_bytes = traced.memory.peak.num_bytes
-    assert abs(predicted.peak.num_bytes / peak_bytes - 1) < 0.003, (peak_bytes, predicted.peak)
-    assert traced.flops == predicted.flops
+    assert abs(estimated.peak.num_bytes / peak_bytes - 1) < 0.003, (peak_bytes, estimated.peak)
+    assert traced.flops == estimated.flops
 
 
 FULL, SELECTIVE = ActivationCheckpointing(mode="full"), ActivationCheckpointing(mode="selective")
@@ -218,7 +175,7 @@ def read_sizes(module: Classifier) -> set[int]:
 )
 def test_what_has_no_rule_is_traced_and_not_left_out(family: str, sizes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnreadableModuleError, match=reason):
-        predict(Classifier(family, **WIDE, **sizes))
+        estimate_images(Classifier(family, **WIDE, **sizes))
 
 
 @pytest.mark.parametrize(
@@ -241,4 +198,4 @@ def test_a_part_that_was_put_in_is_named(change: Any, reason: str) -> None:
     module = Classifier()
     change(module.model)
     with pytest.raises(UnreadableModuleError, match=reason):
-        predict(module)
+        estimate_images(module)

@@ -1,27 +1,25 @@
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from planned_steps import run_for_real
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
 from lit_fsdp.planning.dry_run import fake_ranks, trace_training_step
-from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization, count_hidden_bytes
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
-from lit_fsdp.sharding.mesh import Mesh, build_mesh
+from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
-from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.sharding.shard import Sharding, no_sync, register_steps
+from lit_fsdp.sharding.shard import Sharding
 from lit_fsdp.tasks.masks import keep_branches
-from lit_fsdp.weights.load import init_weights, materialize
 from ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -51,35 +49,6 @@ class Model(nn.Module):
 
     def step(self, batch: dict[str, Tensor]) -> Tensor:
         return self.model(**batch, use_cache=False).loss
-
-
-def run_for_real(module: Model, settings: Settings, batch: Any, options: dict[str, Any], make: Callable) -> StepMemory:
-    """Run the same two steps on tensors that have values."""
-    sizes = {"world_size": dist.get_world_size(), "ranks_per_node": dist.get_world_size()}
-    mesh = build_mesh(settings.mesh, device_type="cpu", timeout_s=60, **sizes)
-    plan = shard_module(module, settings, dtypes=options["dtypes"], mesh=mesh, device=CPU)
-    materialize(module, CPU)
-    register_steps(module, ["step"])
-    init_weights(module.model, 0)
-    optimizer = make(module)
-    trace = MemoryTrace(module, [optimizer], plan=plan, device=CPU)
-    num = options.get("num_micro_batches", 1)
-    for is_traced in (False, True):
-        if is_traced:
-            trace.__enter__()
-            trace.add_inputs(batch)
-        for i in range(num):
-            trace.begin_phase("forward")
-            loss = module.step(batch)
-            trace.begin_phase("backward")
-            with no_sync(*([module] if settings.sharding.no_sync and i + 1 < num else [])):  # type: ignore[list-item]
-                loss.backward()
-            del loss
-        trace.begin_phase("optimizer")
-        optimizer.step()
-        optimizer.zero_grad()
-    trace.__exit__(None, None, None)
-    return trace.finish()
 
 
 def make_optimizer(settings: Optimizer, module: nn.Module) -> torch.optim.Optimizer:

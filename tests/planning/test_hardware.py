@@ -2,7 +2,7 @@
 
 import pytest
 
-from lit_fsdp.planning.hardware import GPUS, find_cards, find_gpu, suggest_gpus
+from lit_fsdp.planning.hardware import GPUS, find_gpu, list_cards, suggest_gpus
 
 # As torch.cuda.get_device_name gives them, and short ones that people type.
 NAMES = {
@@ -86,7 +86,7 @@ def test_memory_tells_cards_of_one_name_apart() -> None:
     ],
 )
 def test_all_cards_that_a_name_can_mean_are_known(name: str, expected: list[str]) -> None:
-    assert [card.name for card in find_cards(name)] == expected
+    assert [card.name for card in list_cards(name)] == expected
 
 
 def test_figures_are_dense_and_of_float32_accumulation() -> None:

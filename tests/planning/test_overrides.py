@@ -8,12 +8,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from launches import OURS, ROOT, fork_ranks, write_run
-from test_auto_traced import Recorded, check_refused
-from test_plan import plan
+from launches import ROOT, fork_ranks, write_run
+from plan_runs import Recorded, check_refused, enter_folder, plan
 from torch import nn
 
-from lit_fsdp.planning.overrides import find_overrides, find_untraced, keeps_gradients
+from lit_fsdp.planning.overrides import keeps_gradients, list_overrides, list_untraced
 from lit_fsdp.tasks import CausalLM, ImageClassification, TextToSpeech
 from lit_fsdp.tasks.base import Task
 
@@ -42,10 +41,8 @@ class TalkingLM(CausalLM):
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+    enter_folder(tmp_path, monkeypatch)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in OURS:
-        monkeypatch.delenv(name, raising=False)
     write_run(tmp_path, trainer={"enable_checkpointing": False}, data={"seq_length": 128})
     (tmp_path / "own_tasks.py").write_text(OWN)
     return tmp_path
@@ -156,7 +153,7 @@ class Whispering(TextToSpeech):
 def test_what_a_subclass_replaces_of_the_step_is_found(task: type[nn.Module], owner: str, names: list[str]) -> None:
     module = task.__new__(task)
     nn.Module.__init__(module)
-    found = find_overrides(module)
+    found = list_overrides(module)
     assert found[1] == names
     assert not owner or found[0] == owner
 
@@ -247,6 +244,6 @@ def test_what_nobody_follows_is_found_in_any_class() -> None:
         def measure_batch(self, batch: Any) -> None:
             return None
 
-    assert find_untraced(Plain()) == ["optimizer_step"]
+    assert list_untraced(Plain()) == ["optimizer_step"]
     for task in (CausalLM, ImageClassification, TextToSpeech):
-        assert find_untraced(task.__new__(task)) == []
+        assert list_untraced(task.__new__(task)) == []

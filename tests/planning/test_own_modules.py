@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import yaml
-from launches import OURS, fork_ranks
-from test_plan import plan
+from launches import fork_ranks
+from plan_runs import enter_folder, plan
 
 MINE = """
 import torch
@@ -75,9 +75,7 @@ class Rows(LightningDataModule):
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where a user works, with modules of their own."""
-    monkeypatch.chdir(tmp_path)
-    for name in OURS:
-        monkeypatch.delenv(name, raising=False)
+    enter_folder(tmp_path, monkeypatch)
     (tmp_path / "mine.py").write_text(MINE)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     trainer: dict[str, Any] = {"accelerator": "cpu", "strategy": "fsdp2", "max_steps": 2, "log_every_n_steps": 1}

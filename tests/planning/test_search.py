@@ -8,53 +8,24 @@ from typing import Any
 
 import pytest
 import yaml
-from launches import OURS, write_run
-from planned_steps import predict_512
-from test_closed_form import Model
-from test_plan import main, plan
+from launches import write_run
+from plan_runs import enter_folder, main, plan
+from search_problems import BIGGER, describe, estimate_512
 
 from lit_fsdp.optim.factory import Optimizer
-from lit_fsdp.planning.closed_form import StepPrediction
-from lit_fsdp.planning.estimate import Hardware, ModelToTrain
-from lit_fsdp.planning.hardware import find_gpu
-from lit_fsdp.planning.links import parse_links
-from lit_fsdp.planning.plan import Ranks, find_needed_bytes
+from lit_fsdp.planning.closed_form import StepEstimate
+from lit_fsdp.planning.estimate import ModelToTrain
+from lit_fsdp.planning.plan import compute_needed_bytes
 from lit_fsdp.planning.reader import UnreadableModuleError
-from lit_fsdp.planning.search import Candidate, Problem, Variant, choose, search
+from lit_fsdp.planning.search import Candidate, Variant, choose, search
 from lit_fsdp.planning.search_report import apply_changes
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.mesh import Mesh
-from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Compile, Sharding
-from lit_fsdp.sharding.wrap import plan_module
 
 MIB = 2**20
-BIGGER = {"model_type": "llama", "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512}
-BIGGER |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-
-
-def describe(
-    device_bytes: int, *, num_nodes: int = 1, rows: int = 4, settings: Settings | None = None, **more: Any
-) -> Problem:
-    dtypes, model = read_precision("bf16-mixed"), Model(num_hidden_layers=4)
-    cast_parameters(model, dtypes, keep=set())
-    units, given = plan_module(model, Settings().wrap), settings or Settings()
-    gpu = find_gpu("RTX 4090")
-    assert gpu is not None
-    replicas, shards = given.mesh.resolve(world_size=4 * num_nodes, ranks_per_node=4)
-    options: dict[str, Any] = {
-        "variants": [Variant(model=ModelToTrain(module=model, units=units, dtypes=dtypes, optimizer=Optimizer()))],
-        "settings": given,
-        "ranks": Ranks(num_nodes=num_nodes, per_node=4, num_replicas=replicas, num_shards=shards),
-        "micro_batch": MicroBatch(rows=rows, length=512),
-        "num_micro_batches": 1,
-        "splits_batch": True,
-        "hardware": Hardware(gpu=gpu, links=parse_links("pcie4,ethernet25")),
-        "device_bytes": device_bytes,
-    }
-    return Problem(**{**options, **more})
 
 
 def roomy(problem: dict[str, Any] | None = None) -> list[Candidate]:
@@ -222,9 +193,7 @@ def test_changes_are_put_where_yaml_has_them() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    for name in OURS:
-        monkeypatch.delenv(name, raising=False)
+    enter_folder(tmp_path, monkeypatch)
     write_run(tmp_path, model={"config": BIGGER}, data={"seq_length": 128, "batch_size": 4})
     return tmp_path
 
@@ -234,7 +203,7 @@ def test_the_written_configuration_takes_what_the_search_said(
 ) -> None:
     monkeypatch.setattr("lit_fsdp.planning.search._pick", list)  # to see all that was tried
     # More than the headroom, less than what is configured.
-    device_bytes = find_needed_bytes(plan("--config=run.yaml", "--devices=2")["memory"]["peak_bytes"]) - MIB
+    device_bytes = compute_needed_bytes(plan("--config=run.yaml", "--devices=2")["memory"]["peak_bytes"]) - MIB
     options = ["--config=run.yaml", "--devices=2", f"--device-memory={device_bytes}B", "--search=true"]
     options += ["--trainer.check_val_every_n_epoch=null"]  # by default 1
     found = plan(*options, "--write=chosen/mine.yaml")
@@ -286,7 +255,7 @@ def test_what_has_no_closed_form_is_searched_by_traces(folder: Path, capfd: pyte
     own = {key: value for key, value in BIGGER.items() if key != "num_key_value_heads"}
     config = json.dumps({**own, "model_type": "persimmon", "num_hidden_layers": 1})
     options = ["--config=run.yaml", "--devices=2", "--data.batch_size=1", f"--model.config={config}"]
-    device_bytes = find_needed_bytes(plan(*options)["memory"]["peak_bytes"]) - MIB
+    device_bytes = compute_needed_bytes(plan(*options)["memory"]["peak_bytes"]) - MIB
     options += ["--search=true", f"--device-memory={device_bytes}B", "--write=mine.yaml"]
     found = plan(*options)["search"]
     printed = capfd.readouterr()
@@ -306,9 +275,9 @@ def test_a_search_by_traces_tries_what_computes_the_same_before_other_optimizers
     chunked = replace(problem.variants[0], changes={"model.loss_chunks": 8})
     names: list[str] = []
 
-    def trace(model: ModelToTrain, settings: Settings, rows: int, num_micro_batches: int) -> StepPrediction:
+    def trace(model: ModelToTrain, settings: Settings, rows: int, num_micro_batches: int) -> StepEstimate:
         names.append(model.optimizer.name)
-        return predict_512(model, settings, rows, num_micro_batches)
+        return estimate_512(model, settings, rows, num_micro_batches)
 
     found = search(replace(problem, device_bytes=1, variants=[problem.variants[0], chunked], trace=trace))
     assert set(names) == {"adamw", "adamw_8bit"}
@@ -321,7 +290,7 @@ def test_a_search_by_traces_ends_where_one_by_the_closed_form_does(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_form = plan(*(options := ["--config=run.yaml", "--devices=2", "--device-memory=2GiB", "--search=true"]))
-    monkeypatch.setattr("lit_fsdp.planning.search.predict_step", refuse)
+    monkeypatch.setattr("lit_fsdp.planning.search.estimate_step", refuse)
     by_trace = plan(*options)
     first, second = (found["search"]["candidates"][found["search"]["chosen"]] for found in (by_form, by_trace))
     assert second["changes"] == first["changes"]
@@ -361,7 +330,7 @@ def test_what_has_no_closed_form_is_timed_by_its_trace(
 ) -> None:
     options = ["--config=run.yaml", "--devices=2", "--gpu=RTX 4090", f"--trainer.precision={precision}"]
     dense = plan(*options)
-    monkeypatch.setattr("lit_fsdp.planning.forecast.predict_step", refuse)
+    monkeypatch.setattr("lit_fsdp.planning.plan.estimate_step", refuse)
     traced = plan(*options)
     assert (dense["engine"], traced["engine"]) == ("closed form", "exact trace")
     assert any("no closed form" in note for note in traced["notes"])

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from test_search import describe
+from search_problems import describe
 
 from lit_fsdp.planning.search import Candidate, choose, format_changes, search
 from lit_fsdp.planning.search_report import print_search
@@ -18,14 +18,13 @@ _LONG |= {"trainer.strategy.sharding.reshard_after_forward": False, "trainer.acc
 
 def scale(candidate: Candidate, *, seconds: float, num_bytes: int) -> Candidate:
     """Return a candidate that takes so long, and so much of everything."""
-    time, size = candidate.time, candidate.peak_bytes
+    time = candidate.time
     factor = seconds / time.step_s
     names = ("compute_s", "exposed_s", "optimizer_s")
     return replace(
         candidate,
         time=replace(time, **{name: factor * getattr(time, name) for name in names}),
         peak_bytes=num_bytes,
-        needed_bytes=candidate.needed_bytes * num_bytes // size,
         host_bytes=num_bytes,
         compiled_s=factor * time.step_s,
     )

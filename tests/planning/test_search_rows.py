@@ -6,24 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import OURS, write_run
-from test_closed_form import Model
-from test_plan import plan
-from test_search import BIGGER, describe
+from closed_form_models import Model
+from launches import write_run
+from plan_runs import enter_folder, plan
+from planned_steps import describe_module
+from search_problems import BIGGER, describe
 
 from lit_fsdp.planning.search import Candidate, Variant, choose, search
-from lit_fsdp.sharding.mixed_precision import cast_parameters
 from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.sharding.wrap import plan_module
 
 
 def search_trainings(device_bytes: int, **more: Any) -> list[Candidate]:
     """Search with a training that is faster and smaller than any other, as adapters over 4-bit weights are."""
     problem = describe(device_bytes, **more)
     configured = problem.variants[0]
-    tiny, dtypes = Model(num_hidden_layers=1), configured.model.dtypes
-    cast_parameters(tiny, dtypes, keep=set())
-    model = replace(configured.model, module=tiny, units=plan_module(tiny, Settings().wrap))
+    model = describe_module(Model(num_hidden_layers=1), Settings(), precision="bf16-mixed")
     return search(replace(problem, variants=[configured, Variant(model=model, changes={"model.lora": {"r": 16}})]))
 
 
@@ -82,9 +79,7 @@ def test_what_is_chosen_is_what_would_be_chosen_of_all(monkeypatch: pytest.Monke
 def test_what_other_trainings_warn_of_is_said_only_of_the_one_that_is_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in OURS:
-        monkeypatch.delenv(name, raising=False)
+    enter_folder(tmp_path, monkeypatch)
     write_run(tmp_path, model={"config": BIGGER}, data={"seq_length": 128, "batch_size": 4})
     warning = "bf16-mixed keeps frozen weights in float32"
     options = ["--config=run.yaml", "--devices=2", "--trainer.precision=bf16-mixed", "--search=true"]

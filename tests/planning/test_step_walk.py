@@ -1,19 +1,17 @@
 import pytest
 
-from lit_fsdp.planning.step_parts import WalkSettings
-from lit_fsdp.planning.step_walk import Walk
+from lit_fsdp.planning.step_walk import Walk, WalkSettings
 from lit_fsdp.planning.tape import Tape
+from lit_fsdp.sharding.shard import Sharding
 
 SIZE = 1000
 SETTINGS = WalkSettings(
     num_shards=1,
     is_replicated=False,
     num_micro_batches=1,
-    holds_gradients=False,
+    sharding=Sharding(forward_prefetch=0, backward_prefetch=1),
     reduce_itemsize=4,
     casts_shards=False,
-    forward_prefetch=0,
-    backward_prefetch=1,
     saved_ops=frozenset(),
     keeps_shards=True,
 )

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.profiling.flops import FlopCounter, Flops, is_compiled
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization

@@ -4,9 +4,9 @@ import pytest
 
 from lit_fsdp.profiling.memory import KINDS
 from lit_fsdp.profiling.memory_trace import Peak, StepMemory
+from lit_fsdp.reporting.memory_section import plot_step
 from lit_fsdp.reporting.plots import render_svg, write_png
 from lit_fsdp.reporting.sections import Curve, Plot
-from lit_fsdp.reporting.step_memory import plot_step
 
 CURVES = (
     Curve(label="forward", x=[1, 2, 4], y=[1.0, 2.0, 3.0]),

@@ -188,7 +188,7 @@ def test_gradients_are_held_beside_a_unit_that_no_step_gathers() -> None:
     run_ranks(body)
 
 
-def test_an_error_inside_hold_gradients_turns_reduction_back_on() -> None:
+def test_an_error_inside_no_sync_turns_reduction_back_on() -> None:
     def body() -> None:
         model = build()
         shard(model)

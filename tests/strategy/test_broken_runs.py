@@ -60,7 +60,7 @@ DATA: dict[str, tuple[str | bytes, str]] = {
         "role.jsonl line 1: message 1 has the role 'usr'",
     ),
     "chat.jsonl": (
-        '{"messages": [{"role": "user", "content": "x"}]}',
+        '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
         "chat.jsonl line 1: a chat, but the tokenizer has no chat template",
     ),
     "little.jsonl": (GOOD, "data.init_args.train (1 documents, 4 tokens, as rows of 32 tokens): 1 rows do not fill"),
@@ -70,7 +70,7 @@ DATA: dict[str, tuple[str | bytes, str]] = {
     "letter.docx": ("x", "data.init_args.train: letter.docx: cannot read .docx; known are .txt, .jsonl"),
     "empty": ("", "data.init_args.train: empty: no file in this folder ends in .txt"),
     "trian.jsonl": ("", "data.init_args.train: trian.jsonl: no such file or folder"),
-    "null": ("", "data.init_args.train is not set"),
+    "null": ("", "data.init_args.train: not set"),
 }
 
 TRAIN = "data.init_args.train"
@@ -207,7 +207,7 @@ def test_the_last_checkpoint_of_a_run_that_has_none_is_refused(command: str) -> 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_a_command_without_data_of_its_kind_is_refused(command: str) -> None:
     name = {"validate": "validation"}.get(command, command)
-    check_all_refuse(fork_ranks(command, "--config=run.yaml"), f"data.init_args.{name} is not set")
+    check_all_refuse(fork_ranks(command, "--config=run.yaml"), f"data.init_args.{name}: not set")
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def list_checkpoints(name: str) -> Iterator[Path]:
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_twenty_signals_at_random_moments_leave_no_trace_in_the_losses(folder: Path, is_async: bool) -> None:
-    configure(folder, every_n_blocks=7, is_async=is_async)
+    configure(folder, every=7, is_async=is_async)
     assert [rank.code for rank in fit("whole")] == [0, 0]
     truth = read_losses("whole")
     assert len(truth) == NUM_STEPS
@@ -120,7 +120,7 @@ def test_twenty_signals_at_random_moments_leave_no_trace_in_the_losses(folder: P
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_a_run_killed_in_the_middle_of_a_save_goes_on_from_one_that_is_whole(folder: Path, is_async: bool) -> None:
-    configure(folder, every_n_blocks=1, is_async=is_async, max_steps=10_000)
+    configure(folder, every=1, is_async=is_async, max_steps=10_000)
     dice = random.Random(2 + int(is_async))
 
     def list_incomplete() -> set[Path]:
@@ -160,7 +160,7 @@ def test_a_run_killed_in_the_middle_of_a_save_goes_on_from_one_that_is_whole(fol
 
 @pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
 def test_a_signal_to_one_process_of_a_real_launch_ends_all_well(folder: Path, launcher: str) -> None:
-    configure(folder, every_n_blocks=50, is_async=False)
+    configure(folder, every=50, is_async=False)
     # The first rank is the launcher itself; it starts the other one from the same command.
     rank = {"lightning": "0", "torchrun": "1"}[launcher]
     (folder / "watched.py").write_text(TASK.replace("time.sleep(0.01)", SENDS.format(rank=rank), 1))

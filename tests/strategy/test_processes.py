@@ -6,15 +6,13 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from report_runs import TinyTask
 from torch.utils.data import DataLoader
 
 from lit_fsdp.cli.messages import describe_exception
-from lit_fsdp.strategy import lightning_internals
-from lit_fsdp.strategy.lightning_internals import delay_killing
-from lit_fsdp.strategy.processes import describe_failed
+from lit_fsdp.strategy import launcher
+from lit_fsdp.strategy.launcher import PatientObserver, describe_failed, outlive_children
 
 
 def test_what_was_killed_leaves_no_message_and_that_is_said() -> None:
@@ -56,18 +54,17 @@ def test_a_rank_that_others_failed_beside_has_time_to_say_why(speaks: bool, monk
         waits.set()
         may_go.wait(60)
 
-    monkeypatch.setattr(lightning_internals, "time", SimpleNamespace(sleep=wait))
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(sleep=wait))
     failed = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
     failed.wait()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as main:
-        observer = _ChildProcessObserver(main.pid, [failed], sleep_period=1)
+        children = SimpleNamespace(procs=[failed])
+        observer = PatientObserver(main.pid, children.procs, sleep_period=1)
         observer.start()
-        for _ in range(2):  # as of two fits in one process
-            delay_killing()
         assert waits.wait(60)
         assert main.poll() is None
-        if speaks:  # as ``outlive_children`` has it
-            observer._child_processes.clear()
+        if speaks:
+            outlive_children(children)
         may_go.set()
         observer.join(60)
         if speaks:

@@ -296,15 +296,15 @@ def test_a_loader_knows_which_samples_it_gave_last_though_workers_are_ahead(num_
     places = []
     for _ in range(2):
         for batch in loader:
-            assert [rows[i] for i in loader.find_samples(loader.last_place)] == batch.tolist()
+            assert [rows[i] for i in loader.list_samples(loader.last_place)] == batch.tolist()
             places.append((loader.last_place, batch.tolist()))
     assert len({place for place, _ in places}) == len(places) == 10
     # Also later, and of an epoch that is over.
-    assert all([rows[i] for i in loader.find_samples(place)] == batch for place, batch in places)
+    assert all([rows[i] for i in loader.list_samples(place)] == batch for place, batch in places)
 
 
 def test_samplers_of_several_ranks_know_their_own_share() -> None:
     ranks = samplers(20, 2, 3)
     for sampler in ranks:
         order = list(sampler)
-        assert sampler.find_samples(0, 6) == order[2:4]
+        assert sampler.list_samples(0, 6) == order[2:4]

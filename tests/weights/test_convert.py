@@ -25,9 +25,8 @@ from transformers.core_model_loading import Chunk, Concatenate, ConversionOps, T
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
 from lit_fsdp.sharding.shard import Sharding, shard_model
 from lit_fsdp.sharding.wrap import Wrap, iterate_blocks, plan_units
-from lit_fsdp.weights import load as weights
 from lit_fsdp.weights import safetensors_io as tensor_files
-from lit_fsdp.weights.base_weights import find_pretrained
+from lit_fsdp.weights.base_weights import get_pretrained_folder
 from lit_fsdp.weights.convert import clean_name
 from lit_fsdp.weights.load import load_weights, materialize
 from lit_fsdp.weights.safetensors_io import TensorFiles
@@ -333,8 +332,7 @@ def test_other_layouts_are_read_by_rows_where_their_operations_keep_rows_apart(
     rows, converter = LAYOUTS[layout]
     conversion_mapping.get_checkpoint_conversion_mapping("llama")  # fills the table
     monkeypatch.setitem(conversion_mapping._checkpoint_conversion_mapping_cache, "LlamaForCausalLM", [converter])
-    monkeypatch.setattr(tensor_files, "MAX_BLOCK_BYTES", 500)
-    monkeypatch.setattr(weights, "MAX_BLOCK_BYTES", 500)  # two to four rows at once
+    monkeypatch.setattr(tensor_files, "MAX_BLOCK_BYTES", 500)  # two to four rows at once
     state = save("llama", tmp_path, intermediate_size=66)
     (source, *_) = converter.source_patterns
     assert f"model.layers.0.{source}" in state
@@ -361,6 +359,6 @@ def test_a_model_on_the_hub_is_read_from_the_cache(tmp_path: Path, monkeypatch: 
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0123abc")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    folder = find_pretrained("someone/tiny")
+    folder = get_pretrained_folder("someone/tiny")
     expected = AutoModelForCausalLM.from_pretrained(folder)
     assert list_unequal(load("mixtral", folder, is_sharded=False), expected) == []

@@ -27,9 +27,11 @@ from ranks import run_ranks
 CPU = torch.device("cpu")
 
 
-def shard(model: nn.Module, units: Wrap | None = None, recompute: ActivationCheckpointing | None = None) -> nn.Module:
+def shard(
+    model: nn.Module, units: Wrap | None = None, checkpointing: ActivationCheckpointing | None = None
+) -> nn.Module:
     plan = plan_units(model, units or Wrap())
-    apply_activation_checkpointing(model, recompute or ActivationCheckpointing(), list(iterate_blocks(plan)))
+    apply_activation_checkpointing(model, checkpointing or ActivationCheckpointing(), list(iterate_blocks(plan)))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     options = {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy()}
     shard_model(model, plan, mesh=mesh, sharding=Sharding(), **options)
@@ -281,7 +283,7 @@ def test_files_are_read_bit_for_bit(saved: tuple[str, dict[str, Path]], world_si
         for folder in folders.values():
             for model in (
                 BUILDERS[name](),
-                shard(BUILDERS[name](), activation_checkpointing=ActivationCheckpointing(mode="full")),
+                shard(BUILDERS[name](), checkpointing=ActivationCheckpointing(mode="full")),
             ):
                 materialize(model, CPU)
                 load_weights(model, folder)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from export_runs import KINDS, PLAIN, Model, measure, run_model, save_base, train
 from models import build_language_model
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from test_adapter import PLAIN, Model, measure, run_model, save_base, train
 from torch import Tensor
 from torch.utils.data import DataLoader
 from training import OPTIMIZER, Rows, build_trainer, collate, gather_weights, make_rows
@@ -25,16 +25,6 @@ from lit_fsdp.weights.load import load_weights
 from lit_fsdp.weights.prequantized import QuantizedFiles, read_quantization
 from lit_fsdp.weights.safetensors_io import TensorFiles
 from ranks import RankError, run_ranks
-
-KINDS: dict[str, tuple[Quantization, dict[str, Any]]] = {
-    "nf4 double": (
-        Quantization(),
-        {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-    ),
-    "nf4": (Quantization(double_quant=False), {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
-    "fp4": (Quantization(type="fp4", double_quant=False), {"load_in_4bit": True}),
-    "int8": (Quantization(type="int8"), {"load_in_8bit": True}),
-}
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +112,7 @@ def test_a_rank_reads_its_rows_and_not_a_byte_more(models: Path, kind: str, monk
 
 @pytest.mark.parametrize("kind", ["nf4 double", *(pytest.param(k, marks=pytest.mark.slow) for k in ("nf4", "fp4"))])
 def test_adapters_trained_over_it_are_exported_and_merged(models: Path, kind: str, tmp_path: Path) -> None:
-    run_ranks(train, models / kind, tmp_path, PLAIN, None)
+    run_ranks(train, tmp_path, {"pretrained": str(models / kind), "lora": PLAIN})
     export_model(tmp_path / "last.ckpt", tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(models / kind)
     assert measure(run_model(base), tmp_path) > 1e-3

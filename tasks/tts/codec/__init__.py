@@ -1,1 +1,1 @@
-"""Audio to frames of codes and back."""
+"""Codecs: audio to frames of codes and back."""

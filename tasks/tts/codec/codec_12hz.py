@@ -8,7 +8,6 @@ on. So the window of the encoder is set wider than any audio here, whatever its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +25,6 @@ from typing_extensions import override
 
 from lit_fsdp.tasks.tts.codec.decoder_12hz import CodecDecoder, parse_decoder_config
 from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
-from lit_fsdp.tasks.tts.codec.hub_codec import is_hub_codec, load_hub_codec
-from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
-from lit_fsdp.tasks.tts.pretrained import find_codec
 
 MODEL_TYPE = "qwen3_tts_tokenizer_12hz"
 _NO_WINDOW = 2**30
@@ -110,25 +106,3 @@ def _parse_encoder_config(settings: Mapping[str, Any]) -> MimiConfig:
     config = MimiConfig(**known)
     config._attn_implementation = "sdpa"
     return config
-
-
-def load_codec(folder: Path) -> FrameCodec:
-    """Return the codec in a folder, ready to use, on the CPU in float32.
-
-    Args:
-        folder: Of the codec itself, or of a model that has one: a folder ``speech_tokenizer``, or Mimi inside of CSM.
-
-    Raises:
-        ValueError: The files are missing or do not fit, tensor by tensor.
-    """
-    from safetensors.torch import load_file
-
-    folder = find_codec(folder)
-    if is_hub_codec(folder):
-        return load_hub_codec(folder)
-    codec, path = Codec(read_raw_config(folder)), folder / "model.safetensors"
-    try:
-        codec.load_state_dict(load_file(path))
-    except RuntimeError as error:
-        raise ValueError(f"codec: {path} does not fit its {CONFIG}: {error}") from error
-    return codec.float().eval()

@@ -9,65 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import MistralConfig
-from transformers.masking_utils import create_sliding_window_causal_mask
 
-# Not in Transformers' public face, seen in 5.23.
-from transformers.models.mimi.modeling_mimi import MimiLayerScale
-from transformers.models.mistral.modeling_mistral import (
-    MistralAttention,
-    MistralMLP,
-    MistralRMSNorm,
-    MistralRotaryEmbedding,
-)
+# Not in Transformers' public face, seen in 5.23: the vocoder of Qwen3-Omni has most of these parts, under these names.
+from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
 
 _CHUNK, _CONTEXT = 300, 25  # frames decoded at once, and before them, as the official codec does it
 _EPSILON = 1e-5
 
 
-class CausalConv(nn.Module):
-    """A convolution that looks back only."""
-
-    def __init__(self, num_in: int, num_out: int, kernel_size: int, dilation: int = 1, groups: int = 1) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(num_in, num_out, kernel_size, dilation=dilation, groups=groups)
-        self.padding = (kernel_size - 1) * dilation
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map [batch, channels, length] to as many positions."""
-        return self.conv(F.pad(hidden, (self.padding, 0))).contiguous()
-
-
-class CausalTransposedConv(nn.Module):
+class CausalTransposedConv(omni.Qwen3OmniMoeCausalTransConvNet):
     """Makes ``stride`` positions of each one."""
 
     def __init__(self, num_in: int, num_out: int, kernel_size: int, stride: int) -> None:
-        super().__init__()
-        self.conv = nn.ConvTranspose1d(num_in, num_out, kernel_size, stride=stride)
-        self.num_cut = kernel_size - stride
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map [batch, channels, length] to [batch, channels, length * stride]."""
-        hidden = self.conv(hidden)
-        return hidden[..., : hidden.shape[-1] - self.num_cut].contiguous()
-
-
-class ConvNeXtBlock(nn.Module):
-    """A convolution for each channel, then two linears over channels, with a residual connection."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.dwconv = CausalConv(size, size, 7, groups=size)
-        self.norm = nn.LayerNorm(size, eps=1e-6)
-        self.pwconv1 = nn.Linear(size, 4 * size)
-        self.pwconv2 = nn.Linear(4 * size, size)
-        self.gamma = nn.Parameter(torch.full((size,), 1e-6))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Keep the shape [batch, channels, length]."""
-        inner = self.norm(self.dwconv(hidden).permute(0, 2, 1))
-        inner = self.gamma * self.pwconv2(F.gelu(self.pwconv1(inner)))
-        return hidden + inner.permute(0, 2, 1)
+        super().__init__(num_in, num_out, kernel_size, stride)  # type: ignore[no-untyped-call]
+        self.left_pad = 0  # Qwen3-Omni cuts on both sides
 
 
 class SnakeBeta(nn.Module):
@@ -84,27 +40,14 @@ class SnakeBeta(nn.Module):
         return hidden + (1.0 / (beta + 1e-9)) * (hidden * alpha).sin().pow(2)
 
 
-class ResidualUnit(nn.Module):
-    """Two convolutions with a residual connection."""
-
-    def __init__(self, size: int, dilation: int) -> None:
-        super().__init__()
-        self.act1, self.act2 = SnakeBeta(size), SnakeBeta(size)
-        self.conv1 = CausalConv(size, size, 7, dilation=dilation)
-        self.conv2 = CausalConv(size, size, 1)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Keep the shape [batch, channels, length]."""
-        return self.conv2(self.act2(self.conv1(self.act1(hidden)))) + hidden
-
-
 class UpsamplingBlock(nn.Module):
     """Halves the channels and makes ``rate`` positions of each one."""
 
     def __init__(self, size: int, rate: int) -> None:
         super().__init__()
         steps = [SnakeBeta(size), CausalTransposedConv(size, size // 2, 2 * rate, rate)]
-        self.block = nn.ModuleList([*steps, *(ResidualUnit(size // 2, dilation) for dilation in (1, 3, 9))])
+        steps += [omni.Qwen3OmniMoeCode2WavDecoderResidualUnit(size // 2, dilation) for dilation in (1, 3, 9)]
+        self.block = nn.ModuleList(steps)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [batch, channels, length] to [batch, channels / 2, length * rate]."""
@@ -113,51 +56,20 @@ class UpsamplingBlock(nn.Module):
         return hidden
 
 
-class Layer(nn.Module):
-    """A transformer layer whose branches are scaled."""
+class FrameTransformer(omni.Qwen3OmniMoeCode2WavTransformerModel):
+    """Looks back over a window of frames; between projections from and to the width of the convolutions."""
 
-    def __init__(self, config: MistralConfig, index: int) -> None:
-        super().__init__()
-        self.self_attn = MistralAttention(config, index)
-        self.mlp = MistralMLP(config)
-        self.input_layernorm = MistralRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = MistralRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn_layer_scale, self.mlp_layer_scale = MimiLayerScale(config), MimiLayerScale(config)
+    def __init__(self, config: Qwen3OmniMoeCode2WavConfig) -> None:
+        super().__init__(config)
+        size: int = config.latent_dim
+        self.input_proj, self.output_proj = nn.Linear(size, config.hidden_size), nn.Linear(config.hidden_size, size)
 
-    def forward(self, hidden: Tensor, mask: Tensor | None, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Keep the shape [batch, length, size]."""
-        attended, _ = self.self_attn(self.input_layernorm(hidden), position_embeddings=rotary, attention_mask=mask)
-        hidden = hidden + self.self_attn_layer_scale(attended)
-        return hidden + self.mlp_layer_scale(self.mlp(self.post_attention_layernorm(hidden)))
-
-
-class FrameTransformer(nn.Module):
-    """Looks back over a window of frames."""
-
-    def __init__(self, config: MistralConfig, latent_size: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = MistralRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = MistralRotaryEmbedding(config)
-        self.input_proj = nn.Linear(latent_size, config.hidden_size)
-        self.output_proj = nn.Linear(config.hidden_size, latent_size)
+    def post_init(self) -> None:
+        """Leave the weights as torch draws them: those of the small codec must stay the same."""
 
     def forward(self, latents: Tensor) -> Tensor:
-        """Keep the shape [batch, frames, latent_size]."""
-        hidden = self.input_proj(latents)
-        positions = torch.arange(hidden.shape[1], device=hidden.device)[None]
-        mask = create_sliding_window_causal_mask(
-            config=self.config,
-            inputs_embeds=hidden,
-            attention_mask=None,
-            past_key_values=None,
-            position_ids=positions,
-        )
-        rotary = self.rotary_emb(hidden, positions)
-        for layer in self.layers:
-            hidden = layer(hidden, mask, rotary)
-        return self.output_proj(self.norm(hidden))
+        """Keep the shape [batch, frames, latent_dim]."""
+        return self.output_proj(super().forward(inputs_embeds=self.input_proj(latents)).last_hidden_state)
 
 
 class Codebook(nn.Module):
@@ -222,26 +134,25 @@ class CodecDecoder(nn.Module):
     """From codes to audio.
 
     Args:
-        config: Of the transformer; all further settings are in its ``codec``.
+        config: From ``parse_decoder_config``.
     """
 
-    def __init__(self, config: MistralConfig) -> None:
+    def __init__(self, config: Qwen3OmniMoeCode2WavConfig) -> None:
         super().__init__()
-        codec: dict[str, Any] = config.codec
-        latent, size = codec["latent_dim"], codec["decoder_dim"]
-        self.samples_per_frame = math.prod([*codec["upsample_rates"], *codec["upsampling_ratios"]])
-        self.quantizer = SplitQuantizer(codec["num_quantizers"], codec["codebook_size"], codec["codebook_dim"])
-        self.pre_conv = CausalConv(codec["codebook_dim"], latent, 3)
-        self.pre_transformer = FrameTransformer(config, latent)
+        latent, size = config.latent_dim, config.decoder_dim
+        self.samples_per_frame = math.prod([*config.upsample_rates, *config.upsampling_ratios])
+        self.quantizer = SplitQuantizer(config.num_quantizers, config.codebook_size, config.codebook_dim)
+        self.pre_conv = omni.Qwen3OmniMoeCausalConvNet(config.codebook_dim, latent, 3)
+        self.pre_transformer = FrameTransformer(config)
         self.upsample = nn.ModuleList(
-            nn.ModuleList([CausalTransposedConv(latent, latent, ratio, ratio), ConvNeXtBlock(latent)])
-            for ratio in codec["upsampling_ratios"]
+            nn.ModuleList([CausalTransposedConv(latent, latent, ratio, ratio), omni.Qwen3OmniMoeConvNeXtBlock(latent)])
+            for ratio in config.upsampling_ratios
         )
-        blocks: list[nn.Module] = [CausalConv(latent, size, 7)]
-        for rate in codec["upsample_rates"]:
+        blocks: list[nn.Module] = [omni.Qwen3OmniMoeCausalConvNet(latent, size, 7)]
+        for rate in config.upsample_rates:
             blocks.append(UpsamplingBlock(size, rate))
             size //= 2
-        self.decoder = nn.ModuleList([*blocks, SnakeBeta(size), CausalConv(size, 1, 7)])
+        self.decoder = nn.ModuleList([*blocks, SnakeBeta(size), omni.Qwen3OmniMoeCausalConvNet(size, 1, 7)])
 
     def forward(self, codes: Tensor) -> Tensor:
         """Map codes [batch, codebooks, frames] to audio [batch, 1, samples] between -1 and 1."""
@@ -264,21 +175,15 @@ class CodecDecoder(nn.Module):
         return torch.cat(parts, dim=-1)
 
 
-def parse_decoder_config(settings: Mapping[str, Any]) -> MistralConfig:
-    """Return the settings of a decoder as those of its transformer, with the others in ``codec``.
+def parse_decoder_config(settings: Mapping[str, Any]) -> Qwen3OmniMoeCode2WavConfig:
+    """Return the settings of a decoder as Transformers' configuration of the vocoder of Qwen3-Omni, with further names.
 
     Raises:
         ValueError: Its attention has biases, which no published one has.
     """
     if settings.get("attention_bias"):
         raise ValueError("codec: decoder_config.attention_bias: got true: expected false, as published codecs have it")
-    names = (
-        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-        *("head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "sliding_window"),
-    )
     rope = {"rope_type": "default", "rope_theta": float(settings["rope_theta"])}
-    config = MistralConfig(rope_parameters=rope, **{name: settings[name] for name in names if name in settings})
-    config.layer_scale_initial_scale = settings["layer_scale_initial_scale"]
-    config.codec = dict(settings)
+    config = Qwen3OmniMoeCode2WavConfig(**{**settings, "rope_parameters": rope})
     config._attn_implementation = "sdpa"
     return config

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lit_fsdp.tasks.tts.codec.codec_12hz import Codec
 from lit_fsdp.tasks.tts.config import SpeakerEncoderConfig
 from lit_fsdp.tasks.tts.families.family import FamilyConfig
 from lit_fsdp.tasks.tts.families.speaker_encoder import compute_mels
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
-
-if TYPE_CHECKING:  # it takes an eighth of a second, and most runs have no use for it
-    from lit_fsdp.tasks.tts.codec.codec_12hz import Codec
 
 SPOKEN = "formants"
 SAMPLE_RATE = 24000
@@ -152,8 +150,6 @@ def build_codec_config() -> dict[str, Any]:
 @lru_cache(maxsize=1)
 def build_small_codec() -> Codec:
     """Return a codec of the real architecture with random weights: its codes tell sounds apart, its audio is noise."""
-    from lit_fsdp.tasks.tts.codec.codec_12hz import Codec
-
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         codec = Codec(build_codec_config())

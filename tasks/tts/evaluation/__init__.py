@@ -1,1 +1,1 @@
-"""What generated speech sounds like, and what validation and prediction make of it."""
+"""Generated speech in validation and prediction: compared with recordings, decoded, transcribed and measured."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import io
 import wave
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lit_fsdp.tasks.tts.generation import Speech
-from lit_fsdp.tasks.tts.layout import Codes
+from lit_fsdp.tasks.tts.utterance import Codes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spoken:
+class Sample:
     """A text that was recorded and generated.
 
     Args:
@@ -52,12 +53,17 @@ class Clip:
     Args:
         audio: [samples], between -1 and 1, on the CPU.
         sample_rate: Of it.
-        heard: What a transcriber understood; ``None`` where none has listened.
+        transcript: What the transcriber wrote down; ``None`` without one.
     """
 
     audio: Tensor
     sample_rate: int
-    heard: str | None = None
+    transcript: str | None = None
+
+    def write(self, path: Path) -> None:
+        """Write a 16-bit WAV file, for which no package is needed."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(self.to_wav())
 
     def to_wav(self) -> bytes:
         """Return the contents of a 16-bit WAV file."""
@@ -76,13 +82,13 @@ class SpeechReport:
 
     Args:
         rows: What was generated, with what was recorded.
-        listened: What listening has measured.
-        clips: The audio of ``rows``, on the first rank; empty where nobody listens.
+        measured: What ``speech_eval`` has measured.
+        clips: The audio of ``rows``, on rank 0; empty without ``speech_eval``.
         step: When.
     """
 
-    rows: list[Spoken] = field(default_factory=list)
-    listened: dict[str, float] = field(default_factory=dict)
+    rows: list[Sample] = field(default_factory=list)
+    measured: dict[str, float] = field(default_factory=dict)
     clips: list[Clip] = field(default_factory=list)
     step: int = 0
 
@@ -95,11 +101,11 @@ class SpeechReport:
             "duration_ratio": sum(row.duration_ratio for row in self.rows) / count,
             "missed_eos_pct": 100 * sum(not row.speech.has_ended for row in self.rows) / count,
             "equal_codes_pct": sum(row.equal_codes_pct for row in self.rows) / count,
-            **self.listened,
+            **self.measured,
         }
 
 
-def describe_spoken(report: SpeechReport) -> list[str]:
+def describe_samples(report: SpeechReport) -> list[str]:
     """Return a line for each text."""
     return [
         f"spoken: {row.speaker} | {row.text} | {len(row.speech.codes)} of {len(row.target)} frames, "

@@ -7,7 +7,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lit_fsdp.tasks.tts.families.family import SpeechOutput
-from lit_fsdp.tasks.tts.layout import Batch
+from lit_fsdp.tasks.tts.utterance import Batch
 
 
 class SpeechMetrics(Metric):

@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lit_fsdp.tasks.loading import PADDING
-from lit_fsdp.tasks.tts.evaluation.speech_eval import Listener
+from lit_fsdp.tasks.tts.evaluation.speech_eval import SpeechEvaluator
 from lit_fsdp.tasks.tts.generation import Speech
 
 
@@ -20,14 +20,14 @@ class Prediction:
 
     Args:
         trainer: Says where WAV files go.
-        listener: Whose codec makes them; ``None`` leaves it at codes.
+        evaluator: Its codec decodes them; ``None`` leaves it at codes.
     """
 
-    def __init__(self, trainer: Trainer, listener: Listener | None) -> None:
-        self.listener = listener
+    def __init__(self, trainer: Trainer, evaluator: SpeechEvaluator | None) -> None:
+        self.evaluator = evaluator
         self.folder = Path(trainer.log_dir or trainer.default_root_dir) / "spoken"  # log_dir is a broadcast
         self.num_cut = 0
-        if listener is None:
+        if evaluator is None:
             rank_zero_info("predict writes codes; with model.speech_eval.codec set, WAV files too")
 
     def describe(self, spoken: Sequence[Speech], numbers: Sequence[int]) -> dict[str, Any]:
@@ -39,12 +39,12 @@ class Prediction:
             "prediction": [speech.codes.tolist() for speech in spoken],
             "has_ended": [speech.has_ended for speech in spoken],
         }
-        if self.listener is None:
+        if self.evaluator is None:
             return found
         paths = [self.folder / f"{number:05}.wav" for number in numbers]
         for (number, speech), path in zip(pairs, paths, strict=True):
             if number != PADDING:
-                self.listener.write(speech, path)
+                self.evaluator.decode(speech).write(path)
         return {**found, "audio": [str(path) for path in paths]}
 
     def finish(self, max_frames: int) -> None:

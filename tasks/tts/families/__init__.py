@@ -1,1 +1,1 @@
-"""The families of speech models: what each answers for task, data, generation, planning and export."""
+"""The families of speech models: the interface, and each family's model, loss, generation and rules for plans."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,64 +15,42 @@ from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.tasks.tts.codec.hub_codec import CODEC
 from lit_fsdp.tasks.tts.families.csm_model import Csm, generate_csm
 from lit_fsdp.tasks.tts.families.csm_tape import read_csm
-from lit_fsdp.tasks.tts.families.family import Family, Voice, check_english, parse_hub_config
+from lit_fsdp.tasks.tts.families.family import Family, HubConfig, Voice, collate_targets
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
-from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
+from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
+from lit_fsdp.tasks.tts.utterance import Batch, Utterance, get_codes
 from lit_fsdp.weights.load import load_weights
 from lit_fsdp.weights.safetensors_io import TensorFiles
-
-if TYPE_CHECKING:
-    from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 
 _END_OF_TEXT = "<|end_of_text|>"
 _MAX_FRAMES = 1125  # 90 seconds, as in the original inference
 
 
-@dataclass(frozen=True, kw_only=True)
-class CsmSettings:
-    """A CSM model.
+class CsmSettings(HubConfig):
+    """A CSM model."""
 
-    Args:
-        raw: ``config.json`` as it is.
-        model: What Transformers makes of it.
-    """
-
-    raw: dict[str, Any]
-    model: CsmConfig
+    kind = CsmConfig
 
     @property
     def num_codebooks(self) -> int:
         """Codes in a frame."""
-        return int(self.model.num_codebooks or 0)
+        return int(self.model.num_codebooks)
 
     @property
     def codebook_size(self) -> int:
         """Codes of speech are below it."""
-        codec: Any = self.model.codec_config
-        return int(codec.codebook_size)
+        return int(self.model.codec_config.codebook_size)
 
     @property
     def frames_per_s(self) -> float:
         """Of the codec."""
-        codec: Any = self.model.codec_config
-        return float(codec.frame_rate)
+        return float(self.model.codec_config.frame_rate)
 
     @property
-    def voice_size(self) -> None:
-        """It takes no embeddings of speakers."""
-
-    @property
+    @override
     def speakers(self) -> Mapping[str, int]:
         """The numbers themselves are names."""
         return {str(i): i for i in range(10)}
-
-    def find_language(self, name: str | None, speaker: str | None = None) -> None:  # noqa: ARG002
-        """Refuse all languages but English.
-
-        Raises:
-            ValueError: Another one is asked for.
-        """
-        check_english("csm", name)
 
 
 class CsmFamily(Family):
@@ -103,14 +79,11 @@ class CsmFamily(Family):
 
     @override
     def parse_config(self, raw: Mapping[str, Any], *, where: str = "config") -> CsmSettings:
-        return CsmSettings(raw=dict(raw), model=parse_hub_config(CsmConfig, raw, where))
+        return CsmSettings.parse(raw, where)
 
     @override
     def build_model(self, config: CsmSettings, attention: str = "sdpa") -> Csm:
-        settings = deepcopy(config.model)
-        # Private, seen in transformers 5.23: reaches the depth decoder's configuration too.
-        settings._attn_implementation = attention
-        return Csm(settings)
+        return Csm(config.copy_model_config(attention))
 
     @override
     def load_weights(self, model: nn.Module, folder: Path, *, seed: int = 0) -> None:
@@ -119,7 +92,7 @@ class CsmFamily(Family):
             raise ValueError(f"{folder} does not fit Csm: the model has no {unknown[0]}")
 
     @override
-    def weigh_losses(self, config: CsmSettings) -> tuple[float, float]:
+    def get_loss_weights(self, config: CsmSettings) -> tuple[float, float]:
         return 1.0, 1.0
 
     @override
@@ -140,7 +113,7 @@ class CsmFamily(Family):
         return ids
 
     @override
-    def find_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
+    def assign_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
         # Who has a number keeps it; names that are numbers have theirs; the others get those that are left, in order.
         names = sorted({row.speaker for row in rows} - known.keys())
         voices: dict[str, Voice] = {**known, **{name: int(name) for name in names if name.isdecimal()}}
@@ -154,7 +127,6 @@ class CsmFamily(Family):
 
     @override
     def collate(self, utterances: Sequence[Utterance], config: CsmSettings, *, is_streaming: bool = False) -> Batch:
-        eos = int(config.model.codebook_eos_token_id)  # type: ignore[arg-type]
         length = max(len(u.text_ids) + len(get_codes(u)) for u in utterances)
         shape = len(utterances), length
         batch = {
@@ -162,20 +134,15 @@ class CsmFamily(Family):
             "codes": torch.zeros(*shape, config.num_codebooks, dtype=torch.int64),
             "frame_mask": torch.zeros(shape, dtype=torch.bool),
         }
-        names = ("state_index", "targets", "is_end", "label_weights")
-        targets: dict[str, list[Tensor]] = {name: [] for name in names}
+        state_index = []
         for row, utterance in enumerate(utterances):
             codes = torch.from_numpy(get_codes(utterance))
             begin, num_frames = len(utterance.text_ids), len(codes)
             batch["text_ids"][row, :begin] = torch.tensor(utterance.text_ids)
             batch["codes"][row, begin : begin + num_frames] = codes
             batch["frame_mask"][row, begin : begin + num_frames] = True
-            targets["state_index"].append(row * length + torch.arange(begin - 1, begin + num_frames))
-            targets["targets"].append(torch.cat([codes, torch.full((1, config.num_codebooks), eos)]))
-            targets["is_end"].append(torch.arange(num_frames + 1) == num_frames)
-            targets["label_weights"].append(torch.full((num_frames + 1,), int(utterance.is_counted)))
-        batch |= {name: torch.cat(parts) for name, parts in targets.items()}
-        return {**batch, "frame_weights": batch["label_weights"]}
+            state_index.append(row * length + torch.arange(begin - 1, begin + num_frames))
+        return {**batch, **collate_targets(utterances, state_index, config.model.codebook_eos_token_id)}
 
     @override
     def collate_prompts(
@@ -200,22 +167,6 @@ class CsmFamily(Family):
             batch["frame_mask"][row, first:last] = True
             batch["text_ids"][row, last:] = torch.tensor(utterance.text_ids)
         return batch
-
-    @override
-    def make_example_batch(
-        self, config: CsmSettings, *, batch_size: int, num_text_ids: int, num_frames: int, is_streaming: bool = False
-    ) -> Batch:
-        shape, num_tokens = (batch_size, num_text_ids + num_frames), batch_size * (num_frames + 1)
-        return {
-            "text_ids": torch.zeros(shape, dtype=torch.int64),
-            "codes": torch.zeros(*shape, config.num_codebooks, dtype=torch.int64),
-            "frame_mask": torch.ones(shape, dtype=torch.bool),
-            "state_index": torch.zeros(num_tokens, dtype=torch.int64),
-            "targets": torch.zeros(num_tokens, config.num_codebooks, dtype=torch.int64),
-            "is_end": torch.zeros(num_tokens, dtype=torch.bool),
-            "label_weights": torch.ones(num_tokens, dtype=torch.int64),
-            "frame_weights": torch.ones(num_tokens, dtype=torch.int64),
-        }
 
     @override
     def read_step(self, model: Csm, step: ModelReader) -> int:
@@ -246,7 +197,7 @@ class CsmFamily(Family):
 
 def _take_context(utterance: Utterance, config: CsmSettings) -> Tensor:
     """Return the frames that were said before, with their end [frames, codebooks], or none."""
-    end = torch.full((1, config.num_codebooks), int(config.model.codebook_eos_token_id))  # type: ignore[arg-type]
+    end = torch.full((1, config.num_codebooks), int(config.model.codebook_eos_token_id))
     if utterance.context_codes is None:
         return end[:0]
     return torch.cat([torch.from_numpy(utterance.context_codes), end])

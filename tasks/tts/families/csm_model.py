@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from transformers import CsmConfig, CsmForConditionalGeneration, DynamicCache
 
 from lit_fsdp.tasks.tts.families.family import SpeechOutput
-from lit_fsdp.tasks.tts.generation import Chooser, SamplingValues, Speech, is_any
-from lit_fsdp.tasks.tts.layout import Batch
+from lit_fsdp.tasks.tts.generation import Chooser, SamplingValues, Speech, cut_at_ends, is_any
+from lit_fsdp.tasks.tts.utterance import Batch
 
 
 class Csm(CsmForConditionalGeneration):
@@ -116,7 +116,8 @@ def generate_csm(model: Csm, batch: Batch, sampling: SamplingValues) -> list[Spe
         inputs = model.backbone_model.embed_tokens(codes.unsqueeze(1))
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
         positions = mask.sum(-1, keepdim=True) - 1
-    return _cut(torch.stack(frames, dim=1).cpu(), eos, sampling.max_frames)
+    written = torch.stack(frames, dim=1)
+    return cut_at_ends(written[:, : sampling.max_frames], (written == eos).all(-1))
 
 
 def _write_depth(model: Csm, state: Tensor, first: Tensor, choose: Chooser) -> Tensor:
@@ -133,12 +134,3 @@ def _write_depth(model: Csm, state: Tensor, first: Tensor, choose: Chooser) -> T
         codes.append(choose.pick_other(logits[:, -1, :codebook_size].float()))
         ids = codes[-1].unsqueeze(1)
     return torch.stack(codes, dim=1)
-
-
-def _cut(codes: Tensor, eos: int, max_frames: int) -> list[Speech]:
-    speech = []
-    for own in codes:
-        ends = (own == eos).all(1).nonzero()
-        num_frames = int(ends[0]) if len(ends) else max_frames
-        speech.append(Speech(codes=own[:num_frames].clone(), has_ended=len(ends) > 0))
-    return speech

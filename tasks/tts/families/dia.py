@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 from transformers import DiaConfig
 from typing_extensions import override
 
@@ -17,29 +15,20 @@ from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.tasks.tts.families.dia_model import Dia, generate_dia
 from lit_fsdp.tasks.tts.families.dia_tape import read_dia
-from lit_fsdp.tasks.tts.families.family import Family, Voice, check_english, parse_hub_config
+from lit_fsdp.tasks.tts.families.family import Family, HubConfig, Voice, collate_targets
 from lit_fsdp.tasks.tts.families.speech_tape import describe_batch
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
-from lit_fsdp.tasks.tts.layout import Batch, Utterance, get_codes
-
-if TYPE_CHECKING:
-    from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
+from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
+from lit_fsdp.tasks.tts.utterance import Batch, Utterance, get_codes
 
 FRAMES_PER_S = 44100 / 512  # of DAC at 44.1 kHz
 _SPEAKERS = ("[S1]", "[S2]")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiaSettings:
-    """A Dia model.
+class DiaSettings(HubConfig):
+    """A Dia model."""
 
-    Args:
-        raw: ``config.json`` as it is.
-        model: What Transformers makes of it.
-    """
-
-    raw: dict[str, Any]
-    model: Any  # a DiaConfig, whose fields are typed as if its parts could be missing
+    kind = DiaConfig
 
     @property
     def num_codebooks(self) -> int:
@@ -56,23 +45,6 @@ class DiaSettings:
     def frames_per_s(self) -> float:
         """Of the codec."""
         return FRAMES_PER_S
-
-    @property
-    def voice_size(self) -> None:
-        """It takes no embeddings of speakers."""
-
-    @property
-    def speakers(self) -> Mapping[str, int]:
-        """It knows none by name."""
-        return {}
-
-    def find_language(self, name: str | None, speaker: str | None = None) -> None:  # noqa: ARG002
-        """Refuse all languages but English.
-
-        Raises:
-            ValueError: Another one is asked for.
-        """
-        check_english("dia", name)
 
 
 class DiaFamily(Family):
@@ -97,17 +69,14 @@ class DiaFamily(Family):
 
     @override
     def parse_config(self, raw: Mapping[str, Any], *, where: str = "config") -> DiaSettings:
-        return DiaSettings(raw=dict(raw), model=parse_hub_config(DiaConfig, raw, where))
+        return DiaSettings.parse(raw, where)
 
     @override
     def build_model(self, config: DiaSettings, attention: str = "sdpa") -> Dia:
-        settings = deepcopy(config.model)
-        # Private, seen in transformers 5.23: reaches the configurations of encoder and decoder too.
-        settings._attn_implementation = attention
-        return Dia(settings)
+        return Dia(config.copy_model_config(attention))
 
     @override
-    def weigh_losses(self, config: DiaSettings) -> tuple[float, float]:
+    def get_loss_weights(self, config: DiaSettings) -> tuple[float, float]:
         # Together the mean over all codebooks.
         return 1 / config.num_codebooks, 1 - 1 / config.num_codebooks
 
@@ -131,7 +100,7 @@ class DiaFamily(Family):
         return ids
 
     @override
-    def find_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
+    def assign_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
         speakers = {row.speaker for row in rows if not row.text.lstrip().startswith(_SPEAKERS)}
         if len(speakers) > 1:
             rank_zero_warn(
@@ -145,28 +114,21 @@ class DiaFamily(Family):
         decoder, delays = config.model.decoder_config, torch.tensor(config.model.delay_pattern)
         longest = int(delays.max()) + 1 + max(len(get_codes(u)) for u in utterances)
         decoder_ids = torch.full((len(utterances), longest, len(delays)), decoder.pad_token_id)
-        names = ("state_index", "targets", "is_end", "label_weights")
-        targets: dict[str, list[Tensor]] = {name: [] for name in names}
+        state_index = []
         for row, utterance in enumerate(utterances):
             codes = torch.from_numpy(get_codes(utterance))
             num_frames = len(codes)
-            wanted = torch.cat([codes, torch.full((1, len(delays)), decoder.eos_token_id)])
             for i, delay in enumerate(delays.tolist()):
                 decoder_ids[row, : delay + 1, i] = decoder.bos_token_id
                 decoder_ids[row, delay + 1 : delay + 1 + num_frames, i] = codes[:, i]
                 # The end itself is read by a position that predicts nothing of this codebook, but of others.
                 rest = decoder_ids[row, delay + 1 + num_frames :, i]
                 rest[:1] = decoder.eos_token_id
-            places = torch.arange(num_frames + 1).unsqueeze(1) + delays
-            targets["state_index"].append(row * longest + places)
-            targets["targets"].append(wanted)
-            targets["is_end"].append(torch.arange(num_frames + 1) == num_frames)
-            targets["label_weights"].append(torch.full((num_frames + 1,), int(utterance.is_counted)))
-        batch = {name: torch.cat(parts) for name, parts in targets.items()}
+            state_index.append(row * longest + torch.arange(num_frames + 1).unsqueeze(1) + delays)
         # Padding of the decoder is on the right, where causal attention does not look.
         whole = torch.ones(len(utterances), longest, dtype=torch.int64)
-        batch |= {"decoder_ids": decoder_ids, "attention_mask": whole, "frame_weights": batch["label_weights"]}
-        return {**batch, **_stack_text(utterances)}
+        targets = collate_targets(utterances, state_index, decoder.eos_token_id)
+        return {**targets, "decoder_ids": decoder_ids, "attention_mask": whole, **_stack_text(utterances)}
 
     @override
     def drop_texts(self, batch: Batch, rows: Sequence[int]) -> Batch:
@@ -183,22 +145,14 @@ class DiaFamily(Family):
     def make_example_batch(
         self, config: DiaSettings, *, batch_size: int, num_text_ids: int, num_frames: int, is_streaming: bool = False
     ) -> Batch:
-        num_text_ids = min(num_text_ids, config.model.encoder_config.max_position_embeddings)
-        length = num_frames + 1 + max(config.model.delay_pattern)
-        num_tokens, size = batch_size * (num_frames + 1), config.num_codebooks
-        text_mask = torch.ones(batch_size, num_text_ids, dtype=torch.int64)
-        text_mask[0, -1] = 0  # texts differ in length, so attention gets a mask
-        return {
-            "text_ids": torch.zeros(batch_size, num_text_ids, dtype=torch.int64),
-            "text_mask": text_mask,
-            "decoder_ids": torch.zeros(batch_size, length, size, dtype=torch.int64),
-            "attention_mask": torch.ones(batch_size, length, dtype=torch.int64),
-            "state_index": torch.zeros(num_tokens, size, dtype=torch.int64),
-            "targets": torch.zeros(num_tokens, size, dtype=torch.int64),
-            "is_end": torch.zeros(num_tokens, dtype=torch.bool),
-            "label_weights": torch.ones(num_tokens, dtype=torch.int64),
-            "frame_weights": torch.ones(num_tokens, dtype=torch.int64),
-        }
+        batch = super().make_example_batch(
+            config,
+            batch_size=batch_size,
+            num_text_ids=min(num_text_ids, config.model.encoder_config.max_position_embeddings),
+            num_frames=num_frames,
+        )
+        batch["text_mask"][0, -1] = 0  # texts differ in length, so attention gets a mask
+        return batch
 
     @override
     def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch:

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 
 from lit_fsdp.tasks.tts.families.family import SpeechOutput
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech, build_warpers, is_any
-from lit_fsdp.tasks.tts.layout import Batch
+from lit_fsdp.tasks.tts.utterance import Batch
 
 
 class Dia(DiaForConditionalGeneration):

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -25,12 +26,10 @@ from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.planning.reader import UnreadableModuleError
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.tasks.tts.families.speech_tape import describe_batch
-from lit_fsdp.tasks.tts.layout import Batch, Utterance
+from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
+from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
+from lit_fsdp.tasks.tts.utterance import Batch, Utterance, get_codes
 from lit_fsdp.weights.load import load_weights
-
-if TYPE_CHECKING:
-    from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
-    from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 
 Voice = NDArray[np.float32] | int  # an embedding, or the number under which a model knows a speaker
 
@@ -62,12 +61,71 @@ class FamilyConfig(Protocol):
     def speakers(self) -> Mapping[str, int]:
         """Numbers of speakers that the model knows, by lower-cased name."""
 
-    def find_language(self, name: str | None, speaker: str | None = None) -> int | None:
+    def get_language_id(self, name: str | None, speaker: str | None = None) -> int | None:
         """Return the id of a language; ``None`` for ``auto``.
 
         Raises:
             ValueError: The model does not know it.
         """
+
+
+def get_voice(name: str, voices: Mapping[str, Voice], config: FamilyConfig) -> Voice:
+    """Return a voice of the training data, or one that is built into the model.
+
+    Raises:
+        ValueError: Nobody knows it.
+    """
+    known = {**config.speakers, **voices}
+    if name.lower() not in known:
+        raise ValueError(f"speaker: got {name!r}: expected one of: {', '.join(sorted(known)) or 'none'}")
+    return known[name.lower()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubConfig:
+    """The configuration of a model of Transformers that speaks English and takes no embeddings of speakers.
+
+    Args:
+        raw: ``config.json`` as it is.
+        model: What Transformers makes of it.
+    """
+
+    kind: ClassVar[type[PreTrainedConfig]]
+    raw: dict[str, Any]
+    model: Any  # of ``kind``, whose fields are typed as if its parts could be missing
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], where: str) -> Self:
+        """Return what the contents of ``config.json`` say; see ``Family.parse_config``."""
+        try:
+            return cls(raw=dict(raw), model=cls.kind.from_dict(deepcopy(dict(raw))))
+        except (TypeError, ValueError, StrictDataclassError) as error:
+            raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
+
+    def copy_model_config(self, attention: str) -> Any:
+        """Return ``model`` for one model, with an implementation of attention for all its parts."""
+        config = deepcopy(self.model)
+        config._attn_implementation = attention  # private, seen in transformers 5.23
+        return config
+
+    @property
+    def voice_size(self) -> None:
+        """It takes no embeddings of speakers."""
+
+    @property
+    def speakers(self) -> Mapping[str, int]:
+        """It knows none by name."""
+        return {}
+
+    def get_language_id(self, name: str | None, speaker: str | None = None) -> None:  # noqa: ARG002
+        """Refuse all languages but English, as the model is not told a language.
+
+        Raises:
+            ValueError: Another one is asked for.
+        """
+        if (name or "auto").lower() not in ("auto", "english", "en"):
+            kind = self.model.model_type
+            raise ValueError(f"language: got {name!r}: {kind} is not told a language: expected auto or english")
 
 
 class Family(ABC):
@@ -110,7 +168,7 @@ class Family(ABC):
         load_weights(model, folder, seed=seed)
 
     @abstractmethod
-    def weigh_losses(self, config: Any) -> tuple[float, float]:
+    def get_loss_weights(self, config: Any) -> tuple[float, float]:
         """Return the weights of the talker's and the predictor's loss; see Note [Two losses]."""
 
     @abstractmethod
@@ -122,7 +180,7 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def find_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
+    def assign_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
         """Return what tells the model who speaks, by the name of each speaker of the training data.
 
         Args:
@@ -145,11 +203,13 @@ class Family(ABC):
     def collate_prompts(self, utterances: Sequence[Utterance], config: Any, *, is_streaming: bool = False) -> Batch:
         """Return a batch for :meth:`generate`."""
 
-    @abstractmethod
     def make_example_batch(
         self, config: Any, *, batch_size: int, num_text_ids: int, num_frames: int, is_streaming: bool = False
     ) -> Batch:
         """Return a batch for training of the given size, without data."""
+        codes = np.zeros((num_frames, config.num_codebooks), dtype=np.int64)
+        utterance = Utterance(text_ids=[0] * num_text_ids, codes=codes, language=0, speaker=0)
+        return self.collate([utterance] * batch_size, config, is_streaming=is_streaming)
 
     def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch:
         """Return the shape of a batch, for the closed form of a plan."""
@@ -179,8 +239,6 @@ class Family(ABC):
     @property
     def default_sampling(self) -> SamplingValues:
         """How speech is generated where neither the user nor the model says anything."""
-        from lit_fsdp.tasks.tts.generation import SamplingValues
-
         return SamplingValues()
 
     def check_sampling(self, sampling: Sampling) -> None:
@@ -240,31 +298,22 @@ class Family(ABC):
             )
 
 
-def parse_hub_config(kind: type[PreTrainedConfig], raw: Mapping[str, Any], where: str) -> Any:
-    """Return what Transformers makes of the contents of ``config.json``.
+def collate_targets(utterances: Sequence[Utterance], state_index: Sequence[Tensor], eos: int) -> Batch:
+    """Return the targets of a batch of which the end is a frame of ``eos`` in all codebooks.
 
     Args:
-        kind: Class of the configuration.
-        raw: Left as it is.
-        where: Names it in errors.
-
-    Raises:
-        ValueError: It cannot be.
+        utterances: With codes.
+        state_index: Of each utterance: which states predict its frames and its end.
+        eos: The code.
     """
-    try:
-        return kind.from_dict(deepcopy(dict(raw)))
-    except (TypeError, ValueError, StrictDataclassError) as error:
-        raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
-
-
-def check_english(model_type: str, name: str | None) -> None:
-    """Refuse a language, of a model that speaks English and is not told so.
-
-    Raises:
-        ValueError: It is another one.
-    """
-    if (name or "auto").lower() not in ("auto", "english", "en"):
-        raise ValueError(f"language: got {name!r}: {model_type} is not told a language: expected auto or english")
+    targets: dict[str, list[Tensor]] = {"targets": [], "is_end": [], "label_weights": []}
+    for utterance in utterances:
+        codes = torch.from_numpy(get_codes(utterance))
+        targets["targets"].append(torch.cat([codes, torch.full((1, codes.shape[1]), eos)]))
+        targets["is_end"].append(torch.arange(len(codes) + 1) == len(codes))
+        targets["label_weights"].append(torch.full((len(codes) + 1,), int(utterance.is_counted)))
+    batch = {name: torch.cat(parts) for name, parts in targets.items()}
+    return {**batch, "state_index": torch.cat(list(state_index)), "frame_weights": batch["label_weights"]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,33 +9,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_fsdp.tasks.tts.config import CONFIG, MODEL_TYPE, read_raw_config
+from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
+from lit_fsdp.tasks.tts.families.csm import CsmFamily
+from lit_fsdp.tasks.tts.families.dia import DiaFamily
 from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig
 from lit_fsdp.tasks.tts.families.qwen3 import Qwen3Family
 from lit_fsdp.weights.load import materialize
 
-MODEL_TYPES = (MODEL_TYPE, "csm", "dia")
+FAMILIES: dict[str, Family] = {f.model_type: f for f in (Qwen3Family(), CsmFamily(), DiaFamily())}
 
 
-def find_family(model_type: Any, *, where: str = "config") -> Family:
+def get_family(model_type: Any, *, where: str = "config") -> Family:
     """Return the family of a model type.
 
     Raises:
         ValueError: There is none.
     """
-    if model_type == MODEL_TYPE:
-        return Qwen3Family()
-    # Imported where they are needed: each takes a tenth of a second, and a run has use for one.
-    if model_type == "csm":
-        from lit_fsdp.tasks.tts.families.csm import CsmFamily
-
-        return CsmFamily()
-    if model_type == "dia":
-        from lit_fsdp.tasks.tts.families.dia import DiaFamily
-
-        return DiaFamily()
-    known = ", ".join(repr(name) for name in MODEL_TYPES)
-    raise ValueError(f"{where}: model_type: got {model_type!r}: expected one of {known}")
+    if model_type not in FAMILIES:
+        known = ", ".join(repr(name) for name in FAMILIES)
+        raise ValueError(f"{where}: model_type: got {model_type!r}: expected one of {known}")
+    return FAMILIES[model_type]
 
 
 def parse_family(raw: Mapping[str, Any], *, where: str = "config") -> tuple[Family, FamilyConfig]:
@@ -44,7 +37,7 @@ def parse_family(raw: Mapping[str, Any], *, where: str = "config") -> tuple[Fami
     Raises:
         ValueError: No family knows it, or it cannot be.
     """
-    family = find_family(raw.get("model_type"), where=where)
+    family = get_family(raw.get("model_type"), where=where)
     return family, family.parse_config(raw, where=where)
 
 
@@ -59,7 +52,7 @@ def read_family(folder: Path) -> tuple[Family, FamilyConfig]:
 
 def is_speech_model(folder: Path) -> bool:
     """Tell whether a folder holds a model of a family."""
-    return (folder / CONFIG).is_file() and read_raw_config(folder).get("model_type") in MODEL_TYPES
+    return (folder / CONFIG).is_file() and read_raw_config(folder).get("model_type") in FAMILIES
 
 
 def load_speech_model(folder: Path) -> tuple[Family, FamilyConfig, nn.Module]:

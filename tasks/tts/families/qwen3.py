@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-import torch
 from torch import nn
 from typing_extensions import override
 
 from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.tasks.tts.config import MODEL_TYPE, SpeechConfig, parse_config
 from lit_fsdp.tasks.tts.families.family import Family, Voice
-from lit_fsdp.tasks.tts.families.qwen3_model import PREDICTOR_WEIGHT, Qwen3TTS, list_parts
+from lit_fsdp.tasks.tts.families.qwen3_layout import collate_prompts, collate_training, encode_text
+from lit_fsdp.tasks.tts.families.qwen3_model import PREDICTOR_WEIGHT, Qwen3TTS, generate_qwen3
 from lit_fsdp.tasks.tts.families.qwen3_tape import read_qwen3
-from lit_fsdp.tasks.tts.generation import SamplingValues, Speech, generate_codes
-from lit_fsdp.tasks.tts.layout import (
-    Batch,
-    Utterance,
-    collate_prompts,
-    collate_training,
-    count_positions,
-    encode_text,
-)
-
-if TYPE_CHECKING:
-    from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
+from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
+from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, average_speakers
+from lit_fsdp.tasks.tts.utterance import Batch, Utterance
 
 
 class Qwen3Family(Family):
@@ -56,7 +47,7 @@ class Qwen3Family(Family):
         return Qwen3TTS(config, attention)
 
     @override
-    def weigh_losses(self, config: SpeechConfig) -> tuple[float, float]:
+    def get_loss_weights(self, config: SpeechConfig) -> tuple[float, float]:
         return 1.0, PREDICTOR_WEIGHT
 
     @override
@@ -64,9 +55,7 @@ class Qwen3Family(Family):
         return encode_text(tokenizer, text)
 
     @override
-    def find_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
-        from lit_fsdp.tasks.tts.preparation.prepared import average_speakers
-
+    def assign_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
         return {**average_speakers(rows), **known}
 
     @override
@@ -80,37 +69,24 @@ class Qwen3Family(Family):
         return collate_prompts(utterances, config, is_streaming=is_streaming)
 
     @override
-    def make_example_batch(
-        self, config: SpeechConfig, *, batch_size: int, num_text_ids: int, num_frames: int, is_streaming: bool = False
-    ) -> Batch:
-        length = count_positions(num_text_ids, num_frames, has_language=True, is_streaming=is_streaming)
-        shape = batch_size, length
-        ids, ones = torch.zeros(shape, dtype=torch.int64), torch.ones(shape, dtype=torch.bool)
-        tokens, frames = batch_size * (num_frames + 1), batch_size * num_frames
-        return {
-            "text_ids": ids,
-            "codec_ids": ids.clone(),
-            "attention_mask": ones.long(),
-            "codec_mask": ones,
-            "speaker_mask": ones.clone(),
-            "codes": torch.zeros(*shape, config.num_codebooks, dtype=torch.int64),
-            "frame_mask": ones.clone(),
-            "state_index": torch.zeros(tokens, dtype=torch.int64),
-            "labels": torch.zeros(tokens, dtype=torch.int64),
-            "label_weights": torch.ones(tokens, dtype=torch.int64),
-            "frame_index": torch.ones(frames, dtype=torch.int64),
-            "frame_weights": torch.ones(frames, dtype=torch.int64),
-        }
-
-    @override
     def read_step(self, model: Qwen3TTS, step: ModelReader) -> int:
         return read_qwen3(model, step)
 
     @override
     def generate(self, model: Qwen3TTS, batch: Batch, sampling: SamplingValues) -> list[Speech]:
-        return generate_codes(model, batch, sampling)
+        return generate_qwen3(model, batch, sampling)
 
     @override
     def list_parts(self, model: nn.Module) -> dict[str, nn.Module | None]:
         assert isinstance(model, Qwen3TTS)
-        return list_parts(model)
+        talker = model.talker
+        return {
+            "talker layers": talker.model.layers,
+            "text_embedding": talker.model.text_embedding,
+            "codec_embedding": talker.model.codec_embedding,
+            "text_projection": talker.text_projection,
+            "norm": talker.model.norm,
+            "codec_head": talker.codec_head,
+            "code_predictor": talker.code_predictor,
+            "speaker_encoder": model.speaker_encoder,
+        }

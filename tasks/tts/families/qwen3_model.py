@@ -1,24 +1,24 @@
-"""``Qwen3TTS``: talker, code predictor and speaker encoder as one model, and its loss.
+"""Qwen3-TTS: talker, code predictor and speaker encoder as one model, its loss, and how it speaks.
 
 Note [Loss of speech]: the loss is the talker's cross-entropy over all frames and ends, plus ``0.3`` times the code
 predictor's over codebooks 1 and up of all frames. Each is a mean of its own over the whole optimizer step, all ranks
 and micro-batches, so the model returns sums and counts. The two counts differ (an utterance has one end), and the
-ratio between them must be known before backward: see ``step_counts`` in ``task.py``.
+ratio between them must be known before backward: see ``StepCounts``.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import DynamicCache
 
 from lit_fsdp.tasks.tts.config import SpeechConfig
 from lit_fsdp.tasks.tts.families.family import SpeechOutput
-from lit_fsdp.tasks.tts.families.qwen3_talker import Talker, set_attention
+from lit_fsdp.tasks.tts.families.qwen3_talker import Talker
 from lit_fsdp.tasks.tts.families.speaker_encoder import SpeakerEncoder
-from lit_fsdp.tasks.tts.layout import Batch
+from lit_fsdp.tasks.tts.generation import Chooser, SamplingValues, Speech, cut_at_ends, is_any
+from lit_fsdp.tasks.tts.utterance import Batch
 
 PREDICTOR_WEIGHT = 0.3
 
@@ -33,7 +33,8 @@ class Qwen3TTS(nn.Module):
 
     def __init__(self, config: SpeechConfig, attention: str = "sdpa") -> None:
         super().__init__()
-        set_attention(config, attention)
+        for part in (config.talker, config.predictor):
+            part._attn_implementation = attention
         self.config = config
         self.talker = Talker(config)
         self.speaker_encoder = SpeakerEncoder(config.speaker_encoder) if config.speaker_encoder is not None else None
@@ -101,32 +102,62 @@ class Qwen3TTS(nn.Module):
         return text + codec
 
 
-def list_parts(model: Qwen3TTS) -> dict[str, nn.Module | None]:
-    """Return the parts of a model by name."""
-    talker = model.talker
-    return {
-        "talker layers": talker.model.layers,
-        "text_embedding": talker.model.text_embedding,
-        "codec_embedding": talker.model.codec_embedding,
-        "text_projection": talker.text_projection,
-        "norm": talker.model.norm,
-        "codec_head": talker.codec_head,
-        "code_predictor": talker.code_predictor,
-        "speaker_encoder": model.speaker_encoder,
-    }
+@torch.no_grad()
+def generate_qwen3(model: Qwen3TTS, batch: Batch, sampling: SamplingValues) -> list[Speech]:
+    """Write the frames of a batch of prompts; see ``Family.generate``.
 
-
-def load_model(folder: Path, *, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> Qwen3TTS:
-    """Return a model with the weights of a folder, on the CPU, whole: for what is not trained.
-
-    Raises:
-        ValueError: The files do not fit, tensor by tensor.
+    Args:
+        model: In evaluation mode.
+        batch: From ``collate_prompts``.
+        sampling: How codes are chosen.
     """
-    from lit_fsdp.tasks.tts.config import read_config
-    from lit_fsdp.weights.load import load_weights, materialize
+    config, talker = model.config, model.talker
+    device = batch["text_ids"].device
+    generator = torch.Generator(device=device).manual_seed(sampling.seed)
+    choose = Chooser(sampling, generator, suppressed=config.suppressed_ids, late=config.ids.eos)
+    mask, cache = batch["attention_mask"], DynamicCache(config=config.talker)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    output = talker.run(model.embed_tracks(batch), mask, position_ids=positions, past_key_values=cache, use_cache=True)
+    trailing = talker.embed_text(batch["trailing_ids"])
+    pad = talker.embed_text(torch.tensor([[config.ids.tts_pad]], device=device))
+    is_open = torch.ones(len(mask), dtype=torch.bool, device=device)
+    firsts: list[Tensor] = []  # of codebook 0, ends included
+    frames: list[Tensor] = []
+    while True:
+        state = output.last_hidden_state[:, -1:]
+        first = choose.pick_first(talker.codec_head(state[:, 0]).float(), firsts)
+        first = torch.where(is_open, first, config.ids.eos)
+        firsts.append(first)
+        is_open = is_open & (first != config.ids.eos)
+        # One frame less than picks, so that the last pick may be the end.
+        if not is_any(is_open) or len(frames) == sampling.max_frames:
+            break
+        codes, embedded = _predict_others(model, first, state, choose)
+        frames.append(codes)
+        step = len(frames) - 1
+        text = trailing[:, step : step + 1] if step < trailing.shape[1] else pad
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        output = talker.run(
+            embedded.sum(1, keepdim=True) + text,
+            mask,
+            position_ids=mask.sum(-1, keepdim=True) - 1,
+            past_key_values=cache,
+            use_cache=True,
+        )
+    none = torch.zeros(len(mask), 0, config.num_codebooks, dtype=torch.int64)
+    return cut_at_ends(torch.stack(frames, dim=1) if frames else none, torch.stack(firsts, dim=1) == config.ids.eos)
 
-    with torch.device("meta"):
-        model = Qwen3TTS(read_config(folder), attention).to(dtype)
-    materialize(model, torch.device("cpu"))
-    load_weights(model, folder)
-    return model.eval()
+
+def _predict_others(model: Qwen3TTS, first: Tensor, state: Tensor, choose: Chooser) -> tuple[Tensor, Tensor]:
+    """Return the codes [batch, codebooks] of a frame and their embeddings [batch, codebooks, size]."""
+    talker, predictor = model.talker, model.talker.code_predictor
+    cache = DynamicCache(config=model.config.predictor)
+    embedded = [talker.model.codec_embedding(first)]
+    codes = [first]
+    inputs = torch.cat([state, embedded[0].unsqueeze(1)], dim=1)
+    for head, table in zip(predictor.lm_head, predictor.model.codec_embedding, strict=True):
+        hidden = predictor.run(predictor.small_to_mtp_projection(inputs), cache)[:, -1]
+        codes.append(choose.pick_other(head(hidden).float()))
+        embedded.append(table(codes[-1]))
+        inputs = embedded[-1].unsqueeze(1)
+    return torch.stack(codes, dim=1), torch.stack(embedded, dim=1)

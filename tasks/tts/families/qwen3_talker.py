@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Cache, Qwen3Config, Qwen3Model
+from transformers import Cache, Qwen3Model
 
 from lit_fsdp.tasks.tts.config import SpeechConfig
 
@@ -124,13 +124,3 @@ class Talker(nn.Module):
     def run(self, inputs: Tensor, attention_mask: Tensor | None, **options: Any) -> Any:
         """Return the output of the transformer over inputs [batch, length, size]."""
         return self.model(inputs_embeds=inputs, attention_mask=attention_mask, **options)
-
-
-def set_attention(config: SpeechConfig, attention: str) -> None:
-    """Choose the implementation of attention for what is built of a configuration."""
-    for part in (config.talker, config.predictor):
-        _set_attention(part, attention)
-
-
-def _set_attention(config: Qwen3Config, attention: str) -> None:
-    config._attn_implementation = attention

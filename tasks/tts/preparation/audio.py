@@ -97,12 +97,6 @@ def check_audio(audio: Audio, sample_rate: int, limits: Limits) -> None:
         raise AudioError(f"clipped: {clipped_pct:.1f} % of samples at full scale, at most {limits.max_clipped_pct:g} %")
 
 
-def write_wav(path: Path, audio: Audio, sample_rate: int) -> None:
-    """Write audio as 16-bit WAV."""
-    soundfile, _ = import_libraries()
-    soundfile.write(path, audio, sample_rate, subtype="PCM_16")
-
-
 def import_libraries() -> tuple[Any, Any]:
     """Return soundfile and soxr, which only those need who read or write audio.
 

@@ -31,7 +31,7 @@ class ManifestRow:
     language: str = "auto"
     problem: str | None = None
 
-    def find(self, name: str) -> Path:
+    def resolve(self, name: str) -> Path:
         """Return where a file of the manifest is."""
         path = Path(name).expanduser()
         return path if path.is_absolute() else self.folder / path

@@ -13,7 +13,7 @@ from typing import IO, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_fsdp.tasks.tts.layout import Codes
+from lit_fsdp.tasks.tts.utterance import Codes
 
 ShardFormat = Literal["parquet", "jsonl"]
 SUMMARY = "summary.json"

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lit_fsdp.tasks.tts.codec.formants import SPOKEN, build_small_codec, describe_voice
+from lit_fsdp.tasks.tts.codec.formants import SPOKEN, describe_voice
+from lit_fsdp.tasks.tts.codec.loading import find_codec, open_codec
 from lit_fsdp.tasks.tts.config import CONFIG, SpeechConfig, read_config, read_raw_config
 from lit_fsdp.tasks.tts.families.family import FamilyConfig
 from lit_fsdp.tasks.tts.families.model_types import is_speech_model, read_family
@@ -22,13 +23,11 @@ from lit_fsdp.tasks.tts.preparation.audio import Audio, AudioError, Limits, chec
 from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 from lit_fsdp.tasks.tts.preparation.transcribe import find_transcriber, load_transcriber
-from lit_fsdp.tasks.tts.pretrained import find_codec, find_speech_model
+from lit_fsdp.tasks.tts.pretrained import find_speech_model
 from lit_fsdp.weights.safetensors_io import compute_fingerprint
 
-if TYPE_CHECKING:  # it takes an eighth of a second, and most runs have no use for it
-    from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
-
 _SMALL_VOICE = 128  # numbers in the embedding of a speaker by formulas
+_open_codec = lru_cache(maxsize=1)(open_codec)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +82,7 @@ class Preparer:
     def _prepare(self, rows: Sequence[ManifestRow]) -> tuple[list[PreparedRow], list[Rejected]]:
         # What fails here is a setting or a missing package; what fails below, one clip.
         import_libraries()
-        config, codec = self._read_config(), self._load_codec()
+        config, codec = self._read_config(), _open_codec(self.model, self.device)
         needs_text = self.transcriber is not None and any(row.text is None for row in rows)
         transcribe = load_transcriber(str(self.transcriber), self.device) if needs_text else None
         encoder = _load_encoder(self.model, self.device) if isinstance(config, SpeechConfig) else None
@@ -97,7 +96,7 @@ class Preparer:
                     assert transcribe is not None
                     (text,) = transcribe([audio], codec.sample_rate, [row.language])
                 if not text.strip():
-                    raise AudioError("text: nothing was heard")
+                    raise AudioError("text: the transcript is empty")
                 # One by one: kernels may round differently in a batch, and codes must not depend on it.
                 (codes,) = codec.encode([torch.from_numpy(audio)])
                 embedding = self._embed(reference, encoder)
@@ -126,15 +125,15 @@ class Preparer:
             raise AudioError("text: missing, and no transcriber is set")
         if config is not None:
             try:
-                config.find_language(row.language)
+                config.get_language_id(row.language)
             except ValueError as error:
                 raise AudioError(str(error)) from error
-        audio = read_audio(row.find(row.audio), sample_rate, self.limits.max_seconds)
+        audio = read_audio(row.resolve(row.audio), sample_rate, self.limits.max_seconds)
         check_audio(audio, sample_rate, self.limits)
         if row.ref_audio is None:
             return audio, audio
         try:
-            reference = read_audio(row.find(row.ref_audio), sample_rate, self.limits.max_seconds)
+            reference = read_audio(row.resolve(row.ref_audio), sample_rate, self.limits.max_seconds)
             check_audio(reference, sample_rate, self.limits)
         except AudioError as error:
             raise AudioError(f"ref_audio: {error}") from error
@@ -154,21 +153,11 @@ class Preparer:
         folder = find_speech_model(self.model) if self.model != SPOKEN else None
         return read_family(folder)[1] if folder is not None and is_speech_model(folder) else None
 
-    def _load_codec(self) -> FrameCodec:
-        return build_small_codec() if self.model == SPOKEN else _load_codec(self.model, self.device)
-
 
 def _describe(error: Exception) -> str:
     if isinstance(error, AudioError):
         return str(error)
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-
-
-@lru_cache(maxsize=1)
-def _load_codec(name: str, device: str) -> FrameCodec:
-    from lit_fsdp.tasks.tts.codec.codec_12hz import load_codec
-
-    return load_codec(find_speech_model(name)).to(device)
 
 
 @lru_cache(maxsize=1)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lit_fsdp.checkpoint.manifest import describe_files
 from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow, read_manifest
@@ -80,9 +81,9 @@ def prepare_shards(
     missing = [i for i, path in enumerate(paths) if not _is_whole(path)]
     jobs = [(preparer, shards[i], paths[i]) for i in missing]
     num_rows = len(rows) - sum(len(shards[i]) for i in missing)
-    with _Bar(len(rows), num_rows, is_shown=show_progress) as bar:
+    with tqdm(total=len(rows), initial=num_rows, desc="preparing", unit=" clips", disable=not show_progress) as bar:
         for count in _run(jobs, num_processes, ray_address):
-            bar.add(count)
+            bar.update(count)
     return _finish(out, paths, num_resumed=len(paths) - len(missing))
 
 
@@ -176,21 +177,3 @@ def _finish(out: Path, paths: Sequence[Path], *, num_resumed: int) -> Prepared:
     summary = {"num_rows": found.num_rows, "num_rejected": found.num_rejected, "seconds": round(found.seconds, 3)}
     write_text(out / SUMMARY, json.dumps(summary) + "\n")
     return found
-
-
-class _Bar:
-    """A progress bar over lines of the manifest."""
-
-    def __init__(self, total: int, done: int, *, is_shown: bool) -> None:
-        from tqdm import tqdm  # type: ignore[import-untyped]
-
-        self._bar = tqdm(total=total, initial=done, desc="preparing", unit=" clips", disable=not is_shown)
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def add(self, count: int) -> None:
-        self._bar.update(count)

@@ -11,10 +11,10 @@ import torch
 
 from lit_fsdp.tasks.tts.config import CONFIG, read_raw_config
 from lit_fsdp.tasks.tts.preparation.audio import Audio
-from lit_fsdp.weights.base_weights import fetch_pretrained, find_pretrained
+from lit_fsdp.weights.base_weights import fetch_pretrained, get_pretrained_folder
 
 Transcribe = Callable[[Sequence[Audio], int, Sequence[str]], list[str]]
-_SECONDS = 30  # that it hears at once
+_SECONDS = 30  # that it reads at once
 # Not the copies in other dtypes that some of these models have.
 _PATTERNS = ("model.safetensors", "model-*.safetensors", "*.json", "merges.txt")
 
@@ -37,7 +37,7 @@ def fetch_transcriber(name: str) -> None:
 
 def find_transcriber(name: str) -> Path:
     """Return the folder of a model that is there or has been fetched."""
-    return find_pretrained(name, _PATTERNS)
+    return get_pretrained_folder(name, _PATTERNS)
 
 
 @lru_cache(maxsize=1)
@@ -46,7 +46,7 @@ def load_transcriber(name: str, device: str = "cpu") -> Transcribe:
 
     Args:
         name: Of a model that has been fetched, or its folder.
-        device: Where it listens.
+        device: Where it runs.
 
     Raises:
         ValueError: There is no such model.
@@ -72,15 +72,15 @@ def load_transcriber(name: str, device: str = "cpu") -> Transcribe:
             audio = clip if rate == sample_rate else soxr.resample(clip, sample_rate, rate, quality="HQ")
             # It finds out itself what it has no name for, such as dialects.
             options = {"language": language.lower()} if language.lower() in known else {}
-            heard = []
+            parts = []
             for begin in range(0, len(audio), _SECONDS * rate):
                 part = audio[begin : begin + _SECONDS * rate]
                 inputs = processor(part, sampling_rate=rate, return_tensors="pt", return_attention_mask=True)
                 inputs = inputs.to(model.device, model.dtype)
                 with torch.inference_mode():
                     ids = model.generate(inputs.input_features, attention_mask=inputs.attention_mask, **options)
-                heard.append(processor.batch_decode(ids, skip_special_tokens=True)[0].strip())
-            texts.append(" ".join(heard))
+                parts.append(processor.batch_decode(ids, skip_special_tokens=True)[0].strip())
+            texts.append(" ".join(parts))
         return texts
 
     return transcribe

@@ -3,9 +3,9 @@ from typing import Any
 import pytest
 from learned_tokens import learned
 
-from lit_fsdp.tasks.causal_lm.encoding import Encoded, Encoder
-from lit_fsdp.tasks.causal_lm.examples import Chat, RowError, RowFormat
+from lit_fsdp.tasks.causal_lm.rows import Chat, RowError, RowFormat
 from lit_fsdp.tasks.causal_lm.tokenizer import TrainTokenizer, train_tokenizer
+from lit_fsdp.tasks.causal_lm.tokens import Encoded, Encoder
 
 # Each has what matters here of the family that it is named after, in a few lines.
 QWEN2 = """\

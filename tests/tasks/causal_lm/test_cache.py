@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
-from waiting import count_waiting, tell_of_waiting, wait_until
+from waiting import count_waiting, run_forks, tell_of_waiting, wait_until
 
-from lit_fsdp.tasks.causal_lm.cache import COMPLETE, build_once, find_cache_dir, make_key
+from lit_fsdp.tasks.causal_lm.cache import COMPLETE, build_once, get_cache_dir, make_key
 
 FORK = multiprocessing.get_context("fork")
 
@@ -33,12 +33,7 @@ def test_of_several_processes_one_builds_and_all_read(tmp_path: Path) -> None:
         tell_of_waiting(tmp_path)
         assert (build_once(folder, build) / "data").read_text() == "all of it"
 
-    processes = [FORK.Process(target=body) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert run_forks(body, 3) == [0, 0, 0]
     assert count(log) == 1
 
 
@@ -59,11 +54,7 @@ def test_those_who_waited_for_a_failure_raise_the_same_and_whoever_comes_later_t
         except ValueError as error:
             (tmp_path / f"error{os.getpid()}").write_text(str(error))
 
-    processes = [FORK.Process(target=body) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
+    run_forks(body, 3)
     errors = {path.read_text() for path in tmp_path.glob("error*")}
     assert len(errors) == 1
     assert len(list(tmp_path.glob("error*"))) == 3
@@ -123,7 +114,7 @@ def test_a_key_changes_with_every_fact_and_the_cache_lies_where_it_is_told(
 ) -> None:
     assert make_key(a=1, b=[2]) == make_key(b=[2], a=1) != make_key(a=1, b=[3])
     monkeypatch.setenv("LIT_FSDP_CACHE", "/some/where")
-    assert find_cache_dir(None) == Path("/some/where")
-    assert find_cache_dir("here") == Path("here")
+    assert get_cache_dir(None) == Path("/some/where")
+    assert get_cache_dir("here") == Path("here")
     monkeypatch.delenv("LIT_FSDP_CACHE")
-    assert find_cache_dir(None) == Path.home() / ".cache" / "lit_fsdp"
+    assert get_cache_dir(None) == Path.home() / ".cache" / "lit_fsdp"

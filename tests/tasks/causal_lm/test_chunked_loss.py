@@ -1,5 +1,6 @@
 """``loss_chunks``: the same training, without the logits of all tokens at once."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,28 +84,14 @@ def test_what_a_family_does_with_its_logits_is_done_to_chunks(family: str) -> No
     assert float(chunked) == pytest.approx(float(whole), rel=1e-5)
 
 
-def test_a_model_that_does_more_than_that_is_refused_when_fit_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+# With weights as they are drawn, a cap of 30 changes nothing.
+@pytest.mark.parametrize("change", [lambda logits: 2 * logits, lambda logits: 30 * torch.tanh(logits / 30)])
+def test_a_model_that_changes_its_logits_otherwise_is_refused_when_fit_starts(
+    change: Callable[[Tensor], Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_model(tmp_path / "model", **EVEN)
     forward = CausalLM.forward
-    monkeypatch.setattr(CausalLM, "forward", lambda self, **inputs: 2 * forward(self, **inputs))
-
-    def body() -> None:
-        trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=1)
-        with pytest.raises(ValueError, match="loss_chunks: LlamaForCausalLM computes its loss otherwise"):
-            trainer.fit(build_task(folder, loss_chunks=4), Rows(EVEN["vocab_size"], GLOBAL_BATCH))
-
-    run_ranks(body, world_size=1)
-
-
-def test_a_cap_of_logits_that_is_not_known_is_found_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = save_model(tmp_path / "model", **EVEN)
-    forward = CausalLM.forward
-    # With weights as they are drawn, a cap of 30 changes nothing.
-    monkeypatch.setattr(CausalLM, "forward", lambda self, **inputs: 30 * torch.tanh(forward(self, **inputs) / 30))
+    monkeypatch.setattr(CausalLM, "forward", lambda self, **inputs: change(forward(self, **inputs)))
 
     def body() -> None:
         trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=1)

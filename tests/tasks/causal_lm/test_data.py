@@ -11,7 +11,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
-from waiting import count_waiting, tell_of_waiting, wait_until
+from waiting import count_waiting, run_forks, tell_of_waiting, wait_until
 
 from lit_fsdp.tasks.causal_lm import tokens
 from lit_fsdp.tasks.causal_lm.cache import COMPLETE
@@ -101,12 +101,7 @@ def test_of_processes_that_set_up_at_the_same_time_one_tokenizes(tmp_path: Path,
             data.setup("fit")
             assert len(data.train_dataloader()) > 0
 
-    processes = [FORK.Process(target=body) for _ in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0]
+    assert run_forks(body, 2) == [0, 0]
     assert log.read_text() == "x"
 
 
@@ -175,7 +170,7 @@ def test_held_out_documents_are_the_same_in_every_run_and_not_trained_on(
     assert held_out[0] == held_out[1]
     data = make(source, tokenizer, tmp_path / "cache", validation_fraction=0.99)
     data.setup("fit")
-    with pytest.raises(ValueError, match=r"validation_fraction 0.99 of 40 documents leaves none to train on"):
+    with pytest.raises(ValueError, match=r"validation_fraction: 0.99 of 40 rows leaves none to train on"):
         data.train_dataloader()
 
 
@@ -318,8 +313,8 @@ def test_the_command_line_takes_a_trained_or_a_named_tokenizer() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"batch_size": 0}, "batch_size 0 must be at least 1"),
-        ({"validation_fraction": 1.0}, "validation_fraction 1.0 must be at least 0 and below 1"),
+        ({"batch_size": 0}, "batch_size: got 0: expected 1 or more"),
+        ({"validation_fraction": 1.0}, "validation_fraction: got 1.0: expected 0 to below 1"),
         ({"test_split": "test"}, "test_split: not used, as test names no data set"),
     ],
 )
@@ -339,5 +334,5 @@ def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path) -> None:
         make("pydoc", str(tmp_path / "nowhere"), tmp_path).setup("fit")
     with pytest.raises(RuntimeError, match="setup"):
         _ = make("pydoc", "some/model", tmp_path).tokenizer
-    with pytest.raises(ValueError, match="train is not set"):
+    with pytest.raises(ValueError, match="train: not set"):
         make(None, "some/model", tmp_path).setup("fit")

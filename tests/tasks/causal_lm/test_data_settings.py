@@ -8,7 +8,8 @@ from lightning.pytorch import Trainer
 
 from lit_fsdp.cli.train import run_trainer
 from lit_fsdp.tasks.causal_lm.data import TextData
-from lit_fsdp.tasks.causal_lm.tokenizer import TrainTokenizer, read_tokenizer_files, train_tokenizer
+from lit_fsdp.tasks.causal_lm.tokenizer import TrainTokenizer, train_tokenizer
+from lit_fsdp.tasks.pretrained import read_tokenizer_files
 
 TEXT = "[user] word / [assistant] says / [me]"
 
@@ -97,7 +98,7 @@ def test_before_a_run_starts_it_is_known_which_data_is_not_there(
     data.check_stage("validate")
     make("trian.jsonl", tokenizer, tmp_path).check_stage("plan")
     for stage in ("test", "predict"):
-        with pytest.raises(ValueError, match=f"{stage} is not set"):
+        with pytest.raises(ValueError, match=f"{stage}: not set"):
             data.check_stage(stage)
 
 

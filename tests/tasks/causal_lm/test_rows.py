@@ -34,7 +34,8 @@ BROKEN: list[tuple[str, bytes, str, dict[str, Any]]] = [
     ("d.jsonl", (GOOD + "\n" + '{"text": "  "}\n').encode(), 'line 3: "text" is empty; remove the row or set bad_rows: skip', {}),
     ("e.jsonl", b'{"messages": []}\n', 'line 1: "messages" is empty; remove the row or set bad_rows: skip', {}),
     ("f.jsonl", b'{"messages": [{"role": "bot", "content": "x"}]}\n', "line 1: message 1 has the role 'bot'; known are system, developer, user, assistant, tool", {}),
-    ("g.jsonl", (CHAT + '{"messages": [{"role": "user", "content": "hi"}]}\n').encode(), "line 2: the last message is by \"user\"; loss_on: completion needs the assistant's answer last", {"loss_on": "completion"}),
+    ("g.jsonl", (CHAT + '{"messages": [{"role": "user", "content": "hi"}]}\n').encode(), "line 2: the last message is by \"user\"; loss_on: completion needs the assistant's answer last; or set loss_on: all", {"loss_on": "completion"}),
+    ("t.jsonl", b'{"messages": [{"role": "user", "content": "hi"}]}\n', "line 1: the last message is by \"user\"; loss_on: auto needs the assistant's answer last; or set loss_on: all", {}),
     ("h.jsonl", GOOD.encode() + b'{"text": "caf\xe9"}\n', "line 2: not UTF-8 (byte 0xe9 at column 14); convert the file", {}),
     ("i.jsonl", b"", "the file is empty", {}),
     ("j.parquet", b"PAR1 but no more", "not readable as Parquet: ", {}),
@@ -45,7 +46,7 @@ BROKEN: list[tuple[str, bytes, str, dict[str, Any]]] = [
     ("o.txt", b"fine\nnot fine \xff\n", "line 2: not UTF-8 (byte 0xff at column 10); convert the file", {}),
     ("p.jsonl", b'{"messages": [{"role": "user"}]}\n', 'line 1: message 1: "content" must be a string, it is null', {}),
     ("q.jsonl", b'{"prompt": "p", "completion": ""}\n', 'line 1: "completion" is empty; remove the row or set bad_rows: skip', {}),
-    ("r.jsonl", GOOD.encode(), "line 1: plain text has no completion; set loss_on: all, or use prompt and completion", {"loss_on": "completion"}),
+    ("r.jsonl", GOOD.encode(), "line 1: plain text has no completion; set loss_on: auto, or use prompt and completion", {"loss_on": "completion"}),
     ("s.csv", b"text\n", "the file has no rows", {}),
 ]  # fmt: skip
 

@@ -102,7 +102,7 @@ def test_a_text_ends_with_every_end_that_the_model_names_beside_that_of_the_toke
     task.trainer = SimpleNamespace(world_size=1)  # type: ignore[assignment]
     task.model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=ends), generate=generate)  # type: ignore[assignment]
     decode = {"batch_decode": lambda ids, **_: ["" for _ in ids]}
-    task._find_tokenizer = lambda: SimpleNamespace(eos_token_id=2, pad_token_id=0, **decode)  # type: ignore[method-assign]
+    task._get_tokenizer = lambda: SimpleNamespace(eos_token_id=2, pad_token_id=0, **decode)  # type: ignore[method-assign]
     ids = torch.ones(1, 4, dtype=torch.long)
     assert task._continue(ids, torch.ones_like(ids)) == [""]
     assert seen["eos_token_id"] == used

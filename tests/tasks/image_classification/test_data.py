@@ -12,7 +12,7 @@ from transformers import AutoImageProcessor
 
 from lit_fsdp.tasks import Augmentation, ImageData, Pixels
 from lit_fsdp.tasks.image_classification.augmentation import change_colors, crop_and_flip, erase
-from lit_fsdp.tasks.image_classification.model import find_classes
+from lit_fsdp.tasks.image_classification.model import list_classes
 from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing, compare_colors, load_processor
 
 PIXELS = Pixels(size=8)
@@ -123,7 +123,9 @@ def test_the_processor_of_a_model_is_read_from_its_folder(tmp_path: Path, folder
 def test_what_is_on_the_hub_is_fetched_before_the_ranks_set_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[Any] = []
     monkeypatch.setattr("datasets.load_dataset", lambda *where, **options: fetched.append((*where, options["split"])))
-    monkeypatch.setattr("lit_fsdp.tasks.image_classification.data.fetch_processor", fetched.append)
+    monkeypatch.setattr(
+        "lit_fsdp.tasks.image_classification.data.fetch_pretrained", lambda name, *_: fetched.append(name)
+    )
     ImageData(train=str(folder), test="digits", processor=PIXELS).prepare_data()
     assert fetched == []
     sources = {"train": "org/name", "validation": str(folder), "test": "org/name:small", "test_split": "test[:5]"}
@@ -236,8 +238,8 @@ def test_other_colors_than_a_pretrained_model_has_seen_are_told(
 
 def test_without_data_the_number_of_classes_is_asked_for() -> None:
     with pytest.raises(ValueError, match="num_classes: not set, and there is no data module that says it"):
-        find_classes(None, None)
-    assert find_classes(None, 3) == ["0", "1", "2"]
+        list_classes(None, None)
+    assert list_classes(None, 3) == ["0", "1", "2"]
 
 
 class Flipped:

@@ -16,7 +16,8 @@ from image_training import write_folder, write_shards
 
 from lit_fsdp.tasks import ImageData, Pixels
 from lit_fsdp.tasks.image_classification import shards
-from lit_fsdp.tasks.image_classification.sources import Fields, Images, find_images
+from lit_fsdp.tasks.image_classification.images import Images
+from lit_fsdp.tasks.image_classification.sources import Fields, open_images
 from ranks import run_ranks
 
 
@@ -69,7 +70,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def find(source: Path | str) -> Images:
-    return find_images(str(source), split=None, split_of="train", fields=Fields(image="image", label="label"))
+    return open_images(str(source), split=None, split_of="train", fields=Fields(image="image", label="label"))
 
 
 def list_pixels(images: Images) -> list[np.ndarray]:

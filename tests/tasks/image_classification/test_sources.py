@@ -12,13 +12,14 @@ import pytest
 from image_training import list_files, write_folder, write_shards
 from PIL import Image
 
-from lit_fsdp.tasks.image_classification.sources import BadImageError, Fields, Images, fetch_images, find_images
+from lit_fsdp.tasks.image_classification.images import BadImageError, Images
+from lit_fsdp.tasks.image_classification.sources import Fields, fetch_images, open_images
 
 FIELDS = Fields(image="image", label="label")
 
 
 def find(source: Path | str, **options: str) -> Images:
-    return find_images(str(source), split=options.get("split"), split_of="train", fields=FIELDS)
+    return open_images(str(source), split=options.get("split"), split_of="train", fields=FIELDS)
 
 
 @pytest.fixture(scope="module")
@@ -218,18 +219,18 @@ def save_rows(out: Path, labels: list[Any]) -> str:
 def test_slices_of_a_saved_data_set_do_not_overlap_and_unknown_splits_are_refused(tmp_path: Path) -> None:
     source = save_rows(tmp_path / "saved", [f"c{i}" for i in range(10)])
     first, rest = (
-        find_images(source, split=split, split_of="train", fields=FIELDS).labels
+        open_images(source, split=split, split_of="train", fields=FIELDS).labels
         for split in ("train[:90%]", "train[90%:]")
     )
     assert [*(first or []), *(rest or [])] == [f"c{i}" for i in range(10)]
     assert len(rest or []) == 1
     with pytest.raises(ValueError, match=r"split 'nonsense': .* leave it out, or take a slice"):
-        find_images(source, split="nonsense", split_of="train", fields=FIELDS)
+        open_images(source, split="nonsense", split_of="train", fields=FIELDS)
 
 
 def test_a_slice_of_a_split_that_was_saved_is_taken(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "images", {"cat": 4, "dog": 4})
-    found = find_images(
+    found = open_images(
         str(write_saved(folder, tmp_path)),
         split="train[:25%]",
         split_of="train",
@@ -242,8 +243,8 @@ def test_a_slice_of_a_split_that_was_saved_is_taken(tmp_path: Path) -> None:
 def test_a_row_without_a_class_is_no_class_and_only_predicted(tmp_path: Path, nothing: str | None) -> None:
     source = save_rows(tmp_path / "saved", ["cat", nothing])
     with pytest.raises(ValueError, match="row 2: label is missing: expected a class"):
-        find_images(source, split=None, split_of="train", fields=FIELDS)
-    assert find_images(source, split=None, split_of="predict", fields=FIELDS).labels is None
+        open_images(source, split=None, split_of="train", fields=FIELDS)
+    assert open_images(source, split=None, split_of="predict", fields=FIELDS).labels is None
 
 
 @pytest.mark.parametrize("name", ["typo.csv", "typo.jsonl", "typo.parquet", "typo.tar", "typo.png"])
@@ -254,10 +255,10 @@ def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("asked the Hub"))
     fetch_images(name, split=None, split_of="train")
     with pytest.raises(ValueError, match=rf"{name}: no such file"):
-        find_images(name, split=None, split_of="train", fields=FIELDS)
+        open_images(name, split=None, split_of="train", fields=FIELDS)
 
 
 def test_one_image_may_be_predicted(folder: Path) -> None:
-    images = find_images(str(folder / "cat" / "000.png"), split=None, split_of="predict", fields=FIELDS)
+    images = open_images(str(folder / "cat" / "000.png"), split=None, split_of="predict", fields=FIELDS)
     assert (len(images), images.labels) == (1, None)
     assert np.array_equal(np.asarray(images.read(0)), np.asarray(find(folder).read(0)))

@@ -17,16 +17,9 @@ from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks import ImageClassification, ImageData, Mixup, Pixels
+from lit_fsdp.tasks.image_classification.layers import list_blocks, measure_distances
 from lit_fsdp.tasks.image_classification.mixup import mix
-from lit_fsdp.tasks.image_classification.model import (
-    build_classifier,
-    compute_depths,
-    find_blocks,
-    find_head,
-    keeps_head,
-    list_blocks,
-    read_config,
-)
+from lit_fsdp.tasks.image_classification.model import build_classifier, find_head, keeps_head, set_classes
 from ranks import run_ranks
 
 PIXELS = Pixels(size=16)
@@ -177,7 +170,8 @@ def build_for_one(task: ImageClassification, data: ImageData, ckpt_path: str | N
 )
 def test_the_head_is_found_in_all_kinds_of_models(model_type: str) -> None:
     names = [f"class {i}" for i in range(12)]
-    config = read_config(None, {"model_type": model_type}, class_names=names, drop_path=None)
+    config = AutoConfig.for_model(model_type)
+    set_classes(config, names, None)
     model = build_classifier(config, None)
     heads = find_head(config, model)
     assert sum(p.numel() for h in heads for p in model.get_submodule(h).parameters()) < 12 * 5000
@@ -217,18 +211,16 @@ def test_lora_trains_adapters_and_the_head(tmp_path: Path) -> None:
 
 def test_learning_rates_fall_with_the_distance_from_the_head(tmp_path: Path) -> None:
     model = build_classifier(AutoConfig.for_model(**VIT), None)
-    depths, last = compute_depths(model, list_blocks(model))
-    assert last == 4
-    assert depths["vit.embeddings.cls_token"] == depths["vit.embeddings.patch_embeddings.projection.weight"] == 0
-    assert [depths[f"vit.layers.{i}.mlp.fc1.weight"] for i in range(3)] == [1, 2, 3]
-    assert depths["vit.layernorm.weight"] == depths["classifier.bias"] == 4
+    distances = measure_distances(model, list_blocks(model), 0.5)
+    assert distances["vit.embeddings.cls_token"] == distances["vit.embeddings.patch_embeddings.projection.weight"] == 4
+    assert [distances[f"vit.layers.{i}.mlp.fc1.weight"] for i in range(3)] == [3, 2, 1]
+    assert distances["vit.layernorm.weight"] == distances["classifier.bias"] == 0
     model = build_classifier(AutoConfig.for_model(**CONVNEXT), None)
-    depths, last = compute_depths(model, list_blocks(model))
-    names = list(depths)
-    assert last == 5
-    assert [depths[name] for name in names] == sorted(depths.values())
-    (down,) = {depths[name] for name in names if "stages.1.downsampling" in name}
-    assert down == 3  # with the first block of its stage
+    distances = measure_distances(model, list_blocks(model), 0.5)
+    assert max(distances.values()) == 5
+    assert [*distances.values()] == sorted(distances.values(), reverse=True)
+    (down,) = {distance for name, distance in distances.items() if "stages.1.downsampling" in name}
+    assert down == 2  # with the first block of its stage
 
 
 @pytest.mark.parametrize(
@@ -251,7 +243,7 @@ def test_layer_decay_says_how_many_blocks_there_are(caplog: pytest.LogCaptureFix
     list_trained(VIT, tmp_path, layer_decay=0.5, lora=LoRA(r=2))
     assert "layer_decay: 3 blocks, from vit.layers.0 to vit.layers.2" in caplog.text
     with pytest.raises(ValueError, match=r"layer_decay: got 0\.5: no blocks found in Linear; leave it out"):
-        find_blocks(nn.Linear(2, 2), 0.5)
+        measure_distances(nn.Linear(2, 2), [], 0.5)
 
 
 def test_layer_decay_reaches_the_optimizer_of_a_sharded_model(tmp_path: Path) -> None:

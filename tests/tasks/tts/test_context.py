@@ -13,8 +13,8 @@ from speech_families import CSM, DIA, make_checkpoint
 from transformers import CsmForConditionalGeneration
 
 from lit_fsdp.cli.main import main
-from lit_fsdp.tasks.tts.codec.codec_12hz import load_codec
 from lit_fsdp.tasks.tts.codec.formants import VOICES, synthesize
+from lit_fsdp.tasks.tts.codec.loading import load_codec
 from lit_fsdp.tasks.tts.generation import GREEDY, Sampling
 from lit_fsdp.tasks.tts.speaker import Reference, open_speaker
 

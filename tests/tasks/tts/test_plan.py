@@ -69,7 +69,7 @@ def test_fsdp2_auto_finds_settings_and_the_run_is_as_predicted(tmp_path: Path, m
     path = ROOT / "configs" / "tts_quickstart.yaml"
     said, memory = fit(f"--config={path}", *strategy, "--data.batch_size=4", patch=monkeypatch)
     # The defaults need 1.64 GiB.
-    assert re.search(r"fsdp2_auto: .*recompute.mode=\w+: 1\.[123]\d of 1\.37 GiB with headroom", said)
+    assert re.search(r"fsdp2_auto: .*activation_checkpointing.mode=\w+: 1\.[123]\d of 1\.37 GiB with headroom", said)
     assert memory["predicted"]["peak_bytes"] == pytest.approx(memory["step"]["peak_bytes"], rel=0.01)
 
 

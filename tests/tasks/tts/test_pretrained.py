@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
-from lit_fsdp.tasks.tts.layout import encode_text
+from lit_fsdp.tasks.tts.families.qwen3_layout import encode_text
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
 from lit_fsdp.weights import base_weights as base_model

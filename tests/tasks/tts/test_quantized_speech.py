@@ -28,11 +28,12 @@ from lit_fsdp.checkpoint.reader import open_checkpoint
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks import LRSchedule, Sampling, SpeechData, TextToSpeech
+from lit_fsdp.tasks.tts.checkpoint import read_checkpoint
 from lit_fsdp.tasks.tts.families.model_types import parse_family
-from lit_fsdp.tasks.tts.layout import Utterance
 from lit_fsdp.tasks.tts.preparation.prepared import write_shard
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
-from lit_fsdp.tasks.tts.voice_export import export_voice, read_checkpoint
+from lit_fsdp.tasks.tts.utterance import Utterance
+from lit_fsdp.tasks.tts.voice_export import export_voice
 from lit_fsdp.weights.base_weights import BASE
 from ranks import run_ranks
 
@@ -153,7 +154,7 @@ def train_plainly(root: Path, name: str, start: dict[str, Tensor], quantized: se
     optimizer = torch.optim.AdamW(
         trained.values(), lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay
     )
-    tokenizer, result, (own, other) = build_byte_tokenizer(), Result(), family.weigh_losses(config)
+    tokenizer, result, (own, other) = build_byte_tokenizer(), Result(), family.get_loss_weights(config)
     rows = make_rows(name)
     voices: Any = [row.speaker_embedding if name == "qwen3" else VOICES[name].get(row.speaker) for row in rows]
     clips = [

@@ -18,12 +18,13 @@ from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.cli.main import main
 from lit_fsdp.tasks import TextToSpeech
+from lit_fsdp.tasks.tts.checkpoint import build_model, read_checkpoint
 from lit_fsdp.tasks.tts.codec.formants import build_small_codec
-from lit_fsdp.tasks.tts.families.qwen3_model import load_model
+from lit_fsdp.tasks.tts.families.model_types import load_speech_model
 from lit_fsdp.tasks.tts.generation import GREEDY, Sampling
 from lit_fsdp.tasks.tts.preparation.prepared import write_shard
 from lit_fsdp.tasks.tts.speaker import open_speaker
-from lit_fsdp.tasks.tts.voice_export import build_model, export_voice, read_checkpoint
+from lit_fsdp.tasks.tts.voice_export import export_voice
 from ranks import run_ranks
 
 SHORT = Sampling(**GREEDY, max_frames=8)
@@ -85,7 +86,7 @@ def test_a_built_in_voice_says_what_its_embedding_says(run: Path, tmp_path: Path
 
 def test_a_base_export_keeps_the_speaker_encoder_and_all_else(run: Path, tmp_path: Path) -> None:
     folder = export_voice(run, tmp_path / "base", kind="base").folder
-    state = load_model(folder).state_dict()
+    state = load_speech_model(folder)[2].state_dict()
     assert any(name.startswith("speaker_encoder") for name in state)
     assert all(torch.equal(state[name], tensor) for name, tensor in read_checkpoint(run).weights.items())
 

@@ -19,12 +19,13 @@ from speech_training import (
     make_config,
     make_rows,
     save_model,
+    train_model,
 )
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import DataLoader
-from training import OPTIMIZER, Recorder, Result
+from training import Recorder, Result
 
 from lit_fsdp import FSDP2Strategy, Sharding
 from lit_fsdp.adapters.lora import LoRA
@@ -32,10 +33,11 @@ from lit_fsdp.profiling.communication_meter import CommunicationMeter
 from lit_fsdp.profiling.expected_communication import predict_bytes
 from lit_fsdp.tasks import Sampling, SpeechEval, TextToSpeech
 from lit_fsdp.tasks.tts.config import parse_config
+from lit_fsdp.tasks.tts.families.qwen3_layout import collate_training, encode_text
 from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS
-from lit_fsdp.tasks.tts.layout import Utterance, collate_training, encode_text
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, average_speakers, read_rows, write_shard
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
+from lit_fsdp.tasks.tts.utterance import Utterance
 from lit_fsdp.weights.load import init_weights, materialize
 from ranks import run_ranks
 
@@ -52,32 +54,17 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_plainly() -> Result:
-    """Train on one device without Lightning, FSDP or our task, with one forward for the whole step."""
     with torch.device("meta"):
         model = Qwen3TTS(parse_config(make_config()))
     materialize(model, torch.device("cpu"))
     init_weights(model, 0)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": OPTIMIZER.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    tokenizer = build_byte_tokenizer()
+    utterances = [
+        Utterance(text_ids=encode_text(tokenizer, row.text), codes=row.codes, speaker=row.speaker_embedding)
+        for row in make_rows()
     ]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps)
-    rows, tokenizer, result = make_rows(), build_byte_tokenizer(), Result()
-    for step in range(NUM_STEPS):
-        utterances = [
-            Utterance(text_ids=encode_text(tokenizer, row.text), codes=row.codes, speaker=row.speaker_embedding)
-            for row in rows[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]
-        ]
-        output = model(collate_training(utterances, model.config))
-        loss = output.talker_loss / output.num_tokens + 0.3 * output.predictor_loss / output.num_frames
-        optimizer.zero_grad()
-        loss.backward()
-        result.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
-        optimizer.step()
-        result.losses.append(float(loss.detach()))
-    result.weights = {name: p.detach() for name, p in model.named_parameters()}
-    return result
+    steps = [utterances[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH] for step in range(NUM_STEPS)]
+    return train_model(model, [collate_training(step, model.config) for step in steps], (1.0, 0.3))
 
 
 def fit(folder: Path, out: Path, accumulate: int) -> None:
@@ -304,15 +291,15 @@ def fit_in_bf16(folder: Path, out: Path) -> None:
     trainer.fit(task, build_data(folder, batch_size=90, repeat=5))
     trainer.save_checkpoint(out / "run.ckpt")
     if trainer.is_global_zero:
-        torch.save((int(task.targets_seen), float(task.step_loss), dict(task.report.listened)), out / "found.pt")
+        torch.save((int(task.targets_seen), float(task.step_loss), dict(task.report.measured)), out / "found.pt")
 
 
 def test_in_bf16_counts_stay_exact_and_speech_is_generated(prepared: Path, tmp_path: Path, truth: Result) -> None:
     run_ranks(fit_in_bf16, prepared, tmp_path, world_size=1)
-    tokens, loss, listened = torch.load(tmp_path / "found.pt")
+    tokens, loss, measured = torch.load(tmp_path / "found.pt")
     assert tokens == 5 * sum(len(row.codes) + 1 for row in make_rows())
     assert tokens == 750  # which bfloat16 rounds to 752
     assert loss == pytest.approx(truth.losses[0], rel=0.02)
-    assert set(listened) == {"speaker_similarity"}
+    assert set(measured) == {"speaker_similarity"}
     names = FileSystemReader(tmp_path / "run.ckpt").read_metadata().state_dict_metadata
     assert all(n.startswith("state_dict.model.") for n in names if n.startswith("state_dict."))

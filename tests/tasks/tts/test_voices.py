@@ -87,7 +87,7 @@ def test_predict_knows_the_voices_of_a_checkpoint_without_its_data(tmp_path: Pat
 )
 def test_speakers_of_one_number_are_refused(names: list[str], known: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_family(CSM)[0].find_voices(make_speakers(*names), known)
+        parse_family(CSM)[0].assign_voices(make_speakers(*names), known)
 
 
 def test_who_was_held_out_with_all_they_say_has_a_number(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from speech_golden import CODEC, FILE, fill, make_audio
 
-from lit_fsdp.tasks.tts.codec.codec_12hz import Codec, load_codec
+from lit_fsdp.tasks.tts.codec.codec_12hz import Codec
+from lit_fsdp.tasks.tts.codec.loading import load_codec
 
 GOLDEN = load_file(FILE)
 CLIPS = [make_audio(3.2, 130.0), make_audio(1.6, 210.0)]

@@ -1,4 +1,4 @@
-"""SpeechEval to generated speech: on the first rank, for all ranks."""
+"""Evaluation of generated speech: on rank 0, for all ranks."""
 
 import math
 import wave
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from lit_fsdp.tasks import Sampling, SpeechEval, TextToSpeech
 from lit_fsdp.tasks.tts.config import parse_config
-from lit_fsdp.tasks.tts.evaluation import speech_eval as listening
+from lit_fsdp.tasks.tts.evaluation import speech_eval
 from lit_fsdp.tasks.tts.evaluation.generated import Clip
 from lit_fsdp.tasks.tts.preparation import transcribe as transcribing
 from lit_fsdp.tasks.tts.preparation.prepared import write_shard
 from ranks import run_ranks
 
 GREEDY = Sampling(do_sample=False, predictor_do_sample=False, max_frames=6)
-LISTENING = "lit_fsdp.tasks.tts.evaluation.speech_eval"
+MODULE = "lit_fsdp.tasks.tts.evaluation.speech_eval"
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +50,12 @@ def run(folder: Path, out: Path, settings: SpeechEval) -> list[Any]:
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
-def test_generated_speech_is_listened_to(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_speech_is_decoded_and_measured(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = iter(["A!", "aa bb"])  # where "a" and "aa" were said
-    monkeypatch.setattr(f"{LISTENING}.fetch_transcriber", lambda _: None)
-    monkeypatch.setattr(f"{LISTENING}.load_transcriber", lambda *_: lambda *_: [next(texts)])
+    monkeypatch.setattr(f"{MODULE}.fetch_transcriber", lambda _: None)
+    monkeypatch.setattr(f"{MODULE}.load_transcriber", lambda *_: lambda *_: [next(texts)])
     (found, num_clips), (others, _) = run(prepared, tmp_path, SpeechEval(codec="formants", transcriber="some"))
     assert found["val/wer_pct"] == pytest.approx(50.0)
     assert found["val/cer_pct"] == pytest.approx(100.0)
@@ -67,28 +69,28 @@ def test_generated_speech_is_listened_to(prepared: Path, tmp_path: Path, monkeyp
         assert file.getnframes() > 0
 
 
-def test_codec_and_transcriber_are_on_the_first_rank_alone(
+def test_codec_and_transcriber_are_on_rank_0_alone(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = listening.open_codec
+    opened = speech_eval.open_codec
 
-    def open_codec(name: str) -> Any:
+    def open_codec(name: str, device: str) -> Any:
         (tmp_path / f"codec on {dist.get_rank()}").touch()
-        return opened(name)
+        return opened(name, device)
 
     def load(*_: Any) -> Any:
         (tmp_path / f"transcriber on {dist.get_rank()}").touch()
         return lambda *_: [""]
 
-    monkeypatch.setattr(f"{LISTENING}.fetch_transcriber", lambda _: None)
-    monkeypatch.setattr(f"{LISTENING}.open_codec", open_codec)
-    monkeypatch.setattr(f"{LISTENING}.load_transcriber", load)
+    monkeypatch.setattr(f"{MODULE}.fetch_transcriber", lambda _: None)
+    monkeypatch.setattr(f"{MODULE}.open_codec", open_codec)
+    monkeypatch.setattr(f"{MODULE}.load_transcriber", load)
     (_, num_clips), (_, num_others) = run(prepared, tmp_path, SpeechEval(codec="formants", transcriber="some"))
     assert sorted(path.name for path in tmp_path.glob("* on *")) == ["codec on 0", "transcriber on 0"]
     assert (num_clips, num_others) == (2, 0)
 
 
-def test_ranks_that_would_hear_other_things_log_the_same(
+def test_ranks_that_would_measure_other_things_log_the_same(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Rank 0 writes clips too short to tell a voice, rank 1 longer ones, as devices of two kinds might.
@@ -111,33 +113,32 @@ def test_ranks_that_would_hear_other_things_log_the_same(
     assert math.isnan(others["val/speaker_similarity"])
 
 
-def test_an_error_while_listening_reaches_all_ranks(
+def test_an_error_of_the_evaluation_reaches_all_ranks(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(f"{LISTENING}.write_audio", fail)
-    monkeypatch.setattr("lit_fsdp.tasks.tts.task.write_audio", fail)
+    monkeypatch.setattr(f"{MODULE}.write_audio", fail)
     for said, _ in run(prepared, tmp_path, SpeechEval(codec="formants")):
-        assert said == "listening to generated speech failed on the first rank: OSError: no space left on device"
+        assert said == "speech_eval failed on rank 0: OSError: no space left on device"
 
 
 def test_loggers_get_audio_as_they_take_it() -> None:
-    heard: list[Any] = []
-    takes = SimpleNamespace(log_audio=lambda name, audio, **about: heard.append((name, len(audio[0]), about)))
-    clip = Clip(audio=torch.zeros(480), sample_rate=24000, heard="hm")
+    logged: list[Any] = []
+    takes = SimpleNamespace(log_audio=lambda name, audio, **about: logged.append((name, len(audio[0]), about)))
+    clip = Clip(audio=torch.zeros(480), sample_rate=24000, transcript="hm")
     silent = Clip(audio=torch.zeros(0), sample_rate=24000)
     rows: Any = [SimpleNamespace(speaker="kim"), SimpleNamespace(speaker="lee")]
     with pytest.warns(UserWarning, match=r"SimpleNamespace takes no audio: .* in the run's report only"):
-        listening.write_audio([clip, silent], rows, [takes, SimpleNamespace()], 3)
-    assert heard == [("spoken/00_kim", 480, {"sample_rate": [24000], "caption": ["hm"]})]
+        speech_eval.write_audio([clip, silent], rows, [takes, SimpleNamespace()], 3)
+    assert logged == [("spoken/00_kim", 480, {"sample_rate": [24000], "caption": ["hm"]})]
 
 
-def test_what_listens_is_fetched_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codec_and_transcriber_are_fetched_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[str] = []
-    monkeypatch.setattr(f"{LISTENING}.fetch_speech_model", lambda name, _: fetched.append(name))
-    monkeypatch.setattr(f"{LISTENING}.fetch_transcriber", fetched.append)
+    monkeypatch.setattr(f"{MODULE}.fetch_codec", lambda name, _: fetched.append(name))
+    monkeypatch.setattr(f"{MODULE}.fetch_transcriber", fetched.append)
     build_task(num_samples=1, speech_eval=SpeechEval(codec="some/codec", transcriber="some/whisper")).prepare_data()
     assert fetched == ["some/codec", "some/whisper"]
 

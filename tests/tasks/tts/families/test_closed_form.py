@@ -6,30 +6,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from planned_steps import estimate, trace
 from speech_families import CSM, DEPTH, DIA
 from speech_golden import CONFIG
 from torch import nn
 
-from lit_fsdp.adapters.lora import LoRA, add_adapters, find_adapter_parameters
-from lit_fsdp.optim.factory import Optimizer, build_optimizer
-from lit_fsdp.planning.closed_form import StepPrediction, predict_step
-from lit_fsdp.planning.dry_run import TracedStep, fake_ranks, trace_training_step
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.planning.closed_form import StepEstimate
+from lit_fsdp.planning.dry_run import TracedStep
 from lit_fsdp.planning.model_reader import ModelReader
 from lit_fsdp.planning.reader import UnreadableModuleError
 from lit_fsdp.profiling.memory_trace import StepMemory
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
-from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
-from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Sharding
-from lit_fsdp.sharding.wrap import Unit, plan_module
+from lit_fsdp.sharding.wrap import Unit
 from lit_fsdp.tasks import TextToSpeech
 from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.tasks.tts.families.family import Family
 from lit_fsdp.tasks.tts.families.model_types import parse_family
-from lit_fsdp.tasks.tts.parts import freeze_parts
-from lit_fsdp.tasks.tts.quantizing import list_rest
+from lit_fsdp.tasks.tts.parts import freeze_parts, list_outside_blocks
 from ranks import run_ranks
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -59,7 +57,7 @@ class Model(nn.Module):
         with torch.device("meta"):
             self.model: Any = self.family.build_model(self.config)
         if mode == "qlora":
-            quantize_model(self.model, Quantization(), keep=list_rest(self.model, self.family))
+            quantize_model(self.model, Quantization(), keep=list_outside_blocks(self.model, self.family))
         if mode in ("lora", "qlora"):
             add_adapters(self.model, LoRA(r=8, target_modules=self.family.linears))
         freeze_parts(self.model, self.family, freeze)
@@ -76,45 +74,22 @@ class Model(nn.Module):
         return {**batch, "speaker": torch.zeros(rows, self.config.voice_size or 1)} if has_speaker else batch
 
     def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        output, (own, other) = self.model(batch), self.family.weigh_losses(self.config)
+        output, (own, other) = self.model(batch), self.family.get_loss_weights(self.config)
         return own * output.talker_loss + other * output.predictor_loss
 
 
 def ask_both(
     model: dict[str, Any],
     *,
-    precision: str = "32-true",
-    world_size: int = 2,
-    num_micro_batches: int = 1,
     batch: dict[str, Any] | None = None,
     **options: Any,
-) -> tuple[StepPrediction, TracedStep]:
-    settings, dtypes = Settings(**options), read_precision(precision)
+) -> tuple[StepEstimate, TracedStep]:
     module, same = Model(**model), Model(**model)
     example = module.make_batch(**(batch or {"rows": 2, "length": 40}))
-    cast_parameters(same, dtypes, keep=find_adapter_parameters(same))
-    sizes: dict[str, Any] = {"ranks_per_node": world_size, "num_micro_batches": num_micro_batches, "dtypes": dtypes}
-    sizes["device_type"] = "cpu"
-    predicted = predict_step(
-        same,
-        plan_module(same, settings.wrap),
-        settings,
-        optimizer=Optimizer(),
-        micro_batch=same.family.measure_batch(example),
-        world_size=world_size,
-        **sizes,
-    )
-    with fake_ranks(world_size), keep_branches(example):
-        traced = trace_training_step(
-            module,
-            settings,
-            example,
-            compute_loss=lambda batch: module.step(batch),  # noqa: PLW0108  looked up when it is sharded
-            build_optimizer=lambda: build_optimizer(module.parameters(), Optimizer()),
-            step_name="step",
-            **sizes,
-        )
-    return predicted, traced
+    options = {"world_size": 2, **options}
+    estimated = estimate(same, same.family.measure_batch(example), **options)
+    with keep_branches(example):
+        return estimated, trace(module, example, **options)
 
 
 def find_forward_peak(memory: StepMemory) -> int:
@@ -125,14 +100,14 @@ def find_forward_peak(memory: StepMemory) -> int:
 
 def compare(model: dict[str, Any], options: dict[str, Any], tolerance: float) -> None:
     dist.destroy_process_group()
-    predicted, traced = ask_both(model, **options)
-    assert predicted.flops == traced.flops
-    assert predicted.peak.num_bytes == pytest.approx(traced.memory.peak.num_bytes, rel=tolerance)
-    peaks = [find_forward_peak(memory) for memory in (predicted.memory, traced.memory)]
+    estimated, traced = ask_both(model, **options)
+    assert estimated.flops == traced.flops
+    assert estimated.peak.num_bytes == pytest.approx(traced.memory.peak.num_bytes, rel=tolerance)
+    peaks = [find_forward_peak(memory) for memory in (estimated.memory, traced.memory)]
     assert peaks[0] == pytest.approx(peaks[1], rel=tolerance)
     for kind in ("parameters", "optimizer_state", "gathered"):
-        assert max(predicted.memory.by_kind[kind]) == max(traced.memory.by_kind[kind]), kind
-    assert 0.45 < predicted.moved_bytes / traced.moved_bytes < 0.95
+        assert max(estimated.memory.by_kind[kind]) == max(traced.memory.by_kind[kind]), kind
+    assert 0.45 < estimated.moved_bytes / traced.moved_bytes < 0.95
 
 
 RECOMPUTED = {
@@ -193,25 +168,16 @@ def test_frames_and_texts_count_apart() -> None:
 def test_adapters_on_heads_have_no_rule_instead_of_being_left_out() -> None:
     model = Model(FAMILIES["qwen3"])
     add_adapters(model.model, LoRA(r=8, target_modules=r"talker\.code_predictor\.lm_head\.\d+"))
-    with pytest.raises(UnreadableModuleError, match=r"code_predictor.lm_head: a Linear.*use the exact"):
-        predict(model)
+    with pytest.raises(UnreadableModuleError, match=r"code_predictor.lm_head: a Linear"):
+        estimate_one(model)
 
 
 def test_a_family_that_does_not_write_down_its_step_has_no_rule() -> None:
     model = Model(FAMILIES["csm"])
     model.read_step = lambda step: Family.read_step(model.family, model.model, step)  # type: ignore[method-assign]
-    with pytest.raises(UnreadableModuleError, match=r"csm: a family whose step was not written down.*use the exact"):
-        predict(model)
+    with pytest.raises(UnreadableModuleError, match=r"csm: a family whose step was not written down"):
+        estimate_one(model)
 
 
-def predict(model: Model) -> StepPrediction:
-    return predict_step(
-        model,
-        plan_module(model, Settings().wrap),
-        Settings(),
-        dtypes=read_precision("32-true"),
-        optimizer=Optimizer(),
-        micro_batch=model.family.measure_batch(model.make_batch(1, 8)),
-        world_size=1,
-        ranks_per_node=1,
-    )
+def estimate_one(model: Model) -> StepEstimate:
+    return estimate(model, model.family.measure_batch(model.make_batch(1, 8)))

@@ -55,7 +55,7 @@ def test_loss_and_gradients_are_those_of_transformers() -> None:
 def test_names_that_are_numbers_keep_them() -> None:
     family, _ = parse_family(CSM)
     rows = [replace(make_rows(6, 1)[0], speaker=name) for name in ("bruno", "3", "ada", "0", "ada")]
-    assert family.find_voices(rows, {}) == {"0": 0, "3": 3, "ada": 1, "bruno": 2}
+    assert family.assign_voices(rows, {}) == {"0": 0, "3": 3, "ada": 1, "bruno": 2}
 
 
 def test_as_many_frames_as_codebooks_are_nothing_special() -> None:

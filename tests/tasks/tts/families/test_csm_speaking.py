@@ -18,15 +18,16 @@ from transformers import CsmForConditionalGeneration
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.cli.main import main
 from lit_fsdp.tasks import Sampling, SpeechData, SpeechEval, TextToSpeech
-from lit_fsdp.tasks.tts.codec.codec_12hz import load_codec
+from lit_fsdp.tasks.tts.checkpoint import build_model, read_checkpoint
 from lit_fsdp.tasks.tts.codec.formants import VOICES, synthesize
-from lit_fsdp.tasks.tts.evaluation.speech_eval import check_speech_eval
+from lit_fsdp.tasks.tts.codec.loading import load_codec
+from lit_fsdp.tasks.tts.evaluation.speech_eval import SpeechEvaluator
 from lit_fsdp.tasks.tts.preparation.audio import Limits
 from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow
 from lit_fsdp.tasks.tts.preparation.prepared import read_rows
 from lit_fsdp.tasks.tts.preparation.preparer import Preparer
 from lit_fsdp.tasks.tts.speaker import open_speaker
-from lit_fsdp.tasks.tts.voice_export import build_model, export_voice, read_checkpoint
+from lit_fsdp.tasks.tts.voice_export import export_voice
 from ranks import run_ranks
 
 
@@ -116,13 +117,14 @@ def test_speakers_of_the_training_data_keep_their_numbers(run: Path) -> None:
 
 
 def test_what_it_speaks_is_decoded_by_its_own_codec(base: Path, prepared: Path, tmp_path: Path) -> None:
-    listening = SpeechEval(codec=str(base))
     sampling = Sampling(max_frames=4)
-    task = build_task(CSM, pretrained=str(base), num_samples=2, sampling=sampling, speech_eval=listening)
+    task = build_task(
+        CSM, pretrained=str(base), num_samples=2, sampling=sampling, speech_eval=SpeechEval(codec=str(base))
+    )
     trainer = build_trainer(max_steps=1, logger=CSVLogger(tmp_path, name="", version=""))
     trainer.fit(task, build_data(prepared, batch_size=2))
     assert len(task.report.rows) == 2
-    assert task.report.listened == {}  # there is no encoder to compare voices with
+    assert task.report.measured == {}  # there is no encoder to compare voices with
     for path in tmp_path.glob("spoken/*.wav"):
         audio, rate = soundfile.read(path)
         assert (rate, len(audio) % 1920) == (24000, 0)
@@ -150,7 +152,7 @@ def test_the_codec_is_found_where_no_file_has_the_usual_name(base: Path, tmp_pat
     (tmp_path / "config.json").write_text(json.dumps({**raw, "transformers_weights": "transformers.safetensors"}))
     own, same = (load_codec(folder).state_dict() for folder in (base, tmp_path))
     assert all(torch.equal(own[name], same[name]) for name in own)
-    check_speech_eval(SpeechEval(codec=str(tmp_path)), TextToSpeech(config=CSM).read_config())
+    SpeechEvaluator(SpeechEval(codec=str(tmp_path))).check(TextToSpeech(config=CSM).read_config())
     digests = Preparer(model=str(tmp_path), limits=Limits()).describe_models()
     assert digests["codec"] == digests["model"]
 

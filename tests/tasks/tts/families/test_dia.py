@@ -34,7 +34,7 @@ def test_loss_and_gradients_are_those_of_transformers() -> None:
     model, utterances = build_model(DIA), make_utterances(DIA, make_rows(4, 4), {})
     batch = family.collate(utterances, config)
     output = model(batch)
-    own, other = family.weigh_losses(config)
+    own, other = family.get_loss_weights(config)
     loss = own * output.talker_loss / output.num_tokens + other * output.predictor_loss / output.num_frames
     loss.backward()
     stock = build_stock(model.state_dict())

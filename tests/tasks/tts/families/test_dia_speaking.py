@@ -14,14 +14,14 @@ from transformers import DacConfig, DacModel, DiaForConditionalGeneration
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.cli.main import main
 from lit_fsdp.tasks import Sampling, SpeechEval, TextToSpeech
+from lit_fsdp.tasks.tts.checkpoint import build_model, read_checkpoint
 from lit_fsdp.tasks.tts.codec.formants import VOICES, synthesize
-from lit_fsdp.tasks.tts.evaluation.generated import Spoken
-from lit_fsdp.tasks.tts.evaluation.speech_eval import Listener, check_speech_eval, describe_clips
+from lit_fsdp.tasks.tts.evaluation.speech_eval import SpeechEvaluator
 from lit_fsdp.tasks.tts.families.model_types import parse_family
 from lit_fsdp.tasks.tts.generation import Speech
 from lit_fsdp.tasks.tts.preparation.prepared import read_rows
 from lit_fsdp.tasks.tts.speaker import open_speaker
-from lit_fsdp.tasks.tts.voice_export import build_model, export_voice, read_checkpoint
+from lit_fsdp.tasks.tts.voice_export import export_voice
 from ranks import run_ranks
 
 
@@ -111,18 +111,18 @@ def test_what_the_model_says_comes_before_its_family_and_after_what_is_given(tmp
 
 
 def test_a_codec_of_other_codes_is_refused_before_training(codec: Path) -> None:
-    settings = SpeechEval(codec=str(codec))
-    check_speech_eval(settings, parse_family(DIA)[1])
+    evaluator = SpeechEvaluator(SpeechEval(codec=str(codec)))
+    evaluator.check(parse_family(DIA)[1])
     fewer = {**DIA, "decoder_config": {**DIA["decoder_config"], "num_channels": 3}, "delay_pattern": [0, 2, 3]}
     with pytest.raises(ValueError, match=r"it has 4 codebooks: expected 3, the model's"):
-        check_speech_eval(settings, parse_family(fewer)[1])
+        evaluator.check(parse_family(fewer)[1])
     ids = {"eos_token_id": 65, "pad_token_id": 66, "bos_token_id": 67}
     larger = {**DIA, "decoder_config": {**DIA["decoder_config"], **ids}}
     with pytest.raises(ValueError, match=r"its codes end at 63: expected those of the model, up to 64"):
-        check_speech_eval(settings, parse_family(larger)[1])
+        evaluator.check(parse_family(larger)[1])
 
 
-def test_it_is_listened_to_at_the_rate_of_its_codec(codec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_transcribed_at_the_rate_of_its_codec(codec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates: list[int] = []
 
     def transcribe(clips: Any, rate: int, languages: Any) -> list[str]:
@@ -131,8 +131,6 @@ def test_it_is_listened_to_at_the_rate_of_its_codec(codec: Path, monkeypatch: py
 
     monkeypatch.setattr("lit_fsdp.tasks.tts.evaluation.speech_eval.load_transcriber", lambda *_: transcribe)
     codes = torch.zeros(20, 4, dtype=torch.int64)
-    row = Spoken(text="a", speaker="ada", target=codes.numpy(), speech=Speech(codes=codes, has_ended=True))
-    clips = Listener(SpeechEval(codec=str(codec), transcriber="some")).listen([row])
-    assert (clips[0].sample_rate, len(clips[0].audio), rates) == (44100, 20 * 512, [44100])
-    (heard,) = describe_clips(clips, parse_family(DIA)[1])
-    assert (heard.mels, heard.text) == (None, "hm")  # there is no encoder to compare voices with
+    evaluator = SpeechEvaluator(SpeechEval(codec=str(codec), transcriber="some"))
+    clip = evaluator.transcribe(evaluator.decode(Speech(codes=codes, has_ended=True)), "auto")
+    assert (clip.transcript, clip.sample_rate, len(clip.audio), rates) == ("hm", 44100, 20 * 512, [44100])

@@ -12,11 +12,14 @@ from speech_golden import CONFIG, FILE, fill, make_audio, make_samples
 from torch import Tensor
 
 from lit_fsdp.tasks.tts.config import parse_config
-from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS, list_parts, load_model
+from lit_fsdp.tasks.tts.families.model_types import load_speech_model
+from lit_fsdp.tasks.tts.families.qwen3 import Qwen3Family
+from lit_fsdp.tasks.tts.families.qwen3_layout import collate_prompts, collate_training
+from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS, generate_qwen3
 from lit_fsdp.tasks.tts.families.speaker_encoder import compute_mels
-from lit_fsdp.tasks.tts.generation import GREEDY, Chooser, Sampling, generate_codes
-from lit_fsdp.tasks.tts.layout import Batch, Utterance, collate_prompts, collate_training, count_positions
+from lit_fsdp.tasks.tts.generation import GREEDY, Chooser, Sampling, SamplingValues
 from lit_fsdp.tasks.tts.parts import count_parts
+from lit_fsdp.tasks.tts.utterance import Batch, Utterance
 
 GOLDEN = load_file(FILE)
 # Kernels round differently between machines, and between one clip and a batch of them.
@@ -132,16 +135,16 @@ def test_text_goes_through_its_projection(model: Qwen3TTS) -> None:
 
 def test_the_language_is_on_the_codec_track(model: Qwen3TTS) -> None:
     config = model.config
-    language = config.find_language("English")
+    language = config.get_language_id("English")
     plain, tagged = make_batch(model), make_batch(model, language=language)
     assert plain["codec_ids"][0, 3:6].tolist() == [68, 69, 70]
     assert tagged["codec_ids"][0, 3:7].tolist() == [67, 69, 71, 70]
     assert tagged["text_ids"].shape[1] == plain["text_ids"].shape[1] + 1
     assert tagged["speaker_mask"][0].nonzero().item() == plain["speaker_mask"][0].nonzero().item() + 1
-    assert config.find_language(None) is None
-    assert config.find_language("Chinese", speaker="BO") == 73  # a voice that speaks a dialect
+    assert config.get_language_id(None) is None
+    assert config.get_language_id("Chinese", speaker="BO") == 73  # a voice that speaks a dialect
     with pytest.raises(ValueError, match="language: got 'Klingon': expected auto or one of chinese, english"):
-        config.find_language("Klingon")
+        config.get_language_id("Klingon")
 
 
 # Generation
@@ -151,14 +154,13 @@ def test_the_language_is_on_the_codec_track(model: Qwen3TTS) -> None:
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 def test_generated_codes_are_the_official_ones(model: Qwen3TTS, way: str, kind: str) -> None:
     prompts = make_utterances(codes=None)
-    prompts[1] = Utterance(**{**vars(prompts[1]), "language": model.config.find_language("English")})
+    prompts[1] = Utterance(**{**vars(prompts[1]), "language": model.config.get_language_id("English")})
     batch = collate_prompts(prompts, model.config, is_streaming=kind == "streaming")
     official: dict[str, Any] = {"top_p": 0.95, "predictor_top_k": 20, "max_frames": 29, "seed": 3}
-    sampling = Sampling(**({**GREEDY, "max_frames": 15} if way == "greedy" else official))
-    most = sampling.complete().max_frames
-    for i, speech in enumerate(generate_codes(model, batch, sampling)):
+    sampling = SamplingValues(**({**GREEDY, "max_frames": 15} if way == "greedy" else official))
+    for i, speech in enumerate(generate_qwen3(model, batch, sampling)):
         assert torch.equal(speech.codes, GOLDEN[f"{way} {kind} {i}"])
-        assert speech.has_ended == (len(speech.codes) < most)
+        assert speech.has_ended == (len(speech.codes) < sampling.max_frames)
 
 
 def test_a_built_in_voice_speaks_as_officially() -> None:
@@ -166,10 +168,10 @@ def test_a_built_in_voice_speaks_as_officially() -> None:
     assert model.speaker_encoder is None
     config = model.config
     prompts = [
-        Utterance(text_ids=text[:-5], speaker=config.speakers[name], language=config.find_language(language, name))
+        Utterance(text_ids=text[:-5], speaker=config.speakers[name], language=config.get_language_id(language, name))
         for (text, _), name, language in zip(make_samples(), ("ann", "bo"), ("English", "auto"), strict=True)
     ]
-    spoken = generate_codes(model, collate_prompts(prompts, config), Sampling(**GREEDY, max_frames=15))
+    spoken = generate_qwen3(model, collate_prompts(prompts, config), SamplingValues(**GREEDY, max_frames=15))
     for i, speech in enumerate(spoken):
         assert torch.equal(speech.codes, GOLDEN[f"built-in {i}"])
 
@@ -178,7 +180,7 @@ def test_the_same_seed_gives_the_same_speech(model: Qwen3TTS) -> None:
     batch = collate_prompts(make_utterances(codes=None), model.config)
 
     def speak(seed: int) -> Tensor:
-        return generate_codes(model, batch, Sampling(max_frames=5, seed=seed))[0].codes
+        return generate_qwen3(model, batch, SamplingValues(max_frames=5, seed=seed))[0].codes
 
     assert torch.equal(speak(1), speak(1))
     assert not torch.equal(speak(1), speak(2))
@@ -196,7 +198,7 @@ def test_the_same_seed_gives_the_same_speech(model: Qwen3TTS) -> None:
 )
 def test_settings_of_sampling_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Sampling(**settings).check()
+        Sampling(**settings).complete()
 
 
 def test_what_is_not_given_is_the_models_and_then_the_official() -> None:
@@ -245,7 +247,7 @@ def test_training_feeds_position_by_position_what_generation_feeds(
     for name in ("pick_first", "pick_other"):
         monkeypatch.setattr(Chooser, name, lambda *_: next(spoken).view(1))
     prompt = collate_prompts([Utterance(**{**vars(utterance), "codes": None})], config, is_streaming=is_streaming)
-    (speech,) = generate_codes(model, prompt, Sampling())
+    (speech,) = generate_qwen3(model, prompt, SamplingValues())
     assert torch.equal(speech.codes, frames)
     generated = torch.cat([inputs[0] for inputs in fed])
     # In training the end is read too, and nothing comes after it.
@@ -270,7 +272,7 @@ def test_what_is_learned_by_heart_is_spoken_code_by_code(is_streaming: bool) -> 
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
     prompts = collate_prompts(make_utterances(codes=None)[1:], model.config, is_streaming=is_streaming)
-    spoken = generate_codes(model, prompts, Sampling(**GREEDY, repetition_penalty=1.0, max_frames=30))
+    spoken = generate_qwen3(model, prompts, SamplingValues(**GREEDY, repetition_penalty=1.0, max_frames=30))
     for utterance, speech in zip(utterances, spoken, strict=True):
         assert speech.has_ended
         np.testing.assert_array_equal(speech.codes.numpy(), utterance.codes)
@@ -285,15 +287,15 @@ def test_weights_are_read_strictly_under_their_official_names(model: Qwen3TTS, t
     state = model.state_dict()
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     save_file(state, tmp_path / "model.safetensors")
-    loaded = load_model(tmp_path).state_dict()
+    loaded = load_speech_model(tmp_path)[2].state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
     missing = "talker.code_predictor.lm_head.14.weight"
     save_file({n: t for n, t in state.items() if n != missing}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"lacks {missing}"):
-        load_model(tmp_path)
+        load_speech_model(tmp_path)
     save_file({**state, "talker.extra": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"unknown to the model: talker\.extra"):
-        load_model(tmp_path)
+        load_speech_model(tmp_path)
 
 
 def test_a_configuration_of_something_else_is_refused() -> None:
@@ -301,15 +303,6 @@ def test_a_configuration_of_something_else_is_refused() -> None:
         parse_config({"model_type": "llama"})
     with pytest.raises(ValueError, match="tts_eos_token_id: missing"):
         parse_config({name: value for name, value in CONFIG.items() if name != "tts_eos_token_id"})
-
-
-def test_positions_are_counted_without_laying_out(model: Qwen3TTS) -> None:
-    for language in (None, 71):
-        for is_streaming in (False, True):
-            utterance = make_utterances(language=language)[0]
-            batch = collate_training([utterance], model.config, is_streaming=is_streaming)
-            count = count_positions(12, 13, has_language=language is not None, is_streaming=is_streaming)
-            assert batch["text_ids"].shape[1] == count
 
 
 REAL = {
@@ -331,7 +324,7 @@ def test_published_sizes_have_their_true_number_of_parameters(size: str) -> None
     raw["speaker_encoder_config"] = {"enc_dim": embedding}
     with torch.device("meta"):
         model = Qwen3TTS(parse_config(raw))
-    counts = count_parts(list_parts(model))
+    counts = count_parts(Qwen3Family().list_parts(model))
     assert counts["text_embedding"] == (311_164_928, 311_164_928)
     assert counts["speaker_encoder"] == (speaker_encoder, 0)
     assert sum(total for total, _ in counts.values()) == talker + speaker_encoder

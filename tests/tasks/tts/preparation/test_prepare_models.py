@@ -12,9 +12,9 @@ from speech_training import save_model
 from tiny_whisper import save_whisper
 
 from lit_fsdp.cli.main import main
-from lit_fsdp.tasks.tts.codec.codec_12hz import load_codec
 from lit_fsdp.tasks.tts.codec.formants import SENTENCES, VOICES, synthesize
-from lit_fsdp.tasks.tts.families.qwen3_model import load_model
+from lit_fsdp.tasks.tts.codec.loading import load_codec
+from lit_fsdp.tasks.tts.families.model_types import load_speech_model
 from lit_fsdp.tasks.tts.families.speaker_encoder import compute_mels
 from lit_fsdp.tasks.tts.preparation.audio import Limits, read_audio
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, read_rows
@@ -51,7 +51,7 @@ def prepare(model: Path, manifest: Path, out: Path, transcriber: Path | None = N
 
 def test_codes_and_embeddings_are_those_of_the_models_in_the_folder(base: Path, clips: Path, tmp_path: Path) -> None:
     rows = prepare(base, clips / "in.jsonl", tmp_path / "out")
-    model, codec = load_model(base), load_codec(base)
+    model, codec = load_speech_model(base)[2], load_codec(base)
     assert model.speaker_encoder is not None
     assert model.config.speaker_encoder is not None
     for i, row in enumerate(rows):

@@ -1,0 +1,184 @@
+"""Adds low-rank adapters to a model that has not been sharded yet, and decides which parameters train.
+
+The adapters are peft's own layers, put into the model in place: names of its modules stay, and FSDP units, checkpoints
+and generation need to know nothing of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.utils.other import get_pattern_key
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers.pytorch_utils import Conv1D
+
+from lit_fsdp.adapters.layers import ADAPTER, clean_name, iterate_adapters
+from lit_fsdp.adapters.lora import KEEPS_BASE, LoRA
+from lit_fsdp.quantization.layers import QuantizedLayer, iterate_quantized
+
+_HELD = "held"  # the model, in what peft is given
+
+
+def add_adapters(model: nn.Module, lora: LoRA) -> None:
+    """Freeze a model and add adapters, in place; its trainable parameters are then those that need a gradient.
+
+    Call it after quantizing and before sharding. On the meta device it costs nothing; ``load_weights`` and
+    ``init_weights`` give values.
+
+    Raises:
+        ValueError: A target is not in the model, or cannot be trained.
+    """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError("lora: the model is sharded already, and adapters would not be; add them before")
+    lora.check(is_quantized=next(iterate_quantized(model), None) is not None)
+    if lora.init_lora_weights not in KEEPS_BASE and any(not parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"lora.init_lora_weights: got {lora.init_lora_weights!r}: it is made of weights while they are loaded, and "
+            'the model has its already; build it under torch.device("meta")'
+        )
+    _check_names(model, lora)
+    _inject(model, lora)
+    num_owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    for name, layer in iterate_adapters(model):
+        if obstacle := _find_obstacle(layer, lora, num_owners):
+            raise ValueError(f"lora.target_modules: {clean_name(name)}: {obstacle}")
+        layer.initialization = lora.init_lora_weights
+        if isinstance(layer.get_base_layer(), QuantizedLayer):
+            layer.merge = _refuse_merge
+    for _, module in _find_saved(model, lora):
+        module.requires_grad_()
+    dtype = getattr(torch, lora.dtype)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _inject(model: Any, lora: LoRA) -> None:
+    config = lora.build_config()
+    targets = _resolve_targets(model, lora)
+    given = replace(
+        config,
+        target_modules=[f"{_HELD}.{name}" for name in targets],
+        rank_pattern=_resolve_patterns(config, "rank_pattern", targets),
+        alpha_pattern=_resolve_patterns(config, "alpha_pattern", targets),
+        modules_to_save=None,  # trained in place, without the copy that peft would make
+        exclude_modules=None,
+    )
+    holder = nn.Module()  # without a config, by which peft 0.21 takes names of experts for those of Transformers 4
+    holder.add_module(_HELD, model)
+    try:
+        inject_adapter_in_model(given, holder, ADAPTER)
+    except (ValueError, NotImplementedError, TypeError, AttributeError) as error:
+        reason = re.sub(r"\(\n.*\n\)", "", str(error), flags=re.DOTALL)  # a module as it prints itself
+        raise ValueError(
+            f"lora.target_modules: got {lora.target_modules!r}: {' '.join(reason.split())[:200]}"
+        ) from error
+    # As peft leaves it: what it needs to find the same modules again.
+    config.target_modules = sorted(name.removeprefix(f"{_HELD}.") for name in given.target_modules or ())
+    config.modules_to_save = config.exclude_modules = None
+    model.peft_config = {ADAPTER: config}
+
+
+def _resolve_patterns(config: LoraConfig, setting: str, targets: Sequence[str]) -> dict[str, Any]:
+    """Return values by full name; each pattern must fit a target, and the first that fits counts, as in peft."""
+    patterns: dict[str, Any] = getattr(config, setting)
+    for pattern in patterns:
+        if not any(get_pattern_key([pattern], name) == pattern for name in targets):
+            raise ValueError(f"lora.{setting}: got {pattern!r}: none of the targets has such a name")
+    keys = {name: get_pattern_key(list(patterns), name) for name in targets}
+    return {re.escape(f"{_HELD}.{name}"): patterns[key] for name, key in keys.items() if key in patterns}
+
+
+def _resolve_targets(model: nn.Module, lora: LoRA) -> list[str]:
+    """Return the names of the modules that get an adapter."""
+    left_out = (*lora.exclude_modules, *lora.modules_to_save)
+    names = {n: m for n, m in model.named_modules() if n and not any(_is_inside(n, part) for part in left_out)}
+    if lora.target_modules == "all-linear":
+        find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+        head = find_head()
+        found = [n for n, m in names.items() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    elif isinstance(lora.target_modules, str):
+        found = [name for name in names if re.fullmatch(lora.target_modules, name)]
+    else:
+        found = [name for name in names if any(_ends_with(name, part) for part in lora.target_modules)]
+    if not found:
+        raise ValueError(f"lora.target_modules: got {lora.target_modules!r}: no module of the model has such a name")
+    return found
+
+
+def _check_names(model: nn.Module, lora: LoRA) -> None:
+    """Refuse names that no module has; peft would leave them out in silence."""
+    names = [name for name, _ in model.named_modules() if name]
+    wanted = {
+        "target_modules": () if isinstance(lora.target_modules, str) else lora.target_modules,
+        "exclude_modules": lora.exclude_modules,
+    }
+    for setting, parts in {**wanted, "modules_to_save": lora.modules_to_save}.items():
+        for part in parts:
+            if not any(_ends_with(name, part) for name in names):
+                near = difflib.get_close_matches(part, {name.rpartition(".")[2] for name in names}, n=1)
+                hint = f"did you mean {near[0]}?" if near else "expected the name of a module, or its last part"
+                raise ValueError(f"lora.{setting}: got {part!r}: the model has no such module; {hint}")
+    owners: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), set()).add(name)
+    for name, module in _find_saved(model, lora):
+        if next(iterate_quantized(module), None) is not None:
+            raise ValueError(
+                f"lora.modules_to_save: {name} is quantized, and cannot be trained; name it in "
+                "quantization.skip_modules too"
+            )
+        for parameter in module.parameters():
+            if others := sorted(n for n in owners[id(parameter)] if not n.startswith(f"{name}.")):
+                raise ValueError(
+                    f"lora.modules_to_save: {name} shares its weight with {others[0].rpartition('.')[0]}, and the "
+                    "exported adapter could not; make it one of target_modules instead"
+                )
+
+
+def _find_saved(model: nn.Module, lora: LoRA) -> list[tuple[str, nn.Module]]:
+    return [(n, m) for n, m in model.named_modules() if any(_ends_with(n, part) for part in lora.modules_to_save)]
+
+
+def _ends_with(name: str, part: str) -> bool:
+    return name == part or name.endswith(f".{part}")
+
+
+def _is_inside(name: str, part: str) -> bool:
+    return f".{name}.".find(f".{part}.") >= 0
+
+
+def _find_obstacle(layer: Any, lora: LoRA, num_owners: Mapping[int, int]) -> str:
+    """Return why an adapter could not work: what peft would compute, or we, is not what the setting says."""
+    base = layer.get_base_layer()
+    is_linear = ADAPTER in layer.lora_A and not getattr(layer, "fan_in_fan_out", False)
+    if lora.use_dora and not is_linear:
+        return "use_dora is only for linear layers; leave it out, or name other target_modules"
+    if lora.init_lora_weights in KEEPS_BASE:
+        return ""
+    init = f"init_lora_weights {lora.init_lora_weights!r}"
+    shape = getattr(base, "dense_shapes", {}).get("weight", getattr(base, "weight", torch.empty(0)).shape)
+    if not is_linear or len(shape) != 2:
+        return f"{init} is only for linear layers; set it to default, or name other target_modules"
+    if layer.r[ADAPTER] > min(shape):
+        return f"{init} has no rank {layer.r[ADAPTER]} in a weight of {tuple(shape)}; set a smaller r"
+    if num_owners[id(base.weight)] > 1:
+        return f"{init} would change the weight that it shares; set it to default, or name other target_modules"
+    if lora.init_lora_weights == "loftq" and not isinstance(base, QuantizedLayer):
+        return f"{init} fits the error of quantization, and this layer is not quantized; name other target_modules"
+    return ""
+
+
+def _refuse_merge(*_: Any, **__: Any) -> None:
+    raise ValueError(
+        "an adapter cannot be merged into quantized weights without rounding them again; "
+        "`python -m lit_fsdp export --merge true` merges it into the original ones"
+    )

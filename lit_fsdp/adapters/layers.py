@@ -1,0 +1,46 @@
+"""The layers of peft inside a model: which there are, what their parameters are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+ADAPTER = "default"  # the name under which peft keeps it
+_WRAPPERS = ("base_layer", "_checkpoint_wrapped_module")
+_ADAPTER_PARTS = frozenset(LoraLayer.adapter_layer_names)
+
+
+def iterate_adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layers that have an adapter, with their names."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+
+
+def list_adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return all trainable parameters of a model with adapters; of one without, nothing."""
+    if next(iterate_adapters(model), None) is None:
+        return []
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def is_adapter_name(name: str) -> bool:
+    """Whether a parameter belongs to an adapter, and so is in no file of the base model."""
+    return not _ADAPTER_PARTS.isdisjoint(name.split("."))
+
+
+def clean_name(name: str) -> str:
+    """Return a name in the model as files and users know it, without the wrappers around a module."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def check_units(model: nn.Module, units: Sequence[str]) -> None:
+    """Refuse FSDP units, given by name, inside a layer of DoRA: it reads the weight of its base layer from outside."""
+    for name, layer in iterate_adapters(model):
+        inside = [unit for unit in units if unit.startswith(f"{name}.")]
+        if inside and len(layer.lora_magnitude_vector):
+            raise ValueError(
+                f"wrap: {inside[0]} would be gathered apart from the layer around it, whose use_dora needs its "
+                "weight; leave wrap at its default, or name larger modules"
+            )

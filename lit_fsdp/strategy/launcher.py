@@ -1,0 +1,90 @@
+"""The ranks that this process starts: how they begin, and how they end together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Collection, Mapping
+from signal import SIGKILL, Signals
+from typing import Any
+
+# Private, seen in lightning 2.6.6: the launcher of its own strategies, which has no settings for any of this.
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from typing_extensions import override
+
+from lit_fsdp.strategy.signals import hold_signals
+
+_PATIENCE_S = 15.0
+
+
+class Launcher(_SubprocessScriptLauncher):
+    """Starts the other ranks of this node, as Lightning does, and gives this one time to say what went wrong."""
+
+    held_signals: Collection[Signals] = ()  # kept from the ranks until they listen
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            with hold_signals(self.held_signals):
+                self._call_children_scripts()
+            PatientObserver(os.getpid(), self.procs).start()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+
+class PatientObserver(_ChildProcessObserver):
+    """Waits before it kills this process because a rank it started failed.
+
+    Lightning's looks every five seconds, maybe just before this process sees the broken connection itself, says so
+    and reports. One that hangs in a collective of NCCL ends so much later.
+    """
+
+    @override
+    def _terminate_all(self) -> None:
+        time.sleep(_PATIENCE_S)
+        if self._child_processes:
+            super()._terminate_all()
+
+
+def outlive_children(launcher: Any) -> None:
+    """Keep Lightning from killing this process, which has yet to say what went wrong, because a rank it started failed.
+
+    Whoever ends the run must then end those ranks, as ``stop_children`` does. A launcher without ``procs``, or none,
+    has no children.
+    """
+    if watched := getattr(launcher, "procs", None):
+        launcher.procs = list(watched)
+        watched.clear()  # the list that the observer looks at
+
+
+def stop_children(launcher: Any, patience_s: float = 5.0) -> dict[int, int]:
+    """Wait briefly for the local ranks this process started, kill those that are left, return the exit codes.
+
+    A rank that fails like this one ends by itself and says why; one that waits in a collective never would.
+    """
+    outlive_children(launcher)
+    children: list[subprocess.Popen[bytes]] = getattr(launcher, "procs", [])
+    codes = {}
+    for rank, child in enumerate(children, start=1):
+        try:
+            codes[rank] = child.wait(timeout=patience_s)
+        except subprocess.TimeoutExpired:
+            patience_s = 0.1
+            child.kill()
+            child.wait()
+    children.clear()
+    return codes
+
+
+def describe_failed(codes: Mapping[int, int]) -> str:
+    """Return which ranks failed and where to look, by the exit codes of ranks."""
+    failed = {rank: code for rank, code in codes.items() if code}
+    if SIGKILL in (-code for code in failed.values()):
+        killed = " and ".join(f"rank {rank}" for rank, code in failed.items() if code == -SIGKILL)
+        return f"{killed} was killed (SIGKILL), and left no message: the kernel does so when host memory runs out"
+    who = " and ".join(f"rank {rank} (exit code {code})" for rank, code in failed.items()) or "another rank"
+    return f"{who} failed first, see the message there"

@@ -1,0 +1,146 @@
+"""What the data of tasks shares: a source for each split, held-out rows, and the loaders of this rank."""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+from lit_fsdp.tasks.loading import ResumableLoader, Rows, build_eval_loader, build_train_loader
+
+Split = Literal["train", "validation", "test", "predict"]
+
+SPLITS_OF_STAGE: dict[str | None, tuple[Split, ...]] = {
+    "fit": ("train", "validation"),
+    "validate": ("validation",),
+    "test": ("test",),
+    "predict": ("predict",),
+    None: ("train", "validation", "test", "predict"),
+}
+# Of a data set, where the user names none.
+DEFAULT_SPLITS: dict[Split, str] = {"train": "train", "validation": "validation", "test": "test", "predict": "test"}
+_HELD_OUT_SEED = 0  # not the seed setting: runs with other seeds are compared on the same rows
+
+
+class TaskData(LightningDataModule):
+    """A source for each split, and a loader of it for this rank.
+
+    A subclass says in ``build_eval_loader`` and ``train_dataloader`` how rows become batches. Its settings of these
+    names say what they mean.
+
+    Args:
+        sources: Of each split, what the user names, and the split of that.
+    """
+
+    source_kinds = "a file, a folder or a data set"  # in errors
+
+    def __init__(
+        self,
+        *,
+        sources: dict[Split, tuple[Any, str | None]],
+        validation_fraction: float,
+        batch_size: int,
+        eval_batch_size: int | None,
+        num_workers: int,
+        shuffle: bool,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        check_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
+        check_least(0, num_workers=num_workers)
+        for split, (source, name) in sources.items():
+            if source is None and name is not None:
+                raise ValueError(f"{split}_split: not used, as {split} names no data set; leave it out")
+        if not 0 <= validation_fraction < 1:
+            raise ValueError(f"validation_fraction: got {validation_fraction}: expected 0 to below 1, such as 0.05")
+        if validation_fraction and sources["validation"][0] is not None:
+            raise ValueError("validation_fraction: not used, as validation names a source; leave one of them out")
+        self.sources, self.validation_fraction = sources, validation_fraction
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
+        self.num_workers, self.shuffle, self.seed = num_workers, shuffle, seed
+
+    @abstractmethod
+    def build_eval_loader(self, split: Split) -> DataLoader[Any]:
+        """Return this rank's batches of a split that is not trained on."""
+
+    def val_dataloader(self) -> Any:
+        """Return this rank's validation batches, or none if nothing is set to validate on."""
+        if self.holds_out or self.sources["validation"][0] is not None:
+            return self.build_eval_loader("validation")
+        if self.trainer is not None and self.trainer.state.fn == TrainerFn.VALIDATING:
+            raise self.describe_missing("validation")
+        # Lightning 2.6 warns of "zero length" also where an empty list says: nothing to validate on.
+        warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+        return []
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Return this rank's test batches."""
+        return self.build_eval_loader("test")
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Return this rank's rows to predict, with ``index`` to put predictions in the order of the source."""
+        return self.build_eval_loader("predict")
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether validation is a share of the training rows."""
+        return self.sources["validation"][0] is None and self.validation_fraction > 0
+
+    def get_source_split(self, split: Split) -> Split:
+        """Return the split whose source has the rows of another one, which may be held out of it."""
+        return "train" if split == "validation" and self.holds_out else split
+
+    def choose_rows(self, split: Split, num_rows: int) -> NDArray[np.int64]:
+        """Return which rows of its source a split has, in order."""
+        if not self.holds_out or split not in ("train", "validation"):
+            return np.arange(num_rows)
+        num_held_out = max(1, round(num_rows * self.validation_fraction))
+        if num_held_out >= num_rows:
+            raise ValueError(
+                f"validation_fraction: {self.validation_fraction} of {num_rows} rows leaves none to train on; lower "
+                "it, or set validation"
+            )
+        order = np.random.default_rng(_HELD_OUT_SEED).permutation(num_rows)
+        return np.sort(order[:num_held_out] if split == "validation" else order[num_held_out:])
+
+    def describe_missing(self, split: Split) -> ValueError:
+        """Return the error of a split that is needed and has no source."""
+        also = ", or set validation_fraction" if split == "validation" else ""
+        return ValueError(f"{split}: not set; name {self.source_kinds}{also}")
+
+    def load_train(self, rows: Rows, collate: Callable[[Any], Any], what: str) -> ResumableLoader:
+        """Return a loader of training rows with the settings of this data; see :func:`build_train_loader`."""
+        return build_train_loader(
+            rows,
+            batch_size=self.batch_size,
+            collate=collate,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            num_workers=self.num_workers,
+            trainer=self.trainer,
+            what=what,
+        )
+
+    def load_eval(self, rows: Rows, collate: Callable[[Any], Any]) -> DataLoader[Any]:
+        """Return a loader of other rows with the settings of this data; see :func:`build_eval_loader`."""
+        return build_eval_loader(
+            rows,
+            batch_size=self.eval_batch_size,
+            collate=collate,
+            num_workers=self.num_workers,
+            trainer=self.trainer,
+        )
+
+
+def check_least(least: int, **settings: int | None) -> None:
+    """Refuse settings that are too small."""
+    for name, value in settings.items():
+        if value is not None and value < least:
+            raise ValueError(f"{name}: got {value}: expected {least} or more")

@@ -1,0 +1,224 @@
+"""Checkpoints of speech: what they say besides their tensors, and how they are read to speak with or to export."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.layers import iterate_adapters
+from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.checkpoint.reader import EXPORT, StoredCheckpoint, open_checkpoint, resolve_checkpoint
+from lit_fsdp.quantization.layers import ABSMAX, NESTED
+from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.tasks.pretrained import check_adapters, read_tokenizer_files
+from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig
+from lit_fsdp.tasks.tts.families.model_types import parse_family
+from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
+from lit_fsdp.weights.base_weights import BASE, LORA, describe_base
+from lit_fsdp.weights.load import materialize
+from lit_fsdp.weights.safetensors_io import TensorFiles, compute_fingerprint
+
+SPEECH = "speech"
+GENERATION = "generation_config.json"
+
+
+def describe_run(
+    config: FamilyConfig,
+    data: Any,
+    *,
+    pretrained: str | None,
+    lora: LoRA | None,
+    quantization: Quantization | None,
+) -> dict[str, Any]:
+    """Return what goes into a checkpoint, in plain types.
+
+    ``export`` holds the small files of the model's folder by name; ``speech`` the ``voices`` (mean embedding or
+    number of each speaker of the training data), ``streaming``, ``text_dropout`` and ``pretrained``.
+
+    Args:
+        config: Of the model.
+        data: The data module, if there is one.
+        pretrained: The model that the run started from.
+        lora: Of the run.
+        quantization: Of the run.
+    """
+    files: dict[str, str | bytes] = {"config.json": json.dumps(config.raw, indent=2)}
+    if hasattr(data, "tokenizer"):
+        files |= read_tokenizer_files(data.tokenizer)
+    if (given := read_generation_config(pretrained)) is not None:
+        files[GENERATION] = given
+    voices = {name: np.asarray(voice).tolist() for name, voice in getattr(data, "voices", {}).items()}
+    speech = {"voices": voices, "streaming": bool(getattr(data, "streaming", False)), "pretrained": pretrained}
+    speech["text_dropout"] = getattr(data, "text_dropout", None)
+    found: dict[str, Any] = {EXPORT: files, SPEECH: speech}
+    if lora is not None:
+        found[LORA] = asdict(lora)
+        if pretrained is not None:
+            found[BASE] = describe_base(pretrained, quantization)
+    return found
+
+
+def read_generation_config(pretrained: str | None) -> str | None:
+    """Return how a model says that it wants to generate, as text; ``None`` where it does not."""
+    path = find_speech_model(pretrained) / GENERATION if pretrained is not None else None
+    return path.read_text() if path is not None and path.is_file() else None
+
+
+def check_run(
+    checkpoint: dict[str, Any],
+    data: Any,
+    *,
+    pretrained: str | None,
+    lora: LoRA | None,
+    quantization: Quantization | None,
+) -> None:
+    """Refuse adapters that were trained over other weights, or that would mean something else.
+
+    Warns of a share of dropped texts, and of roundings of the base, that are not those of the checkpoint.
+
+    Args:
+        checkpoint: Its metadata.
+        data: The data module, if it will train.
+        pretrained: The model of this run.
+        lora: Of this run.
+        quantization: Of this run.
+
+    Raises:
+        ValueError: With what it was.
+    """
+    before, now = checkpoint.get(SPEECH, {}).get("text_dropout"), getattr(data, "text_dropout", None)
+    if None not in (before, now) and before != now:
+        rank_zero_warn(f"data.text_dropout: {now} is used from here on; the checkpoint was trained with {before}")
+    check_adapters(checkpoint, pretrained=pretrained, quantization=quantization, lora=lora)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechCheckpoint:
+    """A checkpoint of ``TextToSpeech``, read in full.
+
+    Args:
+        path: Where it is.
+        weights: By official name, adapters merged.
+        family: What kind of model it is.
+        config: Of the model.
+        files: Small files of the model's folder by name.
+        voices: Mean embedding, or number, of each speaker of the training data.
+        pretrained: The model that the run started from.
+        is_streaming: Which layout it was trained with.
+    """
+
+    path: Path
+    weights: dict[str, Tensor]
+    family: Family
+    config: Any
+    files: dict[str, str | bytes]
+    voices: dict[str, Tensor]
+    pretrained: str | None
+    is_streaming: bool
+
+
+def read_checkpoint(path: Path, base: str | None = None) -> SpeechCheckpoint:
+    """Return a checkpoint on the CPU; adapters are merged into the weights that they were trained over.
+
+    Args:
+        path: Folder of a checkpoint, or of a run, of which the newest complete one is taken.
+        base: Where the model is that the run started from, by name or folder, if not where it was.
+
+    Raises:
+        ValueError: It holds no speech, or its base model is not there, or has other weights.
+    """
+    stored = open_checkpoint(resolve_checkpoint(path))
+    if SPEECH not in stored.meta:
+        raise ValueError(f"checkpoint: {stored.path} was not written by TextToSpeech: expected one that was")
+    about: dict[str, Any] = stored.meta[SPEECH]
+    family, config = parse_family(json.loads(stored.files["config.json"]))
+    weights = stored.read({name: stored.describe(name) for name in stored.tensors})
+    if base is not None and about["pretrained"] is None:
+        raise ValueError(f"base: got {base!r}: {stored.path} started from no model; leave it out")
+    weights = _drop_quantized(weights, stored)
+    pretrained = base or about["pretrained"]
+    if LORA in stored.meta:
+        folder = _open_base(pretrained, stored) if BASE in stored.meta else None
+        weights = _merge(weights, LoRA(**stored.meta[LORA]), (family, config), folder)
+    return SpeechCheckpoint(
+        path=stored.path,
+        weights=weights,
+        family=family,
+        config=config,
+        files=stored.files,
+        voices={name: torch.tensor(voice) for name, voice in about["voices"].items()},
+        pretrained=pretrained,
+        is_streaming=about["streaming"],
+    )
+
+
+def build_model(checkpoint: SpeechCheckpoint) -> nn.Module:
+    """Return the model of a checkpoint, ready to speak."""
+    model = checkpoint.family.build_model(checkpoint.config)
+    model.load_state_dict(checkpoint.weights)
+    return model.float().eval()
+
+
+def _open_base(name: str, stored: StoredCheckpoint) -> Path:
+    """Return the folder of the model below adapters.
+
+    Raises:
+        ValueError: It is not there, or has other weights than those that they were trained over.
+    """
+    fetch_speech_model(name, "base")
+    folder = find_speech_model(name)
+    if compute_fingerprint(folder) != stored.meta[BASE]["fingerprint"]:
+        raise ValueError(
+            f"base: got {name!r}: its weights are not those of {stored.meta[BASE]['name']!r} that the adapters were "
+            "trained over; set base to a copy of that model"
+        )
+    return folder
+
+
+def _drop_quantized(weights: dict[str, Tensor], stored: StoredCheckpoint) -> dict[str, Tensor]:
+    """Leave out what a checkpoint holds of a quantized base, which is read in full instead."""
+    quantized = {name.removesuffix(ABSMAX) for name in weights if name.endswith(ABSMAX)}
+    if quantized and BASE not in stored.meta:
+        raise ValueError(
+            f"checkpoint: {stored.path} holds quantized weights that are of no model: start from pretrained"
+        )
+    left_out = {name + end for name in quantized for end in ("", ABSMAX, NESTED)}
+    return {name: tensor for name, tensor in weights.items() if name not in left_out}
+
+
+def _merge(trained: dict[str, Tensor], lora: LoRA, opened: tuple[Family, Any], base: Path | None) -> dict[str, Tensor]:
+    """Add adapters to the weights that they were trained over, by peft's own layers.
+
+    Args:
+        trained: Adapters, and without ``base`` all other weights too.
+        lora: Their settings.
+        opened: Family and configuration of the model.
+        base: Folder of the model with the weights that ``trained`` leaves out, whose dtypes are kept.
+    """
+    family, config = opened
+    with torch.device("meta"):
+        model = family.build_model(config)
+        add_adapters(model, lora)
+    materialize(model, torch.device("cpu"))
+    if base is not None:
+        family.load_weights(model, base)
+    missing = set(trained) - set(model.state_dict())
+    assert not missing, missing
+    model.load_state_dict(trained, strict=False)
+    for _, layer in iterate_adapters(model):
+        layer.merge()
+    state = model.state_dict()
+    clean = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if "lora_" not in name}
+    dtypes: dict[str, torch.dtype] = {}
+    if base is not None:
+        with TensorFiles(base) as files:
+            dtypes = {name: tensor.dtype for name, tensor in files.tensors.items()}
+    return {name: tensor.to(dtypes.get(name, tensor.dtype), copy=True) for name, tensor in clean.items()}

@@ -1,0 +1,42 @@
+"""One piece of speech as a model reads it, and a batch of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+Batch = dict[str, Tensor]
+Codes = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Utterance:
+    """One piece of speech, as the model reads it.
+
+    Args:
+        text_ids: Of the text, from ``Family.encode_text``.
+        codes: [frames, codebooks]; ``None`` where they are to be generated.
+        language: Id from ``FamilyConfig.get_language_id``.
+        speaker: An embedding, the id of a built-in voice, or ``None``.
+        is_counted: Whether it counts in losses; false where it only fills a batch up.
+        context_ids: Text that was said before it, by a model that reads such; empty where nothing was.
+        context_codes: How that was said.
+    """
+
+    text_ids: Sequence[int]
+    codes: Codes | None = None
+    language: int | None = None
+    speaker: NDArray[np.float32] | int | None = None
+    is_counted: bool = True
+    context_ids: Sequence[int] = ()
+    context_codes: Codes | None = None
+
+
+def get_codes(utterance: Utterance) -> Codes:
+    """Return the codes of an utterance that has some."""
+    assert utterance.codes is not None
+    return utterance.codes

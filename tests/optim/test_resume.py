@@ -1,0 +1,97 @@
+"""Optimizers that work on shards go on from checkpoints at any number of ranks, and refuse columns that are split."""
+
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from fixed_gradients import (
+    MESHES,
+    build_with,
+    list_differences,
+    list_unequal,
+    load_run,
+    read_all,
+    run_steps,
+    save_run,
+)
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from lit_fsdp.optim.adafactor import Adafactor
+from lit_fsdp.optim.adamw_8bit import AdamW8bit
+from ranks import run_ranks
+
+OPTIMIZERS = {
+    "adafactor": (Adafactor, {"lr": 1e-2, "weight_decay": 0.1}),
+    "adamw_8bit": (AdamW8bit, {"lr": 1e-3, "weight_decay": 0.1}),
+}
+# Sums over ranks are rounded in another order.
+TOLERANCES = {"adafactor": 1e-6, "adamw_8bit": 0}
+# The others with `pytest -m slow`.
+QUICK = {
+    *(("adafactor", "folder", "2"), ("adafactor", "folder", "3"), ("adafactor", "file", "2x2")),
+    *(("adamw_8bit", "folder", "3"), ("adamw_8bit", "folder", "2x2"), ("adamw_8bit", "file", "2")),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``save_run`` writes on 2 ranks, in a folder for each optimizer."""
+    folder = tmp_path_factory.mktemp("saved")
+    for name, kind in OPTIMIZERS.items():
+        (folder / name).mkdir()
+        run_ranks(lambda: save_run(folder / name, *build_with(*kind, 1)))  # noqa: B023  called at once
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "mesh"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in product(OPTIMIZERS, ("folder", "file"), MESHES)
+    ],
+)
+def test_a_run_goes_on_to_the_bit_on_as_many_ranks_and_closely_on_others(
+    name: str, kind: str, mesh: str, saved: Path
+) -> None:
+    world_size, num_copies = MESHES[mesh]
+
+    def body() -> None:
+        now, later = torch.load(saved / name / "truth")
+        module, optimizer = build_with(*OPTIMIZERS[name], num_copies)
+        load_run(saved / name, kind, module, optimizer)
+        assert list_unequal(read_all(module, optimizer), now) == []
+        run_steps(module, optimizer, range(3, 5))
+        if mesh == "2" or not TOLERANCES[name]:
+            assert list_unequal(read_all(module, optimizer), later) == []
+        else:
+            differences = list_differences(read_all(module, optimizer), later)
+            assert max(differences.values()) <= TOLERANCES[name], differences
+
+    run_ranks(body, world_size=world_size)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_asking_for_the_state_of_a_new_optimizer_changes_no_weight(name: str) -> None:
+    def body() -> None:
+        module, optimizer = build_with(*OPTIMIZERS[name], 1)
+        before = {n: p.to_local().clone() for n, p in module.named_parameters()}
+        get_optimizer_state_dict(module, optimizer)
+        assert all(torch.equal(before[n], p.to_local()) for n, p in module.named_parameters())
+
+    run_ranks(body)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_columns_that_are_split_are_refused(name: str) -> None:
+    def body() -> None:
+        mesh, build = init_device_mesh("cpu", (2,)), partial(OPTIMIZERS[name][0], **OPTIMIZERS[name][1])
+        build([nn.Parameter(distribute_tensor(torch.zeros(64, 256), mesh, [Replicate()]))])
+        with pytest.raises(ValueError, match="sharded over dimension 0; use AdamW"):
+            build([nn.Parameter(distribute_tensor(torch.zeros(64, 256), mesh, [Shard(1)]))])
+
+    run_ranks(body)

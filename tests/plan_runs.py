@@ -1,0 +1,76 @@
+"""``plan`` on the command line, and searches of ``fsdp2_auto`` that trace nothing."""
+
+import json
+import os
+import sys
+import time
+import warnings
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from launches import OURS, Ended
+
+from lit_fsdp.cli import main as cli
+
+
+def enter_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work there, as a user who has set nothing."""
+    monkeypatch.chdir(folder)
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def main(args: list[str]) -> int | None:
+    """Run the command in a process of its own: torch keeps what it worked out for ranks, also for those of a plan."""
+    process = get_context("fork").Process(target=_enter, args=(args,))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def _enter(args: list[str]) -> None:
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    warnings.showwarning = _print_warning  # pytest keeps them otherwise
+    code = cli.main(args)
+    assert not dist.is_initialized()
+    sys.exit(code)
+
+
+def _print_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
+    if not issubclass(category, DeprecationWarning | PendingDeprecationWarning):
+        print(f"{category.__name__}: {message}", file=sys.stderr)
+
+
+def plan(*args: str, code: int = 0) -> dict[str, Any]:
+    """Plan and return ``plan.json``."""
+    assert main(["plan", *args, "--out=planned"]) == code
+    found: dict[str, Any] = json.loads(Path("planned/plan.json").read_text())
+    return found
+
+
+class Recorded:
+    """Stands for a process that searches: keeps what it is given, and finds nothing after some time."""
+
+    wait_s = 0.0
+
+    def __init__(self, packed: bytes) -> None:
+        Path("packed").write_bytes(packed)
+        self.end = time.monotonic() + self.wait_s
+
+    def wait(self, timeout_s: float) -> str | None:
+        time.sleep(min(timeout_s, self.wait_s))
+        return None if time.monotonic() < self.end else "nothing was tried"
+
+    def stop(self) -> None:
+        Path("stopped").touch()
+
+
+def check_refused(ranks: list[Ended], said: str) -> None:
+    assert [rank.code for rank in ranks] == [1, 1], ranks
+    for rank in ranks:
+        assert len(rank.errors) == 1, rank.err
+        assert said in rank.errors[0]
+        assert rank.errors[0].endswith("set trainer.strategy to fsdp2, and its settings by hand")

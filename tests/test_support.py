@@ -1,0 +1,167 @@
+"""The private parts of libraries that we use: the checklist of an upgrade. docs/support.md says what was tested."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = [
+    path
+    for folder in ("lit_fsdp", "tasks", "callbacks")
+    for path in (ROOT / folder).rglob("*.py")  # the links inside lit_fsdp are not followed
+]
+
+# Public by name, but moved or changed between minor releases all the same.
+DEEP = ("transformers.models.", "transformers.core_model_loading", "transformers.conversion_mapping", "peft.tuners.")
+IMPORTS = {
+    "jsonargparse": {
+        "jsonargparse._typehints.get_all_subclass_paths",
+    },
+    "lightning": {
+        "lightning.fabric.strategies.launchers.subprocess_script._ChildProcessObserver",
+        "lightning.fabric.utilities.distributed._destroy_dist_connection",
+        "lightning.fabric.utilities.distributed._init_dist_connection",
+        "lightning.fabric.utilities.distributed._set_num_threads_if_needed",
+        "lightning.pytorch.cli._InstantiatorFn",
+        "lightning.pytorch.strategies.launchers.subprocess_script._SubprocessScriptLauncher",
+    },
+    "peft": {
+        "peft.tuners.lora.LoraLayer",
+    },
+    "safetensors": {
+        "safetensors.torch._TYPES",
+    },
+    "torch": {
+        "torch._C._distributed_c10d._create_work_from_future",
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "torch.distributed.distributed_c10d._set_pg_timeout",
+        "torch.distributed.fsdp._fully_shard._fsdp_common.DDPMeshInfo",
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+        "torch.nn.modules.batchnorm._BatchNorm",
+        "torch.nn.modules.conv._ConvNd",
+        "torch.testing._internal.distributed.fake_pg.FakeStore",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch.utils._pytree.tree_iter",
+        "torch.utils._pytree.tree_leaves",
+        "torch.utils._pytree.tree_map",
+        "torch.utils._pytree.tree_map_only",
+    },
+    "transformers": {
+        "transformers.conversion_mapping.get_model_conversion_mapping",
+        "transformers.core_model_loading.Chunk",
+        "transformers.core_model_loading.Concatenate",
+        "transformers.core_model_loading.ConversionOps",
+        "transformers.core_model_loading.Interleave",
+        "transformers.core_model_loading.MergeModulelist",
+        "transformers.core_model_loading.Transpose",
+        "transformers.core_model_loading.WeightConverter",
+        "transformers.core_model_loading.WeightRenaming",
+        "transformers.core_model_loading.apply_converters",
+        "transformers.core_model_loading.dot_natural_key",
+        "transformers.core_model_loading.rename_source_key",
+        "transformers.core_model_loading.revert_weight_conversion",
+        "transformers.models.mimi.modeling_mimi.MimiConv1d",
+        "transformers.models.mimi.modeling_mimi.MimiEncoder",
+        "transformers.models.mimi.modeling_mimi.MimiSplitResidualVectorQuantizer",
+        "transformers.models.mimi.modeling_mimi.MimiTransformerModel",
+        "transformers.models.qwen2_5_omni.modeling_qwen2_5_omni.ECAPA_TimeDelayNet",
+        "transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe.Qwen3OmniMoeCode2WavConfig",
+        "transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe",
+        "transformers.models.whisper.tokenization_whisper.LANGUAGES",
+        "transformers.models.whisper.tokenization_whisper.TO_LANGUAGE_CODE",
+    },
+}
+ATTRIBUTES = {
+    "jsonargparse": {"_actions", "_get", "_subcommand_parsers", "_typehint"},
+    "lightning": {
+        *(
+            "_after_closure",
+            "_broadcast_sigterm_tensor",
+            "_call_children_scripts",
+            "_checkpoint_io",
+            "_child_processes",
+        ),
+        *("_combined_loader", "_combined_loader_states_to_load", "_current_fx_name", "_device_mesh"),
+        *("_last_global_step_saved", "_layer_sync", "_link_checkpoint", "_logger_connector", "_on_before_fetch"),
+        *("_optimizer", "_reset_optimizers_and_schedulers", "_results", "_should_accumulate", "_signal_connector"),
+    },
+    "python": {"_exit"},
+    "torch: FSDP2": {
+        *("_all_gather_comm", "_all_reduce_hook", "_all_reduce_process_group", "_fsdp_param_groups"),
+        *("_get_fsdp_state", "_orig_cls_mro_index", "_reduce_scatter_comm", "_unsharded_param"),
+    },
+    "torch: operators": {
+        *("_amp_foreach_non_finite_check_and_unscale_", "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_"),
+        *("_foreach_lerp_", "_foreach_mul_", "_foreach_norm"),
+    },
+    "torch: tensors, modules, autograd, allocator": {
+        *("_C", "_apply", "_autograd", "_buffers", "_cdata", "_compiled_call_impl", "_current_graph_task_id"),
+        *("_dump_snapshot", "_is_functional_tensor", "_is_view", "_non_persistent_buffers_set", "_parameters"),
+        *("_record_memory_history", "_top_saved_tensors_default_hooks", "_type"),
+    },
+    "transformers": {
+        *("_attn_implementation", "_experts_implementation", "_ignore_causal_mask_sdpa", "_no_split_modules"),
+        *("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_save"),
+    },
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def read_imports(tree: ast.AST) -> Iterator[str]:
+    """Everything private or deep that is imported from a library, by its full name."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("lit_fsdp"):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        yield from (name for name in names if name.startswith(DEEP) or any(map(is_private, name.split("."))))
+
+
+def read_own_names(tree: ast.AST) -> Iterator[str]:
+    """What our classes and modules define themselves."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_self(node.value):
+            yield node.attr
+
+
+def is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def read_attributes(tree: ast.AST) -> Iterator[str]:
+    """All private attributes, also those named by a string."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("attr"):
+            name = node.args[1] if len(node.args) > 1 else None
+            if isinstance(name, ast.Constant) and isinstance(name.value, str) and is_private(name.value):
+                yield name.value
+
+
+def test_every_private_part_of_a_library_is_on_the_list() -> None:
+    trees = [ast.parse(path.read_text()) for path in SOURCES]
+    imports = {name for tree in trees for name in read_imports(tree)}
+    assert imports == set().union(*IMPORTS.values())
+    own = {name for tree in trees for name in read_own_names(tree)}
+    attributes = {name for tree in trees for name in read_attributes(tree)} - own
+    assert attributes == set().union(*ATTRIBUTES.values()) - own
+
+
+@pytest.mark.parametrize("name", sorted(set().union(*IMPORTS.values())))
+def test_what_is_imported_is_there(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    assert hasattr(importlib.import_module(module), attribute)
