@@ -77,7 +77,7 @@ def test_the_card_says_over_which_weights_to_load_them(folder: Path, monkeypatch
     assert main(["export", f"--checkpoint={RUN}", "--out=carded"]) == 0
     card = (folder / "carded" / "README.md").read_text()
     assert card.startswith(
-        "---\nlibrary_name: peft\nbase_model: base\npipeline_tag: text-generation\n---\n\n# carded\n\n"
+        "---\nbase_model: base\nlibrary_name: peft\npipeline_tag: text-generation\n---\n\n# carded\n\n"
         "Adapters of LlamaForCausalLM, "
     )
     begin = card.index("```python\n") + len("```python\n")
