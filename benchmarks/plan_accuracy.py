@@ -31,10 +31,10 @@ from plan_steps import make_batch, make_micro_batch, make_model, make_optimizer,
 
 from lit_fsdp.adapters.layers import list_adapter_parameters
 from lit_fsdp.optim.factory import build_optimizer
-from lit_fsdp.planning.closed_form import StepEstimate, estimate_step
-from lit_fsdp.planning.dry_run import TracedStep, fake_ranks, trace_training_step
-from lit_fsdp.planning.reader import UnreadableModuleError
+from lit_fsdp.planning.closed_form.engine import StepEstimate, estimate_step
+from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
 from lit_fsdp.planning.step_parts import ModelToTrain, Ranks
+from lit_fsdp.planning.trace.dry_run import TracedStep, fake_ranks, trace_training_step
 from lit_fsdp.profiling.memory import KINDS, measure_states
 from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision

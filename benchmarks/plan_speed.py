@@ -27,11 +27,11 @@ from lit_fsdp.adapters.inject import add_adapters
 from lit_fsdp.adapters.layers import list_adapter_parameters
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer
-from lit_fsdp.planning.closed_form import estimate_step
-from lit_fsdp.planning.hardware import Gpu, find_gpu, get_product_share
-from lit_fsdp.planning.links import LINKS, Interconnect, parse_links
+from lit_fsdp.planning.closed_form.engine import estimate_step
 from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, Ranks
-from lit_fsdp.planning.step_time import (
+from lit_fsdp.planning.timing.hardware import Gpu, find_gpu, get_product_share
+from lit_fsdp.planning.timing.links import LINKS, Interconnect, parse_links
+from lit_fsdp.planning.timing.step_time import (
     CONTENTION,
     CONTENTION_THROUGH_HOST,
     MODEL_SHARE,

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp.planning.hardware import GPUS
-from lit_fsdp.planning.links import parse_links
-from lit_fsdp.planning.step_time import Machine, Workload, estimate_time
+from lit_fsdp.planning.timing.hardware import GPUS
+from lit_fsdp.planning.timing.links import parse_links
+from lit_fsdp.planning.timing.step_time import Machine, Workload, estimate_time
 from lit_fsdp.profiling.expected_communication import predict_bytes
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision

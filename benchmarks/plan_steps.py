@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lit_fsdp.adapters.inject import add_adapters
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer
-from lit_fsdp.planning.model_reader import ModelReader
+from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization

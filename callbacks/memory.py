@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lit_fsdp.planning.closed_form import StepEstimate, estimate_step
+from lit_fsdp.planning.closed_form.engine import StepEstimate, estimate_step
 from lit_fsdp.planning.estimate import describe_model, measure_batch
 from lit_fsdp.planning.step_parts import MicroBatch, NoEstimateError, Ranks
 from lit_fsdp.profiling.device_memory import (

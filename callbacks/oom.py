@@ -220,8 +220,10 @@ def _assess(
         largest_unit_bytes=max(sizes, default=0),
         parameter_bytes=stored.pop() if len(stored) == 1 else 0,
         micro_batch_size=rows.pop() if len(rows) == 1 else 0,
-        has_adapters=_is_unset(module, "lora"),
-        has_quantization=_is_unset(module, "quantization"),
+        can_add_adapters=_is_unset(module, "lora"),
+        can_quantize=_is_unset(module, "quantization"),
+        has_seq_length=hasattr(getattr(module.trainer, "datamodule", None), "seq_length"),
+        has_optimizer_name=hasattr(module, "optimizer_settings"),
         is_gpu=strategy.root_device.type == "cuda",
     )
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lit_fsdp.planning.links import parse_links
-from lit_fsdp.planning.step_estimate import StepTimeEstimator, compare_times, get_compute_dtype, read_gpu
 from lit_fsdp.planning.step_parts import NoEstimateError
-from lit_fsdp.planning.step_time import StepTime
+from lit_fsdp.planning.timing.links import parse_links
+from lit_fsdp.planning.timing.step_estimate import StepTimeEstimator, compare_times, get_compute_dtype, read_gpu
+from lit_fsdp.planning.timing.step_time import StepTime
 from lit_fsdp.profiling.clock import Clock, Step, Timeline
 from lit_fsdp.profiling.flops import FlopCounter, Flops, is_compiled
 from lit_fsdp.reporting.metrics import is_logging_step, log_values, read_count
@@ -43,9 +43,9 @@ class ThroughputLogger(StepCallback):
 
     Throughput is how ``train/tokens_seen`` or ``train/samples_seen``, which a task logs with the counts of all ranks,
     grows over this time. MFU is model FLOPs / (step time x peak FLOP/s), HFU the same with what is computed again in
-    backward; see ``lit_fsdp.profiling.flops`` for what is counted, ``lit_fsdp.planning.hardware`` for peaks. FLOPs
-    are counted in the first step of a run; later steps are taken to cost as many for each element of their batches,
-    padding included.
+    backward; see ``lit_fsdp.profiling.flops`` for what is counted, ``lit_fsdp.planning.timing.hardware`` for peaks.
+    FLOPs are counted in the first step of a run; later steps are taken to cost as many for each element of their
+    batches, padding included.
 
     Every ``trainer.log_every_n_steps`` steps, one interval later, rank 0 logs ``speed/tokens_per_s``,
     ``speed/tokens_per_s_per_rank``, ``speed/step_s``, ``speed/data_s``, ``speed/forward_s``, ``speed/backward_s``,
@@ -262,7 +262,11 @@ class ThroughputLogger(StepCallback):
         gpu, name = read_gpu(device)
         peak = None if gpu is None else gpu.get_peak_tflops(dtype)
         if gpu is None or peak is None:
-            what = "is not in the table of lit_fsdp/planning/hardware.py" if gpu is None else f"has no peak for {dtype}"
+            what = (
+                "is not in the table of lit_fsdp/planning/timing/hardware.py"
+                if gpu is None
+                else f"has no peak for {dtype}"
+            )
             self._notes.append(f"no MFU, and no time predicted: {name} {what}")
         else:
             self._notes.append(f"MFU is of {peak:g} TFLOP/s, the peak of {name} in {dtype}")

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from lit_fsdp.adapters.inject import add_adapters
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.planning.closed_form import StepEstimate
+from lit_fsdp.planning.closed_form.engine import StepEstimate
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization

@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lit_fsdp.checkpoint.sharded import join_states, load_checkpoint, save_checkpoint
 from lit_fsdp.checkpoint.single_file import (
     gather_model_state,
     gather_optimizer_state,
     load_single_file,
     save_single_file,
 )
-from lit_fsdp.checkpoint.state import join_states, load_checkpoint, save_checkpoint
 
 # Rows on 1, 2, 3 and 2x2 ranks: even, uneven, and none at all on the last of three.
 SHAPES = {

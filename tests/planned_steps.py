@@ -9,9 +9,9 @@ from torch import nn
 
 from lit_fsdp.adapters.layers import list_adapter_parameters
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
-from lit_fsdp.planning.closed_form import StepEstimate, estimate_step
-from lit_fsdp.planning.dry_run import TracedStep, fake_ranks, trace_training_step
+from lit_fsdp.planning.closed_form.engine import StepEstimate, estimate_step
 from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, Ranks
+from lit_fsdp.planning.trace.dry_run import TracedStep, fake_ranks, trace_training_step
 from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision

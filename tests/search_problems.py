@@ -5,12 +5,12 @@ from typing import Any
 from closed_form_models import Model
 from planned_steps import describe_module
 
-from lit_fsdp.planning.closed_form import StepEstimate, estimate_step
+from lit_fsdp.planning.closed_form.engine import StepEstimate, estimate_step
 from lit_fsdp.planning.estimate import Hardware
-from lit_fsdp.planning.hardware import find_gpu
-from lit_fsdp.planning.links import parse_links
-from lit_fsdp.planning.search import Problem, Variant
+from lit_fsdp.planning.search.search import Problem, Variant
 from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, Ranks
+from lit_fsdp.planning.timing.hardware import find_gpu
+from lit_fsdp.planning.timing.links import parse_links
 from lit_fsdp.sharding.settings import Settings
 
 BIGGER = {"model_type": "llama", "vocab_size": 320, "hidden_size": 256, "intermediate_size": 512}

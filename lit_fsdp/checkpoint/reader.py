@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from lit_fsdp.checkpoint.latest import find_last_checkpoint
 from lit_fsdp.checkpoint.manifest import check_contents, check_sizes
-from lit_fsdp.checkpoint.state import META, plain_errors
+from lit_fsdp.checkpoint.sharded import META, plain_errors
 
 EXPORT = "export"  # in the metadata of a checkpoint: the small files of the folder, by name
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from lit_fsdp.checkpoint.state import agree, check_same_groups, check_same_optimizer, to_plain
+from lit_fsdp.checkpoint.sharded import agree, check_same_groups, check_same_optimizer, to_plain
 
 _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
 

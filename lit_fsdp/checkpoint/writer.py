@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lit_fsdp.checkpoint.single_file import gather_model_state, gather_optimizer_state, save_single_file
-from lit_fsdp.checkpoint.state import (
+from lit_fsdp.checkpoint.sharded import (
     EXTRA,
     LEAVES_OUT_FROZEN,
     agree,
@@ -27,6 +26,7 @@ from lit_fsdp.checkpoint.state import (
     save_checkpoint,
     to_plain,
 )
+from lit_fsdp.checkpoint.single_file import gather_model_state, gather_optimizer_state, save_single_file
 from lit_fsdp.sharding.random_state import collect_random_state
 
 CheckpointFormat = Literal["sharded", "single_file"]

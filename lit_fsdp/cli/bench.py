@@ -22,7 +22,7 @@ from lit_fsdp.cli.messages import report_error
 from lit_fsdp.cli.parser import check_out_folder, run_function
 from lit_fsdp.cli.scaling import bench_scaling, make_table
 from lit_fsdp.errors import ConfigError, suggest
-from lit_fsdp.planning.hardware import parse_memory
+from lit_fsdp.planning.timing.hardware import parse_memory
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, Line, Timing, fit_line, measure_fabric
 from lit_fsdp.strategy.processes import is_torchrun
 from lit_fsdp.strategy.signals import put_off_interrupt

@@ -58,13 +58,8 @@ def choose_callbacks(
         (monitoring and command != "predict", ClassReport, ClassReport(fallback_dir=folder)),
     ]
     # The last shows what the others have to say.
-    measuring: list[Callback] = [
-        StabilityMonitor(),
-        MemoryLogger(fallback_dir=folder),
-        CommunicationLogger(),
-        ThroughputLogger(),
-    ]
-    measuring += [OOMReport(fallback_dir=folder), SpokenReport(), RunReport(fallback_dir=folder)]
+    measuring: list[Callback] = [StabilityMonitor(), MemoryLogger(fallback_dir=folder), CommunicationLogger()]
+    measuring += [ThroughputLogger(), OOMReport(fallback_dir=folder), SpokenReport(), RunReport(fallback_dir=folder)]
     wanted += [(monitoring and is_fit, type(callback), callback) for callback in measuring]
     wanted.append((run_summary, RunSummary, RunSummary()))  # after the tables of all others
     return [

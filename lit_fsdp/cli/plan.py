@@ -21,15 +21,15 @@ from lit_fsdp.cli.parser import check_out_folder
 from lit_fsdp.cli.train import TrainerCLI
 from lit_fsdp.errors import ConfigError, is_debugging
 from lit_fsdp.planning.estimate import Hardware
-from lit_fsdp.planning.hardware import choose_usual_gpu, find_gpu, list_cards, parse_memory, suggest_gpus
-from lit_fsdp.planning.links import choose_links, parse_links
 from lit_fsdp.planning.plan import Plan, plan_step
 from lit_fsdp.planning.plan_report import choose_unit, describe_plan, draw_plan, print_report
 from lit_fsdp.planning.planned_step import PlannedGpu, PlannedTrainer, prepare_step
-from lit_fsdp.planning.search import Candidate, choose, format_changes
-from lit_fsdp.planning.search_report import apply_changes, describe_search, print_search
-from lit_fsdp.planning.step_search import Steps, list_new_notes, search_steps
-from lit_fsdp.planning.variants import prepare_variants
+from lit_fsdp.planning.search.report import apply_changes, describe_search, print_search
+from lit_fsdp.planning.search.search import Candidate, choose, format_changes
+from lit_fsdp.planning.search.steps import Steps, list_new_notes, search_steps
+from lit_fsdp.planning.search.variants import prepare_variants
+from lit_fsdp.planning.timing.hardware import choose_usual_gpu, find_gpu, list_cards, parse_memory, suggest_gpus
+from lit_fsdp.planning.timing.links import choose_links, parse_links
 from lit_fsdp.strategy.processes import count_devices
 
 _OWN_OPTIONS = {"--device-memory": "--device_memory"}
@@ -229,7 +229,7 @@ def choose_hardware(
     found = find_gpu(gpu, memory_gib)
     if found is None:
         raise ConfigError(
-            f"gpu: got {gpu!r}: not in lit_fsdp/planning/hardware.py; nearest: {', '.join(suggest_gpus(gpu))}"
+            f"gpu: got {gpu!r}: not in lit_fsdp/planning/timing/hardware.py; nearest: {', '.join(suggest_gpus(gpu))}"
         )
     return Hardware(gpu=found, links=choose_links(found, ranks_per_node) if link is None else parse_links(link))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
-from lit_fsdp.checkpoint.state import make_beside, replace_folder
+from lit_fsdp.checkpoint.sharded import make_beside, replace_folder
 from lit_fsdp.export.quantized import Quantizer
 from lit_fsdp.export.safetensors_writer import open_tensor_files
 from lit_fsdp.weights.hub_names import Part, convert_part

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lit_fsdp.adapters.decompositions import decompose, is_decomposed
+from lit_fsdp.adapters.initialization import decompose, is_decomposed
 from lit_fsdp.adapters.inject import add_adapters
 from lit_fsdp.adapters.layers import clean_name, is_adapter_name, iterate_adapters
 from lit_fsdp.adapters.lora import LoRA

@@ -28,8 +28,10 @@ class Situation:
         largest_unit_bytes: The largest of them.
         parameter_bytes: Of one element as it is stored; 0 if there are several dtypes.
         micro_batch_size: Samples of this rank in a micro-batch; 0 if that is not known.
-        has_adapters: Whether the task has a setting ``lora`` that is not used; ``None`` if it has none at all.
-        has_quantization: Likewise ``quantization``.
+        can_add_adapters: Whether the task has a setting ``lora`` that is not used; ``None`` if it has none at all.
+        can_quantize: Likewise ``quantization``.
+        has_seq_length: Whether the data has a setting ``seq_length``.
+        has_optimizer_name: Whether the task chooses its optimizer by name.
         is_gpu: Whether the memory is that of a GPU.
     """
 
@@ -45,8 +47,10 @@ class Situation:
     largest_unit_bytes: int
     parameter_bytes: int
     micro_batch_size: int
-    has_adapters: bool | None = None
-    has_quantization: bool | None = None
+    can_add_adapters: bool | None = None
+    can_quantize: bool | None = None
+    has_seq_length: bool = True
+    has_optimizer_name: bool = True
     is_gpu: bool = True
 
 
@@ -138,14 +142,14 @@ def _keep_result(now: Situation) -> Iterator[Suggestion]:
 
 def _change_result(now: Situation) -> Iterator[Suggestion]:
     suggest, state = partial(Suggestion, keeps_result=False), _sum_held(now, "optimizer_state")
-    if now.micro_batch_size == 1:
+    if now.micro_batch_size == 1 and now.has_seq_length:
         yield suggest(
             setting="data.seq_length: half of it",
             saved_bytes=_sum_held(now, "activations", "rest") // 2,
             cost="samples are cut or split; attention sees less",
         )
     # Two numbers of 4 bytes: AdamW in float32.
-    if now.num_trainable and 6 < state * now.num_shards / now.num_trainable < 10:
+    if now.has_optimizer_name and now.num_trainable and 6 < state * now.num_shards / now.num_trainable < 10:
         yield suggest(
             setting="model.optimizer.name: adamw_8bit", saved_bytes=int(state * 0.74), cost="moments in 8 bits"
         )
@@ -155,14 +159,14 @@ def _change_result(now: Situation) -> Iterator[Suggestion]:
             saved_bytes=_sum_held(now, "parameters", "gradients", "optimizer_state") // 2,
             cost="weights and optimizer state are rounded to bfloat16; with adapters, frozen weights only",
         )
-    if now.has_adapters:
+    if now.can_add_adapters:
         yield suggest(
             setting="model.lora: {r: 16}",
             saved_bytes=int(_sum_held(now, "gradients", "optimizer_state") * 0.98),
             cost="trains about 1 % of the weights",
         )
-    if now.has_quantization and now.parameter_bytes:
-        extra = "" if now.has_adapters is False else ", with model.lora"
+    if now.can_quantize and now.parameter_bytes:
+        extra = "" if now.can_add_adapters is False else ", with model.lora"
         yield suggest(
             setting=f"model.quantization.type: nf4{extra}",
             saved_bytes=int(_sum_held(now, "parameters") * (1 - 0.53 / now.parameter_bytes)),  # 4 bits and the scales

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lit_fsdp.adapters.layers import list_adapter_parameters
+from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
 from lit_fsdp.planning.estimate import (
     Hardware,
     describe_model,
@@ -25,12 +26,11 @@ from lit_fsdp.planning.estimate import (
     make_example_batch,
     measure_batch,
 )
-from lit_fsdp.planning.hardware import choose_usual_gpu, find_gpu, parse_memory
-from lit_fsdp.planning.links import choose_links, parse_links
-from lit_fsdp.planning.reader import UnreadableModuleError
-from lit_fsdp.planning.search import Candidate, Problem, Variant, choose, count_tries, format_changes, search
-from lit_fsdp.planning.search_process import NotPicklableError, SearchProcess, SearchRequest, pack_request
+from lit_fsdp.planning.search.process import NotPicklableError, SearchProcess, SearchRequest, pack_request
+from lit_fsdp.planning.search.search import Candidate, Problem, Variant, choose, count_tries, format_changes, search
 from lit_fsdp.planning.step_parts import NoEstimateError, Ranks
+from lit_fsdp.planning.timing.hardware import choose_usual_gpu, find_gpu, parse_memory
+from lit_fsdp.planning.timing.links import choose_links, parse_links
 from lit_fsdp.sharding.mixed_precision import cast_parameters
 from lit_fsdp.sharding.shard import find_roots
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy, get_used_settings

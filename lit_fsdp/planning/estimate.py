@@ -10,11 +10,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lit_fsdp.optim.factory import Optimizer
-from lit_fsdp.planning.hardware import Gpu
-from lit_fsdp.planning.links import Interconnect
-from lit_fsdp.planning.overrides import list_overrides
+from lit_fsdp.planning.closed_form.overrides import list_overrides
 from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, NoEstimateError, Ranks
-from lit_fsdp.planning.step_time import Machine, StepTime, Workload, count_update_bytes, estimate_time
+from lit_fsdp.planning.timing.hardware import Gpu
+from lit_fsdp.planning.timing.links import Interconnect
+from lit_fsdp.planning.timing.step_time import Machine, StepTime, Workload, count_update_bytes, estimate_time
 from lit_fsdp.profiling.expected_communication import predict_bytes
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory_trace import StepMemory

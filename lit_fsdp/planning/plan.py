@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from lit_fsdp.planning.closed_form import StepEstimate, estimate_step
+from lit_fsdp.planning.closed_form.engine import StepEstimate, estimate_step
+from lit_fsdp.planning.closed_form.overrides import list_untraced
 from lit_fsdp.planning.estimate import (
     Hardware,
     compute_needed_bytes,
@@ -18,11 +19,10 @@ from lit_fsdp.planning.estimate import (
     estimate_step_time,
     measure_batch,
 )
-from lit_fsdp.planning.exact_trace import trace_step
-from lit_fsdp.planning.overrides import list_untraced
 from lit_fsdp.planning.planned_step import PlannedStep
 from lit_fsdp.planning.step_parts import NoEstimateError, Ranks
-from lit_fsdp.planning.step_time import StepTime
+from lit_fsdp.planning.timing.step_time import StepTime
+from lit_fsdp.planning.trace.exact_trace import trace_step
 from lit_fsdp.profiling.expected_communication import Collectives, UnitBytes, predict_bytes, predict_collectives
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory_trace import StepMemory

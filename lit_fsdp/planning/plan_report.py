@@ -8,7 +8,7 @@ from typing import Any
 
 from lit_fsdp.planning.estimate import HEADROOM, OUTSIDE_BYTES
 from lit_fsdp.planning.plan import Plan
-from lit_fsdp.planning.step_time import StepTime
+from lit_fsdp.planning.timing.step_time import StepTime
 from lit_fsdp.profiling.memory import KINDS
 from lit_fsdp.reporting.memory_section import plot_step
 from lit_fsdp.reporting.plots import write_png

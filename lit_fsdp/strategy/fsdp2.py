@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lit_fsdp.checkpoint.sharded import load_checkpoint, read_random_state
 from lit_fsdp.checkpoint.single_file import load_single_file
-from lit_fsdp.checkpoint.state import load_checkpoint, read_random_state
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.buffers import has_statistics_of_ranks, sync_buffers

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lit_fsdp.adapters.decompositions import is_decomposed, reset_adapter
+from lit_fsdp.adapters.initialization import is_decomposed, reset_adapter
 from lit_fsdp.adapters.layers import clean_name, is_adapter_name, iterate_adapters
 from lit_fsdp.errors import join_names
 from lit_fsdp.quantization.layers import iterate_quantized

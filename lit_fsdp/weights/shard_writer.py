@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from typing_extensions import override
 
-from lit_fsdp.adapters.decompositions import decompose, is_decomposed
+from lit_fsdp.adapters.initialization import decompose, is_decomposed
 from lit_fsdp.adapters.layers import ADAPTER, clean_name, is_adapter_name, iterate_adapters
 from lit_fsdp.quantization.layers import ABSMAX, NESTED, QuantizedLayer
 from lit_fsdp.quantization.quantize import compress_absmax, dequantize_shard, quantize_rows, requantize

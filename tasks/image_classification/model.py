@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
 
-from lit_fsdp.planning.image_reader import count_tokens, find_embeddings
+from lit_fsdp.planning.closed_form.image_reader import count_tokens, find_embeddings
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.weights.base_weights import get_pretrained_folder
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from PIL import Image
 
-from lit_fsdp.checkpoint.state import agree
+from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 
 _LABELS = ("cls", "label", "json")  # endings of members that say the class

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer
-from lit_fsdp.planning.model_reader import ModelReader
+from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.wrap import Unit, Wrap, plan_units

@@ -16,7 +16,7 @@ from training import EVEN, GLOBAL_BATCH, Rows, build_task, build_trainer, save_m
 
 from lit_fsdp import ActivationCheckpointing, FSDP2Strategy
 from lit_fsdp.callbacks import ThroughputLogger
-from lit_fsdp.planning.step_estimate import get_compute_dtype
+from lit_fsdp.planning.timing.step_estimate import get_compute_dtype
 from lit_fsdp.reporting.sections import HasSection, Section
 from ranks import run_ranks
 

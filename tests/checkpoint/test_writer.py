@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import lit_fsdp.checkpoint.writer as checkpoint_writer
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.checkpoint.manifest import check_contents, check_sizes, describe_files, is_complete, write_manifest
-from lit_fsdp.checkpoint.state import agree
+from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.checkpoint.writer import CheckpointWriter
 from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
 from lit_fsdp.tasks import CausalLM, LRSchedule

@@ -11,8 +11,8 @@ from plan_runs import enter_folder, main, plan
 
 from lit_fsdp.callbacks import ThroughputLogger
 from lit_fsdp.planning.estimate import HEADROOM, OUTSIDE_BYTES
-from lit_fsdp.planning.hardware import find_gpu, parse_memory
-from lit_fsdp.planning.step_estimate import StepTimeEstimator
+from lit_fsdp.planning.timing.hardware import find_gpu, parse_memory
+from lit_fsdp.planning.timing.step_estimate import StepTimeEstimator
 from lit_fsdp.weights.safetensors_io import TensorFiles
 
 QWEN3 = {"model_type": "qwen3", "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}

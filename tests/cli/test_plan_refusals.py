@@ -8,7 +8,7 @@ import pytest
 from launches import fork_ranks, write_run
 from plan_runs import enter_folder, main, plan
 
-from lit_fsdp.planning.hardware import parse_memory
+from lit_fsdp.planning.timing.hardware import parse_memory
 
 MINE = """
 import lightning.pytorch as pl

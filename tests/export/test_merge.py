@@ -18,7 +18,7 @@ from lit_fsdp.adapters.inject import add_adapters
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.manifest import MANIFEST
 from lit_fsdp.checkpoint.reader import EXPORT
-from lit_fsdp.checkpoint.state import join_states, save_checkpoint
+from lit_fsdp.checkpoint.sharded import join_states, save_checkpoint
 from lit_fsdp.export.adapter import describe_adapters
 from lit_fsdp.export.folder import ADAPTER_CONFIG
 from lit_fsdp.export.model import export_model

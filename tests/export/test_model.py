@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_fsdp.checkpoint.manifest import MANIFEST
 from lit_fsdp.checkpoint.reader import EXPORT
-from lit_fsdp.checkpoint.state import META, join_states, save_checkpoint
+from lit_fsdp.checkpoint.sharded import META, join_states, save_checkpoint
 from lit_fsdp.export.model import export_model
 from ranks import run_ranks
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageClassification
 
 from lit_fsdp.checkpoint.reader import EXPORT
-from lit_fsdp.checkpoint.state import save_checkpoint
+from lit_fsdp.checkpoint.sharded import save_checkpoint
 from lit_fsdp.export.model import Exported, export_model
 from lit_fsdp.tasks.image_classification.model import check_size
 from lit_fsdp.weights.base_weights import IMAGE_SIZE

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from lit_fsdp.checkpoint.reader import EXPORT
-from lit_fsdp.checkpoint.state import join_states, save_checkpoint
+from lit_fsdp.checkpoint.sharded import join_states, save_checkpoint
 from lit_fsdp.export.model import export_model
 from lit_fsdp.quantization.quantize import Quantization
 from ranks import run_ranks

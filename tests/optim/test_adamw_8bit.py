@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from lit_fsdp.checkpoint.sharded import join_states, load_checkpoint, save_checkpoint
 from lit_fsdp.checkpoint.single_file import (
     gather_model_state,
     gather_optimizer_state,
     load_single_file,
     save_single_file,
 )
-from lit_fsdp.checkpoint.state import join_states, load_checkpoint, save_checkpoint
 from lit_fsdp.optim import adamw_8bit
 from lit_fsdp.optim.adamw_8bit import AdamW8bit, is_8bit
 from ranks import run_ranks

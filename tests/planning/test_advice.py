@@ -25,8 +25,8 @@ NOW = Situation(
     largest_unit_bytes=GB // 4,
     parameter_bytes=4,
     micro_batch_size=8,
-    has_adapters=True,
-    has_quantization=True,
+    can_add_adapters=True,
+    can_quantize=True,
 )
 
 
@@ -75,7 +75,7 @@ def test_what_is_set_already_is_not_suggested() -> None:
     settings = Settings(activation_checkpointing=ActivationCheckpointing(mode="full"), cpu_offload=CPUOffload())
     found = suggest(
         replace(
-            NOW, settings=settings, micro_batch_size=0, has_adapters=False, has_quantization=None, parameter_bytes=2
+            NOW, settings=settings, micro_batch_size=0, can_add_adapters=False, can_quantize=None, parameter_bytes=2
         )
     )
     assert set(found) == {"twice the ranks (now 4)", "model.optimizer.name"}
@@ -97,3 +97,9 @@ def test_what_saves_next_to_nothing_is_left_out() -> None:
     assert "trainer.strategy.activation_checkpointing.mode" not in suggest(
         replace(NOW, held={**HELD, "activations": GB // 100})
     )  # type: ignore[arg-type]
+
+
+def test_only_settings_that_there_are_are_suggested() -> None:
+    own = replace(NOW, micro_batch_size=1, has_seq_length=False, has_optimizer_name=False)
+    assert {"data.seq_length", "model.optimizer.name"} <= suggest(replace(NOW, micro_batch_size=1)).keys()
+    assert not {"data.seq_length", "model.optimizer.name"} & suggest(own).keys()

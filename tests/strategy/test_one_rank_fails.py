@@ -8,7 +8,7 @@ from launches import Ended, fork_ranks, run_processes, torchrun, write_run
 PLACES = ("backward", "optimizer", "validation", "worker", "checkpoint")
 TASK = """
 import torch
-import lit_fsdp.checkpoint.state
+import lit_fsdp.checkpoint.sharded
 from lit_fsdp.tasks import CausalLM, TextData
 
 def fail(*args, **kwargs):
@@ -36,7 +36,7 @@ class LoneTask(CausalLM):
     def on_fit_start(self):
         super().on_fit_start()
         if self.place == "checkpoint" and self.trainer.global_rank == 1:
-            lit_fsdp.checkpoint.state.collect_random_state = lit_fsdp.checkpoint.state.describe_files = fail
+            lit_fsdp.checkpoint.sharded.collect_random_state = lit_fsdp.checkpoint.sharded.describe_files = fail
 
     def backward(self, loss, *args, **kwargs):
         super().backward(Fail.apply(loss) if self.is_due("backward") else loss, *args, **kwargs)

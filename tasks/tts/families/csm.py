@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import CsmConfig
 from typing_extensions import override
 
-from lit_fsdp.planning.model_reader import ModelReader
+from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.tasks.tts.codec.hub_codec import CODEC
 from lit_fsdp.tasks.tts.families.csm_model import Csm, generate_csm
 from lit_fsdp.tasks.tts.families.csm_tape import read_csm

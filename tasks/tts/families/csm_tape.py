@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lit_fsdp.planning.model_reader import ModelReader
+from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.tasks.tts.families.csm_model import Csm
 from lit_fsdp.tasks.tts.families.speech_tape import INDEX, pick, read_blocks, read_losses
 

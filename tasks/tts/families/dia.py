@@ -11,7 +11,7 @@ from torch import nn
 from transformers import DiaConfig
 from typing_extensions import override
 
-from lit_fsdp.planning.model_reader import ModelReader
+from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.tasks.tts.families.dia_model import Dia, generate_dia
 from lit_fsdp.tasks.tts.families.dia_tape import read_dia

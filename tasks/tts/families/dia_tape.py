@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lit_fsdp.planning.model_reader import ModelReader
-from lit_fsdp.planning.reader import Context
+from lit_fsdp.planning.closed_form.model_reader import ModelReader
+from lit_fsdp.planning.closed_form.reader import Context
 from lit_fsdp.tasks.tts.families.dia_model import Dia
 from lit_fsdp.tasks.tts.families.speech_tape import INDEX, pick, read_blocks, read_losses
 

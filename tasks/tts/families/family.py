@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from lit_fsdp.planning.model_reader import ModelReader
-from lit_fsdp.planning.reader import UnreadableModuleError
+from lit_fsdp.planning.closed_form.model_reader import ModelReader
+from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.tasks.tts.families.speech_tape import describe_batch
 from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech

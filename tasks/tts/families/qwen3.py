@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 from typing_extensions import override
 
-from lit_fsdp.planning.model_reader import ModelReader
+from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.tasks.tts.config import MODEL_TYPE, SpeechConfig, parse_config
 from lit_fsdp.tasks.tts.families.family import Family, Voice
 from lit_fsdp.tasks.tts.families.qwen3_layout import collate_prompts, collate_training, encode_text

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from lit_fsdp.planning.model_reader import ModelReader
-from lit_fsdp.planning.reader import UnreadableModuleError
+from lit_fsdp.planning.closed_form.model_reader import ModelReader
+from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
 from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS
 from lit_fsdp.tasks.tts.families.speech_tape import INDEX, add_masked, pick, read_blocks, read_losses
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_fsdp.planning.model_reader import ModelReader
+from lit_fsdp.planning.closed_form.model_reader import ModelReader
+from lit_fsdp.planning.closed_form.tape import FLOAT32, Tape
 from lit_fsdp.planning.step_parts import MicroBatch
-from lit_fsdp.planning.tape import FLOAT32, Tape
 
 INDEX = 8  # bytes of a code or a place
 

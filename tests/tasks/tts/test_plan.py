@@ -14,7 +14,7 @@ from launches import OURS, ROOT, fork_ranks
 from speech_families import CSM, DIA
 
 from lit_fsdp.cli import main as cli
-from lit_fsdp.planning.search_report import apply_changes
+from lit_fsdp.planning.search.report import apply_changes
 
 MINE = """
 from torch.utils.data import DataLoader

@@ -13,10 +13,10 @@ from torch import nn
 
 from lit_fsdp.adapters.inject import add_adapters
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.planning.closed_form import StepEstimate
-from lit_fsdp.planning.dry_run import TracedStep
-from lit_fsdp.planning.model_reader import ModelReader
-from lit_fsdp.planning.reader import UnreadableModuleError
+from lit_fsdp.planning.closed_form.engine import StepEstimate
+from lit_fsdp.planning.closed_form.model_reader import ModelReader
+from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
+from lit_fsdp.planning.trace.dry_run import TracedStep
 from lit_fsdp.profiling.memory_trace import StepMemory
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization

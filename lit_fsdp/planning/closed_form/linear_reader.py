@@ -1,0 +1,116 @@
+"""The rules for linear layers: dense, quantized, and with adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lit_fsdp.planning.closed_form.reader import Reader, UnreadableModuleError
+from lit_fsdp.planning.closed_form.tape import FLOAT32
+from lit_fsdp.quantization.layers import QuantizedLinear
+
+
+def read_linear(reader: Reader, name: str, module: Any, x: int) -> int:
+    """Add a linear layer: dense, quantized, or with an adapter.
+
+    Raises:
+        UnreadableModuleError: It is of another kind.
+    """
+    tape = reader.tape
+    if hasattr(module, "lora_A"):
+        return _read_adapted(reader, name, module, x)
+    if not is_linear(module):
+        raise UnreadableModuleError(name, f"a {type(module).__name__}")
+    num_in, num_out = get_features(module)
+    num_rows = tape.sizes[x] // (num_in * tape.itemsize)
+    flops = 2 * num_rows * num_in * num_out
+    size = num_rows * num_out * tape.itemsize
+    if isinstance(module, QuantizedLinear):
+        dense = num_in * num_out
+        is_4bit = module.quantization.type != "int8"
+        # int8: as floats, once more multiplied by the maxima, and cast; 4 bits at once, in forward inside the kernel.
+        temp = dense * tape.itemsize if is_4bit else dense * (2 * FLOAT32)
+        weights = reader.list_trained(module.bias)
+        options: dict[str, Any] = {"forward_temp": 0 if is_4bit else temp, "backward_temp": temp, "weights": weights}
+        options |= {"forward_moved": temp, "backward_moved": temp}  # the dense weight: written once in each
+        return tape.add("quantized", (x,), size, flops=flops, backward_flops=flops * tape.needs_grad[x], **options)
+    return read_product(reader, "mm" if module.bias is None else "addmm", x, size, flops, module.weight, module.bias)
+
+
+def read_product(reader: Reader, name: str, x: int, num_bytes: int, flops: int, weight: Any, bias: Any = None) -> int:
+    """Add a product with a matrix, which keeps what goes in if the matrix is trained."""
+    is_trained = weight.requires_grad
+    return reader.tape.add(
+        name,
+        (x,),
+        num_bytes,
+        saves=(x,) if is_trained else (),
+        weights=reader.list_trained(weight, bias),
+        flops=flops,
+        backward_flops=flops * (is_trained + reader.tape.needs_grad[x]),
+    )
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it multiplies by a matrix."""
+    return isinstance(module, nn.Linear) or _is_conv1d(module) or hasattr(module, "lora_A")
+
+
+def list_linears(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the linear layers directly inside a module."""
+    return {key: child for key, child in module.named_children() if is_linear(child)}
+
+
+def get_features(module: Any) -> tuple[int, int]:
+    """Return how many numbers go into a linear layer, and come out."""
+    module = getattr(module, "base_layer", module)
+    if _is_conv1d(module):
+        return module.weight.shape[0], module.weight.shape[1]
+    return module.in_features, module.out_features
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    # By name: its class comes with all of Transformers.
+    return type(module).__name__ == "Conv1D"
+
+
+def _read_adapted(reader: Reader, name: str, module: Any, x: int) -> int:
+    tape = reader.tape
+    y = read_linear(reader, name, module.base_layer, x)
+    for key, lora_a in module.lora_A.items():
+        before, has_lengths = type(module.lora_dropout[key]), key in module.lora_magnitude_vector
+        if before not in (nn.Identity, nn.Dropout) or (has_lengths and before is nn.Dropout):
+            raise UnreadableModuleError(name, f"an adapter {'with dora ' * has_lengths}behind a {before.__name__}")
+        dropped = tape.add_dropout(x, getattr(module.lora_dropout[key], "p", 0.0))
+        low = read_linear(reader, name, module.lora_B[key], read_linear(reader, name, lora_a, dropped))
+        if has_lengths:
+            y = _read_dora(reader, module, key, (y, low))
+        else:
+            y = tape.add_sum(y, tape.add_pointwise("mul", low))
+    tape.release(x)  # also of what was dropped
+    return y
+
+
+def _read_dora(reader: Reader, module: Any, key: str, values: tuple[int, int]) -> int:
+    """Add what DoRA without dropout (arXiv:2402.09353), as peft computes it, makes of a layer and its LoRA.
+
+    ``values`` are what both returned, that of the LoRA not scaled yet.
+    """
+    tape, base = reader.tape, module.base_layer
+    result, low = values
+    num_in, num_out = get_features(module)
+    size, item = tape.sizes[result], tape.itemsize
+    dense, rank = num_in * num_out, module.r[key]
+    is_quantized = isinstance(base, QuantizedLinear)
+    # The product of the adapter's matrices goes through an identity matrix; then the weight, and the sum of both.
+    weight = max(dense * (FLOAT32 + item if item != FLOAT32 else FLOAT32), 3 * dense * item) if is_quantized else 0
+    temp = num_in * num_in * item + (weight or 2 * dense * item)
+    half = tape.add("mm", (), num_in * rank * item, flops=2 * num_in * num_in * rank)
+    product = tape.add("mm", (half,), dense * item, flops=2 * num_in * rank * num_out)
+    tape.add("norm", (product,), 0, forward_temp=temp)
+    inner = result if base.bias is None else tape.add("sub", (result,), size, shares_grad=True)
+    lengths = reader.list_trained(module.lora_magnitude_vector[key].weight)
+    kept_too = tape.add("mul", (inner,), size, saves=(inner,), weights=lengths, backward_temp=size)
+    added = tape.add_pointwise("mul", tape.add("mul", (low,), size, saves=(low,), backward_temp=size))
+    return tape.add_sum(result, tape.add_sum(kept_too, added))

@@ -1,0 +1,324 @@
+"""Which settings let a step fit, and how fast each would be: every combination worth a look."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any
+
+from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.planning.closed_form.engine import estimate_step
+from lit_fsdp.planning.estimate import Hardware, StepCost, compute_needed_bytes, estimate_step_time
+from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, Ranks
+from lit_fsdp.planning.timing.step_time import StepTime
+from lit_fsdp.quantization.layers import iterate_quantized
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
+from lit_fsdp.sharding.cpu_offload import CPUOffload
+from lit_fsdp.sharding.mesh import Mesh
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.shard import Compile
+
+_STRATEGY = "trainer.strategy"
+_TRIED = (
+    *("mesh.replicate", "mesh.shard", "sharding.reshard_after_forward", "sharding.no_sync"),
+    "activation_checkpointing.mode",
+)
+_ADAPTERS = {"model.lora", "model.quantization"}
+_CHANGES_RESULT = {*_ADAPTERS, "model.optimizer.name"}
+_SMALLER, _MAX_ROWS = 0.95, 12  # a slower row is worth showing below so much of the peak of the one before it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A model to search for.
+
+    Args:
+        model: As it would be trained.
+        changes: What makes it of the configured one: settings as in YAML, with their values.
+    """
+
+    model: ModelToTrain
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is searched for.
+
+    Args:
+        variants: The configured model, and others in its place.
+        settings: As configured.
+        ranks: That take part.
+        micro_batch: The shape of one, as configured.
+        num_micro_batches: Accumulated in a step, as configured.
+        splits_batch: Whether ``data.batch_size`` may change, with accumulation in return.
+        hardware: What it would run on.
+        device_bytes: Memory of one GPU.
+        tries_optimizers: Whether the optimizer may change.
+        device_type: ``cuda``, or ``cpu`` for a run that is tried out there.
+        host_bytes: Memory of each node for what is offloaded, where it is known.
+        measure: Returns the shape of a micro-batch of so many rows; by default the configured one with other rows.
+        trace: Where the closed form has no rules: follows a step of a model with these settings, rows and number of
+            micro-batches. That takes seconds, so smaller batches and other trainings are only tried where nothing fits.
+        only_fastest: Leave out what can only be slower than what fits, or larger than what does not.
+    """
+
+    variants: Sequence[Variant]
+    settings: Settings
+    ranks: Ranks
+    micro_batch: MicroBatch
+    num_micro_batches: int
+    splits_batch: bool
+    hardware: Hardware
+    device_bytes: int
+    tries_optimizers: bool = True
+    device_type: str = "cuda"
+    host_bytes: int | None = None
+    measure: Callable[[int], MicroBatch] | None = None
+    trace: Callable[[ModelToTrain, Settings, int, int], StepCost] | None = None
+    only_fastest: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One combination, estimated.
+
+    Args:
+        changes: What differs from the configuration: settings as in YAML, with their values.
+        settings: Of the strategy, as a whole.
+        peak_bytes: Of the tensors of a GPU.
+        host_bytes: Of a rank, with offload.
+        time: Of an optimizer step.
+        compiled_s: The same in seconds, were blocks compiled too. ``None`` if they are already, or cannot be.
+        fits: Whether ``needed_bytes`` are there, and ``host_bytes`` where that is known.
+    """
+
+    changes: Mapping[str, Any]
+    settings: Settings
+    peak_bytes: int
+    host_bytes: int
+    time: StepTime
+    compiled_s: float | None
+    fits: bool
+
+    @property
+    def needed_bytes(self) -> int:
+        """The memory that a GPU must have: with headroom, and what lies outside of the allocator."""
+        return compute_needed_bytes(self.peak_bytes)
+
+    @property
+    def keeps_result(self) -> bool:
+        """Whether the run computes the same, up to rounding."""
+        return not _CHANGES_RESULT & self.changes.keys()
+
+
+def search(problem: Problem) -> list[Candidate]:
+    """Estimate every combination; return the configured one first, then what is worth a look, fastest first.
+
+    Of what computes the same, that is the fastest that fits, and each that takes at least 5 % less than the one before
+    it. Of every other training it is the fastest that fits and the smallest. Where none of a training fits, it is the
+    nearest to it. The global batch stays as it is. CPUOffload is only tried where nothing fits without.
+    """
+    configured = _estimate(problem, problem.variants[0], problem.settings, problem.micro_batch.rows)
+    found: list[Candidate] = []
+    for variant in problem.variants if problem.trace is None else _spread_optimizers(problem):
+        if problem.trace is not None and any(candidate.fits for candidate in found):
+            break
+        for offload in (None, problem.settings.cpu_offload or CPUOffload()):
+            tried = list(_try_all(problem, variant, offload))
+            found += tried
+            # Of a variant that trains otherwise, anything that fits will do.
+            if any(c.fits and (c.keeps_result or _CHANGES_RESULT & variant.changes.keys()) for c in tried):
+                break
+    kept = [candidate for candidate in _pick(found) if candidate.changes]
+    return [configured, *sorted(kept, key=lambda c: (not c.keeps_result, not c.fits, c.time.step_s))]
+
+
+def choose(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the fastest that fits and computes the same; else the fastest that fits; ``None`` if nothing does.
+
+    What is configured wins over what is not 2 % faster.
+    """
+    configured, *others = candidates
+    fitting = [candidate for candidate in others if candidate.fits]
+    best = next((c for c in fitting if c.keeps_result), None) or next(iter(fitting), None)
+    if configured.fits and (best is None or configured.time.step_s < 1.02 * best.time.step_s):
+        return configured
+    return best
+
+
+def format_changes(changes: Mapping[str, Any]) -> str:
+    """Return settings as on the command line, without what all have in front."""
+    names = {key: key.removeprefix(f"{_STRATEGY}.").removeprefix("trainer.") for key in changes}
+    return ", ".join(f"{names[key]}={_spell(value)}" for key, value in changes.items()) or "as configured"
+
+
+def _try_all(problem: Problem, variant: Variant, offload: CPUOffload | None) -> Iterator[Candidate]:
+    own = variant.model.optimizer
+    if offload is not None and own.name == "adamw_8bit_paged":  # its pages are in host memory already
+        return
+    is_spread = problem.trace is not None or not problem.tries_optimizers
+    optimizers = [own] if is_spread else _list_optimizers(variant, offload)
+    for rows in _list_rows(problem):
+        known: list[Candidate] = []
+        for settings in _list_settings(problem, variant, offload, rows):
+            if problem.only_fastest and any(_is_beaten(settings, candidate) for candidate in known):
+                continue
+            for optimizer in optimizers:
+                model = replace(variant.model, optimizer=optimizer)
+                known.append(_estimate(problem, replace(variant, model=model), settings, rows))
+                yield known[-1]
+        if problem.trace is not None and any(candidate.fits for candidate in known):
+            return
+
+
+def _is_beaten(settings: Settings, known: Candidate) -> bool:
+    """Whether settings, later in the list, only recompute more than what fits, or hold more than what does not."""
+    own = known.settings
+    if known.fits:
+        return replace(settings, activation_checkpointing=own.activation_checkpointing) == own
+    return own.sharding.reshard_after_forward is True and replace(settings, sharding=own.sharding) == own
+
+
+def count_tries(problem: Problem) -> int:
+    """Return how many settings a search tries at most without offload, for the configured model and batch."""
+    variant = problem.variants[0]
+    return len({problem.settings, *_list_settings(problem, variant, None, problem.micro_batch.rows)})
+
+
+def _list_rows(problem: Problem) -> list[int]:
+    """Return rows of a micro-batch to try; to trace, from the configured ones down."""
+    rows = problem.micro_batch.rows
+    if not problem.splits_batch:
+        return [rows]
+    total = rows * problem.num_micro_batches
+    sizes = sorted({2**i for i in range(total.bit_length()) if total % 2**i == 0} | {rows})
+    return sizes if problem.trace is None else [size for size in reversed(sizes) if size <= rows]
+
+
+def _list_settings(problem: Problem, variant: Variant, offload: CPUOffload | None, rows: int) -> Iterator[Settings]:
+    ranks, given = problem.ranks, problem.settings
+    meshes = [given.mesh]
+    if ranks.num_nodes > 1:  # what crosses nodes: everything, or gradients only
+        meshes = list(dict.fromkeys([given.mesh, Mesh(), Mesh(replicate=-1, shard="node")]))
+    recomputes = [given.activation_checkpointing]
+    is_plain = recomputes[0].every_n_blocks == 1 and not recomputes[0].saved_ops
+    if is_plain and any(unit.kind == "block" for unit in variant.model.units):
+        recomputes = [ActivationCheckpointing(mode=mode) for mode in ("none", "selective", "full")]
+    accumulates = problem.micro_batch.rows * problem.num_micro_batches > rows
+    for mesh in meshes:
+        _, shards = ranks.resolve(mesh)
+        if shards == 1 and offload is not None and problem.trace is not None:  # cannot be traced
+            continue
+        keeps: list[tuple[bool | int, bool]] = [(True, False), (False, False), *[(False, True)] * accumulates]
+        # Second gathers among fewer ranks: as configured, and those of a node.
+        own = given.sharding.reshard_after_forward
+        sizes = dict.fromkeys([*([] if isinstance(own, bool) else [own]), ranks.per_node])
+        keeps += [(size, False) for size in sizes if 1 < size < shards and shards % size == 0]
+        for reshards, holds in keeps if shards > 1 else [(True, False)]:
+            sharding = replace(given.sharding, reshard_after_forward=reshards, no_sync=holds)
+            for recompute in recomputes:
+                yield replace(
+                    given, mesh=mesh, sharding=sharding, activation_checkpointing=recompute, cpu_offload=offload
+                )
+
+
+def _spread_optimizers(problem: Problem) -> list[Variant]:
+    """Return the variants with each optimizer, those that compute the same first."""
+    spread = []
+    for variant in problem.variants:
+        own = variant.model.optimizer
+        for optimizer in _list_optimizers(variant, None) if problem.tries_optimizers else [own]:
+            changes = {} if optimizer is own else {"model.optimizer.name": optimizer.name}
+            model = replace(variant.model, optimizer=optimizer)
+            spread.append(replace(variant, model=model, changes={**variant.changes, **changes}))
+    return sorted(spread, key=lambda variant: bool(_CHANGES_RESULT & variant.changes.keys()))
+
+
+def _list_optimizers(variant: Variant, offload: CPUOffload | None) -> list[Optimizer]:
+    given = variant.model.optimizer
+    trained, total = (sum(getattr(u, name) for u in variant.model.units) for name in ("num_trainable", "num_params"))
+    if given.name != "adamw" or offload is not None or trained < 0.1 * total:
+        return [given]
+    return [given, replace(given, name="adamw_8bit", fused=None)]
+
+
+def _estimate(problem: Problem, variant: Variant, settings: Settings, rows: int) -> Candidate:
+    model, configured = variant.model, problem.variants[0].model
+    micro_batch = problem.measure(rows) if problem.measure else replace(problem.micro_batch, rows=rows)
+    num = problem.micro_batch.rows * problem.num_micro_batches // rows
+    common: dict[str, Any] = {"ranks": problem.ranks, "num_micro_batches": num}
+    cost: StepCost
+    if problem.trace is not None:
+        cost = problem.trace(model, settings, rows, num)
+    else:
+        cost = estimate_step(model, settings, micro_batch, device_type=problem.device_type, **common)
+
+    def estimate_time(settings: Settings) -> StepTime:
+        return estimate_step_time(model, settings, problem.hardware, cost, micro_batch=micro_batch, **common)
+
+    can_compile = (
+        settings.compile is None
+        and problem.device_type == "cuda"
+        and any(unit.kind == "block" for unit in model.units)
+        and not any(iterate_quantized(model.module))
+    )
+    host_bytes, peak_bytes = sum(cost.memory.host_by_kind.values()), cost.memory.peak.num_bytes
+    has_host = problem.host_bytes is None or host_bytes * problem.ranks.per_node <= problem.host_bytes
+    own = dict(variant.changes)
+    if rows != problem.micro_batch.rows:
+        own |= {"data.batch_size": rows, "trainer.accumulate_grad_batches": num}
+    own |= _list_changes(problem.settings, settings)
+    if model.optimizer.name != configured.optimizer.name:
+        own["model.optimizer.name"] = model.optimizer.name
+        if configured.optimizer.fused is not None:
+            own["model.optimizer.fused"] = None
+    return Candidate(
+        changes=own,
+        settings=settings,
+        peak_bytes=peak_bytes,
+        host_bytes=host_bytes,
+        time=estimate_time(settings),
+        compiled_s=estimate_time(replace(settings, compile=Compile())).step_s if can_compile else None,
+        fits=compute_needed_bytes(peak_bytes) <= problem.device_bytes and has_host,
+    )
+
+
+def _list_changes(given: Settings, chosen: Settings) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    for key in _TRIED:
+        old, new = attrgetter(key)(given), attrgetter(key)(chosen)
+        if old != new or type(old) is not type(new):  # true is not 1
+            changes[f"{_STRATEGY}.{key}"] = new
+    if given.cpu_offload != chosen.cpu_offload:
+        changes[f"{_STRATEGY}.cpu_offload"] = None if chosen.cpu_offload is None else {}
+    return changes
+
+
+def _pick(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Keep of each training what :func:`search` says; of equals the one with the fewest changes."""
+    trainings: dict[frozenset[str], list[Candidate]] = {}
+    for candidate in sorted(candidates, key=lambda c: (c.time.step_s, c.needed_bytes, len(c.changes))):
+        changed = frozenset(_CHANGES_RESULT & candidate.changes.keys())
+        # With adapters there is little state of the optimizer.
+        trainings.setdefault(changed & _ADAPTERS or changed, []).append(candidate)
+    kept: list[Candidate] = []
+    for changed, tried in trainings.items():
+        fitting = [candidate for candidate in tried if candidate.fits]
+        rows = fitting[:1] or [min(tried, key=lambda candidate: candidate.needed_bytes)]
+        for candidate in fitting[1:]:
+            if candidate.peak_bytes <= _SMALLER * rows[-1].peak_bytes:
+                rows.append(candidate)
+        smallest = min(rows[:1] + fitting, key=lambda candidate: candidate.peak_bytes)
+        is_smaller = smallest.peak_bytes <= _SMALLER * rows[0].peak_bytes
+        kept += [rows[0], *([smallest] if is_smaller else [])] if changed else rows[:_MAX_ROWS]
+    return kept
+
+
+def _spell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_spell(item)}" for key, item in value.items()) + "}"
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,1 @@
+"""The exact engine: the run's own step on tensors without values."""

@@ -1,0 +1,180 @@
+"""A training step on tensors without values and ranks without processes: what it would hold, at no cost in memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+# Private, seen in torch 2.13: collectives that do nothing, for any number of ranks.
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map_only
+
+from lit_fsdp.optim.adamw_8bit import make_code_books
+from lit_fsdp.planning.closed_form.overrides import keeps_gradients
+from lit_fsdp.planning.trace.fake_gpu_ops import run_as_gpus
+from lit_fsdp.profiling.flops import Flops, WorkCounter
+from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
+from lit_fsdp.quantization.quantize import prepare_tables
+from lit_fsdp.sharding.grad_clipping import clip_grad_norm
+from lit_fsdp.sharding.mesh import build_mesh
+from lit_fsdp.sharding.mixed_precision import MixedPrecision
+from lit_fsdp.sharding.parallelize import shard_module
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.shard import find_roots, no_sync, register_steps
+from lit_fsdp.weights.load import materialize
+
+_DEVICE = torch.device("cpu")  # where fake tensors say they are: torch cannot fake a GPU without CUDA
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedStep:
+    """What a step would hold and do, on the first rank.
+
+    Args:
+        memory: Of the GPU, or whatever would compute.
+        flops: Of all micro-batches.
+        moved_bytes: Of all micro-batches: what operators other than products and attention read and write.
+    """
+
+    memory: StepMemory
+    flops: Flops
+    moved_bytes: int
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """Make this process rank 0 of ``world_size`` ranks whose collectives return at once, and change nothing.
+
+    Raises:
+        RuntimeError: There is a process group already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a dry run needs a process of its own: there is a process group already")
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trace_training_step(
+    module: nn.Module,
+    settings: Settings,
+    batch: Mapping[str, Any],
+    *,
+    dtypes: MixedPrecision,
+    compute_loss: Callable[[Any], Tensor],
+    build_optimizer: Callable[[], torch.optim.Optimizer],
+    step_name: str,
+    ranks_per_node: int,
+    num_micro_batches: int = 1,
+    clip_norm: float | None = None,
+    device_type: str = "cuda",
+) -> TracedStep:
+    """Shard a module and run two steps of training on fake tensors; return what the second held and did.
+
+    Everything but the values is real. Afterwards the module holds fake tensors and is of no other use. Inside
+    ``fake_ranks``, whose first rank is traced: the one with the largest shards.
+
+    Args:
+        module: Not sharded; parameters that are not on the meta device go there.
+        settings: Of the strategy.
+        batch: One micro-batch, real or on the meta device; only shapes and dtypes matter.
+        dtypes: What the Trainer's precision comes to.
+        compute_loss: Returns the loss of a micro-batch; looks up the method ``step_name`` of the module each time, as
+            sharding replaces it.
+        build_optimizer: Called once the module is sharded.
+        step_name: The method through which a sharded module is run.
+        ranks_per_node: For ``mesh.shard: node``.
+        num_micro_batches: Accumulated in a step.
+        clip_norm: Clip gradients by norm before the optimizer; ``None`` does not.
+        device_type: Whose kernels: those of ``cpu`` keep more where something is dropped.
+    """
+    sizes = {"world_size": dist.get_world_size(), "ranks_per_node": ranks_per_node}
+    mesh = build_mesh(settings.mesh, device_type=_DEVICE.type, timeout_s=60.0, **sizes)
+    prepare_tables(_DEVICE)
+    make_code_books(_DEVICE)
+    _drop_values(module)
+    plan = shard_module(module, settings, dtypes=dtypes, mesh=mesh, device=_DEVICE)
+    with _leave_out_values(device_type):
+        materialize(module, _DEVICE)
+        register_steps(module, [step_name])
+        optimizer = build_optimizer()
+        fake = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=_DEVICE), dict(batch))
+        run = partial(
+            _run_step, module, optimizer, lambda: compute_loss(fake), is_held=settings.sharding.no_sync, clip=clip_norm
+        )
+        run(1, lambda _: None)  # makes the state of the optimizer
+        is_offloaded = settings.cpu_offload is not None
+        trace = MemoryTrace(module, [optimizer], plan=plan, device=_DEVICE, is_offloaded=is_offloaded)
+        counter = WorkCounter()
+
+        def begin_phase(name: str) -> None:
+            trace.begin_phase(name)
+            counter.is_counting = name != "optimizer"
+
+        with trace, counter:
+            trace.add_inputs(fake)
+            run(num_micro_batches, begin_phase)
+    return TracedStep(memory=trace.finish(), flops=counter.flops, moved_bytes=counter.moved_bytes)
+
+
+@contextmanager
+def _leave_out_values(device_type: str) -> Iterator[None]:
+    # Non-fake inputs are constants that a model or library has made before.
+    kernels: AbstractContextManager[Any] = nullcontext() if device_type == "cpu" else run_as_gpus()
+    with FakeTensorMode(allow_non_fake_inputs=True), kernels, warnings.catch_warnings():
+        # For those who would change such a view in place; in a trace no value can go wrong.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        yield
+
+
+def _drop_values(module: nn.Module) -> None:
+    """Move plain parameters to the meta device, shared ones together: FSDP2 would ask fake shards for addresses."""
+    made: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in child._parameters.items():
+            if type(parameter) is not nn.Parameter or parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                empty = torch.empty_like(parameter, device="meta")
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                made[id(parameter)].__dict__.update(parameter.__dict__)
+            child._parameters[name] = made[id(parameter)]
+
+
+def _run_step(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compute_loss: Callable[[], Tensor],
+    num_micro_batches: int,
+    begin_phase: Callable[[str], None],
+    *,
+    is_held: bool,
+    clip: float | None,
+) -> None:
+    is_kept = keeps_gradients(module)
+    for i in range(num_micro_batches):
+        begin_phase("forward")
+        loss = compute_loss()
+        if is_kept and i == 0:  # the gradients of the step before
+            optimizer.zero_grad()
+        begin_phase("backward")
+        with no_sync(*(find_roots(module) if is_held and i + 1 < num_micro_batches else [])):
+            loss.backward()
+        del loss
+    begin_phase("optimizer")
+    if clip is not None:
+        clip_grad_norm(module.parameters(), clip)
+    optimizer.step()
+    if not is_kept:
+        optimizer.zero_grad()

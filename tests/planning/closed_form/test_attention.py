@@ -1,0 +1,93 @@
+"""Rules of the closed form for rotary positions and for dropout, each beside the exact trace."""
+
+from typing import Any
+
+import pytest
+from closed_form_models import Model, compare, estimate_lm
+
+from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
+from ranks import run_ranks
+
+SHARED = {"num_key_value_heads": 2, "pad_token_id": 0}
+GPT2 = {"family": "gpt2", "n_embd": 256, "n_layer": 3, "n_head": 4, "attn_pdrop": 0.1, "resid_pdrop": 0.1}
+PARTS = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+RECOMPUTED = {
+    "precision": "bf16-true",
+    "rows": 2,
+    "length": 512,
+    "activation_checkpointing": ActivationCheckpointing(mode="full"),
+}
+ON_GPUS = {"world_size": 2, "precision": "bf16-true", "length": 448, "device_type": "cuda"}
+
+OPT = {"family": "opt", "ffn_dim": 704, "word_embed_proj_dim": 256, "pad_token_id": 0, "dropout": 0.1}
+
+# A model, how its step goes, and whether the test is a quick one.
+CASES: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
+    # A part of each head is rotated; GLM's layers repeat cosines and sines for themselves, Ernie's as well.
+    ({"family": "glm", "head_dim": 64, **SHARED}, {"length": 384}, True),
+    ({"family": "glm4", "head_dim": 64, **SHARED}, RECOMPUTED, False),
+    ({"family": "phi3", "rope_parameters": PARTS, "resid_pdrop": 0.1, **SHARED}, ON_GPUS, False),
+    ({"family": "phi", "resid_pdrop": 0.1, "pad_token_id": 0}, ON_GPUS, False),
+    ({"family": "stablelm", "use_parallel_residual": True, "hidden_dropout": 0.1, **SHARED}, RECOMPUTED, False),
+    ({"family": "ernie4_5", **SHARED}, {"length": 512, "precision": "bf16-true"}, False),
+    ({"family": "nemotron", **SHARED}, RECOMPUTED, False),
+    # Attention that drops: all scores on CPUs, nothing of them on GPUs.
+    (GPT2, {"length": 512}, True),
+    (GPT2, {"length": 512, "device_type": "cuda"}, True),
+    (GPT2, {**RECOMPUTED, "device_type": "cuda"}, False),
+    ({**GPT2, "attn_implementation": "eager"}, {"length": 384, "precision": "bf16-true"}, False),
+    (
+        {"attention_dropout": 0.1, "attn_implementation": "eager", **SHARED},
+        {"length": 384, "precision": "bf16-true", "device_type": "cuda"},
+        False,
+    ),
+    # Layers of the MLP are in the block itself; queries are scaled before the kernel, positions are those of each row.
+    (OPT, {"rows": 2, "length": 384, "world_size": 2}, True),
+    ({**OPT, "mode": "nf4", "tie_word_embeddings": False}, RECOMPUTED, False),
+    ({**OPT, "attention_dropout": 0.1}, ON_GPUS, False),
+    (
+        {**OPT, "attention_dropout": 0.1, "attn_implementation": "eager"},
+        {"length": 384, "precision": "bf16-true"},
+        False,
+    ),
+    # No kernel of GPUs shares heads in float32.
+    (SHARED, {"length": 512, "device_type": "cuda"}, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [pytest.param(*case, marks=[] if is_quick else pytest.mark.slow) for *case, is_quick in CASES],
+    ids=str,
+)
+def test_the_peak_is_within_half_a_percent_of_the_exact_trace(model: dict[str, Any], options: dict[str, Any]) -> None:
+    run_ranks(compare, model, options, 0.005, world_size=1)
+
+
+def test_attention_that_drops_keeps_its_scores_on_cpus_only() -> None:
+    scores = 3 * 4 * 512 * 512 * 4  # of 3 layers with 4 heads, in float32
+    model = {"hidden_size": 256, "attention_dropout": 0.1}
+    without, on_gpu, on_cpu = (
+        estimate_lm(Model(**{**model, "attention_dropout": p}), length=512, device_type=device_type).peak.num_bytes
+        for p, device_type in ((0.0, "cuda"), (0.1, "cuda"), (0.1, "cpu"))
+    )
+    assert on_gpu == without
+    assert on_cpu - on_gpu == pytest.approx(3 * scores, rel=0.1)  # before and after some are dropped, and which
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        # What was left out in silence, or would be.
+        ({"family": "mpt", "d_model": 256, "n_heads": 4, "n_layers": 3}, "a MptAttention, which attends by itself"),
+        ({**OPT, "word_embed_proj_dim": 128}, r"decoder: project_out \(Linear\) beside its blocks"),
+        ({**OPT, "do_layer_norm_before": False}, "0 norms beside its blocks"),
+        ({**OPT, "layerdrop": 0.1}, "a dropout layerdrop of 0.1"),
+        ({"family": "biogpt"}, "a mask of attention that it makes for every batch"),
+    ],
+    ids=["alibi", "projections", "norms of sums", "layers", "mask"],
+)
+def test_what_has_no_rule_is_traced_and_not_left_out(model: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnreadableModuleError, match=reason):
+        estimate_lm(Model(**model))
