@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -23,12 +22,12 @@ from lit_fsdp.cli.messages import report_error
 from lit_fsdp.cli.parser import check_out_folder, run_function
 from lit_fsdp.cli.scaling import bench_scaling, make_table
 from lit_fsdp.errors import ConfigError, suggest
+from lit_fsdp.planning.timing.hardware import parse_memory
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, Line, Timing, fit_line, measure_fabric
 from lit_fsdp.strategy.processes import is_torchrun
 from lit_fsdp.strategy.signals import put_off_interrupt
 
 Backend = Literal["auto", "nccl", "gloo"]
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _TIMING = ("num_bytes", "seconds", "seconds_low", "seconds_high", "bus_gb_s")  # of each in the file
 _DEFAULT_SIZES = "64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 
@@ -72,7 +71,10 @@ def bench_comm(
         out: Folder for ``comm.json`` and the plot ``comm.png``. By default nothing is written.
         timeout_s: How long a collective may take.
     """
-    num_bytes = parse_sizes(sizes)
+    try:
+        num_bytes = [parse_memory(size.strip(), "sizes", example="64KiB,1MiB") for size in sizes.split(",")]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if repeats < 1:
         raise ConfigError(f"repeats: got {repeats}: expected 1 or more")
     if timeout_s <= 0:
@@ -85,24 +87,6 @@ def bench_comm(
         _measure(*body)
         return 0
     return _run_ranks(world_size, body)
-
-
-def parse_sizes(text: str) -> list[int]:
-    """Translate sizes with units, separated by commas, into bytes.
-
-    Raises:
-        ConfigError: Something else is in between.
-    """
-    sizes = []
-    for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", part)
-        units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-        if found is None or found[2].lower() not in units:
-            raise ConfigError(f"sizes: got {part.strip()!r}: expected a number and one of {', '.join(_UNITS)}")
-        sizes.append(round(float(found[1]) * units[found[2].lower()]))
-        if sizes[-1] < 1:
-            raise ConfigError(f"sizes: got {part.strip()!r}: expected 1B or more")
-    return sizes
 
 
 def _choose_ranks(ranks: int | None, backend: Backend) -> tuple[Backend, int]:
@@ -125,9 +109,6 @@ def _choose_ranks(ranks: int | None, backend: Backend) -> tuple[Backend, int]:
             f"ranks: got {local}: this node has {num_gpus} GPUs; use --ranks={num_gpus} or --backend=gloo"
         )
     return backend, started
-
-
-# The ranks
 
 
 def _run_ranks(world_size: int, body: tuple[Any, ...]) -> int:
@@ -199,9 +180,6 @@ def _measure(sizes: list[int], backend: Backend, repeats: int, out: Path | None,
         dist.destroy_process_group()
 
 
-# What was found
-
-
 def _describe_ranks(device: torch.device, backend: Backend, repeats: int) -> dict[str, Any]:
     return {
         "num_ranks": dist.get_world_size(),
@@ -268,9 +246,9 @@ def _make_lines_table(lines: dict[Collective, Line | None]) -> Table:
 
 
 def _format_size(num_bytes: int) -> str:
-    for unit in ("GiB", "MiB", "KiB"):
-        if num_bytes >= _UNITS[unit]:
-            return f"{num_bytes / _UNITS[unit]:.4g} {unit}"
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.4g} {unit}"
     return f"{num_bytes} B"
 
 

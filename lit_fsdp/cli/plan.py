@@ -8,12 +8,11 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule
 from typing_extensions import override
 
 from lit_fsdp.cli.config_files import check_config_files
@@ -21,24 +20,20 @@ from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.cli.parser import check_out_folder
 from lit_fsdp.cli.train import TrainerCLI
 from lit_fsdp.errors import ConfigError, is_debugging
-from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
-from lit_fsdp.planning.estimate import Hardware, describe_model, guess_optimizer, guess_shape, measure_batch
+from lit_fsdp.planning.estimate import Hardware
 from lit_fsdp.planning.plan import Plan, plan_step
 from lit_fsdp.planning.plan_report import choose_unit, describe_plan, draw_plan, print_report
-from lit_fsdp.planning.planned_step import PlannedGpu, PlannedStep, PlannedTrainer, prepare_step
+from lit_fsdp.planning.planned_step import PlannedGpu, PlannedTrainer, prepare_step
 from lit_fsdp.planning.search.report import apply_changes, describe_search, print_search
-from lit_fsdp.planning.search.search import Candidate, Problem, Variant, choose, format_changes
-from lit_fsdp.planning.search.search import search as search_all
-from lit_fsdp.planning.search.traced import make_tracer
+from lit_fsdp.planning.search.search import Candidate, choose, format_changes
+from lit_fsdp.planning.search.steps import Steps, list_new_notes, search_steps
 from lit_fsdp.planning.search.variants import prepare_variants
-from lit_fsdp.planning.step_parts import MicroBatch, NoEstimateError
 from lit_fsdp.planning.timing.hardware import choose_usual_gpu, find_gpu, list_cards, parse_memory, suggest_gpus
 from lit_fsdp.planning.timing.links import choose_links, parse_links
 from lit_fsdp.strategy.processes import count_devices
 
 _OWN_OPTIONS = {"--device-memory": "--device_memory"}
 _MAX_RANKS = 2**20
-Steps = Sequence[tuple[PlannedStep, Mapping[str, Any]]]  # the configured one first; with the settings for each
 _PLAN_KEYS = {"config", "devices", "nodes", "device_memory", "gpu", "link", "exact", "search", "write", "out"}
 
 
@@ -110,13 +105,14 @@ class PlanTrainer(PlannedTrainer):
             check_out_folder(out)
         candidates: list[Candidate] = []
         speed_unit = ""
-        if search:
+        if search and hardware is not None and device_bytes is not None:  # which has been checked
             steps = prepare_variants(self, model, datamodule)
-            candidates, speed_unit = self._search(steps, datamodule, hardware, device_bytes)
+            candidates, speed_unit = search_steps(self, steps, datamodule, hardware, device_bytes)
         else:
             steps = [(prepare_step(self, model, datamodule), {})]
         found = self._note_uncounted(plan_step(steps[0][0], exact=exact, hardware=hardware))
-        print_report(found, device_bytes, other_gpus=_list_others(gpu, hardware))
+        others = [card.name for card in list_cards(gpu) if card is not hardware.gpu] if gpu and hardware else []
+        print_report(found, device_bytes, other_gpus=others)
         described = describe_plan(found, device_bytes)
         if device_bytes is not None and candidates:
             described["search"] = _report_search(steps, candidates, device_bytes, speed_unit)
@@ -126,31 +122,6 @@ class PlanTrainer(PlannedTrainer):
             print(f"written: {out / 'plan.json'}, {out / 'plan.png'}")
         if write is not None:
             self._write_config(write, choose(candidates))
-
-    def _search(
-        self,
-        steps: Steps,
-        data: LightningDataModule | None,
-        hardware: Hardware | None,
-        device_bytes: int | None,
-    ) -> tuple[list[Candidate], str]:
-        """Return what a search around the configured step finds, and the unit of its speeds."""
-        assert hardware is not None
-        assert device_bytes is not None
-        step = steps[0][0]
-        try:
-            problem = describe_problem(steps, hardware, device_bytes)
-        except NoEstimateError as error:
-            print(f"note: {error}: each setting is traced, up to a minute each, and batch and model stay as they are")
-            problem, unit = describe_unread_problem(step, hardware, device_bytes)
-            return search_all(replace(problem, trace=make_tracer([step], None))), unit
-        if _splits_batch(self, step.module, data):
-            problem = replace(problem, splits_batch=True, measure=partial(_measure_rows, step, data))
-        try:
-            return search_all(problem), "tokens/s"
-        except UnreadableModuleError as error:
-            print(f"note: {error}: no closed form, so each setting is traced, up to a minute each")
-        return search_all(replace(problem, trace=make_tracer([step for step, _ in steps], data))), "tokens/s"
 
     def _note_uncounted(self, found: Plan) -> Plan:
         """Say what callbacks keep that no engine knows of."""
@@ -263,83 +234,12 @@ def choose_hardware(
     return Hardware(gpu=found, links=choose_links(found, ranks_per_node) if link is None else parse_links(link))
 
 
-def _list_others(gpu: str | None, hardware: Hardware | None) -> list[str]:
-    """Return the GPUs that the name means as well as the one that was taken."""
-    if gpu is None or hardware is None:
-        return []
-    return [card.name for card in list_cards(gpu) if card is not hardware.gpu]
-
-
-def describe_problem(steps: Steps, hardware: Hardware, device_bytes: int) -> Problem:
-    """Return the search around the first of the steps, with the models of the others in its place.
-
-    Raises:
-        NoEstimateError: Nobody says what shape these batches have, or what this optimizer does.
-    """
-    configured = steps[0][0]
-    micro_batch = measure_batch(configured.module, configured.batch)
-    models = [describe_model(step.module, step.strategy) for step, _ in steps]
-    variants = [Variant(model=model, changes=changes) for model, (_, changes) in zip(models, steps, strict=True)]
-    return _make_problem(configured, variants, micro_batch, hardware, device_bytes)
-
-
-def describe_unread_problem(step: PlannedStep, hardware: Hardware, device_bytes: int) -> tuple[Problem, str]:
-    """Return the search around a step that only a trace can read, as ``fsdp2_auto`` has it, and its unit of speed.
-
-    Its optimizer is timed as AdamW where it is one of the module's own, which goes for all settings alike.
-    """
-    unit = "tokens/s"
-    try:
-        micro_batch = measure_batch(step.module, step.batch)
-    except NoEstimateError:
-        micro_batch, unit = guess_shape(step.batch), "rows/s"
-    model = describe_model(step.module, step.strategy, guess_optimizer(step.module))
-    problem = _make_problem(step, [Variant(model=model)], micro_batch, hardware, device_bytes)
-    return replace(problem, tries_optimizers=False), unit
-
-
-def _make_problem(
-    configured: PlannedStep,
-    variants: Sequence[Variant],
-    micro_batch: MicroBatch,
-    hardware: Hardware,
-    device_bytes: int,
-) -> Problem:
-    return Problem(
-        variants=variants,
-        settings=configured.strategy.settings,
-        ranks=configured.ranks,
-        micro_batch=micro_batch,
-        num_micro_batches=configured.num_micro_batches,
-        splits_batch=False,
-        hardware=hardware,
-        device_bytes=device_bytes,
-        device_type=configured.device_type,
-    )
-
-
 def _report_search(steps: Steps, candidates: Sequence[Candidate], device_bytes: int, speed_unit: str) -> dict[str, Any]:
     """Print what a search has found, and return it for programs."""
     chosen = choose(candidates)
-    notes, per_node = _choose_notes(steps, chosen), steps[0][0].ranks.per_node
+    notes, per_node = list_new_notes(steps, chosen), steps[0][0].ranks.per_node
     print_search(candidates, chosen, device_bytes, ranks_per_node=per_node, speed_unit=speed_unit, notes=notes)
     return describe_search(candidates, chosen, notes)
-
-
-def _choose_notes(steps: Steps, chosen: Candidate | None) -> list[str]:
-    """Return what is to be known of the chosen model and was not said of the configured one."""
-    changes = {} if chosen is None else chosen.changes
-    step, own = max((pair for pair in steps if pair[1].items() <= changes.items()), key=lambda pair: len(pair[1]))
-    return list(step.notes) if own else []
-
-
-def _measure_rows(step: PlannedStep, data: Any, rows: int) -> MicroBatch:
-    """Return the shape of a micro-batch of another size: what must be masked may change with it."""
-    given, data.batch_size = data.batch_size, rows
-    try:
-        return measure_batch(step.module, data.make_example_batch())
-    finally:
-        data.batch_size = given
 
 
 def _check_search(*, search: bool, exact: bool, write: Path | None, device_bytes: int | None) -> None:
@@ -351,14 +251,6 @@ def _check_search(*, search: bool, exact: bool, write: Path | None, device_bytes
         raise ConfigError("exact: got true with search: each setting would be traced; trace the chosen one afterwards")
     if search and device_bytes is None:
         raise ConfigError("search: what has to fit is not known; add --device-memory, such as 16GiB, or --gpu")
-
-
-def _splits_batch(trainer: Trainer, module: LightningModule, data: Any) -> bool:
-    """Whether micro-batches may be of another size, with accumulation in return, and all else stays the same."""
-    mixes = getattr(module, "mixup", None) is not None  # images of a micro-batch with each other
-    counts = [trainer.val_check_interval, trainer.limit_train_batches]  # as whole numbers, of micro-batches
-    is_counting = any(isinstance(count, int) and not isinstance(count, bool) for count in counts)
-    return isinstance(getattr(data, "batch_size", None), int) and not mixes and not is_counting
 
 
 def _spell_options(args: Sequence[str]) -> list[str]:

@@ -109,8 +109,13 @@ def suggest_gpus(name: str) -> list[str]:
     return [keys[key] for key in near]
 
 
-def parse_memory(text: str) -> int:
+def parse_memory(text: str, setting: str = "device_memory", example: str = "16GiB") -> int:
     """Translate a memory size with a unit into bytes.
+
+    Args:
+        text: What a user wrote.
+        setting: Where, for errors.
+        example: Of what is expected.
 
     Raises:
         ValueError: It has no unit that is known, or is not above 0.
@@ -119,11 +124,11 @@ def parse_memory(text: str) -> int:
     units = {unit.lower(): factor for unit, factor in _UNITS.items()}
     if found is None or found[2].lower() not in units:
         raise ValueError(
-            f"device_memory: got {text!r}: expected a number and one of {', '.join(_UNITS)}, such as 16GiB"
+            f"{setting}: got {text!r}: expected a number and one of {', '.join(_UNITS)}, such as {example}"
         )
     num_bytes = round(float(found[1]) * units[found[2].lower()])
     if num_bytes < 1:
-        raise ValueError(f"device_memory: got {text!r}: expected more than nothing, such as 16GiB")
+        raise ValueError(f"{setting}: got {text!r}: expected more than nothing, such as {example}")
     return num_bytes
 
 
