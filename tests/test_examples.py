@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from launches import OURS, find_free_port, write_run
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +36,7 @@ def run(*command: str | Path, cwd: Path, **environ: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.full
 def test_a_task_and_data_of_ones_own_train_from_their_folder(tmp_path: Path) -> None:
     folder = shutil.copytree(EXAMPLES / "own_task", tmp_path / "own_task")
     lines = (folder / "mytask.py").read_text().splitlines()
@@ -45,6 +47,7 @@ def test_a_task_and_data_of_ones_own_train_from_their_folder(tmp_path: Path) -> 
     assert "2 on cpu" in out
 
 
+@pytest.mark.full
 def test_the_notebook_trains_on_one_device(tmp_path: Path) -> None:
     cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -54,6 +57,7 @@ def test_the_notebook_trains_on_one_device(tmp_path: Path) -> None:
     assert "val/loss" in out
 
 
+@pytest.mark.full
 def test_torchrun_starts_a_run_and_continues_it(tmp_path: Path) -> None:
     write_run(tmp_path)
     script, port = EXAMPLES / "torchrun.sh", str(find_free_port())
@@ -64,6 +68,7 @@ def test_torchrun_starts_a_run_and_continues_it(tmp_path: Path) -> None:
     assert "2 (now at 6)" in more
 
 
+@pytest.mark.full
 def test_the_sbatch_script_starts_one_task_for_each_rank(tmp_path: Path) -> None:
     write_run(tmp_path)
     srun = tmp_path / "bin" / "srun"

@@ -58,6 +58,7 @@ def read_files(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist() if "dist-info" not in name}
 
 
+@pytest.mark.full
 def test_the_wheel_holds_every_source_file_once(clone: Path, wheel: Path) -> None:
     kinds = ("*.py", "*.jinja")
     sources = {str(p.relative_to(clone)) for f in FOLDERS for kind in kinds for p in (clone / f).rglob(kind)}
@@ -66,11 +67,13 @@ def test_the_wheel_holds_every_source_file_once(clone: Path, wheel: Path) -> Non
     assert set(read_files(wheel)) == expected | {"lit_fsdp/py.typed"}
 
 
+@pytest.mark.full
 def test_the_sdist_builds_the_same_wheel(clone: Path, wheel: Path, tmp_path: Path) -> None:
     run(sys.executable, *BUILD, tmp_path, cwd=clone)  # without --wheel: the sdist, then the wheel from it
     assert read_files(next(tmp_path.glob("*.whl"))) == read_files(wheel)
 
 
+@pytest.mark.full
 def test_the_installed_wheel_is_imported_from_where_it_lies(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     run(sys.executable, *INSTALL, "--target", target, wheel, cwd=tmp_path)
@@ -80,6 +83,7 @@ def test_the_installed_wheel_is_imported_from_where_it_lies(wheel: Path, tmp_pat
     assert found == [str(target / "lit_fsdp" / inner / "__init__.py") for inner in ("", "tasks", "callbacks")]
 
 
+@pytest.mark.full
 def test_an_editable_install_is_imported_from_the_working_tree(clone: Path, tmp_path: Path) -> None:
     env = tmp_path / "env"
     venv.create(env, symlinks=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ranks import RankError, run_ranks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_rank_runs_the_body_in_one_group(tmp_path: Path, world_size: int) -> None:
     def body() -> None:
@@ -38,6 +39,7 @@ def test_a_rank_that_dies_without_a_traceback_fails_the_test() -> None:
         run_ranks(os._exit, 7)
 
 
+@pytest.mark.full
 def test_a_hang_is_killed_in_time(tmp_path: Path) -> None:
     def body() -> None:
         (tmp_path / str(os.getpid())).touch()

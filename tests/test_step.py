@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 # Prints every function that is entered, as its file and qualified name.
 TRACE = """
@@ -60,6 +62,7 @@ def read_page() -> list[str]:
     return [" ".join(line.split()[:2]) for block in blocks for line in block.splitlines()]
 
 
+@pytest.mark.full
 def test_the_step_page_lists_the_frames_of_a_real_run_in_order(tmp_path: Path) -> None:
     out = tmp_path / "trace.txt"
     config = str(ROOT / "configs" / "quickstart.yaml")

@@ -23,6 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("models") / "model", **SIZES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("lora", "quantization"),
     [
@@ -54,6 +55,7 @@ def test_relatives_of_lora_train_as_those_of_peft(
     assert max(differences.values()) <= TOLERANCE, differences
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "init", ["pissa", "loftq", *(pytest.param(init, marks=pytest.mark.slow) for init in ("pissa_niter_16", "olora"))]
 )
@@ -81,6 +83,7 @@ def test_decomposed_weights_and_adapters_add_up_to_the_model(init: Any, folder: 
             assert float((rounded + added - weight).norm()) < 0.95 * float((rounded - weight).norm()), name
 
 
+@pytest.mark.full
 def test_pissa_starts_where_that_of_peft_does(folder: Path, tmp_path: Path) -> None:
     lora = LoRA(r=4, alpha=8, init_lora_weights="pissa")
     _, start = train_sharded(folder, tmp_path, 2, lora=lora, max_steps=1)
@@ -101,6 +104,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model_type", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_experts_are_quantized_from_their_files_and_train_alike_at_every_world_size(
     model_type: str, tmp_path: Path
@@ -124,6 +128,7 @@ def test_experts_are_quantized_from_their_files_and_train_alike_at_every_world_s
         assert max(differences.values()) <= TOLERANCE, (world_size, differences)
 
 
+@pytest.mark.full
 def test_a_tied_embedding_below_adapters_trains_as_in_stock_libraries(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **SIZES, tie_word_embeddings=True)
     result, start = train_sharded(folder, tmp_path, 2, quantization=Quantization(skip_modules=[]))

@@ -90,6 +90,7 @@ def test_the_runs_cover_every_pair_of_settings() -> None:
     assert missing == []
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     "run",
     [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow, id=" ".join(run)) for run in RUNS],
@@ -137,6 +138,7 @@ class Validated(Rows):
         return self.train_dataloader()
 
 
+@pytest.mark.full
 def test_a_model_that_was_evaluated_trains_as_before(folder: Path, truths: dict[str, Result], tmp_path: Path) -> None:
     run_ranks(fit_validated, folder, tmp_path / "out")
     differences = compare(Result(**torch.load(tmp_path / "out")), truths["nf4 double"])
@@ -153,6 +155,7 @@ def test_compiled_blocks_train_as_before(
     assert max(differences.values()) <= TOLERANCE, differences
 
 
+@pytest.mark.full
 def test_bfloat16_on_two_ranks_is_bit_for_bit_two_halves_on_one(folder: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"quantization": Quantization(), "precision": "bf16-true"}
     one, start = train_sharded(folder, tmp_path, 1, accumulate_grad_batches=2, **options)
@@ -183,6 +186,7 @@ def train_reading(folder: Path, out: Path) -> None:
     torch.save({"read": sum(reads), "largest": max(reads), "held": held}, out / f"{dist.get_rank()}.pt")
 
 
+@pytest.mark.full
 def test_a_rank_reads_and_holds_its_own_rows(folder: Path, tmp_path: Path) -> None:
     run_ranks(train_reading, folder, tmp_path, world_size=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]

@@ -169,5 +169,6 @@ def save_and_load(folder: Path, out: Path) -> None:
         assert torch.load(out / "adapters" / "meta.pt", weights_only=True)["leaves_out_frozen"] is True
 
 
+@pytest.mark.full
 def test_what_trained_is_in_the_checkpoint_and_goes_only_where_the_rest_is(folder: Path, tmp_path: Path) -> None:
     run_ranks(save_and_load, folder, tmp_path, world_size=2)

@@ -108,6 +108,7 @@ def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     ("saved", "world_size", "replicate", "tolerance"),
     [
@@ -169,6 +170,7 @@ def test_on_request_it_holds_the_frozen_weights_with_all_their_statistics(runs: 
     assert set(read_sizes(runs / "2.ckpt")) < set(sizes)
 
 
+@pytest.mark.full
 def test_adapters_over_another_model_of_the_same_shapes_are_refused(runs: Path, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", **SIZES)
     change_one_weight(other)
@@ -179,6 +181,7 @@ def test_adapters_over_another_model_of_the_same_shapes_are_refused(runs: Path, 
     assert line.endswith("whose weights are other ones; set pretrained to that model")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -217,6 +220,7 @@ class Spy(pl.Callback):
         self.weights = {n: p.full_tensor().clone() for n, p in task.named_parameters() if p.requires_grad}  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
 def test_validation_and_the_newest_checkpoint_start_from_it(runs: Path, model: Path, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "a-step=4.ckpt").symlink_to(runs / "2.ckpt")

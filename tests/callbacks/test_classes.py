@@ -107,6 +107,7 @@ def test_while_training_goes_on_nothing_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "confusion_val.png").exists()
 
 
+@pytest.mark.full
 def test_of_a_thousand_classes_those_mistaken_most_are_drawn_at_once(tmp_path: Path) -> None:
     counts = np.diag(np.full(1000, 40))
     counts[np.arange(1000), (np.arange(1000) + 1) % 1000] = 1

@@ -94,6 +94,7 @@ def measure_hybrid(folder: Path) -> None:
         assert logger.logged == []
 
 
+@pytest.mark.full
 def test_counts_and_bytes_are_those_of_the_plan_and_everything_is_logged(tmp_path: Path) -> None:
     run_ranks(measure_hybrid, save_model(tmp_path / "model", **EVEN), world_size=4)
 
@@ -119,6 +120,7 @@ def slow_one_rank_down(folder: Path, slow: int, out: Path) -> None:
         out.write_text(json.dumps({"numbers": section.numbers, "notes": list(section.notes)}))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("slow", [0, 2])
 def test_a_rank_that_sleeps_in_forward_is_the_straggler(slow: int, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **EVEN)
@@ -160,6 +162,7 @@ def _nothing() -> Any:
     return nullcontext()
 
 
+@pytest.mark.full
 def test_a_difference_to_the_plan_is_told(tmp_path: Path) -> None:
     run_ranks(use_a_unit_twice, save_model(tmp_path / "model", **EVEN))
 
@@ -186,6 +189,7 @@ def fit_twice_and_fail(folder: Path) -> None:
             assert type(group._all_gather_comm).__name__ == "DefaultAllGather"
 
 
+@pytest.mark.full
 def test_one_callback_measures_several_runs_and_leaves_a_failed_one(tmp_path: Path) -> None:
     run_ranks(fit_twice_and_fail, save_model(tmp_path / "model", **EVEN))
 

@@ -82,6 +82,7 @@ def find_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("sizes", "accumulate"), [(EVEN, 1), (UNEVEN, 2)])
 def test_the_average_is_that_of_the_weights_after_each_step(
     sizes: dict[str, Any], accumulate: int, tmp_path: Path
@@ -94,6 +95,7 @@ def test_the_average_is_that_of_the_weights_after_each_step(
     assert find_difference(steps[-1], average(steps)) > 1e-4
 
 
+@pytest.mark.full
 def test_a_run_that_is_resumed_on_other_ranks_goes_on_with_weights_and_average(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **EVEN)
     run_ranks(fit, folder, tmp_path, EVEN, 8, None, 1)
@@ -134,6 +136,7 @@ def keep_averages(folder: Path, out: Path, steps: int, resume: str | None) -> No
         torch.save(keep.found, out / "averages.pt")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [2, 1])
 def test_the_average_of_weights_in_low_precision_is_resumed_exactly_on_any_number_of_ranks(
     world_size: int, tmp_path: Path
@@ -199,6 +202,7 @@ def preempt(folder: Path, out: Path, sizes: dict[str, Any]) -> None:
     assert find_difference(seen.validated, truth) < 1e-6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [EVEN, TIED], ids=["untied", "tied"])
 def test_a_checkpoint_of_a_validation_and_tests_after_a_fit_have_the_right_weights(
     sizes: dict[str, Any], tmp_path: Path

@@ -80,6 +80,7 @@ def read_rows(out: Path) -> list[dict[str, str]]:
     return [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
 
 
+@pytest.mark.full
 def test_it_logs_every_step_and_names_the_rank_that_holds_most(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,6 +95,7 @@ def test_it_logs_every_step_and_names_the_rank_that_holds_most(
     assert "Tensors in step 2, rank 0, MiB; peak in " in out
 
 
+@pytest.mark.full
 def test_a_step_far_from_its_prediction_is_warned_of(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +124,7 @@ def replace_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("training.CausalLM", Mine)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "strategy", "reason"),
     [
@@ -159,6 +162,7 @@ def test_where_nothing_is_predicted_the_reason_is_said(
     assert f"Nothing was predicted: {reason}." in capfd.readouterr().out
 
 
+@pytest.mark.full
 def test_of_micro_batches_alike_the_one_with_a_mask_is_predicted(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +185,7 @@ def test_accumulated_micro_batches_are_one_step(folder: Path, tmp_path: Path) ->
     run_ranks(fit, folder, tmp_path, {"accumulate_grad_batches": 2}, {}, {}, world_size=2)
 
 
+@pytest.mark.full
 def test_without_a_traced_step_the_rest_is_there(folder: Path, tmp_path: Path) -> None:
     run_ranks(fit, folder, tmp_path, {}, {"trace_step": None}, {}, world_size=1)
     assert [path.name for path in (tmp_path / "memory").iterdir()] == ["run.png"]

@@ -48,6 +48,7 @@ def fit_without_logging(folder: Path, root: Path) -> None:
         assert section.numbers, section.title
 
 
+@pytest.mark.full
 def test_a_trainer_that_logs_nothing_is_measured_all_the_same(folder: Path, tmp_path: Path) -> None:
     run_ranks(fit_without_logging, folder, tmp_path, world_size=2)
 
@@ -66,6 +67,7 @@ def fit_with_one_gpu_behind(folder: Path, root: Path) -> None:
     assert float(total) == 2
 
 
+@pytest.mark.full
 def test_a_rank_that_is_behind_makes_the_same_exchanges(folder: Path, tmp_path: Path) -> None:
     run_ranks(fit_with_one_gpu_behind, folder, tmp_path, world_size=2)
 
@@ -91,6 +93,7 @@ def trace_around_a_validation(folder: Path, root: Path) -> None:
     assert abs(around_length - length) < 0.01 * length
 
 
+@pytest.mark.full
 def test_a_validation_inside_the_traced_step_is_not_traced(folder: Path, tmp_path: Path) -> None:
     run_ranks(trace_around_a_validation, folder, tmp_path, world_size=1)
 
@@ -119,6 +122,7 @@ class Failing(CausalLM):
 """
 
 
+@pytest.mark.full
 def test_a_run_that_fails_on_all_ranks_it_started_leaves_its_report(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(TASK)
     write_run(tmp_path)

@@ -49,6 +49,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, rank: int) 
     return report.read_text(), ended
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("place", ["forward", "the optimizer step", "validation"])
 def test_the_rank_that_fails_says_where_and_what_it_held(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -78,6 +78,7 @@ def test_a_second_run_of_the_same_callback_starts_empty(tmp_path: Path) -> None:
     assert read(tmp_path / "out.jsonl") == [{"index": 0, "prediction": "second"}]
 
 
+@pytest.mark.full
 def test_two_ranks_predict_from_the_checkpoint_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path, model={"generation": {"max_new_tokens": 3}})

@@ -122,6 +122,7 @@ CASES: dict[str, tuple[str, int, tuple[int, ...], tuple[int, ...], int]] = {
 }
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(("name", "is_async"), [*((name, False) for name in CASES), ("all ranks", True)])
 def test_all_ranks_save_at_the_same_step_and_the_run_goes_on_bit_for_bit(
     model: Path, tmp_path: Path, name: str, is_async: bool
@@ -145,6 +146,7 @@ def test_all_ranks_save_at_the_same_step_and_the_run_goes_on_bit_for_bit(
     run_ranks(body)
 
 
+@pytest.mark.full
 def test_a_second_signal_while_saving_changes_nothing(model: Path, tmp_path: Path) -> None:
     def body() -> None:
         send = (Send("on_train_batch_start", 2, (1,), (TERM,)), Send("on_save_checkpoint", 4, (0, 1), (TERM, USR1)))
@@ -157,6 +159,7 @@ def test_a_second_signal_while_saving_changes_nothing(model: Path, tmp_path: Pat
     assert is_complete(tmp_path / "preempted-step=4.ckpt")
 
 
+@pytest.mark.full
 def test_a_signal_during_validation_saves_within_two_batches_and_is_resumed(model: Path, tmp_path: Path) -> None:
     options = {"limit_val_batches": 1.0, "val_check_interval": 2, "num_sanity_val_steps": 1, "rows": ValidatedRows}
 
@@ -179,6 +182,7 @@ def test_a_signal_during_validation_saves_within_two_batches_and_is_resumed(mode
     run_ranks(body)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_sanity_check_start"])
 def test_a_signal_before_the_first_step_ends_the_run_there(model: Path, tmp_path: Path, hook: str) -> None:
     options = {"limit_val_batches": 1, "num_sanity_val_steps": 1, "rows": ValidatedRows}
@@ -196,6 +200,7 @@ def test_a_signal_before_the_first_step_ends_the_run_there(model: Path, tmp_path
     assert find_saved(tmp_path) == []
 
 
+@pytest.mark.full
 def test_checkpoints_that_are_due_at_the_same_step_are_not_saved_twice(model: Path, tmp_path: Path) -> None:
     def body() -> None:
         every = ModelCheckpoint(dirpath=tmp_path / "every", every_n_train_steps=1, save_top_k=-1)
@@ -206,6 +211,7 @@ def test_checkpoints_that_are_due_at_the_same_step_are_not_saved_twice(model: Pa
     assert len(find_saved(tmp_path / "every")) == 3
 
 
+@pytest.mark.full
 def test_micro_batches_and_steps_make_no_other_collective_than_the_notes(model: Path, tmp_path: Path) -> None:
     counts = {"all_gather_single": 0, "broadcast": 0}
 
@@ -282,6 +288,7 @@ def test_forked_data_workers_survive_a_signal_to_all_processes_but_not_their_par
     run_ranks(body, world_size=1)
 
 
+@pytest.mark.full
 def test_under_slurm_the_job_is_requeued_after_the_save(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,6 +48,7 @@ def profile_a_window(folder: Path, root: Path) -> None:
     assert not is_running()
 
 
+@pytest.mark.full
 def test_each_rank_writes_the_steps_of_the_window_and_what_took_time(folder: Path, tmp_path: Path) -> None:
     run_ranks(profile_a_window, folder, tmp_path)
     for rank in range(2):
@@ -74,6 +75,7 @@ def leave_early(folder: Path, root: Path) -> None:
     assert not is_running()
 
 
+@pytest.mark.full
 def test_a_run_that_fails_or_ends_inside_the_window_leaves_a_partial_trace(folder: Path, tmp_path: Path) -> None:
     run_ranks(leave_early, folder, tmp_path)
     assert not (tmp_path / "short" / "profile" / "rank0.json.gz").exists()

@@ -101,6 +101,7 @@ def test_no_file_tells_where_the_machine_keeps_things(two_ranks: Path) -> None:
         assert "https://example.org/a/b" in text  # is no path
 
 
+@pytest.mark.full
 def test_an_error_in_training_is_raised_unchanged_and_the_report_says_so(tmp_path: Path) -> None:
     error = RuntimeError("no file /mnt/anna/data/x.bin, the loss went <away>")
     with pytest.raises(RuntimeError) as raised:
@@ -115,6 +116,7 @@ def test_an_error_in_training_is_raised_unchanged_and_the_report_says_so(tmp_pat
     assert not any("anna" in (folder / name).read_text() for name in ("report.html", "report.md", "report.json"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["warn", "skip"])
 def test_a_run_that_came_to_its_end_without_a_finite_loss_diverged_unless_such_steps_are_left_out(
     tmp_path: Path, recwarn: pytest.WarningsRecorder, policy: Literal["warn", "skip"]
@@ -163,6 +165,7 @@ def test_a_preempted_run_says_so_and_names_its_checkpoint(tmp_path: Path) -> Non
     assert [file["path"] for file in numbers["checkpoints"]] == ["checkpoints/preempted-step=4.ckpt"]
 
 
+@pytest.mark.full
 def test_only_checkpoints_of_this_run_are_listed(tmp_path: Path) -> None:
     folder = tmp_path / "tiny" / "version_0" / "kept"
     folder.mkdir(parents=True)
@@ -185,6 +188,7 @@ def test_ctrl_c_is_an_interruption(tmp_path: Path) -> None:
     assert (run["status"], run["message"]) == ("interrupted", "Ctrl-C ended the run at step 2.")
 
 
+@pytest.mark.full
 def test_a_run_that_stops_early_is_not_a_finished_one(tmp_path: Path) -> None:
     stopper = EarlyStopping("val/loss", mode="max", patience=1)
     fit_tiny(tmp_path, callbacks=[stopper], max_steps=100)
@@ -192,6 +196,7 @@ def test_a_run_that_stops_early_is_not_a_finished_one(tmp_path: Path) -> None:
     assert (run["status"], run["last_step"], run["num_steps_planned"]) == ("stopped", 8, 100)
 
 
+@pytest.mark.full
 def test_training_validation_and_epochs_are_read_once_each_where_they_are_logged(tmp_path: Path) -> None:
     fit_tiny(tmp_path, log_every_n_steps=3)  # 10 steps in epochs of 4
     curves = read_numbers(tmp_path / "tiny" / "version_0")["curves"]
@@ -209,6 +214,7 @@ def test_micro_batches_are_no_steps(tmp_path: Path) -> None:
     assert read_numbers(tmp_path / "tiny" / "version_0")["curves"]["train/loss"]["steps"] == [1, 2, 3]
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_reports_its_own_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     trainer = fit_tiny(tmp_path, max_steps=4)
@@ -223,6 +229,7 @@ def test_a_run_that_goes_on_reports_its_own_part(tmp_path: Path, monkeypatch: py
     assert "6, from 4 to 10" in text
 
 
+@pytest.mark.full
 def test_a_run_that_had_nothing_left_to_do_took_no_step(tmp_path: Path) -> None:
     fit_tiny(tmp_path, max_steps=4).save_checkpoint(tmp_path / "four.ckpt")
     fit_tiny(tmp_path, max_steps=4, ckpt_path=tmp_path / "four.ckpt")
@@ -230,6 +237,7 @@ def test_a_run_that_had_nothing_left_to_do_took_no_step(tmp_path: Path) -> None:
     assert (run["status"], run["first_step"], run["last_step"], run["num_steps"]) == ("finished", 4, 4, 0)
 
 
+@pytest.mark.full
 def test_without_a_logger_the_report_has_a_folder_of_its_own(tmp_path: Path) -> None:
     fit_tiny(tmp_path, logger=False)
     assert read_numbers(tmp_path / "run_report")["curves"]["train/loss"]["steps"] == [5, 10]
@@ -243,6 +251,7 @@ def test_a_run_that_only_tries_one_step_leaves_no_file(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("report*"))
 
 
+@pytest.mark.full
 def test_the_same_callback_starts_anew_in_a_second_fit(tmp_path: Path) -> None:
     report = RunReport()
     fit_tiny(tmp_path, callbacks=[report], max_steps=5)
@@ -257,6 +266,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path: Path) -
         fit_tiny(tmp_path, logger=False, callbacks=[RunReport(fallback_dir=str(tmp_path / "file"))])
 
 
+@pytest.mark.full
 def test_sections_of_one_name_and_what_is_no_section_do_not_get_lost(tmp_path: Path) -> None:
     class Says(Callback):
         def __init__(self, section: Any) -> None:
@@ -289,6 +299,7 @@ def test_values_that_are_no_numbers_are_told(tmp_path: Path) -> None:
     assert "train/loss was not a finite number 2 times, first at step 5." in (folder / "report.md").read_text()
 
 
+@pytest.mark.full
 def test_the_example_in_the_documentation_runs(tmp_path: Path) -> None:
     source = re.search(r"```python\n# slow_steps.py\n(.*?)```", DOCS.read_text(), re.DOTALL)
     assert source is not None
@@ -300,6 +311,7 @@ def test_the_example_in_the_documentation_runs(tmp_path: Path) -> None:
     assert "The slowest steps" in Page((folder / "report.html").read_text()).text
 
 
+@pytest.mark.full
 def test_the_documentation_lists_the_keys_there_are(tmp_path: Path) -> None:
     fit_tiny(tmp_path)
     text, numbers = DOCS.read_text(), read_numbers(tmp_path / "tiny" / "version_0")

@@ -40,6 +40,7 @@ def report(folder: Path, module: Any) -> Path:
     return folder / "tiny" / "version_0"
 
 
+@pytest.mark.full
 def test_the_page_speaks(tmp_path: Path) -> None:
     folder = report(tmp_path, Speaking())
     page = (folder / "report.html").read_text()
@@ -56,6 +57,7 @@ def test_the_page_speaks(tmp_path: Path) -> None:
     assert re.search(r"default-src 'none'; style-src 'unsafe-inline'; media-src data:\"", page)
 
 
+@pytest.mark.full
 def test_the_page_says_what_was_said_and_how_well(tmp_path: Path) -> None:
     folder = report(tmp_path, Speaking())
     page = Page((folder / "report.html").read_text())
@@ -70,6 +72,7 @@ def test_the_page_says_what_was_said_and_how_well(tmp_path: Path) -> None:
     assert [row["num_frames"] for row in numbers["rows"]] == [4, 8]
 
 
+@pytest.mark.full
 def test_a_page_does_not_grow_without_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speech, "_MAX_BYTES", 40_000)
     folder = report(tmp_path, Speaking())  # clips of 24 kB
@@ -78,6 +81,7 @@ def test_a_page_does_not_grow_without_bound(tmp_path: Path, monkeypatch: pytest.
     assert "1 of 2 clips are left out: together they are too long for a page." in page
 
 
+@pytest.mark.full
 def test_without_audio_there_is_text_and_the_setting_that_would_help(tmp_path: Path) -> None:
     page = (report(tmp_path, Speaking(is_evaluated=False)) / "report.html").read_text()
     assert "<audio " not in page
@@ -85,6 +89,7 @@ def test_without_audio_there_is_text_and_the_setting_that_would_help(tmp_path: P
     assert "model.speech_eval.codec" in page
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("found", [None, "a report of another kind", SpeechReport()])
 def test_nothing_is_said_where_nothing_was(tmp_path: Path, found: Any) -> None:
     module = TinyTask()

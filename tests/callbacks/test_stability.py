@@ -149,6 +149,7 @@ def skip_as_if_it_had_not_been(folder: Path, optimizer: str, accumulate: int) ->
     assert monitor.state_dict()["counts"] == {"nonfinite_loss": 1, "skipped_steps": 1}
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(("optimizer", "accumulate"), [("adamw", 1), ("adamw", 2), ("adafactor", 1), ("adamw_8bit", 1)])
 def test_a_skipped_step_changes_no_bit_of_weights_and_optimizer(folder: Path, optimizer: str, accumulate: int) -> None:
     run_ranks(skip_as_if_it_had_not_been, folder, optimizer, accumulate)
@@ -167,6 +168,7 @@ def bad_gradient(folder: Path, recompute: bool) -> None:
     assert all(p.isfinite().all() for p in task.parameters())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_bad_gradient_names_the_unit_that_backward_met_first(folder: Path, recompute: bool) -> None:
     run_ranks(bad_gradient, folder, recompute)
@@ -190,6 +192,7 @@ def loss_spike(folder: Path) -> None:
     assert quiet.state_dict()["events"] == []
 
 
+@pytest.mark.full
 def test_a_spike_of_the_loss_names_the_rank_with_the_largest(folder: Path) -> None:
     run_ranks(loss_spike, folder)
 
@@ -216,6 +219,7 @@ def stop(folder: Path, tmp_path: Path) -> None:
     assert differ(resumed.states[-1], truth.states[-1]) == []
 
 
+@pytest.mark.full
 def test_stop_ends_the_run_with_the_weights_before_saved_and_a_resume_goes_on_after_the_batch(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -226,6 +230,7 @@ def stop_at_the_last_step(folder: Path) -> None:
     fit(folder, [StabilityMonitor(policy="stop"), Breaker("model.model.layers.0", step=5)])
 
 
+@pytest.mark.full
 def test_stop_at_the_last_step_fails_the_run_too(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RankError, match="UnstableTrainingError: step 5"):

@@ -217,6 +217,7 @@ def fit_sharded(folder: Path, strategy: dict[str, Any], accumulate: int, out: Pa
     torch.save((steps, section.numbers, section.tables, section.notes), out / str(dist.get_rank()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("strategy", "accumulate"), [({}, 1), ({"activation_checkpointing": ActivationCheckpointing(mode="full")}, 2)]
 )

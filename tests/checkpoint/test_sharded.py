@@ -93,6 +93,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, folder
 
 
+@pytest.mark.full(after=2)
 @pytest.mark.parametrize(
     ("world_size", "replicate", "units"),
     [

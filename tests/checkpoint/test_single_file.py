@@ -38,6 +38,7 @@ def train(make: Make, folder: Path, out: Path, max_steps: int, save: Path | None
         torch.save(vars(recorder.result), out)
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     ("first", "first_ranks", "second", "second_ranks", "config"),
     [
@@ -73,6 +74,7 @@ class NotPlain:
     """What a safe load refuses."""
 
 
+@pytest.mark.full
 def test_files_that_cannot_be_read_safely_or_do_not_fit_are_refused_on_every_rank(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **EVEN)
     path = tmp_path / "some.ckpt"

@@ -68,6 +68,7 @@ def dropout_model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_a_resumed_run_with_dropout_goes_on_bit_for_bit(dropout_model: Path, is_async: bool, tmp_path: Path) -> None:
     def run(out: str | None, **options: Any) -> None:
@@ -83,6 +84,7 @@ def test_a_resumed_run_with_dropout_goes_on_bit_for_bit(dropout_model: Path, is_
     assert all(torch.equal(whole["weights"][n], w) for n, w in resumed["weights"].items())
 
 
+@pytest.mark.full
 def test_saving_beside_training_gives_the_same_run_and_the_same_checkpoint(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **EVEN)
     for name, is_async in (("sync", False), ("async", True)):
@@ -138,6 +140,7 @@ def load_damaged(folder: Path, path: Path, message: str) -> None:
     assert all(torch.equal(before[n].to_local(), p.to_local()) for n, p in task.named_parameters())
 
 
+@pytest.mark.full
 def test_a_damaged_checkpoint_is_refused_on_every_rank_and_nothing_is_loaded(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **EVEN)
     run_ranks(lambda: train(folder, None, max_steps=1, save=tmp_path / "checkpoint"))

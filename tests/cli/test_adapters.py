@@ -40,6 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_the_second_run_went_on_where_the_first_ended(folder: Path) -> None:
     rows = (folder / RUN / "version_1" / "metrics.csv").read_text().splitlines()
     steps = [row.split(",")[rows[0].split(",").index("step")] for row in rows[1:]]
@@ -47,6 +48,7 @@ def test_the_second_run_went_on_where_the_first_ended(folder: Path) -> None:
     assert "3" in steps
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", [pytest.param("validate", marks=pytest.mark.slow), "predict"])
 def test_other_commands_start_from_it(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)

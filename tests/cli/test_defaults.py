@@ -89,6 +89,7 @@ def test_only_predict_writes_predictions() -> None:
     assert WritePredictions not in choose()
 
 
+@pytest.mark.full
 def test_a_run_of_the_command_line_ends_in_a_report_with_its_merged_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_run_of_the_command_line_ends_in_a_report_with_its_merged_configuratio
     assert best == ["checkpoints/last.ckpt"]
 
 
+@pytest.mark.full
 def test_monitoring_false_and_a_run_without_logger_leave_no_report_and_one_beside_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

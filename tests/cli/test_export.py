@@ -34,6 +34,7 @@ def exported(run: Path) -> Exported:
     return export_model(run / "runs" / "run", run / "again")
 
 
+@pytest.mark.full
 def test_a_run_leaves_by_the_command_line(
     run: Path, exported: Exported, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

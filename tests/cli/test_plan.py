@@ -112,6 +112,7 @@ def test_the_quickstart_plans_on_the_processes_that_it_starts(capfd: pytest.Capt
     assert "fits:" not in printed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_layers", [1, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", BIG)
 def test_the_big_configurations_plan_from_the_architecture_alone(
@@ -133,6 +134,7 @@ def test_the_big_configurations_plan_from_the_architecture_alone(
     assert found["traffic"]["bytes_per_step"]["gather"] > found["memory"]["largest_bytes_by_kind"]["parameters"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_engines_agree_and_the_trace_says_so(packing: bool, capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--config=run.yaml", "--devices=2", f"--data.packing={packing}", "--data.batch_size=2"]
@@ -148,6 +150,7 @@ def test_the_engines_agree_and_the_trace_says_so(packing: bool, capfd: pytest.Ca
     assert {"residual stream", "head and loss"} < set(parts)
 
 
+@pytest.mark.full
 def test_what_the_closed_form_has_no_rules_for_is_traced() -> None:
     architecture = (
         "{model_type: persimmon, vocab_size: 64, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1, "
@@ -160,6 +163,7 @@ def test_what_the_closed_form_has_no_rules_for_is_traced() -> None:
     assert "no closed form" in found["notes"][0]
 
 
+@pytest.mark.full
 def test_offload_on_one_rank_is_counted_but_not_traced(capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--config=run.yaml", "--devices=1", "--trainer.strategy.cpu_offload={}"]
     assert plan(*options)["host"]["bytes"] > 0
@@ -167,6 +171,7 @@ def test_offload_on_one_rank_is_counted_but_not_traced(capfd: pytest.CaptureFixt
     assert "offload with one shard cannot be traced yet" in capfd.readouterr().err
 
 
+@pytest.mark.full
 def test_what_is_offloaded_is_host_memory_and_no_device_memory() -> None:
     offload = "--trainer.strategy.cpu_offload={}"
     on_device, on_host = (plan("--config=run.yaml", "--devices=2", *more) for more in ((), (offload,)))
@@ -180,6 +185,7 @@ def test_what_is_offloaded_is_host_memory_and_no_device_memory() -> None:
     assert on_host["memory"]["peak_bytes"] < on_device["memory"]["peak_bytes"]
 
 
+@pytest.mark.full
 def test_a_step_fits_where_its_peak_and_the_headroom_do(capfd: pytest.CaptureFixture[str]) -> None:
     roomy = plan("--config=run.yaml", "--devices=2", "--device-memory=24GB")["device"]
     assert roomy["fits"]
@@ -193,6 +199,7 @@ def test_a_step_fits_where_its_peak_and_the_headroom_do(capfd: pytest.CaptureFix
     assert "fits: NO" in capfd.readouterr().out
 
 
+@pytest.mark.full
 def test_more_ranks_hold_less_each_and_settings_of_gpus_need_none() -> None:
     options = ["--config=run.yaml", "--trainer.accelerator=gpu", "--trainer.devices=4"]
     options += ["--trainer.precision=16-mixed", "--trainer.accumulate_grad_batches=3"]
@@ -205,6 +212,7 @@ def test_more_ranks_hold_less_each_and_settings_of_gpus_need_none() -> None:
     assert few["traffic"]["collectives_per_step"]["gather"] % 3 == 0
 
 
+@pytest.mark.full
 def test_padded_rows_need_a_mask_only_where_something_is_padded() -> None:
     options = ["--config=run.yaml", "--devices=2", "--data.packing=false", "--data.seq_length=256"]
     one, padded = (
@@ -214,6 +222,7 @@ def test_padded_rows_need_a_mask_only_where_something_is_padded() -> None:
     assert padded > one + 256 * 256
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("option", "said"),
     [
@@ -272,6 +281,7 @@ class Data(pl.LightningDataModule):
 """
 
 
+@pytest.mark.full
 def test_a_task_and_data_of_ones_own_need_one_method(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "mine.py").write_text(MINE)
     own = ["--model=mine.Net", "--data=mine.Data", "--devices=4"]
@@ -283,6 +293,7 @@ def test_a_task_and_data_of_ones_own_need_one_method(folder: Path, capfd: pytest
         assert said in capfd.readouterr().err
 
 
+@pytest.mark.full
 def test_a_model_with_values_is_planned_as_one_without(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = []
     for device in ("meta", "cpu"):
@@ -295,6 +306,7 @@ def test_a_model_with_values_is_planned_as_one_without(folder: Path, capfd: pyte
     assert found[0]["memory"]["peak_bytes"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -309,6 +321,7 @@ def test_libraries_do_not_warn_of_what_no_plan_does(options: list[str], capfd: p
     assert "GradScaler" not in said
 
 
+@pytest.mark.full
 def test_a_time_names_its_gpu_and_one_rank_sends_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     def say(*options: str) -> str:
         plan("--config=run.yaml", *options)

@@ -76,6 +76,7 @@ def check_refused(args: list[str], said: str, capfd: pytest.CaptureFixture[str])
     assert "Traceback" not in err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("option", "said"),
     [
@@ -93,6 +94,7 @@ def test_what_fit_refuses_is_not_planned(option: str, said: str, capfd: pytest.C
     assert said in " ".join(ended.errors)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [
@@ -114,6 +116,7 @@ def test_why_a_step_cannot_be_followed_is_said(trouble: str, said: str, capfd: p
     check_refused(["--model=mine.Net", "--data=mine.Data", "--devices=2", f"--model.trouble={trouble}"], said, capfd)
 
 
+@pytest.mark.full
 def test_what_helps_where_values_are_asked_for_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     own = ["--model=mine.Net", "--data=mine.Data", "--devices=2"]
     check_refused([*own, "--model.trouble=mask"], "boolean masks such as x[mask]", capfd)
@@ -128,6 +131,7 @@ def test_a_module_that_is_no_task_is_refused(capfd: pytest.CaptureFixture[str]) 
     check_refused(own, "model: LightningModule has no training_step", capfd)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -142,12 +146,14 @@ def test_numbers_that_no_plan_has_are_refused(options: list[str], said: str, cap
     check_refused(["--config=run.yaml", *options], said, capfd)
 
 
+@pytest.mark.full
 def test_devices_of_the_plan_stand_in_for_all_of_a_machine() -> None:
     assert plan("--config=run.yaml", "--trainer.devices=-1", "--devices=4")["ranks"]["world_size"] == 4
     assert plan("--config=run.yaml", "--device-memory=10TiB", "--devices=2")["device"]["memory_bytes"] == 10 * 2**40
     assert parse_memory("2tb") == 2 * 10**12
 
 
+@pytest.mark.full
 def test_the_note_about_fsdp2_auto_says_what_is_left_to_do() -> None:
     auto = ["--config=run.yaml", "--devices=2", "--trainer.strategy=fsdp2_auto", "--device-memory=8GiB"]
     plain, searched = (plan(*auto, *more)["notes"] for more in ((), ("--search=true",)))
@@ -161,6 +167,7 @@ def test_a_flag_without_a_value_is_refused_with_how_it_is_written(capfd: pytest.
     check_refused(["--config=run.yaml", "--gpu"], "gpu: no value given: expected one argument", capfd)
 
 
+@pytest.mark.full
 def test_both_engines_call_the_place_of_the_peak_alike() -> None:
     # The peak is the loss, in no unit, as a head with tied weights is in that of the root.
     options = ["--config=run.yaml", "--devices=2", "--model.config.tie_word_embeddings=true", "--data.seq_length=128"]

@@ -372,6 +372,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"lit_fsdp {lit_fsdp.__version__}\n"
 
 
+@pytest.mark.full
 def test_a_refusal_in_a_process_of_its_own_is_one_line_and_code_2() -> None:
     process = start("fit", "--config=run.yaml", "--trainer.max_step=3")
     _, err = process.communicate(timeout=300)
@@ -379,6 +380,7 @@ def test_a_refusal_in_a_process_of_its_own_is_one_line_and_code_2() -> None:
     assert err.splitlines() == ["error: trainer.max_step: unknown key: did you mean max_steps?"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("refusing_rank", [pytest.param("all", marks=pytest.mark.slow), "1"])
 def test_all_ranks_end_soon_and_say_who_failed(refusing_rank: str) -> None:
     process = start(

@@ -97,6 +97,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
 
 
+@pytest.mark.full(after=2)
 @pytest.mark.parametrize("name", mark(LOADED))
 def test_peft_loads_it_over_the_same_base_with_the_logits_of_the_training_model(
     runs: Runs, name: str, tmp_path: Path
@@ -139,6 +140,7 @@ def test_the_file_holds_what_peft_writes(runs: Runs, name: str, tmp_path: Path) 
     assert {key: value for key, value in ours.items() if value != truth[key]} == {}
 
 
+@pytest.mark.full(after=2)
 @pytest.mark.parametrize("name", mark(RUNS))
 def test_merged_weights_are_those_that_peft_merges(runs: Runs, name: str, tmp_path: Path) -> None:
     path = runs.get(name)

@@ -43,6 +43,7 @@ def merge_by_peft(run: Path, tmp_path: Path, dtype: torch.dtype) -> dict[str, An
     return PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().state_dict()
 
 
+@pytest.mark.full
 def test_weights_are_added_in_full_precision_and_rounded_once_to_the_dtype_of_the_base(
     run: Path, tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def test_the_files_hold_what_save_pretrained_writes(trained: Path, tmp_path: Pat
     assert ours == truth
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_dtype_is_a_cast_of_every_weight(trained: Path, tmp_path: Path, dtype: str) -> None:
     exported = export_model(trained / "last.ckpt", tmp_path / "cast", dtype=dtype)

@@ -52,6 +52,7 @@ def save_and_export(model: Any, size: tuple[int, int], folder: Path, **options: 
     return export_model(folder / "last.ckpt", folder / "model", **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [(24, 24), (12, 16)], ids=str)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_an_exported_model_computes_at_the_size_it_was_trained_on_what_it_did(

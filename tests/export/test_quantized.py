@@ -32,6 +32,7 @@ def save_whole(base: Path, path: Path) -> Path:
     return path
 
 
+@pytest.mark.full(after=2)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -77,6 +78,7 @@ def test_the_files_hold_what_save_pretrained_writes(base: Path, tmp_path: Path) 
             assert torch.equal(ours[name], value), name
 
 
+@pytest.mark.full
 def test_a_merged_model_leaves_in_4_bits(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "llama")
     run_ranks(train, tmp_path, {"pretrained": str(base), "lora": PLAIN})

@@ -34,6 +34,7 @@ def train_with_torch() -> dict[str, Tensor]:
     return read_all(module, optimizer)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mesh", ["whole", "3", "2x2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("1", "2"))]
 )

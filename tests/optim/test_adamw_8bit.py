@@ -40,6 +40,7 @@ IN_8BIT = ["aligned", "experts", "unaligned", "few_rows", "conv"]
 SAME_BLOCKS = ["aligned", "experts", "norm"]  # rows of whole blocks, or float32 in both
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["3", "2x2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("1", "2"))])
 def test_the_same_gradients_make_the_same_bytes_on_any_mesh_without_collectives(mesh: str) -> None:
     world_size, num_copies = MESHES[mesh]
@@ -171,6 +172,7 @@ def test_the_scales_of_a_new_optimizer_are_zero() -> None:
     run_ranks(body)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["folder", "file"])
 @pytest.mark.parametrize("saved_in_8bit", [True, False])
 def test_the_state_of_another_optimizer_is_refused_on_every_rank(

@@ -118,6 +118,7 @@ def compare(run: Result, truth: Result) -> dict[str, float]:
     return differences | {"mean_weight": float(weights.mean())}
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("world_size", "strategy", "options"),
@@ -143,6 +144,7 @@ def test_sharded_training_equals_the_stock_optimizer_on_one_device(
     assert all(differences[k] <= limit for k, limit in limits.items()), (differences, limits)
 
 
+@pytest.mark.full
 def test_all_of_them_learn_a_batch_by_heart(folder: Path) -> None:
     losses = {}
     for name, settings in SETTINGS.items():
@@ -171,6 +173,7 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, R
     return results
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "world_size", "strategy"),
     [
@@ -198,6 +201,7 @@ def test_a_resumed_run_is_the_same_to_the_bit_on_as_many_ranks(
     assert all(differences[k] <= limit for k, limit in limits.items()), (differences, limits)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("checkpoint_format", ["sharded", "single_file"])
 def test_settings_that_a_resume_changes_are_those_it_trains_with(
     checkpoint_format: str, folder: Path, truth: dict[str, Result], tmp_path: Path
@@ -213,6 +217,7 @@ def test_settings_that_a_resume_changes_are_those_it_trains_with(
     assert all(difference <= TOLERANCE for difference in differences.values()), differences
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_with_infinite_float16_gradients_are_skipped(name: str, folder: Path) -> None:
     def body() -> None:

@@ -48,6 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "kind", "mesh"),
     [

@@ -46,6 +46,7 @@ def train_both_ways(folder: Path) -> None:
     assert settings == [tight.settings] * dist.get_world_size()
 
 
+@pytest.mark.full
 def test_training_is_the_same_with_settings_that_fit_the_memory(tmp_path: Path) -> None:
     run_ranks(train_both_ways, save_model(tmp_path / "model", **MODEL), world_size=2)
 
@@ -97,6 +98,7 @@ def test_settings_that_cannot_work_are_refused_at_once() -> None:
         AutoFSDP2Strategy(link="string")
 
 
+@pytest.mark.full
 def test_it_has_a_name_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in OURS:

@@ -107,6 +107,7 @@ def test_under_torchrun_it_uses_those_ranks(tmp_path: Path) -> None:
     assert ended[0].errors == ["error: ranks: got 2: torchrun started 3; leave it out"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -144,6 +145,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, capfd
     assert capfd.readouterr().err == expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_a_rank_that_fails_ends_all(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -167,6 +169,7 @@ def test_a_rank_that_fails_ends_all(
     assert f"error: {reason}" in capfd.readouterr().err.splitlines()
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_all_ranks() -> None:
     options = ["--ranks=2", "--backend=gloo", "--sizes=1MB", "--repeats=1000000"]
     process = subprocess.Popen(

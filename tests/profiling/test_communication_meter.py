@@ -75,6 +75,7 @@ def compare_runs(folder: Path, strategy: dict[str, Any], options: dict[str, Any]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     ("strategy", "options", "world_size"),
     [

@@ -129,6 +129,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int, int]] = {
 }
 
 
+@pytest.mark.full(after=2)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow if case == "hybrid without comm" else ()) for case in CASES]
 )
@@ -138,6 +139,7 @@ def test_a_step_takes_the_collectives_that_the_plan_says(case: str, tmp_path: Pa
     run_ranks(count_and_compare, folder, strategy, num_micro_batches, num_replicas, world_size=world_size)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("precision", "strategy", "world_size", "num_replicas"),
     [
@@ -154,6 +156,7 @@ def test_bytes_follow_the_dtypes_and_the_rows_that_are_filled_up(
     run_ranks(count_and_compare, folder, strategy, 1, num_replicas, precision, world_size=world_size)
 
 
+@pytest.mark.full
 def test_adapters_and_codes_keep_dtypes_of_their_own(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **{**EVEN, "hidden_size": 64})
     options = {"lora": LoRA(r=3), "quantization": Quantization(), "precision": "bf16-true"}
@@ -165,6 +168,7 @@ def test_tied_weights_are_gathered_and_reduced_once(tmp_path: Path) -> None:
     run_ranks(count_and_compare, folder, {}, 1, 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("targets", "is_quantized"),
     [

@@ -84,6 +84,7 @@ def compare(body: Callable[[], list[Tensor]]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True)), (found, truth)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("body", CASES)
 def test_every_collective_gives_the_same(body: Callable[[], list[Tensor]]) -> None:
     run_ranks(compare, body)

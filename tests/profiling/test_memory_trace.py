@@ -101,6 +101,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full(after=3)
 @pytest.mark.parametrize("settings", CASES, ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_peak_is_that_of_the_allocator_within_1_percent(settings: dict[str, Any], world_size: int) -> None:
@@ -132,6 +133,7 @@ def check_kinds() -> None:
     assert max(traced.by_kind["communication"]) >= block
 
 
+@pytest.mark.full
 def test_every_kind_has_the_bytes_that_follow_from_the_sizes() -> None:
     run_ranks(check_kinds, world_size=2)
 
@@ -142,6 +144,7 @@ def check_repeats() -> None:
     assert all(other.by_kind == first.by_kind for other in others)
 
 
+@pytest.mark.full
 def test_when_threads_of_gloo_let_go_of_tensors_makes_no_difference() -> None:
     run_ranks(check_repeats, world_size=2)
 
@@ -193,6 +196,7 @@ def check_values() -> None:
     assert num_hooks[0] == num_hooks[1]
 
 
+@pytest.mark.full
 def test_a_traced_step_computes_the_same_and_leaves_nothing_behind() -> None:
     run_ranks(check_values, world_size=2)
 

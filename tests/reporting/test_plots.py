@@ -15,6 +15,7 @@ CURVES = (
 SETTINGS = [{}, {"kind": "stacked", "spans": [("phase A", 1, 2), ("phase B", 2, 4)]}, {"kind": "bars"}, {"log_x": True}]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_plot_names_its_axes_curves_and_spans(settings: dict, tmp_path: Path) -> None:
     plot = Plot(title="Memory over a step", x_label="time in s", y_label="GiB", curves=CURVES, **settings)

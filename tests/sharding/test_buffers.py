@@ -62,6 +62,7 @@ def train(folder: Path, checkpoint_format: Any, weights_only: bool) -> None:
     torch.save((module.at_validation, float(of_fit), again["val_loss"]), folder / f"{dist.get_rank()}.pt")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weights_only", [False, True])
 @pytest.mark.parametrize("checkpoint_format", ["sharded", "single_file"])
 def test_what_is_saved_is_what_was_validated(tmp_path: Path, checkpoint_format: str, weights_only: bool) -> None:

@@ -103,6 +103,7 @@ def backward(model: nn.Module, scaler: ShardedGradScaler | None) -> None:
     (loss if scaler is None else scaler.scale(loss)).backward()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bad_rank", [0, 1])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_one_bad_shard_makes_all_ranks_skip_the_step(bad_rank: int, value: float) -> None:

@@ -68,6 +68,7 @@ def test_the_runs_cover_every_pair_of_settings(runs: list[tuple[str, ...]], name
     assert missing == []
 
 
+@pytest.mark.full(after=3)
 @pytest.mark.parametrize(
     "run", [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow, id=" ".join(run)) for run in RUNS]
 )
@@ -101,6 +102,7 @@ def test_one_rank_equals_one_device(models: dict[str, tuple[Path, Result]], tmp_
     assert max(differences.values()) <= TOLERANCE, differences
 
 
+@pytest.mark.full
 def test_clipping_by_value_and_no_clipping_equal_one_device(
     models: dict[str, tuple[Path, Result]], tmp_path: Path
 ) -> None:

@@ -95,6 +95,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.full(after=3)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_setting_changes_loss_or_gradients(name: str) -> None:
     world_size, options = SETTINGS[name]
@@ -121,6 +122,7 @@ PLANS = {
 }
 
 
+@pytest.mark.full(after=3)
 @pytest.mark.parametrize(
     ("plan_name", "mode"),
     [*((name, mode) for name in PLANS for mode in ("none", "full")), ("in root", "selective")],
@@ -207,6 +209,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["none", pytest.param("full", marks=pytest.mark.slow), "selective"])
 def test_compiled_blocks_give_the_same_loss_and_gradients(mode: Any) -> None:
     def body() -> None:

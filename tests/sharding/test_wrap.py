@@ -280,6 +280,7 @@ BUILDERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_shards", [2, 3])
 def test_counted_bytes_are_those_of_the_first_ranks_shards(num_shards: int) -> None:
     def body() -> None:

@@ -145,11 +145,13 @@ def check_all_refuse(ranks: list[Ended], expected: str) -> None:
     assert "Traceback" not in first.err + second.err
 
 
+@pytest.mark.full(after=3)
 @pytest.mark.parametrize("setting", CONFIGS)
 def test_a_broken_configuration_is_refused_by_every_rank_in_the_same_line(setting: str) -> None:
     check_all_refuse(fork_ranks("fit", "--config=run.yaml", *spell(setting)), CONFIGS[setting])
 
 
+@pytest.mark.full(after=2)
 @pytest.mark.parametrize("name", DATA)
 def test_broken_data_is_refused_by_every_rank_with_file_and_line(name: str) -> None:
     check_all_refuse(fork_ranks("fit", "--config=run.yaml", f"--data.train={name}"), DATA[name][1])
@@ -198,18 +200,21 @@ def test_an_error_of_the_users_code_on_one_rank_ends_the_other_one() -> None:
     check_second_failed_alone(*ranks, cause="ValueError: raised by the code of the user")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_the_last_checkpoint_of_a_run_that_has_none_is_refused(command: str) -> None:
     ranks = fork_ranks(command, "--config=run.yaml", "--run_name=new", "--ckpt_path=last")
     check_all_refuse(ranks, "ckpt_path: got 'last': no run below runs/new has a checkpoint")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_a_command_without_data_of_its_kind_is_refused(command: str) -> None:
     name = {"validate": "validation"}.get(command, command)
     check_all_refuse(fork_ranks(command, "--config=run.yaml"), f"data.init_args.{name}: not set")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stop_at", "said"), [(0, "before there was a checkpoint"), (2, "--ckpt_path last goes on from")]
 )

@@ -91,6 +91,7 @@ def fit(folder: Path, out: Path | None, mesh: Mesh, max_steps: int, save: Path |
         torch.save(vars(recorder.result), out)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "after", "tolerance"),
     [
@@ -134,6 +135,7 @@ def train_with_model_checkpoint(folder: Path) -> None:
     assert last.resolve().name.endswith(f"step={meta['global_step']}.ckpt")
 
 
+@pytest.mark.full
 def test_model_checkpoint_keeps_the_best_folders_and_links_the_last(tmp_path: Path) -> None:
     save_model(tmp_path / "model", **EVEN)
     run_ranks(train_with_model_checkpoint, tmp_path)
@@ -154,6 +156,7 @@ def train_until_the_disk_is_full(folder: Path) -> None:
     assert is_complete(folder / "kept" / "last.ckpt")
 
 
+@pytest.mark.full
 def test_last_stays_at_the_last_checkpoint_that_the_disk_had_room_for(tmp_path: Path) -> None:
     save_model(tmp_path / "model", **EVEN)
     run_ranks(train_until_the_disk_is_full, tmp_path)
@@ -188,6 +191,7 @@ def load_from(path: Path, folder: Path, message: str) -> None:
         build_trainer(FSDP2Strategy(print_plan=False)).fit(build_task(folder), Rows(64, 4), ckpt_path=path)
 
 
+@pytest.mark.full
 def test_what_is_no_checkpoint_folder_is_refused_on_every_rank(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **EVEN)
     (tmp_path / "empty").mkdir()
@@ -216,6 +220,7 @@ def fit_refused(make: Callable[[Path], Any], strategy: FSDP2Strategy, options: A
         build_trainer(strategy, **options).fit(make(folder), Rows(64, 8))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "settings", "options", "message"),
     [
@@ -245,6 +250,7 @@ def test_lists_of_yaml_and_tuples_of_python_are_the_same_settings() -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -82,6 +82,7 @@ def check(ended: Ended, place: str, *, is_collective: bool) -> None:
         assert len(others) <= 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", PLACES)
 def test_the_other_rank_does_not_wait_for_the_process_group_to_time_out(place: str) -> None:
     ranks = fork_ranks(*options(place))

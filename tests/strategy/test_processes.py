@@ -45,6 +45,7 @@ def test_an_evaluation_after_the_end_of_an_epoch_is_one_line() -> None:
     assert line.startswith("trainer.val_check_interval: got 9: an epoch has 4 batches: set it to 4 or less")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("speaks", [True, False])
 def test_a_rank_that_others_failed_beside_has_time_to_say_why(speaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     waits, may_go = threading.Event(), threading.Event()

@@ -47,6 +47,7 @@ def train_and_compare(
         assert max(differences.values()) <= TOLERANCE, differences
 
 
+@pytest.mark.full(after=2)
 @pytest.mark.parametrize(
     ("make_strategy", "world_size", "batch_size", "accumulate"),
     [
@@ -127,6 +128,7 @@ def train_in(folder: Path, out: Path, options: dict[str, Any], mixed_precision: 
         torch.save(facts, out)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "mixed_precision", "stored", "tolerance"),
     [
@@ -282,6 +284,7 @@ class SaveInEpoch(pl.Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make_strategy", [DDPStrategy, lambda: FSDP2Strategy(print_plan=False)], ids=["ddp", "fsdp2"])
 @pytest.mark.parametrize("limit", [{"max_epochs": 2, "max_steps": -1}, {"max_steps": 10}], ids=["epochs", "steps"])
 def test_a_resume_in_an_epoch_goes_on_with_its_next_rows(

@@ -145,6 +145,7 @@ def test_an_evaluation_sees_every_sample_once_in_as_many_batches_on_every_rank(n
     assert {len(list(rank)) for rank in ranks} == {len(ranks[0])} == {2 * ranks[0].num_batches}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("new_batch_size", [2, 4, 8])
 def test_a_loader_goes_on_at_the_next_sample_at_any_batch_size(num_workers: int, new_batch_size: int) -> None:
@@ -183,6 +184,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("hook", "count"), POINTS)
 @pytest.mark.parametrize(("num_workers", "accumulate"), [(0, 1), (2, 1), (0, 2)])
 def test_a_resumed_fit_sees_what_the_uninterrupted_one_saw(
@@ -204,6 +206,7 @@ def test_a_resumed_fit_sees_what_the_uninterrupted_one_saw(
     assert resumed.seen == whole.seen[num_seen:]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("new_batch_size", [4, 16])
 @pytest.mark.parametrize(
     ("hook", "count"), [("on_train_batch_end", 3), ("on_train_batch_end", 8), ("on_train_epoch_end", 1)]
@@ -225,6 +228,7 @@ def test_a_fit_resumed_at_another_batch_size_ends_both_epochs_where_it_should(
     assert len(rest[1]) == 67 // new_batch_size * new_batch_size
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("resume_by", [{"max_steps": 16}, {"max_epochs": 2}])
 @pytest.mark.parametrize("saves_at_the_end", [True, False])
 @pytest.mark.parametrize("num_steps", [3, 8, 11])

@@ -110,6 +110,7 @@ def train(name: str, *options: str, ranks: int = 2) -> tuple[list[float], str]:
     return read_losses(name), ended[0].out
 
 
+@pytest.mark.full
 def test_a_task_in_the_current_folder_is_found_by_its_class_path() -> None:
     options = ("--config=run.yaml", "--model.class_path=mytask.ShoutingLM", "--trainer.max_steps=2")
     losses, out = train("loud", *options, ranks=1)
@@ -117,6 +118,7 @@ def test_a_task_in_the_current_folder_is_found_by_its_class_path() -> None:
     assert len(losses) == 2
 
 
+@pytest.mark.full
 def test_the_units_of_a_task_win_over_those_of_the_strategy() -> None:
     model = "--model.class_path=mytask."
     expected, out = train("default", "--config=run.yaml", f"{model}ShoutingLM")
@@ -126,6 +128,7 @@ def test_the_units_of_a_task_win_over_those_of_the_strategy() -> None:
     assert losses == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("manual", [False, True])
 def test_a_plain_module_trains_on_two_ranks_as_on_one_device(manual: bool) -> None:
     options = ("--config=stack.yaml", f"--model.manual={manual}")
@@ -135,6 +138,7 @@ def test_a_plain_module_trains_on_two_ranks_as_on_one_device(manual: bool) -> No
     assert losses == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.full
 def test_a_module_that_the_user_sharded_stays_so_and_trains() -> None:
     expected, _ = train("one", "--config=stack.yaml", "--trainer.strategy=auto", "--model.batch_size=8", ranks=1)
     losses, out = train("own", "--config=stack.yaml", "--model=mytask.OwnShards", "--trainer.strategy=fsdp2")
@@ -142,6 +146,7 @@ def test_a_module_that_the_user_sharded_stays_so_and_trains() -> None:
     assert losses == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.full
 def test_a_plain_loader_is_split_over_the_ranks() -> None:
     ended = fork_ranks("fit", "--config=stack.yaml", "--model=mytask.Numbers", "--run_name=numbers")
     assert [rank.code for rank in ended] == [0, 0], ended

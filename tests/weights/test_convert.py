@@ -96,6 +96,7 @@ def count_reads() -> Iterator[list[int]]:
         yield sizes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_stored_one_by_one_become_one_tensor_bit_for_bit(family: str, world_size: int, tmp_path: Path) -> None:
@@ -112,6 +113,7 @@ def test_experts_stored_one_by_one_become_one_tensor_bit_for_bit(family: str, wo
     run_ranks(body, world_size=world_size)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
 def test_dtypes_are_cast_as_transformers_casts_them(stored: torch.dtype, kept: torch.dtype, tmp_path: Path) -> None:
@@ -126,6 +128,7 @@ def test_dtypes_are_cast_as_transformers_casts_them(stored: torch.dtype, kept: t
     run_ranks(body)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["llama", *EXPERTS])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_rank_reads_its_share_and_nothing_larger_than_its_rows(family: str, world_size: int, tmp_path: Path) -> None:
@@ -172,6 +175,7 @@ def test_a_buffer_beside_a_large_embedding_is_rebuilt_without_drawing_the_embedd
     run_ranks(body)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
 def test_the_prefix_of_the_base_model_may_be_there_or_not(family: str, tmp_path: Path) -> None:
     state = save(family, tmp_path, tie_word_embeddings=True)
@@ -199,6 +203,7 @@ def test_names_that_transformers_skips_are_skipped(tmp_path: Path) -> None:
     assert list_unequal(load("llama", tmp_path, is_sharded=False), expected) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight", "both"])
 def test_a_tied_weight_is_found_under_either_name(kept: str, tmp_path: Path) -> None:
     state = save("llama", tmp_path, tie_word_embeddings=True)
@@ -230,6 +235,7 @@ def test_two_different_tensors_for_one_tied_weight_are_refused_on_all_ranks(tmp_
     run_ranks(body)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("lost", "message"),
     [
@@ -295,6 +301,7 @@ def test_a_base_model_is_no_checkpoint_of_a_model_with_a_head(tmp_path: Path) ->
         load("llama", tmp_path, is_sharded=False)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", EXPERTS)
 def test_a_run_from_experts_stored_one_by_one_equals_one_device(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -325,6 +332,7 @@ LAYOUTS: dict[str, tuple[str | None, WeightConverter]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_other_layouts_are_read_by_rows_where_their_operations_keep_rows_apart(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

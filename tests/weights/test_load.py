@@ -81,6 +81,7 @@ def whole() -> dict[str, dict[str, Tensor]]:
     return {name: initialize(build()) for name, build in BUILDERS.items()}
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_seed_gives_one_model_at_every_world_size(world_size: int, whole: dict[str, dict[str, Tensor]]) -> None:
     def body() -> None:
@@ -93,6 +94,7 @@ def test_a_seed_gives_one_model_at_every_world_size(world_size: int, whole: dict
     run_ranks(body, world_size=world_size)
 
 
+@pytest.mark.full
 def test_neither_the_plan_nor_recompute_changes_the_weights(whole: dict[str, dict[str, Tensor]]) -> None:
     plans = [
         Wrap(module_classes=["LlamaMLP", "LlamaAttention"]),
@@ -274,6 +276,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, {"one": folder / "one", "parts": folder / "parts"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_files_are_read_bit_for_bit(saved: tuple[str, dict[str, Path]], world_size: int) -> None:
     name, folders = saved

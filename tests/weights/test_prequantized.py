@@ -50,6 +50,7 @@ def load(model: Path, out: Path, quantization: Quantization | None, lora: LoRA |
         torch.save({name: value.clone() for name, value in found.items()}, out)
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     ("kind", "world_size"),
     [
@@ -90,6 +91,7 @@ def test_settings_come_from_the_file(models: Path) -> None:
     assert read_quantization(models / "dense") is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["nf4 double", "int8"])
 def test_a_rank_reads_its_rows_and_not_a_byte_more(models: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def body() -> None:
@@ -110,6 +112,7 @@ def test_a_rank_reads_its_rows_and_not_a_byte_more(models: Path, kind: str, monk
     run_ranks(body, world_size=3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["nf4 double", *(pytest.param(k, marks=pytest.mark.slow) for k in ("nf4", "fp4"))])
 def test_adapters_trained_over_it_are_exported_and_merged(models: Path, kind: str, tmp_path: Path) -> None:
     run_ranks(train, tmp_path, {"pretrained": str(models / kind), "lora": PLAIN})
@@ -131,6 +134,7 @@ def fit(model: Path, **options: Any) -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -56,6 +56,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "options"),
     [pytest.param(*case, marks=[] if is_quick else pytest.mark.slow) for *case, is_quick in CASES],

@@ -126,6 +126,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 QUICK = (0, 10)  # run by default
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     ("model", "options"),
     [pytest.param(*case, marks=[] if i in QUICK else pytest.mark.slow) for i, case in enumerate(CASES)],
@@ -135,6 +136,7 @@ def test_the_peak_is_within_3_percent_of_the_exact_trace(model: dict[str, Any], 
     run_ranks(compare, model, options, world_size=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "options"),
     [

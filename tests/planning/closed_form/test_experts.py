@@ -59,6 +59,7 @@ def test_experts_in_int8_have_no_rule() -> None:
         estimate_lm(Model(mode="int8", **QWEN), length=64)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "rows", "settings"),
     [

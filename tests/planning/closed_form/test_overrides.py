@@ -135,6 +135,7 @@ class Whispering(TextToSpeech):
         return super().configure_units(model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("task", "owner", "names"),
     [
@@ -197,6 +198,7 @@ def test_the_example_of_the_guide_counts_targets_only(monkeypatch: pytest.Monkey
     assert found.item() == pytest.approx(0.5 * torch.logsumexp(targets, -1).square().sum().item())
 
 
+@pytest.mark.full
 def test_a_search_traces_what_the_closed_form_cannot_see(capfd: pytest.CaptureFixture[str]) -> None:
     own = ["--config=run.yaml", "--model.class_path=own_tasks.OwnLossLM", "--devices=2"]
     found = plan(*own, "--device-memory=8GiB", "--search=true")
@@ -213,6 +215,7 @@ def test_fsdp2_auto_traces_what_the_closed_form_cannot_see(monkeypatch: pytest.M
     assert Path("packed").exists()
 
 
+@pytest.mark.full
 def test_an_optimizer_of_ones_own_is_traced_and_has_no_time(capfd: pytest.CaptureFixture[str]) -> None:
     own = ["--config=run.yaml", "--devices=2", "--gpu=RTX 4090", "--model.class_path=own_tasks.OwnOptimizerLM"]
     found = plan(*own)
@@ -229,6 +232,7 @@ def test_an_optimizer_of_ones_own_is_traced_and_has_no_time(capfd: pytest.Captur
     assert "search: traced 2: " in said.err
 
 
+@pytest.mark.full
 def test_what_no_engine_follows_is_said_and_what_changes_no_step_is_not() -> None:
     common = ["--config=run.yaml", "--devices=2"]
     unseen, talking = (plan(*common, f"--model.class_path=own_tasks.{name}LM") for name in ("OwnBackward", "Talking"))

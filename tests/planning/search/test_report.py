@@ -42,6 +42,7 @@ def find_header(printed: str) -> list[str]:
     return [" ".join(words).strip() for words in zip(lines[0], lines[1], strict=True)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("columns", [80, 120, None])
 def test_figures_are_in_a_narrow_table_and_settings_in_a_list(
     columns: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -69,6 +70,7 @@ def test_figures_are_in_a_narrow_table_and_settings_in_a_list(
         assert sum(setting in line for line in said) == len(figures) - 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("seconds", "num_bytes", "units"), [(0.002, 60 * 2**20, ("MiB", "ms")), (2.0, 6 * GIB, ("GiB", "s"))]
 )

@@ -32,6 +32,7 @@ def split_trainings(candidates: list[Candidate]) -> dict[tuple[str, ...], list[C
     return found
 
 
+@pytest.mark.full
 def test_a_training_that_is_faster_and_smaller_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     found = split_trainings(search_trainings(2**40))
     fast, hidden = found["model.lora",], found["model.optimizer.name",]
@@ -46,6 +47,7 @@ def test_a_training_that_is_faster_and_smaller_hides_no_other(monkeypatch: pytes
         assert rows[-1].peak_bytes == smallest or (len(rows) == 1 and smallest > 0.95 * rows[0].peak_bytes)
 
 
+@pytest.mark.full
 def test_of_a_training_that_does_not_fit_the_nearest_is_shown_after_what_fits() -> None:
     sizes = {name: min(c.needed_bytes for c in rows) for name, rows in split_trainings(search_trainings(2**40)).items()}
     fast, hidden = sizes["model.lora",], sizes["model.optimizer.name",]
@@ -62,6 +64,7 @@ def test_of_a_training_that_does_not_fit_the_nearest_is_shown_after_what_fits() 
     assert "model.lora" in chosen.changes
 
 
+@pytest.mark.full
 def test_what_is_chosen_is_what_would_be_chosen_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = sorted({c.needed_bytes for c in search_trainings(2**40)})
     for device_bytes in sizes:
@@ -76,6 +79,7 @@ def test_what_is_chosen_is_what_would_be_chosen_of_all(monkeypatch: pytest.Monke
         assert (chosen.keeps_result, chosen.time.step_s) == (expected.keeps_result, expected.time.step_s)
 
 
+@pytest.mark.full
 def test_what_other_trainings_warn_of_is_said_only_of_the_one_that_is_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,6 +41,7 @@ def test_each_candidate_is_slower_and_clearly_smaller_than_the_one_before() -> N
         assert smaller.peak_bytes <= 0.95 * faster.peak_bytes
 
 
+@pytest.mark.full
 def test_the_fastest_that_fits_and_computes_the_same_is_chosen() -> None:
     _, *others = roomy()
     middle = sorted(c.needed_bytes for c in others if c.keeps_result)[1]
@@ -63,6 +64,7 @@ def test_what_is_configured_stays_where_nothing_is_faster() -> None:
     assert second.changes == {}
 
 
+@pytest.mark.full
 def test_another_training_is_chosen_only_where_nothing_else_fits() -> None:
     # What is left when nothing that computes the same fits, on a host with no room for offload.
     candidates = roomy({"host_bytes": 0})
@@ -94,6 +96,7 @@ def test_a_paged_optimizer_is_not_offloaded() -> None:
     assert not any(c.host_bytes for c in search(replace(problem, variants=[Variant(model=model)])))
 
 
+@pytest.mark.full
 def test_masks_are_those_of_the_size_that_is_tried() -> None:
     def measure(rows: int) -> MicroBatch:
         return MicroBatch(rows=rows, length=512, is_masked=rows > 1)
@@ -104,6 +107,7 @@ def test_masks_are_those_of_the_size_that_is_tried() -> None:
     assert sizes[1] > sizes[0]
 
 
+@pytest.mark.full
 def test_offload_is_tried_only_where_nothing_fits_without() -> None:
     assert not any(c.host_bytes for c in roomy())
     assert not any(c.host_bytes for c in roomy({"settings": Settings(cpu_offload=CPUOffload())})[1:])
@@ -145,6 +149,7 @@ def test_second_gathers_are_tried_among_ranks_that_divide_the_shards(monkeypatch
     )  # 6 are not divided by the 4 of a node
 
 
+@pytest.mark.full
 def test_what_compiled_blocks_would_save_is_said_and_not_chosen() -> None:
     compiled = Settings(compile=Compile())
     for candidate in roomy():
@@ -157,6 +162,7 @@ def test_what_compiled_blocks_would_save_is_said_and_not_chosen() -> None:
     assert all(candidate.compiled_s is None for candidate in roomy({"device_type": "cpu"}))
 
 
+@pytest.mark.full
 def test_the_batch_is_split_with_accumulation_in_return_or_not_at_all() -> None:
     for candidate in roomy({"rows": 6, "num_micro_batches": 2}):
         rows, num = (candidate.changes.get(k) for k in ("data.batch_size", "trainer.accumulate_grad_batches"))
@@ -198,6 +204,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_the_written_configuration_takes_what_the_search_said(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +235,7 @@ def test_the_written_configuration_takes_what_the_search_said(
     assert not {"search", "write", "out", "devices", "config"} & written.keys()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -251,6 +259,7 @@ def test_what_cannot_be_searched_is_said_in_one_line(
     assert not Path("mine.yaml").exists()
 
 
+@pytest.mark.full
 def test_what_has_no_closed_form_is_searched_by_traces(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     own = {key: value for key, value in BIGGER.items() if key != "num_key_value_heads"}
     config = json.dumps({**own, "model_type": "persimmon", "num_hidden_layers": 1})
@@ -270,6 +279,7 @@ def test_what_has_no_closed_form_is_searched_by_traces(folder: Path, capfd: pyte
     assert again["memory"]["peak_bytes"] == chosen["peak_bytes"]
 
 
+@pytest.mark.full
 def test_a_search_by_traces_tries_what_computes_the_same_before_other_optimizers() -> None:
     problem = describe(2**40)
     chunked = replace(problem.variants[0], changes={"model.loss_chunks": 8})
@@ -314,6 +324,7 @@ class Mine(CausalLM):
 """
 
 
+@pytest.mark.full
 def test_what_a_task_cannot_train_is_not_tried(folder: Path) -> None:
     (folder / "mine.py").write_text(SUBCLASS)
     config = yaml.safe_load((folder / "run.yaml").read_text())
@@ -324,6 +335,7 @@ def test_what_a_task_cannot_train_is_not_tried(folder: Path) -> None:
     assert any("model.lora" in candidate["changes"] for candidate in found["search"]["candidates"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_what_has_no_closed_form_is_timed_by_its_trace(
     folder: Path, monkeypatch: pytest.MonkeyPatch, precision: str
@@ -347,6 +359,7 @@ class Mine(CausalLM):
 """
 
 
+@pytest.mark.full
 def test_a_task_that_does_not_say_its_shape_is_planned_without_a_time(folder: Path) -> None:
     (folder / "silent.py").write_text(SILENT)
     config = yaml.safe_load((folder / "run.yaml").read_text())
@@ -358,6 +371,7 @@ def test_a_task_that_does_not_say_its_shape_is_planned_without_a_time(folder: Pa
     assert any("no time of a step: Mine does not say" in note for note in found["notes"])
 
 
+@pytest.mark.full
 def test_a_named_gpu_gives_its_memory_and_the_time_of_a_step(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     few = plan("--config=run.yaml", "--devices=4", "--gpu=RTX 4090")
     assert few["device"]["memory_bytes"] == 24 * 2**30

@@ -142,6 +142,7 @@ def test_what_goes_wrong_in_the_process_that_traces_ends_all_ranks() -> None:
     assert "Traceback" in ranks[0].err
 
 
+@pytest.mark.full
 def test_a_search_ends_where_the_one_of_plan_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lit_fsdp.planning.auto_strategy.SearchProcess", Recorded)
     check_refused(fork_ranks("fit", "--config=own.yaml"), "Stack does not say what shape its batches have")
@@ -155,6 +156,7 @@ def test_a_search_ends_where_the_one_of_plan_does(monkeypatch: pytest.MonkeyPatc
     assert chosen.changes == {"trainer.strategy.sharding.reshard_after_forward": False}
 
 
+@pytest.mark.full
 def test_the_search_of_plan_takes_what_that_of_a_run_takes_for_a_module_that_is_no_task(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,6 +177,7 @@ def test_the_search_of_plan_takes_what_that_of_a_run_takes_for_a_module_that_is_
     assert "tokens/s" not in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("trouble", "said"),
     [("values", "the step of Stack cannot run on tensors without values"), ("error", "KeyError: 'no such thing'")],
@@ -229,6 +232,7 @@ def test_weights_are_not_copied_and_a_shared_one_stays_shared() -> None:
     assert module[0].weight.device.type == "cpu"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_what_can_only_be_slower_is_not_traced_and_the_choice_is_the_same(num_micro_batches: int) -> None:
     problem = describe(2**40, splits_batch=False, tries_optimizers=False, num_micro_batches=num_micro_batches)

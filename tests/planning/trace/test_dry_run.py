@@ -106,6 +106,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.full(after=2)
 @pytest.mark.parametrize(("model", "strategy", "options"), CASES, ids=str)
 def test_a_dry_step_holds_what_a_real_one_holds(model: dict, strategy: dict, options: dict) -> None:
     run_ranks(compare, 4, model, strategy, options, world_size=1)

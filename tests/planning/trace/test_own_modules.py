@@ -84,6 +84,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -107,6 +108,7 @@ def test_a_plan_holds_gradients_as_long_as_the_run_does(folder: Path, name: str,
         assert planned["peak_bytes_by_kind"][kind] == real["peak_bytes_by_kind"][kind], kind
 
 
+@pytest.mark.full
 def test_gradients_that_are_kept_lie_where_their_shards_do() -> None:
     for offload, is_on_gpu in (([], True), (["--trainer.strategy=fsdp2_offload"], False)):
         kept, let_go = (
@@ -118,6 +120,7 @@ def test_gradients_that_are_kept_lie_where_their_shards_do() -> None:
     assert kept["memory"] == let_go["memory"]
 
 
+@pytest.mark.full
 def test_the_closed_form_counts_no_module_that_keeps_gradients() -> None:
     kept, let_go = (
         plan("--config=run.yaml", f"--model=mine.{name}", "--devices=2") for name in ("Counted", "CountedLettingGo")

@@ -48,6 +48,7 @@ def compare(folder: Path, out: Path, options: dict[str, Any]) -> None:
         assert chunked_peak < peak
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "options", "num_ranks"),
     [
@@ -85,6 +86,7 @@ def test_what_a_family_does_with_its_logits_is_done_to_chunks(family: str) -> No
 
 
 # With weights as they are drawn, a cap of 30 changes nothing.
+@pytest.mark.full
 @pytest.mark.parametrize("change", [lambda logits: 2 * logits, lambda logits: 30 * torch.tanh(logits / 30)])
 def test_a_model_that_changes_its_logits_otherwise_is_refused_when_fit_starts(
     change: Callable[[Tensor], Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -273,6 +273,7 @@ def run(data: TextData, module: LightningModule, resume: Path | None = None, max
     return trainer
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("error:Total length of")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_run_on_pydoc_with_its_own_tokenizer_resumes_where_it_stopped(tmp_path: Path, num_workers: int) -> None:

@@ -51,6 +51,7 @@ BROKEN: list[tuple[str, bytes, str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("trains_tokenizer", [False, True])
 @pytest.mark.parametrize(("name", "content", "reason", "options"), BROKEN, ids=[case[0] for case in BROKEN])
 def test_a_broken_file_gives_one_line_with_file_line_and_reason(

@@ -120,6 +120,7 @@ def train_and_sample(folder: Path, out: Path) -> None:
         torch.save((texts, weights, task.model.config.to_dict()), out)
 
 
+@pytest.mark.full
 def test_generated_text_is_that_of_the_unsharded_model(tmp_path: Path) -> None:
     run_ranks(train_and_sample, tmp_path, tmp_path / "out")
     texts, weights, settings = torch.load(tmp_path / "out", weights_only=False)
@@ -146,6 +147,7 @@ def evaluate(folder: Path, model: Path, out: Path) -> None:
         torch.save(metrics, out)
 
 
+@pytest.mark.full
 def test_evaluation_is_the_mean_over_all_tokens_at_every_world_size(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **{**EVEN, "vocab_size": 300})
     make_data(tmp_path).setup("fit")
@@ -185,6 +187,7 @@ def fit_twice(folder: Path, out: Path) -> None:
         torch.save((seen, trainer.global_step), out)
 
 
+@pytest.mark.full
 def test_the_metrics_of_a_step_are_logged_and_tokens_go_on_counting_after_a_resume(tmp_path: Path) -> None:
     run_ranks(fit_twice, tmp_path, tmp_path / "out")
     (first, second), last_step = torch.load(tmp_path / "out")
@@ -215,6 +218,7 @@ def test_settings_that_name_no_one_model_are_refused(settings: dict[str, Any], m
         CausalLM(**settings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -259,6 +263,7 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.
         CausalLM(pretrained="models/mine").read_config()
 
 
+@pytest.mark.full
 def test_a_second_run_of_the_same_object_keeps_its_weights(tmp_path: Path) -> None:
     def body() -> None:
         task = CausalLM(config=TINY)
@@ -273,6 +278,7 @@ def test_a_second_run_of_the_same_object_keeps_its_weights(tmp_path: Path) -> No
     run_ranks(body)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "mixtral"])
 def test_models_that_keep_documents_apart_train_on_packed_rows(model_type: str, tmp_path: Path) -> None:
     def body() -> None:
@@ -284,6 +290,7 @@ def test_models_that_keep_documents_apart_train_on_packed_rows(model_type: str, 
     run_ranks(body)
 
 
+@pytest.mark.full
 def test_one_task_can_be_run_many_times(tmp_path: Path) -> None:
     def body() -> None:
         task = CausalLM(config=TINY, generation={"max_new_tokens": 2}, sample_prompts=["the"])

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from image_training import make_data
@@ -33,6 +34,7 @@ def train_and_validate_again(folder: Path) -> None:
     torch.save((own, saved, task.model.get_buffer(name), before, after), folder / f"{dist.get_rank()}.pt")
 
 
+@pytest.mark.full
 def test_a_checkpoint_holds_the_mean_of_all_ranks_and_validates_as_the_run_did(tmp_path: Path) -> None:
     make_data(tmp_path)
     run_ranks(train_and_validate_again, tmp_path)
@@ -60,6 +62,7 @@ def validate_alone(folder: Path) -> None:
     torch.save(seen, folder / f"{dist.get_rank()}.pt")
 
 
+@pytest.mark.full
 def test_a_validation_inside_of_training_sees_one_model_on_all_ranks(tmp_path: Path) -> None:
     make_data(tmp_path)
     run_ranks(validate_alone, tmp_path)

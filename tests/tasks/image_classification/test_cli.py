@@ -94,6 +94,7 @@ def check_export(folder: Path, predictions: list[dict[str, Any]], model: Any = N
     assert chances == pytest.approx([row["probability"] for row in predictions], abs=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("quantization", [None, {"type": "nf4", "block_size": 32}], ids=["lora", "qlora"])
 def test_adapters_over_a_model_of_other_classes_leave_as_adapters_and_merged(
     quantization: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,6 +134,7 @@ def test_adapters_over_a_model_of_other_classes_leave_as_adapters_and_merged(
     check_export(tmp_path, predictions, merged)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "merged"])
 def test_a_model_trained_on_larger_images_than_its_own_is_exported_at_their_size(
     lora: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -159,6 +161,7 @@ def test_a_model_trained_on_larger_images_than_its_own_is_exported_at_their_size
     check_export(tmp_path, predictions)
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_other_classes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path)
@@ -182,6 +185,7 @@ def test_the_quickstart_reads_digits(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found[-1] >= 97
 
 
+@pytest.mark.full
 def test_the_quickstart_trains_and_counts_every_digit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)

@@ -35,6 +35,7 @@ def read_epochs(data: ImageData, count: int = 2) -> list[torch.Tensor]:
     return [torch.cat([batch["pixel_values"] for batch in loader]) for _ in range(count)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "augmentation",
     [

@@ -64,6 +64,7 @@ def train(folder: Path, out: Path, warmup: bool) -> None:
         torch.save((weights, float(trainer.callback_metrics["val/loss"])), out / "result.pt")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("warmup", [True, False])
 def test_a_sharded_average_is_that_of_one_device_and_stock_transformers_loads_it(warmup: bool, tmp_path: Path) -> None:
     folder = save_classifier(tmp_path / "model", VIT)

@@ -34,6 +34,7 @@ def evaluate(folder: Path, model: Path, out: Path) -> None:
     torch.save((metrics, records, task.evaluation["test"].confusion), out / f"{dist.get_rank()}.pt")
 
 
+@pytest.mark.full
 def test_every_image_counts_once_at_any_number_of_ranks(tmp_path: Path) -> None:
     model = save_classifier(tmp_path / "model", VIT, 3)
     data = make_data(tmp_path, eval_batch_size=9)
@@ -82,6 +83,7 @@ def skip(folder: Path, seen: Path) -> None:
     torch.save((metrics, task.skipped_images, named, told), seen / f"{dist.get_rank()}.pt")
 
 
+@pytest.mark.full
 def test_images_that_are_skipped_are_named_once_and_counted_over_all_ranks(tmp_path: Path) -> None:
     make_data(tmp_path)
     for name in ("train/cat/000.png", "train/dog/001.png", "test/eel/000.png"):
@@ -124,6 +126,7 @@ def train_on_nothing(folder: Path) -> None:
         trainer.test(ImageClassification(config=VIT), datamodule=data, verbose=False)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:skipped")
 def test_an_epoch_without_one_image_that_could_be_decoded_ends_the_run(tmp_path: Path) -> None:
     make_data(tmp_path)

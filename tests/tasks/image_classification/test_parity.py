@@ -52,6 +52,7 @@ def train_once(tmp_path_factory: pytest.TempPathFactory) -> Truths:
     return train
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_sharded_training_equals_one_device(name: str, train_once: Truths, tmp_path: Path) -> None:
     run = {**RUNS, **SLOW}[name]
@@ -69,6 +70,7 @@ def test_sharded_training_equals_one_device(name: str, train_once: Truths, tmp_p
     assert abs(truth.losses[0] - truth.losses[-1]) > 0.05  # it did train
 
 
+@pytest.mark.full
 def test_with_batch_norm_ranks_equal_one_device_that_normalizes_their_parts_of_a_batch(
     train_once: Truths, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ def main(args: list[str]) -> None:
     sys.exit(cli.main(args))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mixup", [None, {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}], ids=["plain", "mixed"])
 def test_a_plan_is_what_a_run_on_two_ranks_holds(
     mixup: dict[str, float] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -73,6 +74,7 @@ def plan_size(model: dict[str, Any], size: int) -> int | None:
     return process.exitcode
 
 
+@pytest.mark.full
 def test_a_plan_interpolates_positions_as_a_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert plan_size({**VIT, "image_size": 64}, 32) == 0
@@ -80,6 +82,7 @@ def test_a_plan_interpolates_positions_as_a_run_does(tmp_path: Path, monkeypatch
     assert found["closed_form_peak_bytes"] == pytest.approx(found["memory"]["peak_bytes"], rel=0.03)
 
 
+@pytest.mark.full
 def test_images_of_a_size_that_a_model_does_not_take_are_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,7 @@ def list_pixels(images: Images) -> list[np.ndarray]:
     return [np.asarray(images.read(i)) for i in range(len(images))]
 
 
+@pytest.mark.full
 def test_shards_of_a_server_hold_what_those_on_a_disk_hold(server: str, tmp_path: Path) -> None:
     local = find(tmp_path / "shards")
     remote = [f"{server}/part-{{000..001}}.tar", f"file://{tmp_path}/shards", f"file://{tmp_path}/shards/part-*.tar"]
@@ -93,6 +94,7 @@ def test_shards_of_a_server_hold_what_those_on_a_disk_hold(server: str, tmp_path
     assert images.locate(1) == f"{server}/part-000.tar member a/01.png"
 
 
+@pytest.mark.full
 def test_workers_read_from_a_server(server: str) -> None:
     data = ImageData(train=f"{server}/part-{{000..001}}.tar", processor=Pixels(size=8), batch_size=3, num_workers=1)
     data.setup("fit")
@@ -104,6 +106,7 @@ def count_images(url: str) -> None:
     assert len(find(url)) == 6
 
 
+@pytest.mark.full
 def test_the_headers_of_a_shard_are_read_by_one_rank_alone(server: str) -> None:
     Parts.gives.clear()
     run_ranks(count_images, f"{server}/part-{{000..001}}.tar")
@@ -125,11 +128,13 @@ def list_apart(url: str, fails: int) -> None:
         count_images(url)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fails", [0, 1])
 def test_all_ranks_take_the_listing_of_the_first_and_fail_as_it_does(fails: int, server: str) -> None:
     run_ranks(list_apart, f"{server}/part-{{000..001}}.tar", fails)
 
 
+@pytest.mark.full
 def test_a_signed_url_is_read_and_its_signature_is_not_told(server: str) -> None:
     images = find(f"{server}/part-{{000..001}}.tar?token=secret")
     assert len(images) == len(list_pixels(images)) == 6

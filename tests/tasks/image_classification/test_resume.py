@@ -49,6 +49,7 @@ def train_and_read(folder: Path, *args: Any, world_size: int) -> list[float]:
     return list(torch.load(folder / "losses.pt"))
 
 
+@pytest.mark.full
 def test_a_run_on_mixtures_of_changed_images_goes_on_exactly_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     make_data(tmp_path)
     torch.manual_seed(0)
@@ -60,6 +61,7 @@ def test_a_run_on_mixtures_of_changed_images_goes_on_exactly_in_the_middle_of_an
         assert rest == whole[step:]
 
 
+@pytest.mark.full
 def test_on_another_number_of_ranks_it_goes_on_with_the_same_images(tmp_path: Path) -> None:
     make_data(tmp_path)
     torch.manual_seed(0)
@@ -76,6 +78,7 @@ def resume(model: Path, out: Path, options: dict[str, Any], path: str | None) ->
         trainer.save_checkpoint(out)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [

@@ -161,6 +161,7 @@ def usual_field_limit() -> Iterator[None]:
     csv.field_size_limit(before)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("usual_field_limit")
 @pytest.mark.parametrize(
     ("files", "source", "message"),

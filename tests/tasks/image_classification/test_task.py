@@ -41,6 +41,7 @@ def read_start(folder: Path, out: Path, model: Path, options: dict[str, Any]) ->
         torch.save((out_weights, task.model.config.id2label, task.model.config.num_labels), out)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("config", [VIT, CONVNEXT], ids=["vit", "convnext"])
 def test_the_head_is_made_anew_for_the_classes_and_the_rest_is_loaded(config: dict[str, Any], tmp_path: Path) -> None:
     model = save_classifier(tmp_path / "model", config, 7)
@@ -59,6 +60,7 @@ def test_the_head_is_made_anew_for_the_classes_and_the_rest_is_loaded(config: di
     assert torch.equal(starts[0], starts[1])
 
 
+@pytest.mark.full
 def test_a_head_of_the_same_classes_is_kept_and_one_of_others_is_not(tmp_path: Path) -> None:
     for names, keeps in ((["cat", "dog", "eel"], True), (["ant", "bee", "cow"], False)):
         torch.manual_seed(0)
@@ -151,6 +153,7 @@ def build_for_one(task: ImageClassification, data: ImageData, ckpt_path: str | N
     return trainer
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -246,6 +249,7 @@ def test_layer_decay_says_how_many_blocks_there_are(caplog: pytest.LogCaptureFix
         measure_distances(nn.Linear(2, 2), [], 0.5)
 
 
+@pytest.mark.full
 def test_layer_decay_reaches_the_optimizer_of_a_sharded_model(tmp_path: Path) -> None:
     folder = save_classifier(tmp_path / "model", VIT)
     plain = train_sharded(folder, tmp_path, world_size=2, strategy={}, max_steps=1)
@@ -311,6 +315,7 @@ def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], message
         ImageClassification(**options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -65,6 +65,7 @@ def test_what_it_says_after_speech_is_what_transformers_says(base: Path, referen
     assert told.codes.tolist() == wanted[: len(told.codes)].tolist()
 
 
+@pytest.mark.full
 def test_the_command_takes_a_recording_with_its_text(
     base: Path, reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,7 @@ def main(args: list[str]) -> None:
     sys.exit(cli.main(args))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -63,6 +64,7 @@ def test_so_is_that_of_other_families(raw: dict[str, Any], tmp_path: Path, monke
     check(tmp_path / "tts_quickstart.yaml", [], monkeypatch)
 
 
+@pytest.mark.full
 def test_fsdp2_auto_finds_settings_and_the_run_is_as_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     strategy = ["--trainer.strategy=lit_fsdp.AutoFSDP2Strategy", "--trainer.strategy.device_memory=1400MiB"]
@@ -73,6 +75,7 @@ def test_fsdp2_auto_finds_settings_and_the_run_is_as_predicted(tmp_path: Path, m
     assert memory["predicted"]["peak_bytes"] == pytest.approx(memory["step"]["peak_bytes"], rel=0.01)
 
 
+@pytest.mark.full
 def test_what_a_search_writes_with_adapters_freezes_no_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     raw = yaml.safe_load((ROOT / "configs" / "tts_quickstart.yaml").read_text())

@@ -193,6 +193,7 @@ SLOW_RUNS = [
 ]
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     ("name", "run"),
     [*((name, "2 ranks") for name in FAMILIES), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_RUNS)],
@@ -211,6 +212,7 @@ def test_sharded_adapters_train_as_stock_libraries_do_on_one_device(
     assert {n for n in kept if not n.endswith(("_absmax", "_nested"))} == find_quantized(name)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_over_the_same_base_and_is_exported_over_the_model_in_full(root: Path, tmp_path: Path) -> None:
     whole, _ = train_sharded(root, "qwen3", tmp_path / "whole", 2)
     train_sharded(root, "qwen3", tmp_path / "part", 2, max_steps=1)
@@ -237,6 +239,7 @@ def go_on_in_full(root: Path, ckpt_path: str) -> None:
         build_trainer(max_steps=2).fit(task, build_data(root, "csm", GLOBAL_BATCH), ckpt_path=ckpt_path)
 
 
+@pytest.mark.full
 def test_another_rounding_of_the_base_is_warned_of(root: Path, tmp_path: Path) -> None:
     run_ranks(fit, root, "csm", tmp_path / "first", {"max_steps": 1}, world_size=1)
     run_ranks(go_on_in_full, root, str(tmp_path / "first.ckpt"), world_size=1)
@@ -249,6 +252,7 @@ def speak(root: Path) -> None:
     assert len(task.report.rows[0].speech.codes) <= 3
 
 
+@pytest.mark.full
 def test_a_quantized_model_speaks(root: Path) -> None:
     run_ranks(speak, root, world_size=2)
 
@@ -305,12 +309,14 @@ def train_from_scratch(root: Path, out: Path) -> None:
     trainer.save_checkpoint(out)
 
 
+@pytest.mark.full
 def test_quantized_weights_of_no_model_are_not_exported(root: Path, tmp_path: Path) -> None:
     run_ranks(train_from_scratch, root, tmp_path / "run.ckpt", world_size=1)
     with pytest.raises(ValueError, match="holds quantized weights that are of no model: start from pretrained"):
         read_checkpoint(tmp_path / "run.ckpt")
 
 
+@pytest.mark.full
 def test_the_checkpoint_says_how_its_base_was_rounded(root: Path, tmp_path: Path) -> None:
     run_ranks(fit, root, "dia", tmp_path / "run", {"max_steps": 1}, world_size=2)
     stored = open_checkpoint(tmp_path / "run.ckpt")

@@ -175,6 +175,7 @@ def validate(folder: Path, out: Path) -> None:
         torch.save(found, out / "metrics.pt")
 
 
+@pytest.mark.full
 def test_validation_is_the_same_on_any_number_of_ranks(prepared: Path, tmp_path: Path) -> None:
     found = []
     for world_size in (1, 2):  # 18 rows are 9 batches: the last one of rank 1 only fills up

@@ -65,6 +65,7 @@ def speak(model: Path, name: str) -> Tensor:
     return speaker.speak([speaker.encode("hello", name, None)], is_streaming=False)[0].codes
 
 
+@pytest.mark.full
 def test_a_checkpoint_is_read_whole(run: Path) -> None:
     weights = read_checkpoint(run).weights
     wanted = torch.load(run.parent / "full.pt")
@@ -72,6 +73,7 @@ def test_a_checkpoint_is_read_whole(run: Path) -> None:
     assert all(torch.equal(tensor, wanted[f"model.{name}"]) for name, tensor in weights.items())
 
 
+@pytest.mark.full
 def test_a_built_in_voice_says_what_its_embedding_says(run: Path, tmp_path: Path) -> None:
     folder = export_voice(run, tmp_path / "voices", first_row=1070).folder
     config = json.loads((folder / "config.json").read_text())
@@ -91,6 +93,7 @@ def test_a_base_export_keeps_the_speaker_encoder_and_all_else(run: Path, tmp_pat
     assert all(torch.equal(state[name], tensor) for name, tensor in read_checkpoint(run).weights.items())
 
 
+@pytest.mark.full
 def test_adapters_are_merged_over_their_base(base: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path, pretrained=str(base), lora=LoRA(r=2, alpha=64.0))
     weights, before = read_checkpoint(run).weights, load_file(base / "model.safetensors")
@@ -104,6 +107,7 @@ def test_adapters_are_merged_over_their_base(base: Path, tmp_path: Path) -> None
     torch.testing.assert_close(weights[f"{name}.weight"], before[f"{name}.weight"] + 32 * b @ a)
 
 
+@pytest.mark.full
 def test_a_fine_tuned_model_takes_its_codec_and_settings_along(base: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path, pretrained=str(base))
     folder = export_voice(run, tmp_path / "out", first_row=1070).folder
@@ -120,6 +124,7 @@ def test_a_fine_tuned_model_takes_its_codec_and_settings_along(base: Path, tmp_p
     assert open_speaker(str(folder), Sampling(top_k=50)).sampling.top_k == 50  # also where that is the official value
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -206,6 +211,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return run, was.rename(folder / "now")
 
 
+@pytest.mark.full
 def test_adapters_are_merged_into_their_base_wherever_it_is(adapted: tuple[Path, Path], tmp_path: Path) -> None:
     run, base = adapted
     with pytest.raises(ValueError, match=r"base: got '.*was': there is no such folder"):
@@ -244,6 +250,7 @@ def train_streaming(folder: Path) -> None:
     trainer.save_checkpoint(folder / "run.ckpt")
 
 
+@pytest.mark.full
 def test_an_export_says_which_layout_it_was_trained_with(tmp_path: Path) -> None:
     write_shard(tmp_path / "shard-00000.parquet", make_rows())
     run_ranks(train_streaming, tmp_path, world_size=1)

@@ -85,6 +85,7 @@ def truth() -> Result:
     return train_plainly()
 
 
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (2, 1), (3, 1), (1, 3), (3, 2)])
 def test_training_is_the_same_on_any_number_of_ranks(
     prepared: Path, tmp_path: Path, truth: Result, world_size: int, accumulate: int
@@ -106,6 +107,7 @@ def fit_as_scheduled(folder: Path, out: Path) -> None:
     torch.save(recorder.result.losses, out)
 
 
+@pytest.mark.full
 def test_accumulation_that_a_callback_schedules_is_normalised_alike(
     prepared: Path, tmp_path: Path, truth: Result
 ) -> None:
@@ -171,6 +173,7 @@ def send(folder: Path, prefetch: int) -> None:
     assert "model.speaker_encoder" in {name for unit in strategy.plan for name in unit.names}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_the_speaker_encoder_is_sharded_and_costs_a_step_nothing(prepared: Path, prefetch: int) -> None:
     run_ranks(send, prepared, prefetch, world_size=2)
@@ -294,6 +297,7 @@ def fit_in_bf16(folder: Path, out: Path) -> None:
         torch.save((int(task.targets_seen), float(task.step_loss), dict(task.report.measured)), out / "found.pt")
 
 
+@pytest.mark.full
 def test_in_bf16_counts_stay_exact_and_speech_is_generated(prepared: Path, tmp_path: Path, truth: Result) -> None:
     run_ranks(fit_in_bf16, prepared, tmp_path, world_size=1)
     tokens, loss, measured = torch.load(tmp_path / "found.pt")

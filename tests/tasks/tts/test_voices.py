@@ -42,6 +42,7 @@ def test_speakers_keep_their_numbers_when_a_run_goes_on_with_others(tmp_path: Pa
     assert told == ["[2]", "[0]", "[1]", "[3]"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("limit", [{"max_steps": 2}, {"max_epochs": 2, "max_steps": -1}], ids=["steps", "epochs"])
 def test_rows_are_trained_on_with_the_numbers_of_the_checkpoint(limit: dict[str, int], tmp_path: Path) -> None:
     names = ["ada", "bruno", "eve", "finn"]

@@ -40,6 +40,7 @@ def predict(folder: Path, out: Path) -> None:
     torch.save([str(w.message) for w in seen], out / f"{dist.get_rank()}.pt")
 
 
+@pytest.mark.full
 def test_on_two_ranks_there_is_a_wav_file_of_each_text(prepared: Path, tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("a\nab\nabc\n")
     run_ranks(predict, prepared, tmp_path, world_size=2)

@@ -50,6 +50,7 @@ def run(folder: Path, out: Path, settings: SpeechEval) -> list[Any]:
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.full
 def test_generated_speech_is_decoded_and_measured(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +70,7 @@ def test_generated_speech_is_decoded_and_measured(
         assert file.getnframes() > 0
 
 
+@pytest.mark.full
 def test_codec_and_transcriber_are_on_rank_0_alone(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +92,7 @@ def test_codec_and_transcriber_are_on_rank_0_alone(
     assert (num_clips, num_others) == (2, 0)
 
 
+@pytest.mark.full
 def test_ranks_that_would_measure_other_things_log_the_same(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +116,7 @@ def test_ranks_that_would_measure_other_things_log_the_same(
     assert math.isnan(others["val/speaker_similarity"])
 
 
+@pytest.mark.full
 def test_an_error_of_the_evaluation_reaches_all_ranks(
     prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

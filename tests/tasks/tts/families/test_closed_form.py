@@ -146,6 +146,7 @@ SLOW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "model", "options"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],

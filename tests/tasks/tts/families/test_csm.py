@@ -72,6 +72,7 @@ def learned() -> Any:
     return learn(CSM, make_rows(6, 2), VOICES, num_steps=120, below=0.05)
 
 
+@pytest.mark.full
 def test_what_was_learned_by_heart_is_spoken(learned: Any) -> None:
     model, utterances = learned
     family, config = parse_family(CSM)

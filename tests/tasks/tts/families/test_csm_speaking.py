@@ -75,6 +75,7 @@ def run(request: Any, base: Path, prepared: Path, tmp_path_factory: pytest.TempP
     return folder / "run.ckpt"
 
 
+@pytest.mark.full
 def test_transformers_loads_an_export_with_equal_logits(base: Path, run: Path, tmp_path: Path) -> None:
     export_voice(run, tmp_path / "out")
     stock, report = CsmForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -91,6 +92,7 @@ def test_transformers_loads_an_export_with_equal_logits(base: Path, run: Path, t
         torch.testing.assert_close(own.lm_head(states), wanted.logits, atol=0, rtol=0)
 
 
+@pytest.mark.full
 def test_a_run_and_its_export_speak_the_same(run: Path, tmp_path: Path) -> None:
     export_voice(run, tmp_path / "voice")
     greedy = ["--sampling.do_sample=false", "--sampling.predictor_do_sample=false", "--sampling.max_frames=5"]
@@ -132,6 +134,7 @@ def test_what_it_speaks_is_decoded_by_its_own_codec(base: Path, prepared: Path, 
     assert len(list(tmp_path.glob("spoken/*.wav"))) == len(spoken)
 
 
+@pytest.mark.full
 def test_weights_are_read_from_files_that_the_configuration_names(base: Path, prepared: Path, tmp_path: Path) -> None:
     for path in base.iterdir():
         shutil.copy(path, tmp_path / path.name)

@@ -88,6 +88,7 @@ def speak_with_stock(stock: Any, text_ids: list[int], **options: Any) -> list[li
     return [[int(made[i + d, c]) for c, d in enumerate(DIA["delay_pattern"])] for i in range(1, end)]
 
 
+@pytest.mark.full
 def test_what_was_learned_by_heart_is_spoken(learned: Any) -> None:
     model, utterances = learned
     family, config = parse_family(DIA)

@@ -64,6 +64,7 @@ def run(request: Any, prepared: Path, tmp_path_factory: pytest.TempPathFactory) 
     return folder / "run.ckpt"
 
 
+@pytest.mark.full
 def test_transformers_loads_an_export_with_equal_logits(run: Path, tmp_path: Path) -> None:
     export_voice(run, tmp_path / "out")
     stock, report = DiaForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -76,6 +77,7 @@ def test_transformers_loads_an_export_with_equal_logits(run: Path, tmp_path: Pat
         torch.testing.assert_close(logits, stock.eval()(**ids).logits, atol=0, rtol=0)
 
 
+@pytest.mark.full
 def test_a_run_and_its_export_speak_the_same(codec: Path, run: Path, tmp_path: Path) -> None:
     export_voice(run, tmp_path / "voice")
     for name, model in (("run", run), ("voice", tmp_path / "voice")):

@@ -56,6 +56,7 @@ def truth(case: Case) -> Result:
     return train_plainly(case.raw, case.voices)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "accumulate"), [(1, 1), (2, 1), (1, 3), pytest.param(3, 2, marks=pytest.mark.slow)]
 )
@@ -72,6 +73,7 @@ def test_training_is_the_same_on_any_number_of_ranks(
     assert max(float((result.weights[n] - w).abs().max()) for n, w in truth.weights.items()) < 1e-5
 
 
+@pytest.mark.full
 def test_ranks_whose_speech_ends_at_different_frames_do_not_wait_for_each_other(
     case: Case, prepared: Path, tmp_path: Path
 ) -> None:

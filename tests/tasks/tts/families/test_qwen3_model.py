@@ -150,6 +150,7 @@ def test_the_language_is_on_the_codec_track(model: Qwen3TTS) -> None:
 # Generation
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["whole", "streaming"])
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
 def test_generated_codes_are_the_official_ones(model: Qwen3TTS, way: str, kind: str) -> None:
@@ -229,6 +230,7 @@ def record_inputs(model: Qwen3TTS, monkeypatch: pytest.MonkeyPatch) -> list[Tens
     return fed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_streaming", [False, True])
 @pytest.mark.parametrize("num_text", [2, 9, 30])  # shorter than the speech of 13 frames, and longer
 def test_training_feeds_position_by_position_what_generation_feeds(
@@ -255,6 +257,7 @@ def test_training_feeds_position_by_position_what_generation_feeds(
     torch.testing.assert_close(trained[:-1], generated, **NEAR)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_what_is_learned_by_heart_is_spoken_code_by_code(is_streaming: bool) -> None:
     # The acceptance test: with any of the bugs above the loss falls too, but other codes are spoken.
