@@ -127,10 +127,12 @@ for room in ("strategy", "reporting", "planning", "tasks", "callbacks", "cli"):
 """
 
 
+@pytest.mark.full
 def test_each_room_can_be_the_first_that_is_imported_and_few_bring_lightning() -> None:
     run(sys.executable, "-c", IMPORT_ROOMS, cwd=ROOT)
 
 
+@pytest.mark.full
 def test_every_public_name_is_found_and_none_is_loaded_before_it_is_used() -> None:
     look = "import sys, lit_fsdp; print('torch' in sys.modules); print(*(type(n).__name__ for n in"
     look += " map(lit_fsdp.__getattr__, set(lit_fsdp.__all__) - {'__version__'})))"

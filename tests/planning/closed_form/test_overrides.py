@@ -168,6 +168,7 @@ def write_example() -> None:
     Path("mytask.py").write_text(found[1])
 
 
+@pytest.mark.full
 def test_the_example_of_the_guide_holds_what_its_plan_says() -> None:
     write_example()
     own = ["--config=run.yaml", "--model.class_path=mytask.SmoothedLM"]

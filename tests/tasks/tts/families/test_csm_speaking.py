@@ -104,6 +104,7 @@ def test_a_run_and_its_export_speak_the_same(run: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(own, exported)
 
 
+@pytest.mark.full
 def test_speakers_of_the_training_data_keep_their_numbers(run: Path) -> None:
     speaker = open_speaker(str(run))
     assert speaker.voices == {"ada": 0, "bruno": 1}
