@@ -119,6 +119,7 @@ class CausalLM(PretrainedTask):
 
     @override
     def setup(self, stage: str) -> None:
+        super().setup(stage)
         if self.attention == "flash_attention_2" and not is_flash_attn_2_available():
             raise ValueError(
                 "attention: got 'flash_attention_2': it needs a GPU and a package: pip install flash-attn; "

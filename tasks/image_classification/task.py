@@ -157,6 +157,7 @@ class ImageClassification(PretrainedTask):
 
     @override
     def setup(self, stage: str) -> None:
+        super().setup(stage)
         self._class_names = list_classes(getattr(self.trainer, "datamodule", None), self.num_classes)
 
     @override
