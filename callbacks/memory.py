@@ -41,13 +41,13 @@ _GIB = 2**30
 class MemoryLogger(StepCallback):
     """Measure the memory of every step on every rank, and follow that of one step tensor by tensor.
 
-    On GPUs it logs, of rank 0 and the largest of all ranks, what torch's allocator says: ``memory/allocated_gib``
-    and ``memory/peak_allocated_gib`` (tensors), ``memory/reserved_gib`` (taken from the driver), ``memory/active_gib``,
-    ``memory/inactive_split_gib`` (held, but in pieces that cannot be given back), ``memory/fragmentation_pct`` (the
-    share of reserved memory that these are), ``memory/alloc_retries`` (times the allocator had to
-    give memory back to find some: a run that has any is slow, and near its end), ``memory/device_free_gib``. On
-    CPUs ``memory/rss_gib`` and ``memory/peak_rss_gib`` of the process. The ranks' numbers are put together in the
-    background, so a value is logged one interval (``trainer.log_every_n_steps``) after it was read.
+    On GPUs it logs what torch's allocator says, of rank 0 and the largest of all ranks. ``memory/allocated_gib`` and
+    ``memory/peak_allocated_gib`` are tensors, ``memory/reserved_gib`` is taken from the driver.
+    ``memory/inactive_split_gib`` is held in pieces that cannot be given back; ``memory/fragmentation_pct`` is their
+    share of reserved memory. ``memory/alloc_retries`` counts how often the allocator gave memory back to find some:
+    a run that has any is slow, and near its end. ``memory/active_gib`` and ``memory/device_free_gib`` are as torch has
+    them. On CPUs it logs ``memory/rss_gib`` and ``memory/peak_rss_gib`` of the process. The ranks' numbers are put
+    together in the background, so a value is logged one interval (``trainer.log_every_n_steps``) after it was read.
 
     In one step it notes after every operator which tensors are alive: parameters, gathered parameters, gradients,
     optimizer state, buffers of collectives, activations, and the rest, by FSDP unit. That step takes about

@@ -23,7 +23,7 @@ class ProgressBar(TQDMProgressBar):
     refresh is one plain line.
 
     Args:
-        refresh_rate: Refresh every so many batches (in plain lines: steps); 0 turns the display off.
+        refresh_rate: Refresh after this many batches (in plain lines: steps); 0 turns the display off.
         leave: Leave the finished bar of every epoch on the screen.
     """
 

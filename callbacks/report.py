@@ -41,8 +41,8 @@ class RunReport(StepCallback):
 
     It is written however the run ends, unless the process is killed: finished, stopped, interrupted, preempted or
     failed. The page needs no other file, no network and no script. It holds the configuration, curves of all
-    scalars that the module logged, the FSDP units, what other callbacks have measured (each that has a method
-    ``make_section``), and the environment, without names of hosts or users, and paths only as seen from the current
+    scalars that the module logged, the FSDP units, the sections of other callbacks (each that has a method
+    ``make_section``), and the environment. It leaves out names of hosts and users; paths are as seen from the current
     folder.
 
     Metrics are read every ``log_every_n_steps`` steps, as reading waits for the GPU. A run that goes on from a

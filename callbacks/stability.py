@@ -79,9 +79,10 @@ class StabilityMonitor(StepCallback):
 
     A bad step is reported with its number, the ranks whose own loss was bad, their samples (rows of the training data,
     where the loader knows them: those of our tasks do) and the first FSDP unit (block) whose output was not finite; if
-    all were, under ``skip`` and ``stop``, the first one in backward whose gradient was not. A spike is a value above
-    the median of the last ``window`` steps by so many standard deviations; the idea of leaving such steps out is that
-    of OLMo-core's ``SkipStepOptimizer``. The loss is that of the step over all ranks, the norm that before clipping.
+    all were, under ``skip`` and ``stop``, the first one in backward whose gradient was not. A spike lies more than
+    ``loss_sigmas`` or ``grad_norm_sigmas`` standard deviations above the median of the last ``window`` steps. The idea
+    of leaving such steps out is that of OLMo-core's ``SkipStepOptimizer``. The loss is that of the step over all
+    ranks, the norm that before clipping.
 
     With ``warn`` nothing waits: a step is judged one step later. ``skip`` and ``stop`` must know before the weights
     change, so the host waits for the GPU once a step. A skipped step changes no weight, no optimizer state and no step

@@ -35,9 +35,9 @@ _MAX_POINTS = 200
 class ThroughputLogger(StepCallback):
     """Log tokens (or samples) per second, the parts of a step, FLOP/s and MFU; print a table at the end.
 
-    Parts of a step, added up over its micro-batches: *data* is waiting for the next batch and moving it to the device,
-    *forward* the training step, *backward* the backward pass with the reduction of gradients that it does not hide,
-    *optimizer* everything after it up to the new weights (gradient norm, clipping), *other* the rest: callbacks,
+    Parts of a step are added up over its micro-batches. *data* is waiting for the next batch and moving it to the
+    device, *forward* the training step. *backward* includes the reduction of gradients that it does not hide.
+    *optimizer* is everything after it up to the new weights (gradient norm, clipping), *other* the rest: callbacks,
     logging. Validation and the saving of checkpoints do not count as training. On a GPU these are times of the GPU:
     data that is read while it computes costs nothing.
 

@@ -148,7 +148,7 @@ class Task(LightningModule):
 
     @property
     def restores_frozen(self) -> bool:
-        """Whether ``configure_weights`` gives parameters that do not train the same values in every run."""
+        """Whether ``configure_weights`` gives frozen parameters the same values in every run."""
         return False
 
     def configure_weights(self) -> None:

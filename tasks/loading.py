@@ -3,8 +3,8 @@
 Note [Global order]: an epoch is one order of all samples, the same on every rank. The k-th micro-batches of
 all ranks together are the k-th slice of ``world_size * batch_size`` samples of that order, of which rank r
 takes the r-th part. So 1 rank x 8, 2 ranks x 4 and 2 ranks x 2 accumulated twice see the same samples in
-every optimizer step, and a place in the epoch is one number, ``samples_seen``, that means the same at every
-world size.
+every optimizer step. A place in the epoch is one number, ``samples_seen``, that means the same at every world
+size.
 """
 
 from collections.abc import Callable, Iterator

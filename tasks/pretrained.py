@@ -77,6 +77,14 @@ class PretrainedTask(Task):
             fetch_pretrained(self.pretrained)
 
     @override
+    def setup(self, stage: str) -> None:
+        """Refuse to train quantized weights; also those of a model that an evaluation has built before."""
+        if stage == "fit" and self.quantization is not None and self.lora is None:
+            raise ValueError(
+                "quantization: quantized weights cannot be trained; set lora, such as {r: 16}, or leave it out"
+            )
+
+    @override
     def prepare_plan(self, data: Any) -> list[str]:
         """Fetch the configuration of the model, and nothing else."""
         if self.pretrained is not None:

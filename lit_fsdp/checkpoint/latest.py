@@ -22,7 +22,7 @@ def find_last_checkpoint(folders: Iterable[Path], report: Callable[[str], None] 
     """
     entries = {entry for folder in folders for entry in folder.glob("*.ckpt") if not entry.name.startswith(".")}
     passed_over: list[tuple[Path, str]] = []
-    # A link after its target, so that only a link that leads nowhere is told about.
+    # A link after its target, so that only a link that leads nowhere is reported.
     for entry in sorted(entries, key=_measure_age, reverse=True):
         if _is_whole(entry):
             found = entry.resolve()

@@ -42,7 +42,7 @@ from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
 
 META = "meta.pt"  # everything that is not a tensor of model or optimizer: plain types, loads with weights_only
-LEAVES_OUT_FROZEN = "leaves_out_frozen"  # in meta: whether it holds only what trains
+LEAVES_OUT_FROZEN = "leaves_out_frozen"  # in meta: whether frozen parameters are left out
 EXTRA = "extra_state"  # tensors beside those of model and optimizers
 _RANDOM = "random_{rank}.pt"
 
@@ -143,7 +143,7 @@ def load_checkpoint(
     is_part = meta.get(LEAVES_OUT_FROZEN, False)
     if is_part and not getattr(model, "restores_frozen", False):
         raise ValueError(
-            f"{path} holds only what trained, and this model has no other weights; set pretrained "
+            f"{path} holds only trainable parameters, and this model has no other weights; set pretrained "
             "and lora as in the run that saved it"
         )
     state: dict[str, Any] = {"state_dict": get_trained_state(model) if is_part else get_model_state_dict(model)}

@@ -41,7 +41,7 @@ class CheckpointWriter:
 
     Args:
         checkpoint_format: A folder of shards, or one file that rank 0 gathers and writes.
-        save_frozen: Whether to write parameters that do not train; ``None`` leaves it to the module.
+        save_frozen: Whether to write frozen parameters; ``None`` leaves it to the module.
         is_async: Write beside training; folders only.
         report: Called on every rank with a line for the user when a save was skipped.
     """
@@ -62,7 +62,7 @@ class CheckpointWriter:
             )
         self.checkpoint_format = checkpoint_format
         self.save_frozen = save_frozen
-        self._left_out: set[str] = set()  # parameters that are not written, as they do not train
+        self._left_out: set[str] = set()  # parameters that are not written, as they are frozen
         self._leaves_out_frozen = False  # in the last state
         self.is_async = is_async
         self.report = report
@@ -92,7 +92,7 @@ class CheckpointWriter:
         """Return the weights as they will be written; all ranks must call it."""
         if self.checkpoint_format == "single_file":
             return gather_model_state(model)
-        # All of it, once what trains has changed: what was trained before would be lost.
+        # All parameters, once other ones are trainable: those trained before would be lost.
         self._leaves_out_frozen = bool(self._left_out) and self._left_out == _list_frozen(model)
         return get_trained_state(model) if self._leaves_out_frozen else get_model_state_dict(model)
 

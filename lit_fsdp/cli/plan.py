@@ -70,7 +70,7 @@ class PlanTrainer(PlannedTrainer):
         write: Path | None = None,
         out: Path | None = None,
     ) -> None:
-        """Plan the memory and the traffic of a training step, without a GPU and without weights.
+        """Plan memory and communication of a training step, without a GPU and without weights.
 
         Takes the configuration of `fit`. Nothing is allocated, and of a pretrained model only its config is read.
 

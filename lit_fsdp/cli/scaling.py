@@ -25,7 +25,7 @@ _MIN_STEPS = 8  # fewer leave none after the warm-up of the callbacks that measu
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """What a run on so many ranks did, from its report.
+    """What a run on ``num_ranks`` ranks did, from its report.
 
     Args:
         num_ranks: How many.

@@ -38,7 +38,7 @@ class Plan:
     ranks: Ranks
     num_replicas: int
     num_shards: int
-    traffic: Sequence[UnitBytes]
+    communication: Sequence[UnitBytes]
     collectives: Collectives
     num_micro_batches: int
     num_weights: int  # those of quantized layers and of adapters included
@@ -56,12 +56,12 @@ class Plan:
         """The memory that a GPU must have: with headroom, and what lies outside of the allocator."""
         return compute_needed_bytes(self.memory.peak.num_bytes)
 
-    def sum_traffic(self) -> dict[str, int]:
+    def sum_communication(self) -> dict[str, int]:
         """Return the bytes of each kind of collective in a step of one rank."""
         return {
-            "gather": sum(unit.gather_step for unit in self.traffic),
-            "reduce_scatter": sum(unit.reduce_scatter_step for unit in self.traffic),
-            "all_reduce": sum(unit.all_reduce_step for unit in self.traffic),
+            "gather": sum(unit.gather_step for unit in self.communication),
+            "reduce_scatter": sum(unit.reduce_scatter_step for unit in self.communication),
+            "all_reduce": sum(unit.all_reduce_step for unit in self.communication),
         }
 
 
@@ -79,7 +79,7 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     counts = {"num_shards": shards, "num_replicas": replicas, "num_micro_batches": step.num_micro_batches}
     units, dtypes = plan_module(step.module, settings.wrap), step.strategy.precision_plugin.mixed_precision
     # Before a trace shards the module.
-    traffic = predict_bytes(step.module, units, settings.sharding, dtypes, **counts)
+    communication = predict_bytes(step.module, units, settings.sharding, dtypes, **counts)
     weights = count_weights(step.module)
     num_trained = sum(weights[name] for name, p in step.module.named_parameters() if p.requires_grad)
     quantized_bytes = _count_quantized(step.module, shards)
@@ -114,7 +114,7 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
         ranks=step.ranks,
         num_replicas=replicas,
         num_shards=shards,
-        traffic=traffic,
+        communication=communication,
         collectives=predict_collectives(units, settings.sharding, **counts),
         num_micro_batches=step.num_micro_batches,
         num_weights=sum(weights.values()),

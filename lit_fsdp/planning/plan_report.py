@@ -37,7 +37,7 @@ def print_report(plan: Plan, device_bytes: int | None, *, other_gpus: Sequence[s
         print_table(_make_host_table(plan))
     if plan.activations:
         print_table(_make_activation_table(plan))
-    print_table(_make_traffic_table(plan))
+    print_table(_make_communication_table(plan))
     if plan.time is not None:
         print_table(_make_time_table(plan.time, other_gpus))
         print(describe_speed(plan.time))
@@ -106,14 +106,14 @@ def describe_plan(plan: Plan, device_bytes: int | None) -> dict[str, Any]:
             "peak_activation_bytes_by_part": dict(plan.activations),
         },
         "host": {"bytes_by_kind": dict(plan.memory.host_by_kind), "bytes": sum(plan.memory.host_by_kind.values())},
-        "traffic": {
-            "bytes_per_step": plan.sum_traffic(),
+        "communication": {
+            "bytes_per_step": plan.sum_communication(),
             "collectives_per_step": {
                 "gather": plan.collectives.gathers,
                 "reduce_scatter": plan.collectives.reduce_scatters,
                 "all_reduce": plan.collectives.all_reduces,
             },
-            "units": [vars(unit) for unit in plan.traffic],
+            "units": [vars(unit) for unit in plan.communication],
         },
         "closed_form_peak_bytes": plan.closed_form_bytes,
         "flops": {"model": plan.flops.model, "hardware": plan.flops.hardware},
@@ -198,17 +198,17 @@ def _make_host_table(plan: Plan) -> Table:
     return Table(title=f"Host memory of a rank with offload, {name}", columns=["kind", "at its largest"], rows=rows)
 
 
-def _make_traffic_table(plan: Plan) -> Table:
+def _make_communication_table(plan: Plan) -> Table:
     counts: Sequence[tuple[str, str, int]] = (
         ("all-gather of parameters", "gather", plan.collectives.gathers),
         ("reduce-scatter of gradients", "reduce_scatter", plan.collectives.reduce_scatters),
         ("all-reduce between replicas", "all_reduce", plan.collectives.all_reduces),
     )
-    sums = plan.sum_traffic()
+    sums = plan.sum_communication()
     size, name = choose_unit(sum(sums.values()))
     rows = []
     for label, key, count in counts:
-        largest = max((getattr(unit, key) for unit in plan.traffic), default=0)
+        largest = max((getattr(unit, key) for unit in plan.communication), default=0)
         rows.append([label, str(count), f"{sums[key] / size:.2f}", f"{largest / size:.2f}"])
     rows.append(["all", str(sum(count for *_, count in counts)), f"{sum(sums.values()) / size:.2f}", ""])
     batches = f" of {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""

@@ -28,7 +28,7 @@ _MIN_RELATIVE_SIGMA = 0.01
 
 
 class SpikeDetector:
-    """Judges each number by the ones before it: median plus so many standard deviations is a spike.
+    """Judges each number by the ones before it: a spike lies a number of standard deviations above their median.
 
     The deviation is estimated by the median absolute deviation, so that one spike does not hide the next, and is taken
     to be at least 1 % of the median: a run that hardly varies shall not stop at noise. All finite numbers are kept,

@@ -23,7 +23,7 @@ def read_step(device: torch.device) -> dict[str, float]:
 
 
 def read_memory(device: torch.device) -> dict[str, float]:
-    """Return all that is told of this process's memory, the peak as that of the run."""
+    """Return what is known of this process's memory, the peak as that of the run."""
     if device.type != "cuda":
         return {"rss_gib": read_resident_bytes() / _GIB, "peak_rss_gib": read_peak_gib(device)}
     stats = torch.cuda.memory_stats(device)
@@ -85,7 +85,7 @@ def read_peak_gib(device: torch.device) -> float:
     """Return the peak of this rank: allocated by torch on the GPU, resident for a process on the CPU."""
     if device.type == "cuda":
         return max(torch.cuda.max_memory_allocated(device), _PEAKS.get(device, 0)) / _GIB
-    # Of /proc where it is told: ru_maxrss starts at the peak of the process that started this one.
+    # From /proc where it is there: ru_maxrss starts at the peak of the process that started this one.
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024 / _GIB

@@ -35,7 +35,7 @@ class Flops:
     uncounted: tuple[str, ...] = ()  # operators outside of torch for which there is no formula, by name
 
     def __mul__(self, factor: float) -> Flops:
-        """Return those of so many times the work."""
+        """Return those of ``factor`` times the work."""
         counts = (int(count * factor) for count in (self.forward, self.backward, self.recomputed))
         forward, backward, recomputed = counts
         return Flops(forward=forward, backward=backward, recomputed=recomputed, uncounted=self.uncounted)

@@ -1,6 +1,6 @@
 """Layers whose frozen weights are rows of bytes, and a model whose linear layers become such layers.
 
-See Note [Rows of bytes] in ``quantization.py``. No tensor subclass and no hook is involved: for FSDP2, for
+See Note [Rows of bytes] in ``quantize.py``. No tensor subclass and no hook is involved: for FSDP2, for
 checkpoints and for state dicts these are ``uint8`` parameters.
 """
 

@@ -28,7 +28,7 @@ def compute_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
         place = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None, ())
         groups.setdefault((*place, local.device), []).append(local)
     devices = [place if mesh is None else torch.device(mesh.device_type) for mesh, _, place in groups]
-    total = torch.zeros((), device=devices[-1] if devices else "cpu")
+    total = torch.zeros((), dtype=torch.float32, device=devices[-1] if devices else "cpu")
     for (mesh, placements, _), gradients in groups.items():
         part = torch.zeros_like(total)
         if filled := [gradient for gradient in gradients if gradient.numel()]:  # small ones have no row on some ranks

@@ -209,8 +209,8 @@ def _check_dtypes(model: nn.Module, plan: Sequence[Unit]) -> None:
         for name, parameter in trained.items():
             if parameter.dtype != trained[first].dtype:
                 raise ValueError(
-                    f"{name} is {parameter.dtype} and {first} is {trained[first].dtype}: what trains in one unit must "
-                    "have one dtype; set mixed_precision.storage_dtype, or lora.dtype for adapters"
+                    f"{name} is {parameter.dtype} and {first} is {trained[first].dtype}: the trainable parameters of "
+                    "one unit must have one dtype; set mixed_precision.storage_dtype, or lora.dtype for adapters"
                 )
 
 

@@ -77,7 +77,7 @@ class FSDP2Strategy(ParallelStrategy):
         compile: Compile every block; ``null`` does not.
         checkpoint_format: ``sharded`` writes a folder, every rank its own part. ``single_file`` gathers everything
             on rank 0 and writes what Lightning's other strategies can read. Both are always read.
-        save_frozen: Whether checkpoints hold parameters that do not train. ``null`` leaves them out of folders where
+        save_frozen: Whether checkpoints hold frozen parameters. ``null`` leaves them out of folders where
             the module gets them back by itself, such as the pretrained model below adapters.
         async_save: Copy shards to host memory and write them beside training, at most one checkpoint at a
             time. Costs host memory for one copy of this rank's shards and optimizer state.

@@ -1,6 +1,6 @@
 """Files whose weights are quantized already, as Transformers saves a model of bitsandbytes.
 
-They hold the same bytes as our layers, see Note [Rows of bytes] in ``quantization.py``, under other names: here each
+They hold the same bytes as our layers, see Note [Rows of bytes] in ``quantize.py``, under other names: here each
 weight gets the names and shapes of ours, so that a rank reads its rows of it as of any other tensor.
 """
 

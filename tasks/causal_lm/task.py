@@ -46,11 +46,11 @@ class CausalLM(PretrainedTask):
         attention: Implementation of attention. ``sdpa`` is that of torch; ``flash_attention_2`` needs the
             package flash-attn and a GPU.
         lora: Train low-rank adapters and leave the model as it is; ``null`` trains all of it.
-        quantization: Keep the weights that do not train in 4 or 8 bits; needs ``lora``. Taken from the files of
+        quantization: Keep the frozen weights in 4 or 8 bits; needs ``lora``. Taken from the files of
             ``pretrained`` where these are quantized already.
-        loss_chunks: Compute output head and loss in so many parts of the tokens, each once more in backward: 8 leave
-            an eighth of the memory of logits, which rules it in models with a large vocabulary, for about 5 % of
-            time. 1 computes all at once.
+        loss_chunks: Compute output head and loss in this many parts of the tokens, each once more in backward. 8 leave
+            an eighth of the memory of logits, most of it in models with a large vocabulary, for about 5 % of time.
+            1 computes all at once.
         optimizer: Which one, and its settings.
         lr_scheduler: How the learning rate moves.
         sample_prompts: Texts to continue when training ends, printed.
@@ -119,6 +119,7 @@ class CausalLM(PretrainedTask):
 
     @override
     def setup(self, stage: str) -> None:
+        super().setup(stage)
         if self.attention == "flash_attention_2" and not is_flash_attn_2_available():
             raise ValueError(
                 "attention: got 'flash_attention_2': it needs a GPU and a package: pip install flash-attn; "

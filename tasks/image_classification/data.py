@@ -34,12 +34,16 @@ Batch = dict[str, Any]
 class ImageData(TaskData):
     """Images with one class each, for a classifier.
 
-    A source is a folder with one folder of images for each class, a ``.csv``, ``.jsonl`` or ``.parquet`` manifest with
-    paths (Parquet also with the images themselves), tar shards in the layout of WebDataset (a file, a folder of them,
-    or a pattern such as ``data-{000..012}.tar``, also behind a URL that fsspec reads), a folder written by
-    ``datasets.save_to_disk``, a data set on the Hub as ``org/name`` or ``org/name:config``, or ``digits``: the 1,797
-    handwritten digits of scikit-learn, without a download. Where no source is named at all, all are the digits, with a
-    warning.
+    A source is one of these:
+
+    - a folder with one folder of images for each class
+    - a ``.csv``, ``.jsonl`` or ``.parquet`` manifest with paths; Parquet also with the images themselves
+    - tar shards in the layout of WebDataset: a file, a folder of them, or a pattern such as ``data-{000..012}.tar``,
+      also behind a URL that fsspec reads
+    - a folder written by ``datasets.save_to_disk``, or a data set on the Hub as ``org/name`` or ``org/name:config``
+    - ``digits``: the 1,797 handwritten digits of scikit-learn, without a download
+
+    Where no source is named at all, all are the digits, with a warning.
 
     Evaluation counts every image once at any number of ranks. What the model sees there is made by an image processor
     of Transformers, which is exported with the model.

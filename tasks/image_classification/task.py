@@ -67,8 +67,8 @@ class ImageClassification(PretrainedTask):
         head: ``new`` draws the classification head at random; ``keep`` takes that of ``pretrained``; ``auto`` keeps it
             where its classes are those of the data.
         lora: Train low-rank adapters, and the head, and leave the rest as it is; ``null`` trains all of it.
-        quantization: Keep the weights that do not train in 4 or 8 bits; needs ``lora``.
-        freeze: Names of modules or parameters that do not train, such as ``embeddings`` or ``layers.0``, also as
+        quantization: Keep the frozen weights in 4 or 8 bits; needs ``lora``.
+        freeze: Names of modules or parameters to freeze, such as ``embeddings`` or ``layers.0``, also as
             patterns; ``backbone`` is all but the head: a linear probe.
         label_smoothing: Share of each target that is spread over all classes. Evaluation does not smooth.
         mixup: Train on mixtures of images: mixup and cutmix.
@@ -157,6 +157,7 @@ class ImageClassification(PretrainedTask):
 
     @override
     def setup(self, stage: str) -> None:
+        super().setup(stage)
         self._class_names = list_classes(getattr(self.trainer, "datamodule", None), self.num_classes)
 
     @override

@@ -53,7 +53,7 @@ class SpeechData(LightningDataModule):
         batch_size: Rows in a micro-batch of one rank.
         eval_batch_size: The same for validation and prediction; ``batch_size`` if not given.
         num_workers: Processes per rank that read ahead; 0 reads in the main process.
-        repeat: Count N passes over the rows as one epoch: with few rows, what happens once an epoch, such as
+        repeat: Count this many passes over the rows as one epoch. With few rows, what happens once an epoch, such as
             a checkpoint, would else happen every few steps.
         shuffle: Train in a new order each epoch, the same for any number of ranks.
         seed: Of that order.

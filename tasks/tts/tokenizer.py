@@ -6,8 +6,6 @@ from typing import Any
 
 BYTES = "bytes"
 _SPECIAL = ("<|im_start|>", "<|im_end|>", "assistant", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>")
-NUM_BYTES_IDS = 256 + len(_SPECIAL)
-FIRST_SPECIAL = 256
 
 
 def load_tokenizer(name: str) -> Any:

@@ -144,7 +144,7 @@ def test_several_dtypes_that_train_in_one_unit_are_refused() -> None:
         model.lm_head.weight.requires_grad_()
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
         options = {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy()}
-        with pytest.raises(ValueError, match="what trains in one unit must have one dtype"):
+        with pytest.raises(ValueError, match="the trainable parameters of one unit must have one dtype"):
             shard_model(model, plan_units(model, Wrap()), mesh=mesh, sharding=Sharding(), **options)
 
     run_ranks(body)

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from adapter_training import LORA, SIZES
 from models import build_language_model
-from training import Rows, build_task, build_trainer, save_model
+from torch.utils.data import DataLoader
+from training import Rows, build_task, build_trainer, collate, make_rows, save_model
 
 from lit_fsdp import FSDP2Strategy, Wrap
 from lit_fsdp.adapters.inject import add_adapters
@@ -130,6 +131,10 @@ def test_settings_that_a_run_would_ignore_are_refused_before_its_first_step(fold
         fit_refused(lambda: forgetful, FSDP2Strategy(**ours), {}, "lora: WithoutAdapters.configure_model has added no")
         quantized = build_task(folder, quantization=Quantization())
         fit_refused(lambda: quantized, FSDP2Strategy(**ours), {}, "quantization: quantized weights cannot be trained")
+        validated = build_task(folder, quantization=Quantization())
+        loader = DataLoader(make_rows(67, 4), batch_size=4, collate_fn=collate)
+        build_trainer(FSDP2Strategy(**ours)).validate(validated, loader, verbose=False)
+        fit_refused(lambda: validated, FSDP2Strategy(**ours), {}, "quantization: quantized weights cannot be trained")
 
     run_ranks(body, world_size=1)
     trainer = pl.Trainer(
@@ -155,7 +160,7 @@ def save_and_load(folder: Path, out: Path) -> None:
     trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=1)
     trainer.fit(build_task(folder, lora=LORA), Rows(67, 4))
     trainer.save_checkpoint(out / "adapters")
-    with pytest.raises(ValueError, match="holds only what trained, and this model has no other"):
+    with pytest.raises(ValueError, match="holds only trainable parameters, and this model has no other"):
         build_trainer(FSDP2Strategy(print_plan=False), max_steps=2).fit(
             CausalLM(config=config, lora=LORA), Rows(67, 4), ckpt_path=out / "adapters"
         )

@@ -131,7 +131,7 @@ def test_the_big_configurations_plan_from_the_architecture_alone(
     assert (found["host"]["bytes"] > 0) is is_offloaded
     stored = found["host"]["bytes_by_kind"] if is_offloaded else found["memory"]["largest_bytes_by_kind"]
     assert found["memory"]["quantized_bytes"] < stored["parameters"]
-    assert found["traffic"]["bytes_per_step"]["gather"] > found["memory"]["largest_bytes_by_kind"]["parameters"]
+    assert found["communication"]["bytes_per_step"]["gather"] > found["memory"]["largest_bytes_by_kind"]["parameters"]
 
 
 @pytest.mark.full
@@ -209,7 +209,7 @@ def test_more_ranks_hold_less_each_and_settings_of_gpus_need_none() -> None:
     state = "optimizer_state"
     assert many["memory"]["largest_bytes_by_kind"][state] < few["memory"]["largest_bytes_by_kind"][state] / 3
     assert few["micro_batches"] == 3
-    assert few["traffic"]["collectives_per_step"]["gather"] % 3 == 0
+    assert few["communication"]["collectives_per_step"]["gather"] % 3 == 0
 
 
 @pytest.mark.full

@@ -29,7 +29,7 @@ def count_ranks() -> int:
         (EVEN, {"cpu_offload": CPUOffload(pin_memory=False)}, {"accumulate_grad_batches": 2}),
         (EVEN, {"sharding": Sharding(no_sync=True)}, {"accumulate_grad_batches": 2}),
     ],
-    ids=["full", "grad_op tied", "offload recompute", "offload unpinned accumulate", "hold gradients"],
+    ids=["full", "grad_op tied", "offload recompute", "offload unpinned accumulate", "no_sync"],
 )
 def test_training_on_gpus_equals_one_cpu(
     config: dict[str, Any], strategy: dict[str, Any], options: dict[str, Any], tmp_path: Path

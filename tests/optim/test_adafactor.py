@@ -57,9 +57,9 @@ def test_a_step_takes_two_all_reduces_of_one_number_per_column(mesh: str) -> Non
     def body() -> None:
         module, optimizer = build(num_copies)
         set_gradients(module, 0)
-        with CommDebugMode() as traffic:
+        with CommDebugMode() as counted:
             optimizer.step()
-        assert traffic.get_total_counts() == traffic.get_comm_counts()[torch.ops.c10d.allreduce_] == 2
+        assert counted.get_total_counts() == counted.get_comm_counts()[torch.ops.c10d.allreduce_] == 2
 
     run_ranks(body, world_size=world_size)
 

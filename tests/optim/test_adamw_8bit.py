@@ -52,9 +52,9 @@ def test_the_same_gradients_make_the_same_bytes_on_any_mesh_without_collectives(
         module, optimizer = build(num_copies)
         run_steps(module, optimizer, range(4))
         set_gradients(module, 4)
-        with CommDebugMode() as traffic:
+        with CommDebugMode() as counted:
             optimizer.step()
-        assert traffic.get_total_counts() == 0
+        assert counted.get_total_counts() == 0
         assert list_unequal(read_all(module, optimizer), truth) == []
         if mesh == "3" and dist.get_rank() == 2:
             assert module.few_rows.to_local().numel() == 0

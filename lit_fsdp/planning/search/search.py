@@ -58,7 +58,7 @@ class Problem:
         tries_optimizers: Whether the optimizer may change.
         device_type: ``cuda``, or ``cpu`` for a run that is tried out there.
         host_bytes: Memory of each node for what is offloaded, where it is known.
-        measure: Returns the shape of a micro-batch of so many rows; by default the configured one with other rows.
+        measure: Returns the shape of a micro-batch by its number of rows; by default as configured, with those rows.
         trace: Where the closed form has no rules: follows a step of a model with these settings, rows and number of
             micro-batches. That takes seconds, so smaller batches and other trainings are only tried where nothing fits.
         only_fastest: Leave out what can only be slower than what fits, or larger than what does not.
@@ -118,7 +118,7 @@ def search(problem: Problem) -> list[Candidate]:
 
     Of what computes the same, that is the fastest that fits, and each that takes at least 5 % less than the one before
     it. Of every other training it is the fastest that fits and the smallest. Where none of a training fits, it is the
-    nearest to it. The global batch stays as it is. CPUOffload is only tried where nothing fits without.
+    nearest to it. The global batch stays as it is. Offload is only tried where nothing fits without.
     """
     configured = _estimate(problem, problem.variants[0], problem.settings, problem.micro_batch.rows)
     found: list[Candidate] = []

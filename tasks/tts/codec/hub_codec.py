@@ -33,7 +33,7 @@ class HubCodec(FrameCodec):
 
     Args:
         model: Of Transformers.
-        num_codebooks: So many of its codebooks are used; all if not given.
+        num_codebooks: How many of its codebooks are used; all if not given.
     """
 
     def __init__(self, model: MimiModel | DacModel, num_codebooks: int | None = None) -> None:

@@ -78,7 +78,7 @@ def generate_dia(model: Dia, batch: Batch, sampling: SamplingValues) -> list[Spe
     config: Any = model.config
     ids, mask, decoder = batch["text_ids"], batch["text_mask"], config.decoder_config
     num_prompts, num_copies = len(ids), 1 if sampling.guidance_scale == 1 else 2
-    if num_copies == 2:  # the second half is told nothing
+    if num_copies == 2:  # the second half has no text
         ids, mask = torch.cat([ids, torch.zeros_like(ids)]), mask.repeat(2, 1)
     encoded = model.model.encoder(input_ids=ids, attention_mask=mask)
     cache = EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
