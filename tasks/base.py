@@ -42,6 +42,18 @@ from lit_fsdp.weights.load import init_weights, materialize
 LOSS_UNIT = 1024
 
 
+def refuse_quantized_training(quantization: Quantization | None, lora: LoRA | None) -> None:
+    """Refuse to train quantized weights without adapters.
+
+    Raises:
+        ValueError: With both ways out.
+    """
+    if quantization is not None and lora is None:
+        raise ValueError(
+            "quantization: quantized weights cannot be trained; set lora, such as {r: 16}, or leave it out"
+        )
+
+
 class Task(LightningModule):
     """A LightningModule whose loss, metrics and optimizer are right under sharding.
 
@@ -86,10 +98,8 @@ class Task(LightningModule):
             quantization: Of the frozen parameters, if they shall be quantized.
             keep: Modules that are never quantized, by name.
         """
-        if quantization is not None and lora is None and self.trainer.state.fn == TrainerFn.FITTING:
-            raise ValueError(
-                "quantization: quantized weights cannot be trained; set lora, such as {r: 16}, or leave it out"
-            )
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            refuse_quantized_training(quantization, lora)
         if lora is not None:
             self._check_adapter_precision(lora)
         if quantization is not None:

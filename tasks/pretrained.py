@@ -23,7 +23,7 @@ from lit_fsdp.export.adapter import describe_adapters
 from lit_fsdp.export.folder import ADAPTER_CONFIG
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.tasks.base import Task
+from lit_fsdp.tasks.base import Task, refuse_quantized_training
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.weights.base_weights import BASE, CONFIG, LORA, describe_base, fetch_pretrained, get_pretrained_folder
 from lit_fsdp.weights.load import init_weights, load_weights
@@ -79,10 +79,8 @@ class PretrainedTask(Task):
     @override
     def setup(self, stage: str) -> None:
         """Refuse to train quantized weights; also those of a model that an evaluation has built before."""
-        if stage == "fit" and self.quantization is not None and self.lora is None:
-            raise ValueError(
-                "quantization: quantized weights cannot be trained; set lora, such as {r: 16}, or leave it out"
-            )
+        if stage == "fit":
+            refuse_quantized_training(self.quantization, self.lora)
 
     @override
     def prepare_plan(self, data: Any) -> list[str]:
