@@ -228,7 +228,7 @@ class ThroughputLogger(StepCallback):
     def _warn_if_starved(self, spreads: dict[str, Spread]) -> None:
         shares = [100 * share for share in spreads["data_s"].divide_by(spreads["step_s"])]
         worst = max(shares)
-        if worst <= self.starved_pct or self._is_starved:
+        if self._is_starved or not worst > self.starved_pct:  # NaN where an interval had no step
             return
         self._is_starved = True
         rank = shares.index(worst)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
+from jsonargparse import Namespace
 
-from lit_fsdp.errors import ConfigError, nearest
+from lit_fsdp.cli.renamed import rename_key
+from lit_fsdp.errors import ConfigError, nearest, suggest
 
 # jsonargparse drops a scalar given for one of these groups without a word, seen in 4.53.
 _SECTIONS = ("trainer", "progress_bar")
@@ -33,6 +36,45 @@ def check_config_files(args: Sequence[str]) -> list[Path]:
             raise ConfigError(f"--config: {str(file)!r} {what}: {hint}")
         _check_content(file)
     return files
+
+
+def refuse_dropped_keys(config: Any, files: Sequence[Path], args: Sequence[str]) -> None:
+    """Refuse an unknown key whose value is an empty mapping, which jsonargparse 4.53 drops without a word.
+
+    Args:
+        config: What it made of files and options.
+        files: In the order in which they were merged.
+        args: The command line.
+
+    Raises:
+        ConfigError: With the key, and what it is called now or may have meant.
+    """
+    for file in files:
+        _look_for_dropped(yaml.safe_load(file.read_text()), config, "")
+    for option, equals, value in (arg.partition("=") for arg in args if arg.startswith("--")):
+        if equals and value.strip() == "{}":
+            given: Any = {}
+            for part in reversed(option.removeprefix("--").split(".")):
+                given = {part: given}
+            _look_for_dropped(given, config, "")
+
+
+def _look_for_dropped(given: Any, parsed: Any, path: str) -> None:
+    if not isinstance(given, Mapping) or not isinstance(parsed, Mapping | Namespace):
+        return
+    if given.get("class_path", "") not in ("", parsed.get("class_path")):  # of a class that another one replaced
+        return
+    for key, value in given.items():
+        inside, name = parsed, f"{path}.{key}" if path else str(key)
+        if key not in inside and isinstance(inside.get("init_args"), Mapping | Namespace):
+            inside, name = inside["init_args"], f"{path}.init_args.{key}"
+        if key in inside:
+            _look_for_dropped(value, inside[key], name)
+        elif value == {}:
+            if (new := rename_key(name)) != name:
+                raise ConfigError(f"{name}: renamed: {new.rpartition('.')[2]}")
+            siblings = {str(sibling).partition(".")[0] for sibling in inside.keys()}  # noqa: SIM118 of a Namespace
+            raise ConfigError(f"{name}: unknown key: {suggest(str(key), siblings, 'expected one that --help lists')}")
 
 
 def _check_content(file: Path) -> None:

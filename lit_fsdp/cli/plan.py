@@ -47,7 +47,7 @@ def run_plan(args: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", message=".*LightningCLI's args parameter.*")
     warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA is not available.*")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-    PlanCLI(_spell_options(args), default_run_name=config_files[0].stem if config_files else None)
+    PlanCLI(_spell_options(args), config_files=config_files)
     return 0
 
 

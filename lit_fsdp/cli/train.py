@@ -26,7 +26,7 @@ import lit_fsdp.strategy.fsdp2  # registers `strategy: fsdp2`
 import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by its short name
 from lit_fsdp.callbacks import Preemption, ProgressBar
 from lit_fsdp.checkpoint.latest import describe_interruption, find_last_checkpoint
-from lit_fsdp.cli.config_files import check_config_files
+from lit_fsdp.cli.config_files import check_config_files, refuse_dropped_keys
 from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers
 from lit_fsdp.cli.messages import describe_exception, report_error
 from lit_fsdp.cli.parser import OneLineParser, read_path
@@ -60,7 +60,7 @@ def run_trainer(args: Sequence[str]) -> int:
     for known in _KNOWN_WARNINGS if args[0] == "fit" else (*_KNOWN_WARNINGS, _ONLY_FOR_TRAINING):
         warnings.filterwarnings("ignore", message=known)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
-    TrainerCLI(list(args), default_run_name=config_files[0].stem if config_files else None)
+    TrainerCLI(list(args), config_files=config_files)
     return 0
 
 
@@ -106,9 +106,9 @@ class TrainerCLI(LightningCLI):
 
     trainer_type: type[Trainer] = Trainer
 
-    def __init__(self, args: list[str], *, default_run_name: str | None = None) -> None:
-        self.command = args[0]
-        self.default_run_name = default_run_name
+    def __init__(self, args: list[str], *, config_files: Sequence[Path] = ()) -> None:
+        self.command, self.given_args = args[0], args
+        self.config_files = config_files
         super().__init__(
             trainer_class=self.trainer_type,
             save_config_callback=SaveRunConfig,
@@ -159,6 +159,7 @@ class TrainerCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Settle the number of processes, before anything is built."""
+        refuse_dropped_keys(self.config[self.subcommand], self.config_files, self.given_args)
         trainer = self._get(self.config, "trainer")
         try:
             self.devices, self.num_nodes = choose_processes(
@@ -172,7 +173,7 @@ class TrainerCLI(LightningCLI):
             raise ConfigError(str(error)) from None
         _check_strategy_name(trainer["strategy"])
         model = self._get(self.config, "model")["class_path"].rsplit(".", 1)[-1]
-        name = self._get(self.config, "run_name") or self.default_run_name or model
+        name = self._get(self.config, "run_name") or (self.config_files[0].stem if self.config_files else model)
         self.run_root = Path(trainer["default_root_dir"] or ".") / "runs" / name
         self.save_config_kwargs = {"fallback_dir": str(self.run_root)}
 

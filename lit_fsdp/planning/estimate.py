@@ -19,6 +19,7 @@ from lit_fsdp.profiling.expected_communication import predict_bytes
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory_trace import StepMemory
 from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.shard import find_roots
 from lit_fsdp.sharding.wrap import count_shard_bytes, plan_module
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
@@ -121,7 +122,8 @@ def describe_model(
     """
     return ModelToTrain(
         module=module,
-        units=plan_module(module, strategy.settings.wrap),
+        # FSDP2 puts classes of its own before those of the model, so a sharded one cannot be planned by class names.
+        units=strategy.plan if find_roots(module) else plan_module(module, strategy.settings.wrap),
         dtypes=strategy.precision_plugin.mixed_precision,
         optimizer=optimizer or get_optimizer(module),
     )

@@ -14,6 +14,7 @@ from lit_fsdp.callbacks import MemoryLogger
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.profiling.memory import measure_states
 from lit_fsdp.sharding.cpu_offload import CPUOffload
+from lit_fsdp.sharding.wrap import Wrap
 from lit_fsdp.tasks import CausalLM
 from ranks import run_ranks
 
@@ -183,6 +184,12 @@ def test_of_micro_batches_alike_the_one_with_a_mask_is_predicted(
 
 def test_accumulated_micro_batches_are_one_step(folder: Path, tmp_path: Path) -> None:
     run_ranks(fit, folder, tmp_path, {"accumulate_grad_batches": 2}, {}, {}, world_size=2)
+
+
+def test_units_that_are_chosen_by_class_names_are_predicted_too(folder: Path, tmp_path: Path) -> None:
+    """FSDP2 puts classes of its own before those names, and a model is predicted when it is sharded."""
+    wrap = Wrap(policy="module_classes", module_classes=["LlamaDecoderLayer"])
+    run_ranks(fit, folder, tmp_path, {"max_steps": 2}, {}, {"wrap": wrap}, world_size=1)
 
 
 @pytest.mark.full

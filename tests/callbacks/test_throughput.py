@@ -160,6 +160,15 @@ def test_a_second_fit_begins_anew_and_a_failed_one_leaves_nothing_behind(tmp_pat
     assert any("none is after the 5 of the warm-up" in note for note in section.notes)
 
 
+def test_an_interval_without_a_step_is_no_wait_for_data(tmp_path: Path) -> None:
+    """The last interval has none where a run ends with a step that is logged."""
+    section = fit(
+        ThroughputLogger(num_warmup_steps=1, starved_pct=99), tmp_path, log_every_n_steps=7, limit_val_batches=0
+    )
+    assert section.numbers["steps"] == 6  # after the warm-up
+    assert not any("waits for data" in note for note in section.notes)
+
+
 def test_waiting_for_data_is_warned_of_once_with_what_helps(tmp_path: Path) -> None:
     callback = ThroughputLogger(num_warmup_steps=1)
     with pytest.warns(

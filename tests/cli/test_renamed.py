@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lit_fsdp.cli.main import main
 from lit_fsdp.cli.renamed import RENAMED
@@ -104,6 +105,26 @@ def test_so_are_values_classes_and_options_of_export(
     args: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refuse(*args, capsys=capsys) == f"error: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "expected"),
+    [
+        (nest(f"{STRATEGY}.init_args.offload", "{}"), [], f"{STRATEGY}.init_args.offload: renamed: cpu_offload"),
+        ("{modle: {}}", [], "modle: unknown key: did you mean model?"),
+        ("{}", ["--model.schedule={}"], "model.init_args.schedule: renamed: lr_scheduler"),
+        ("{}", [f"--{STRATEGY}.nonsense={{}}"], f"{STRATEGY}.init_args.nonsense: unknown key: expected one that"),
+    ],
+)
+def test_empty_mappings_of_unknown_keys_are_refused_though_jsonargparse_drops_them(
+    content: str, options: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {"class_path": "lit_fsdp.tasks.CausalLM", "init_args": {"config": {"model_type": "llama"}}}
+    data = {"class_path": "lit_fsdp.tasks.TextData", "init_args": {"train": "pydoc", "tokenizer": {"vocab_size": 300}}}
+    Path("base.yaml").write_text(yaml.safe_dump({"model": model, "data": data}))
+    Path("run.yaml").write_text(content)
+    files = ["--config=base.yaml"] + ["--config=run.yaml"] * (content != "{}")
+    assert refuse("fit", *files, *options, capsys=capsys).startswith(f"error: {expected}")
 
 
 def test_every_entry_of_the_table_is_tried_here() -> None:
