@@ -42,7 +42,7 @@ from lit_fsdp.planning.timing.step_time import (
     count_update_bytes,
     estimate_time,
 )
-from lit_fsdp.profiling.expected_communication import predict_bytes
+from lit_fsdp.profiling.expected_communication import estimate_bytes
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
@@ -167,7 +167,7 @@ def count_work(row: Row) -> Workload:
     return Workload(
         flops=step.flops,
         plan=plan,
-        units=predict_bytes(module, plan, settings.sharding, dtypes, **counts),
+        units=estimate_bytes(module, plan, settings.sharding, dtypes, **counts),
         tokens=row.rows * row.length,
         num_micro_batches=row.micro_batches,
         moved_bytes=step.moved_bytes,

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lit_fsdp.planning.timing.hardware import GPUS
 from lit_fsdp.planning.timing.links import parse_links
 from lit_fsdp.planning.timing.step_time import Machine, Workload, estimate_time
-from lit_fsdp.profiling.expected_communication import predict_bytes
+from lit_fsdp.profiling.expected_communication import estimate_bytes
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.settings import Settings
@@ -79,7 +79,7 @@ def predict(sizes: dict[str, int], comm: Path, num_ranks: int) -> float:
     dtypes, settings = read_precision("32-true"), Settings()
     cast_parameters(model, dtypes)
     plan = plan_module(model, settings.wrap)
-    units = predict_bytes(model, plan, settings.sharding, dtypes, num_shards=num_ranks)
+    units = estimate_bytes(model, plan, settings.sharding, dtypes, num_shards=num_ranks)
     work = Workload(flops=Flops(), plan=plan, units=units, tokens=1, moved_bytes=0)
     machine = Machine(gpu=GPUS[0], links=parse_links(str(comm)), num_shards=num_ranks, ranks_per_node=num_ranks)
     return estimate_time(work, machine).communication_s

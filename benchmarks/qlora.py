@@ -218,7 +218,7 @@ def train_ours(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
         "times": clock.times,
         "losses": clock.losses,
         "bytes": count_bytes(task, trainer.optimizers[0]),
-        "expected": predict_bytes(task, ranks),
+        "expected": estimate_bytes(task, ranks),
     }
 
 
@@ -243,7 +243,7 @@ def count_bytes(model: Any, optimizer: Any) -> dict[str, int]:
     return found
 
 
-def predict_bytes(task: Any, ranks: int) -> dict[str, float]:
+def estimate_bytes(task: Any, ranks: int) -> dict[str, float]:
     """Return what a rank should hold, from shapes alone: 4 bits a weight, 8 bits per 64 weights, 4 bytes per 16,384."""
     from lit_fsdp.quantization.layers import iterate_quantized
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lit_fsdp.profiling.collectives import Collective
 from lit_fsdp.profiling.communication_meter import CommunicationMeter, StepCommunication, UnitCommunication
-from lit_fsdp.profiling.expected_communication import predict_bytes, predict_collectives
+from lit_fsdp.profiling.expected_communication import estimate_bytes, estimate_collectives
 from lit_fsdp.reporting.communication_section import NUMBERS, SHORT_NAMES, Interval, make_communication_section
 from lit_fsdp.reporting.metrics import log_values
 from lit_fsdp.reporting.rank_stats import AsyncRankStats, Exchanged
@@ -218,8 +218,8 @@ class CommunicationLogger(StepCallback):
             "num_micro_batches": num_micro_batches,
         }
         sharding, dtypes = strategy.settings.sharding, strategy.precision_plugin.mixed_precision
-        counts = predict_collectives(strategy.plan, sharding, **sizes)
-        units = predict_bytes(module, strategy.plan, sharding, dtypes, **sizes)
+        counts = estimate_collectives(strategy.plan, sharding, **sizes)
+        units = estimate_bytes(module, strategy.plan, sharding, dtypes, **sizes)
         expected: dict[Collective, tuple[int, int]] = {
             "all_gather": (counts.gathers, sum(unit.gather_step for unit in units)),
             "reduce_scatter": (counts.reduce_scatters, sum(unit.reduce_scatter_step for unit in units)),

@@ -122,7 +122,7 @@ class CheckpointWriter:
             state[EXTRA] = checkpoint[EXTRA]
         meta = {key: value for key, value in checkpoint.items() if key not in tensors}
         meta[LEAVES_OUT_FROZEN] = self._leaves_out_frozen
-        if missing := self._find_missing_bytes(path, state):
+        if missing := self._compute_missing_bytes(path, state):
             self._is_newest_missing = True
             self.skipped.add(path)
             self.report(
@@ -179,7 +179,7 @@ class CheckpointWriter:
         except Exception as error:  # noqa: BLE001  raised by wait(), in the training thread
             self._error = error
 
-    def _find_missing_bytes(self, path: Path, state: dict[str, Any]) -> int:
+    def _compute_missing_bytes(self, path: Path, state: dict[str, Any]) -> int:
         """Return how many bytes the disk lacks for this state; 0 if it fits. The same on all ranks."""
         needed = sum(agree(lambda: _count_bytes(state))) + _SPARE_BYTES
 

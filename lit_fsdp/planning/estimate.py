@@ -15,7 +15,7 @@ from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, NoEstimateErr
 from lit_fsdp.planning.timing.hardware import Gpu
 from lit_fsdp.planning.timing.links import Interconnect
 from lit_fsdp.planning.timing.step_time import Machine, StepTime, Workload, count_update_bytes, estimate_time
-from lit_fsdp.profiling.expected_communication import predict_bytes
+from lit_fsdp.profiling.expected_communication import estimate_bytes
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory_trace import StepMemory
 from lit_fsdp.sharding.settings import Settings
@@ -159,7 +159,7 @@ def estimate_step_time(
     work = Workload(
         flops=cost.flops,
         plan=model.units,
-        units=predict_bytes(model.module, model.units, settings.sharding, model.dtypes, **counts),
+        units=estimate_bytes(model.module, model.units, settings.sharding, model.dtypes, **counts),
         tokens=micro_batch.num_tokens,
         num_micro_batches=num_micro_batches,
         moved_bytes=cost.moved_bytes,

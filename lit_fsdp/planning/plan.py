@@ -23,7 +23,7 @@ from lit_fsdp.planning.planned_step import PlannedStep
 from lit_fsdp.planning.step_parts import NoEstimateError, Ranks
 from lit_fsdp.planning.timing.step_time import StepTime
 from lit_fsdp.planning.trace.exact_trace import trace_step
-from lit_fsdp.profiling.expected_communication import Collectives, UnitBytes, predict_bytes, predict_collectives
+from lit_fsdp.profiling.expected_communication import Collectives, UnitBytes, estimate_bytes, estimate_collectives
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory_trace import StepMemory
 from lit_fsdp.quantization.layers import count_weights, iterate_quantized
@@ -79,7 +79,7 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     counts = {"num_shards": shards, "num_replicas": replicas, "num_micro_batches": step.num_micro_batches}
     units, dtypes = plan_module(step.module, settings.wrap), step.strategy.precision_plugin.mixed_precision
     # Before a trace shards the module.
-    communication = predict_bytes(step.module, units, settings.sharding, dtypes, **counts)
+    communication = estimate_bytes(step.module, units, settings.sharding, dtypes, **counts)
     weights = count_weights(step.module)
     num_trained = sum(weights[name] for name, p in step.module.named_parameters() if p.requires_grad)
     quantized_bytes = _count_quantized(step.module, shards)
@@ -115,7 +115,7 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
         num_replicas=replicas,
         num_shards=shards,
         communication=communication,
-        collectives=predict_collectives(units, settings.sharding, **counts),
+        collectives=estimate_collectives(units, settings.sharding, **counts),
         num_micro_batches=step.num_micro_batches,
         num_weights=sum(weights.values()),
         num_trained=num_trained,

@@ -40,7 +40,7 @@ class UnitBytes:
     all_reduce_step: int  # of all its all-reduces
 
 
-def predict_collectives(
+def estimate_collectives(
     plan: Sequence[Unit],
     sharding: Sharding,
     *,
@@ -70,7 +70,7 @@ def predict_collectives(
     )
 
 
-def predict_bytes(
+def estimate_bytes(
     model: nn.Module,
     plan: Sequence[Unit],
     sharding: Sharding,
@@ -80,7 +80,7 @@ def predict_bytes(
     num_replicas: int = 1,
     num_micro_batches: int = 1,
 ) -> list[UnitBytes]:
-    """Return the bytes of each unit in one optimizer step, counted as in ``predict_collectives``.
+    """Return the bytes of each unit in one optimizer step, counted as in ``estimate_collectives``.
 
     Gradients are reduced in the dtype of reduction. Every trainable parameter is taken to get a gradient in every step.
     The parameters of ``model`` are in the storage dtype, sharded or not.

@@ -16,7 +16,7 @@ from training import EVEN, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy, Mesh, Sharding
 from lit_fsdp.callbacks import CommunicationLogger
-from lit_fsdp.profiling.expected_communication import predict_bytes, predict_collectives
+from lit_fsdp.profiling.expected_communication import estimate_bytes, estimate_collectives
 from lit_fsdp.reporting.communication_section import NUMBERS, Interval, Straggler, find_straggler
 from lit_fsdp.reporting.plots import render_svg
 from lit_fsdp.reporting.rank_stats import Spread
@@ -66,8 +66,8 @@ def measure_hybrid(folder: Path) -> None:
     section = callback.make_section()
     assert section is not None
     sizes = {"num_shards": 2, "num_replicas": 2, "num_micro_batches": 2}
-    counts = predict_collectives(strategy.plan, sharding, **sizes)
-    units = predict_bytes(task, strategy.plan, sharding, strategy.precision_plugin.mixed_precision, **sizes)
+    counts = estimate_collectives(strategy.plan, sharding, **sizes)
+    units = estimate_bytes(task, strategy.plan, sharding, strategy.precision_plugin.mixed_precision, **sizes)
     found = section.numbers["collectives"]
     assert found["all_gather"]["calls"] == counts.gathers
     assert found["reduce_scatter"]["num_bytes"] == sum(unit.reduce_scatter_step for unit in units)

@@ -14,7 +14,7 @@ from lit_fsdp import ActivationCheckpointing, CPUOffload, FSDP2Strategy, Mesh, M
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.profiling.collectives import Collective
 from lit_fsdp.profiling.communication_meter import CommunicationMeter, StepCommunication
-from lit_fsdp.profiling.expected_communication import predict_bytes, predict_collectives
+from lit_fsdp.profiling.expected_communication import estimate_bytes, estimate_collectives
 from lit_fsdp.quantization.quantize import Quantization
 from ranks import run_ranks
 
@@ -90,7 +90,7 @@ def count_and_compare(
         "num_replicas": num_replicas,
         "num_micro_batches": num_micro_batches,
     }
-    expected = predict_collectives(fsdp2.plan, fsdp2.settings.sharding, **sizes)
+    expected = estimate_collectives(fsdp2.plan, fsdp2.settings.sharding, **sizes)
     counts = counter.counting.counts
     assert counts["_allgather_base_"] == expected.gathers
     assert counts["_reduce_scatter_base_"] == expected.reduce_scatters
@@ -99,7 +99,7 @@ def count_and_compare(
     # Beside them: the sum of losses and targets, and the gradient norm.
     assert counter.counting.scalars == {"allreduce_": 2}
     dtypes = fsdp2.precision_plugin.mixed_precision
-    units = predict_bytes(task, fsdp2.plan, fsdp2.settings.sharding, dtypes, **sizes)
+    units = estimate_bytes(task, fsdp2.plan, fsdp2.settings.sharding, dtypes, **sizes)
     by_kind = {
         "all_gather": {unit.unit: unit.gather_step for unit in units},
         "reduce_scatter": {unit.unit: unit.reduce_scatter_step for unit in units},
@@ -197,5 +197,5 @@ def test_the_prediction_for_three_blocks_is_what_the_docs_say() -> None:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=3, **EVEN))
-    predicted = predict_collectives(plan_units(model, Wrap()), Sharding())
+    predicted = estimate_collectives(plan_units(model, Wrap()), Sharding())
     assert (predicted.gathers, predicted.reduce_scatters, predicted.all_reduces) == (9, 5, 0)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from lit_fsdp.profiling.expected_communication import predict_collectives
+from lit_fsdp.profiling.expected_communication import estimate_collectives
 from lit_fsdp.sharding.shard import Sharding, shard_model
 from lit_fsdp.sharding.unit_table import make_table
 from lit_fsdp.sharding.wrap import Unit, Wrap, count_shard_bytes, iterate_blocks, plan_units
@@ -160,7 +160,7 @@ def test_what_no_step_uses_is_a_unit_that_is_never_gathered() -> None:
     plan = plan_units(model, Wrap(policy="repeated_blocks"), idle=["extra"])
     assert [unit.names for unit in plan if unit.kind == "idle"] == [("extra",)]
     used = [unit for unit in plan if not unit.names[0].startswith("extra")]
-    assert predict_collectives(used, Sharding()).gathers == predict_collectives(plan, Sharding()).gathers
+    assert estimate_collectives(used, Sharding()).gathers == estimate_collectives(plan, Sharding()).gathers
     check_ownership(model, plan)
 
 

@@ -127,7 +127,7 @@ def estimate_step(
 def _read_model(model: ModelToTrain, settings: Settings, micro_batch: MicroBatch, device_type: str) -> Tape:
     module, recompute = model.module, settings.activation_checkpointing
     parameters = dict(module.named_parameters())
-    tape = Tape(itemsize=_find_compute_dtype(parameters, model.dtypes).itemsize, is_gpu=device_type != "cpu")
+    tape = Tape(itemsize=_get_compute_dtype(parameters, model.dtypes).itemsize, is_gpu=device_type != "cpu")
     names = {id(parameter): name for name, parameter in parameters.items()}
     reader = Reader(tape=tape, names=names, **vars(micro_batch))
     recomputed = [] if recompute.mode == "none" else list(iterate_blocks(model.units))[:: recompute.every_n_blocks]
@@ -138,7 +138,7 @@ def _read_model(model: ModelToTrain, settings: Settings, micro_batch: MicroBatch
         raise UnreadableModuleError(type(module).__name__, f"{type(error).__name__}: {error}") from error
 
 
-def _find_compute_dtype(parameters: Mapping[str, nn.Parameter], dtypes: MixedPrecision) -> torch.dtype:
+def _get_compute_dtype(parameters: Mapping[str, nn.Parameter], dtypes: MixedPrecision) -> torch.dtype:
     policy = dtypes.build_policy()
     floating = [p.dtype for p in parameters.values() if p.is_floating_point()]
     return policy.param_dtype or max(floating, key=lambda dtype: dtype.itemsize)
@@ -151,7 +151,7 @@ def _describe_walk(
     mesh: tuple[int, int],
     num_micro_batches: int,
 ) -> WalkSettings:
-    reduce = _find_reduce_dtype(parameters, dtypes)
+    reduce = _get_reduce_dtype(parameters, dtypes)
     trained = next((p.dtype for p in parameters.values() if p.requires_grad), reduce)
     return WalkSettings(
         num_shards=mesh[1],
@@ -165,8 +165,8 @@ def _describe_walk(
     )
 
 
-def _find_reduce_dtype(parameters: Mapping[str, nn.Parameter], dtypes: MixedPrecision) -> torch.dtype:
-    return dtypes.build_policy().reduce_dtype or _find_compute_dtype(parameters, dtypes)
+def _get_reduce_dtype(parameters: Mapping[str, nn.Parameter], dtypes: MixedPrecision) -> torch.dtype:
+    return dtypes.build_policy().reduce_dtype or _get_compute_dtype(parameters, dtypes)
 
 
 def _measure_units(
@@ -177,7 +177,7 @@ def _measure_units(
     *,
     num_shards: int,
 ) -> list[UnitSizes]:
-    compute, reduce = dtypes.build_policy().param_dtype, _find_reduce_dtype(parameters, dtypes)
+    compute, reduce = dtypes.build_policy().param_dtype, _get_reduce_dtype(parameters, dtypes)
     reshard = settings.sharding.reshard_after_forward
     first = next((i for i, unit in enumerate(plan) if unit.num_trainable), len(plan))
     sizes = []

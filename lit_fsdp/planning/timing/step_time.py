@@ -111,7 +111,7 @@ class Workload:
 
     Args:
         flops: Of all micro-batches.
-        plan: The units, as given to ``predict_bytes``.
+        plan: The units, as given to ``estimate_bytes``.
         units: What that returned.
         tokens: Of a micro-batch.
         moved_bytes: As of ``StepEstimate``.

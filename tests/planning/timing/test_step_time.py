@@ -23,7 +23,7 @@ from lit_fsdp.planning.timing.step_time import (
     estimate_time,
     time_units,
 )
-from lit_fsdp.profiling.expected_communication import UnitBytes, predict_bytes
+from lit_fsdp.profiling.expected_communication import UnitBytes, estimate_bytes
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
@@ -120,7 +120,7 @@ class Case:
             ranks=Ranks(num_nodes=1, per_node=num_shards),
             num_micro_batches=num_micro_batches,
         )
-        self.units = predict_bytes(
+        self.units = estimate_bytes(
             model, self.plan, settings.sharding, dtypes, num_shards=num_shards, num_replicas=num_replicas
         )
         self.work = Workload(

@@ -30,7 +30,7 @@ from training import Recorder, Result
 from lit_fsdp import FSDP2Strategy, Sharding
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.profiling.communication_meter import CommunicationMeter
-from lit_fsdp.profiling.expected_communication import predict_bytes
+from lit_fsdp.profiling.expected_communication import estimate_bytes
 from lit_fsdp.tasks import Sampling, SpeechEval, TextToSpeech
 from lit_fsdp.tasks.tts.config import parse_config
 from lit_fsdp.tasks.tts.families.qwen3_layout import collate_training, encode_text
@@ -161,7 +161,7 @@ def send(folder: Path, prefetch: int) -> None:
     trainer = build_trainer(strategy=strategy, callbacks=[meter], max_steps=2)
     task = build_task()
     trainer.fit(task, build_data(folder, batch_size=3))
-    predicted = predict_bytes(
+    predicted = estimate_bytes(
         task, strategy.plan, strategy.settings.sharding, strategy.precision_plugin.mixed_precision, num_shards=2
     )
     steps = meter.meter.take()
