@@ -84,6 +84,7 @@ def _inject(model: Any, lora: LoRA) -> None:
     # As peft leaves it: what it needs to find the same modules again.
     config.target_modules = sorted(name.removeprefix(f"{_HELD}.") for name in given.target_modules or ())
     config.modules_to_save = config.exclude_modules = None
+    config.fan_in_fan_out = given.fan_in_fan_out  # peft sets it for Conv1D
     model.peft_config = {ADAPTER: config}
 
 

@@ -121,7 +121,7 @@ def test_peft_finds_the_base_by_itself(runs: Runs, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", mark(["plain", "dora", "ends", "saved", "tied", "mixtral", "gpt2"], quick=("dora", "saved", "tied"))
+    "name", mark(["plain", "dora", "ends", "saved", "tied", "mixtral", "gpt2"], quick=("dora", "saved", "tied", "gpt2"))
 )
 def test_the_file_holds_what_peft_writes(runs: Runs, name: str, tmp_path: Path) -> None:
     exported = export_model(runs.get(name) / "last.ckpt", tmp_path / "out")
