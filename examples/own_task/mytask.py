@@ -8,20 +8,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaModel
 
-from lit_fsdp.tasks import LRSchedule, Optimizer, Task
+from lit_fsdp.tasks import Task
 
 
 class Sorter(Task):
     """Predict a row of numbers in order. Each argument of ``__init__`` is a key below ``model.init_args``."""
 
-    def __init__(
-        self,
-        width: int = 64,
-        num_layers: int = 4,
-        optimizer: Optimizer | None = None,
-        lr_scheduler: LRSchedule | None = None,
-    ) -> None:
-        super().__init__(optimizer, lr_scheduler)
+    def __init__(self, width: int = 64, num_layers: int = 4, **kwargs: Any) -> None:
+        super().__init__(**kwargs)  # optimizer and lr_scheduler, which are keys too
         self.sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": num_layers}
 
     def configure_model(self) -> None:
