@@ -266,7 +266,7 @@ def build_train_loader(
         on_restore,
         collate_fn=collate,
         num_workers=num_workers,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=is_on_gpu(trainer),
     )
 
 
@@ -298,13 +298,18 @@ def build_eval_loader(
         sampler=sampler,
         collate_fn=collate,
         num_workers=num_workers,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=is_on_gpu(trainer),
     )
 
 
 def get_rank(trainer: Trainer | None) -> tuple[int, int]:
     """Return rank and world size, ``(0, 1)`` without a trainer."""
     return (0, 1) if trainer is None else (trainer.global_rank, trainer.world_size)
+
+
+def is_on_gpu(trainer: Trainer | None) -> bool:
+    """Whether batches go to a GPU. That the machine has one is not enough: pinning would start CUDA for a CPU run."""
+    return trainer is not None and trainer.strategy.root_device.type == "cuda"
 
 
 def restore_epoch(trainer: Trainer) -> None:

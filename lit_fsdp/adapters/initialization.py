@@ -7,16 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from lit_fsdp.adapters.layers import ADAPTER
+from lit_fsdp.adapters.layers import ADAPTER, is_adapter
 from lit_fsdp.adapters.lora import KEEPS_BASE
 
 
 def reset_adapter(module: nn.Module) -> bool:
     """Give an adapter its first values, if ``module`` is a layer that has one; returns whether it is."""
-    if not isinstance(module, LoraLayer):
+    if not is_adapter(module):
         return False
     layer: Any = module
     layer.reset_lora_parameters(ADAPTER, True if layer.initialization == "default" else layer.initialization)

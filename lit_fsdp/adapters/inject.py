@@ -11,18 +11,19 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.utils.other import get_pattern_key
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.pytorch_utils import Conv1D
 
-from lit_fsdp.adapters.layers import ADAPTER, clean_name, iterate_adapters
+from lit_fsdp.adapters.layers import ADAPTER, clean_name, import_peft, iterate_adapters
 from lit_fsdp.adapters.lora import KEEPS_BASE, LoRA
 from lit_fsdp.quantization.layers import QuantizedLayer, iterate_quantized
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 _HELD = "held"  # the model, in what peft is given
 
@@ -75,7 +76,7 @@ def _inject(model: Any, lora: LoRA) -> None:
     holder = nn.Module()  # without a config, by which peft 0.21 takes names of experts for those of Transformers 4
     holder.add_module(_HELD, model)
     try:
-        inject_adapter_in_model(given, holder, ADAPTER)
+        import_peft().inject_adapter_in_model(given, holder, ADAPTER)
     except (ValueError, NotImplementedError, TypeError, AttributeError) as error:
         reason = re.sub(r"\(\n.*\n\)", "", str(error), flags=re.DOTALL)  # a module as it prints itself
         raise ValueError(
@@ -90,6 +91,7 @@ def _inject(model: Any, lora: LoRA) -> None:
 
 def _resolve_patterns(config: LoraConfig, setting: str, targets: Sequence[str]) -> dict[str, Any]:
     """Return values by full name; each pattern must fit a target, and the first that fits counts, as in peft."""
+    get_pattern_key = import_peft().utils.other.get_pattern_key
     patterns: dict[str, Any] = getattr(config, setting)
     for pattern in patterns:
         if not any(get_pattern_key([pattern], name) == pattern for name in targets):

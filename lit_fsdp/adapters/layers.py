@@ -1,21 +1,45 @@
-"""The layers of peft inside a model: which there are, what their parameters are called."""
+"""The layers of peft inside a model: which there are, what their parameters are called.
+
+Note [peft starts CUDA]: ``import peft`` imports bitsandbytes (``peft/helpers.py``, seen in 0.21), which starts CUDA
+wherever a GPU is visible. So it is imported by ``import_peft``, when adapters are added, and a model without any is
+read without it. Import it at the top when that has gone.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
-from peft.tuners.lora import LoraLayer
+import torch
 from torch import nn
 
 ADAPTER = "default"  # the name under which peft keeps it
 _WRAPPERS = ("base_layer", "_checkpoint_wrapped_module")
-_ADAPTER_PARTS = frozenset(LoraLayer.adapter_layer_names)
+# LoraLayer.adapter_layer_names of peft, which need not be imported to read a checkpoint.
+ADAPTER_PARTS = frozenset(("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"))
+
+
+def import_peft() -> ModuleType:
+    """Return peft; see Note [peft starts CUDA]."""
+    with torch.device("cpu"):  # adapters are added under "meta", where constants of modules would get no values
+        import peft
+    return peft
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether a module is a layer of peft; none can be before something has imported its class."""
+    if "peft.tuners.lora" not in sys.modules:
+        return False
+    from peft.tuners.lora import LoraLayer
+
+    return isinstance(module, LoraLayer)
 
 
 def iterate_adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the layers that have an adapter, with their names."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    return ((name, module) for name, module in model.named_modules() if is_adapter(module))
 
 
 def list_adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -27,7 +51,7 @@ def list_adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def is_adapter_name(name: str) -> bool:
     """Whether a parameter belongs to an adapter, and so is in no file of the base model."""
-    return not _ADAPTER_PARTS.isdisjoint(name.split("."))
+    return not ADAPTER_PARTS.isdisjoint(name.split("."))
 
 
 def clean_name(name: str) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.nn.functional import pad
 from typing_extensions import override
 
 from lit_fsdp.optim.sharded_optimizer import ShardOptimizer, make_zeros, read_steps, to_local
+from lit_fsdp.quantization.kernels import load_kernels
 
 BLOCK_SIZE = 256  # fixed in the kernels of bitsandbytes
 MIN_8BIT_SIZE = 4096  # as in bitsandbytes, but of the whole parameter, not of a shard
@@ -70,7 +70,7 @@ class AdamW8bit(ShardOptimizer):
         *,
         is_paged: bool = False,
     ) -> None:
-        _import_kernels()
+        _load_functional()
         self._is_paged = is_paged
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -123,7 +123,7 @@ class AdamW8bit(ShardOptimizer):
         is_aligned = parameter.shape[1:].numel() % BLOCK_SIZE == 0  # else kernels get copies with padding
         if not (self._is_paged and is_aligned and local.numel() >= _MIN_PAGED_SIZE):
             return make_zeros(parameter, torch.uint8)
-        kernels = _import_kernels()
+        kernels = _load_functional()
         pages: Tensor = kernels.get_paged(*local.shape, dtype=torch.uint8, device=local.device)
         kernels.fill(pages, 0)
         return pages
@@ -133,14 +133,14 @@ class AdamW8bit(ShardOptimizer):
         exp_avg, exp_avg_sq = (to_local(state[name]).view(rows.shape) for name in ("exp_avg", "exp_avg_sq"))
         first = (exp_avg, beta1, group["eps"], read_steps(state), group["lr"])
         second = (exp_avg_sq, beta2)
-        _import_kernels().optimizer_update_32bit(
+        _load_functional().optimizer_update_32bit(
             "adam", gradient.contiguous(), rows, *first, *second, weight_decay=group["weight_decay"]
         )
 
     def _update_8bit(self, rows: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
         tensors = [to_local(state[name]) for name in _8BIT_NAMES]
         for pages in filter(_is_pages, tensors):
-            _import_kernels().prefetch_tensor(pages)
+            _load_functional().prefetch_tensor(pages)
         chunk_rows = max(1, CHUNK_SIZE // rows.shape[1])
         for start in range(0, rows.shape[0], chunk_rows):
             chunk = slice(start, start + chunk_rows)
@@ -165,7 +165,7 @@ class AdamW8bit(ShardOptimizer):
         # The kernel for the CPU counts scales as one list.
         tables = (*(book.values for book in books), absmax1.view(-1), absmax2.view(-1))
         settings = (*group["betas"], 0.0, 0.0, group["eps"], step, group["lr"])
-        _import_kernels().optimizer_update_8bit_blockwise(
+        _load_functional().optimizer_update_8bit_blockwise(
             *("adam", gradient.contiguous(), rows, codes1, codes2, *settings, *tables),
             weight_decay=group["weight_decay"],
         )
@@ -202,7 +202,7 @@ class AdamW8bit(ShardOptimizer):
 @cache
 def make_code_books(device: torch.device) -> tuple[_CodeBook, _CodeBook]:
     """Return what the codes of the two means stand for, which is kept: for a dry run, make it before."""
-    maps = [_import_kernels().create_dynamic_map(signed=is_signed) for is_signed in (True, False)]
+    maps = [_load_functional().create_dynamic_map(signed=is_signed) for is_signed in (True, False)]
     first, second = (_CodeBook(m.to(device), int((m == 0).nonzero()[0])) for m in maps)
     return first, second
 
@@ -216,11 +216,5 @@ def _is_pages(tensor: Tensor) -> bool:
     return getattr(tensor, "is_paged", False)  # set by bitsandbytes
 
 
-def _import_kernels() -> ModuleType:
-    try:
-        import bitsandbytes.functional
-    except ModuleNotFoundError as error:
-        if error.name != "bitsandbytes":
-            raise
-        raise ModuleNotFoundError("8-bit AdamW needs the package bitsandbytes: pip install bitsandbytes") from error
-    return bitsandbytes.functional
+def _load_functional() -> Any:
+    return load_kernels("8-bit AdamW").functional

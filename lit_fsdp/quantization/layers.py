@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.conv import _ConvNd  # private, seen in torch 2.13: what all convolutions are
 from transformers.pytorch_utils import Conv1D
 
+from lit_fsdp.quantization.kernels import load_kernels
 from lit_fsdp.quantization.quantize import Quantization, dequantize, multiply
 
 ABSMAX, NESTED = "_absmax", "_nested"  # what stands beside the codes of a weight
@@ -161,6 +162,7 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
             "quantization: weights are quantized while they are loaded, and the model has its already; build it under "
             'torch.device("meta")'
         )
+    load_kernels("quantization")  # now, not in a step that is measured or that has no values
     candidates = list_quantizable(model)
     skipped = _find_skipped(model, settings, candidates) | {n for n in candidates if _is_named(n, keep)}
     num_owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))

@@ -18,12 +18,14 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
-from bitsandbytes import functional, matmul_4bit  # type: ignore[attr-defined]
 from torch import Tensor
+
+from lit_fsdp.quantization.kernels import is_loaded, load_kernels
 
 # Of maxima that share one second-level maximum; bitsandbytes knows no other number.
 NESTED_BLOCK_SIZE = 256
 _STATE, _STATE_BYTES = "quant_state.bitsandbytes__", 256
+_USER = "quantization"
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -92,9 +94,9 @@ def quantize_rows(rows: Tensor, settings: Quantization) -> tuple[Tensor, Tensor]
         return codes, rows.new_empty(0, num_blocks, dtype=torch.float32)
     if settings.type == "int8":
         # In float16, as Linear8bitLt does before.
-        codes, absmax, _ = functional.int8_vectorwise_quant(rows.to(torch.float16))
+        codes, absmax, _ = _load_functional().int8_vectorwise_quant(rows.to(torch.float16))
         return codes.view(torch.uint8), absmax.float().view(num_rows, 1)
-    codes, state = functional.quantize_4bit(
+    codes, state = _load_functional().quantize_4bit(
         rows.contiguous(), blocksize=settings.block_size, quant_type=settings.type, compress_statistics=False
     )
     return codes.view(num_rows, -1), state.absmax.view(num_rows, num_blocks)
@@ -107,7 +109,7 @@ def compress_absmax(absmax: Tensor) -> tuple[Tensor, Tensor]:
     """
     flat = absmax.reshape(-1)
     mean = flat.mean()
-    codes, state = functional.quantize_blockwise(flat - mean, blocksize=NESTED_BLOCK_SIZE)
+    codes, state = _load_functional().quantize_blockwise(flat - mean, blocksize=NESTED_BLOCK_SIZE)
     return codes.view(absmax.shape), torch.cat([state.absmax, mean.view(1)]).view(torch.uint8)
 
 
@@ -136,7 +138,7 @@ def multiply(
         apply: Any = _Multiply.apply
         return apply(x, bias, (codes, absmax, nested), settings, is_transposed)
     state = _build_state(codes, absmax, nested, x.dtype, settings)
-    return matmul_4bit(x, codes.view(-1, 1), quant_state=state, bias=bias)
+    return load_kernels(_USER).matmul_4bit(x, codes.view(-1, 1), quant_state=state, bias=bias)
 
 
 def dequantize(
@@ -148,7 +150,7 @@ def dequantize(
         return codes.new_empty(num_rows, num_columns, dtype=dtype)
     if settings.type == "int8":
         return (codes.view(torch.int8).float() * (absmax.view(torch.float32) / 127)).to(dtype)
-    return functional.dequantize_4bit(codes.view(-1, 1), _build_state(codes, absmax, nested, dtype, settings))
+    return _load_functional().dequantize_4bit(codes.view(-1, 1), _build_state(codes, absmax, nested, dtype, settings))
 
 
 def dequantize_shard(
@@ -237,7 +239,7 @@ class _Multiply(torch.autograd.Function):
 
 def _build_state(
     codes: Tensor, absmax: Tensor, nested: Tensor | None, dtype: torch.dtype, settings: Quantization
-) -> functional.QuantState:
+) -> Any:
     """Describe a weight to bitsandbytes, whose backward dequantizes to the dtype named here."""
     common: dict[str, Any] = {
         "shape": torch.Size((codes.shape[0], codes.shape[1] * settings.codes_per_byte)),
@@ -247,15 +249,15 @@ def _build_state(
         "dtype": dtype,
     }
     if nested is None:
-        return functional.QuantState(absmax=absmax.view(torch.float32).view(-1), **common)
+        return _load_functional().QuantState(absmax=absmax.view(torch.float32).view(-1), **common)
     values = nested.view(torch.float32)
-    second = functional.QuantState(
+    second = _load_functional().QuantState(
         absmax=values[:-1],
         blocksize=NESTED_BLOCK_SIZE,
         code=_get_code_book("dynamic", nested.device),
         dtype=torch.float32,
     )
-    return functional.QuantState(absmax=absmax.view(-1), offset=values[-1], state2=second, **common)
+    return _load_functional().QuantState(absmax=absmax.view(-1), offset=values[-1], state2=second, **common)
 
 
 def count_hidden_bytes(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -264,7 +266,7 @@ def count_hidden_bytes(operator: Any, args: Sequence[Any], kwargs: Mapping[str, 
     On CUDA above 512 tokens, of small weights above 1536 at the latest; seen in bitsandbytes 0.50. Others give 0.
     """
     # By identity, as this is asked of every operator that runs.
-    if operator is not torch.ops.bitsandbytes.gemm_4bit.default:
+    if not is_loaded() or operator is not torch.ops.bitsandbytes.gemm_4bit.default:
         return 0
     x, _, (rows, columns), _, block_size, *_ = args
     maxima = 0 if kwargs.get("absmax_8bit") is None else 4 * rows * columns // block_size
@@ -277,9 +279,13 @@ def prepare_tables(device: torch.device) -> None:
         _get_code_book(kind, device)
 
 
+def _load_functional() -> Any:
+    return load_kernels(_USER).functional
+
+
 @cache
 def _get_code_book(kind: str, device: torch.device) -> Tensor:
     """Return the values that codes stand for."""
     if kind == "dynamic":
-        return functional.create_dynamic_map().to(device)
-    return functional.get_4bit_type(kind, device=device)
+        return _load_functional().create_dynamic_map().to(device)
+    return _load_functional().get_4bit_type(kind, device=device)

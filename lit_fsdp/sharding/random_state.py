@@ -11,26 +11,29 @@ import torch
 
 
 def collect_random_state() -> dict[str, Any]:
-    """Return the state of all generators of this process, as plain types and tensors."""
+    """Return the state of all generators of this process, as plain types and tensors.
+
+    That of the GPU only where CUDA runs: to ask for it would start CUDA in a run on the CPU.
+    """
     name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002  what libraries draw from
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Go on drawing where the state was collected."""
+    """Go on drawing where the state was collected; a GPU only if it was collected from one."""
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
-    if "cuda" in state and torch.cuda.is_available():
+    if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])
 
 
