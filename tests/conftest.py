@@ -24,7 +24,11 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from ranks import count_gpus, hide_gpus  # noqa: E402
+
 torch.set_num_threads(1)
+hide_gpus()
+import peft  # noqa: E402, F401  with bitsandbytes: what ranks import late, here so that forked ones do not each pay for it
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
@@ -38,8 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if marker is not None and num_cases[first] < marker.kwargs.get("after", 0):
             item.own_markers.remove(marker)
         num_cases[first] += 1
-    # Counted, not torch.cuda.is_available(): forked ranks could not use CUDA after that.
-    if torch.cuda.device_count():
+    if count_gpus():
         return
     for item in items:
         if item.get_closest_marker("gpu"):

@@ -1,14 +1,18 @@
-"""Runs a function on several forked ranks inside one test."""
+"""Runs a function on several ranks inside one test, forked on the CPU, and decides which processes see the GPUs."""
 
 import gc
 import os
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
+import cloudpickle
 import torch
 import torch._dynamo  # loaded here so that forked ranks do not each pay for it
 import torch.distributed as dist
@@ -18,6 +22,37 @@ from torch.multiprocessing.spawn import (
     ProcessRaisedException,
     start_processes,
 )
+
+_VARIABLE = "CUDA_VISIBLE_DEVICES"
+GPUS = os.environ.get(_VARIABLE)  # before anything is hidden; none: all
+
+
+def hide_gpus() -> None:
+    """Hide the GPUs from this process and those it starts: a CPU test is the same on a machine that has some.
+
+    It must not start CUDA either, as no fork could use it then. Only ranks on GPUs see them, see ``run_ranks``.
+    """
+    os.environ[_VARIABLE] = ""
+
+
+@contextmanager
+def _show_gpus() -> Iterator[None]:
+    hidden = os.environ.pop(_VARIABLE, None)
+    try:
+        if GPUS is not None:
+            os.environ[_VARIABLE] = GPUS
+        yield
+    finally:
+        os.environ.pop(_VARIABLE, None)
+        if hidden is not None:
+            os.environ[_VARIABLE] = hidden
+
+
+@cache
+def count_gpus() -> int:
+    """Count the GPUs that ranks on GPUs have; ``torch.cuda.device_count()`` is 0 in the process of the tests."""
+    with _show_gpus():
+        return torch.cuda.device_count()  # asks the driver's library, not CUDA
 
 
 class RankError(RuntimeError):
@@ -30,30 +65,35 @@ def run_ranks(
     world_size: int = 2,
     backend: str = "gloo",
     timeout_s: float = 300.0,
+    is_on_gpus: bool | None = None,
 ) -> None:
     """Run ``body(*args)`` on every rank of a fresh process group; raise what the first failing rank raised.
 
-    Ranks meet through a file, not a port, so tests can run side by side. They are forked: about 1 s instead
-    of 5-11 s with spawn, and ``body`` may be a local function. In return the parent must not have touched
-    CUDA before. ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set as torchrun does.
+    Ranks meet through a file, not a port, so tests can run side by side. ``RANK``, ``LOCAL_RANK`` and
+    ``WORLD_SIZE`` are set as torchrun does. Those on the CPU are forked: about 1 s instead of 5-11 s. Those on GPUs
+    are new processes that see the GPUs, as CUDA cannot be used in a fork.
 
     Args:
-        body: What each rank runs. Its return value is dropped; it asserts or writes files.
+        body: What each rank runs, maybe a local function. Its return value is dropped; it asserts or writes files.
         args: Passed to every rank alike.
         world_size: How many ranks; 1 makes a process group of one.
         backend: For ``init_process_group``.
         timeout_s: After this long all ranks are killed and the call fails: a hang costs one test, not a run.
+        is_on_gpus: Whether ranks see the GPUs; by default those with NCCL do.
     """
     __tracebackhide__ = True
+    is_on_gpus = "nccl" in backend if is_on_gpus is None else is_on_gpus
+    work = _pack(body, args) if is_on_gpus else (body, args)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ranks = start_processes(
-            _enter,
-            args=(world_size, backend, timeout_s, folder, body, args),
-            nprocs=world_size,
-            join=False,
-            start_method="fork",
-        )
+        with _show_gpus() if is_on_gpus else nullcontext():
+            ranks = start_processes(
+                _enter,
+                args=(world_size, backend, timeout_s, folder, work),
+                nprocs=world_size,
+                join=False,
+                start_method="spawn" if is_on_gpus else "fork",
+            )
         assert ranks is not None
         try:
             is_done = _join(ranks, timeout_s)
@@ -66,6 +106,18 @@ def run_ranks(
                 process.join()
     if not is_done:
         raise RankError(f"of {world_size} ranks some still ran after {timeout_s:g} s and were killed")
+
+
+def _pack(body: Callable[..., None], args: tuple[object, ...]) -> bytes:
+    """Return what another process can run. Test modules go along: only pytest knows how to import them."""
+    module = sys.modules[body.__module__]
+    if not module.__name__.rpartition(".")[2].startswith("test_"):
+        return cloudpickle.dumps((body, args))
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return cloudpickle.dumps((body, args))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def _join(ranks: ProcessContext, timeout_s: float) -> bool:
@@ -84,8 +136,7 @@ def _enter(
     backend: str,
     timeout_s: float,
     folder: Path,
-    body: Callable[..., None],
-    args: tuple[object, ...],
+    work: bytes | tuple[Callable[..., None], tuple[object, ...]],
 ) -> None:
     gc.freeze()  # else collecting garbage would copy the memory shared with the parent, page by page
     torch.set_num_threads(1)
@@ -98,6 +149,7 @@ def _enter(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
+        body, args = cloudpickle.loads(work) if isinstance(work, bytes) else work
         body(*args)
     except Exception:
         _write_once(folder / "error", f"rank {rank} of {world_size} raised\n\n{traceback.format_exc()}")

@@ -1,6 +1,7 @@
 """The tests of every other file lean on ``run_ranks``: a failure on a rank must never pass for a success."""
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ranks
 from ranks import RankError, run_ranks
 
 
@@ -62,3 +64,18 @@ def test_ranks_can_run_backward_after_the_parent_did() -> None:
 
     body()
     run_ranks(body)
+
+
+def test_ranks_on_gpus_are_new_processes_that_see_them_and_others_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "GPUS", "7,8")
+
+    def body() -> None:
+        is_new = "pytest" not in sys.modules  # which no fork of this process can be
+        (tmp_path / str(dist.get_rank())).write_text(f"{is_new} {os.environ['CUDA_VISIBLE_DEVICES']}")
+
+    for is_on_gpus, expected in ((True, "True 7,8"), (False, "False ")):
+        run_ranks(body, is_on_gpus=is_on_gpus)
+        assert [(tmp_path / rank).read_text() for rank in "01"] == [expected] * 2
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""

@@ -161,6 +161,10 @@ class TrainerCLI(LightningCLI):
         """Settle the number of processes, before anything is built."""
         refuse_dropped_keys(self.config[self.subcommand], self.config_files, self.given_args)
         trainer = self._get(self.config, "trainer")
+        if trainer["accelerator"] == "cpu":
+            # Of this process and the ranks it starts. Else peft, by bitsandbytes, and Lightning, by its sanity check,
+            # start CUDA on each GPU; seen in peft 0.21 and lightning 2.6.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         try:
             self.devices, self.num_nodes = choose_processes(
                 trainer["devices"],

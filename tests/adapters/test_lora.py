@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lit_fsdp.adapters.inject import add_adapters
-from lit_fsdp.adapters.layers import clean_name, iterate_adapters, list_adapter_parameters
+from lit_fsdp.adapters.layers import ADAPTER_PARTS, clean_name, iterate_adapters, list_adapter_parameters
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
@@ -33,6 +33,10 @@ def build(lora: LoRA, quantization: Quantization | None = None, **config: Any) -
 
 def list_adapted(model: Any) -> set[str]:
     return {name.rpartition(".")[2] for name, _ in iterate_adapters(model)}
+
+
+def test_parameters_of_adapters_are_known_by_the_names_of_peft() -> None:
+    assert set(LoraLayer.adapter_layer_names) == ADAPTER_PARTS
 
 
 @pytest.mark.parametrize("quantization", [None, Quantization()])

@@ -220,6 +220,14 @@ def test_what_fails_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     run_ranks(body, world_size=3)
 
 
+def test_the_random_state_of_a_gpu_is_not_asked_for_by_a_run_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # to start it fails here
+    state = collect_random_state()
+    assert "cuda" not in state
+    restore_random_state({**state, "cuda": torch.zeros(16, dtype=torch.uint8)})
+    assert not torch.cuda.is_initialized()
+
+
 def test_random_states_are_restored_exactly_and_reseeding_depends_on_the_rank() -> None:
     import random
 

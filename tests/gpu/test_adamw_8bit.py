@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from lit_fsdp.optim.adamw_8bit import AdamW8bit
-from ranks import run_ranks
+from ranks import count_gpus, run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -22,8 +22,8 @@ OPTIONS = {"lr": 1e-3, "weight_decay": 0.1}
 
 
 def count_ranks() -> int:
-    """One, two or three. Counting does not touch CUDA, so ranks can fork."""
-    return min(3, torch.cuda.device_count())
+    """One, two or three."""
+    return min(3, count_gpus())
 
 
 def build_whole() -> nn.Module:

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lit_fsdp.profiling.communication_meter import CommunicationMeter
-from ranks import run_ranks
+from ranks import count_gpus, run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +42,6 @@ def measure_steps() -> None:
         assert step.add_up().exposed_s <= step.step_s
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(count_gpus() < 2, reason="needs two GPUs")
 def test_collectives_are_timed_by_events_and_exposed_time_fits_into_the_step() -> None:
     run_ranks(measure_steps, backend="nccl")

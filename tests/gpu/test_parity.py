@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from training import EVEN, TIED, list_differences, save_model, train_plainly, train_sharded
 
 from lit_fsdp import ActivationCheckpointing, CPUOffload, Mesh, MixedPrecision, Sharding
+from ranks import count_gpus
 
 pytestmark = pytest.mark.gpu
 
@@ -16,8 +16,8 @@ TOLERANCE = 1e-5
 
 
 def count_ranks() -> int:
-    """One, two or four: what divides the global batch. Counting does not touch CUDA, so ranks can fork."""
-    return max(n for n in (1, 2, 4) if n <= torch.cuda.device_count())
+    """One, two or four: what divides the global batch."""
+    return max(n for n in (1, 2, 4) if n <= count_gpus())
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_float16_gradients_in_host_memory_are_unscaled_there(tmp_path: Path) -> 
     assert max(differences) <= 0.03
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="2 x 2 takes 4 GPUs")
+@pytest.mark.skipif(count_gpus() < 4, reason="2 x 2 takes 4 GPUs")
 def test_hybrid_sharding_on_four_gpus_equals_one_cpu(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **EVEN)
     truth = train_plainly(folder)

@@ -12,7 +12,7 @@ from training import NUM_STEPS, Result, Rows, build_task, build_trainer, save_mo
 from lit_fsdp import CPUOffload, FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.quantize import Quantization, compress_absmax, dequantize, quantize_rows
-from ranks import run_ranks
+from ranks import count_gpus, run_ranks
 
 pytestmark = pytest.mark.gpu
 BACKEND = "cpu:gloo,cuda:nccl"
@@ -60,7 +60,7 @@ WAYS: dict[str, tuple[Quantization | None, LoRA]] = {
 def test_training_equals_the_cpu(way: str, offload: CPUOffload | None, folder: Path, tmp_path: Path) -> None:
     quantization, lora = WAYS[way]
     truth, _ = train_sharded(folder, tmp_path, 1, quantization=quantization, lora=lora)
-    world_size = min(torch.cuda.device_count(), 2)
+    world_size = min(count_gpus(), 2)
     options = {"quantization": quantization, "lora": lora}
     out = tmp_path / "gpu"
     run_ranks(fit_on_gpu, folder, out, options, {"cpu_offload": offload}, world_size=world_size, backend=BACKEND)
