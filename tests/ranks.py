@@ -19,6 +19,11 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
+if not torch.cuda.device_count():
+    # Starts autograd's engine, without threads. In builds for CUDA a first backward on fake tensors would start one for
+    # the GPU that torch fakes, and no rank that was forked after that could run backward; seen in torch 2.14 and 2.15.
+    torch.zeros((), requires_grad=True).backward()
+
 
 class RankError(RuntimeError):
     """What went wrong on the first rank that failed, with that rank's traceback as the message."""

@@ -1,6 +1,8 @@
 """The tests of every other file lean on ``run_ranks``: a failure on a rank must never pass for a success."""
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -62,3 +64,23 @@ def test_ranks_can_run_backward_after_the_parent_did() -> None:
 
     body()
     run_ranks(body)
+
+
+FAKE_FIRST = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from ranks import run_ranks
+
+def body():
+    torch.ones(4, requires_grad=True).sum().backward()
+
+with FakeTensorMode():
+    body()
+run_ranks(body, world_size=1)
+"""
+
+
+@pytest.mark.full
+def test_ranks_can_run_backward_after_a_first_one_of_the_parent_on_fake_tensors() -> None:
+    # Of builds for CUDA only, in a process that has run no backward.
+    subprocess.run([sys.executable, "-c", FAKE_FIRST], cwd=Path(__file__).parent, check=True)
