@@ -1,4 +1,4 @@
-"""What can only be read or set through private parts of torch; seen in torch 2.13 to 2.15."""
+"""What can only be read or set through private parts of torch, or differs by its release; seen in 2.13 to 2.15."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
+
+# The memory-efficient kernel of GPUs, the only one for float32, takes grouped heads; drop it when we need 2.14.
+SHARES_HEADS_IN_FLOAT32: bool = torch.__version__ >= "2.14"
+# FSDP2 lets go of a unit's last gradient only once all are reduced: a name in a loop. Drop it when we need 2.15.
+KEEPS_LAST_GRADIENT: bool = torch.__version__ < "2.15"
 
 
 def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:

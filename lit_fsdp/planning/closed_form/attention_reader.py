@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from lit_fsdp.planning.closed_form.linear_reader import get_features, list_linears, read_linear
 from lit_fsdp.planning.closed_form.norm_reader import is_norm, read_norm
 from lit_fsdp.planning.closed_form.reader import (
@@ -21,10 +19,8 @@ from lit_fsdp.planning.closed_form.reader import (
     list_children,
 )
 from lit_fsdp.planning.closed_form.tape import FLOAT32
+from lit_fsdp.sharding.torch_internals import SHARES_HEADS_IN_FLOAT32
 
-# The memory-efficient kernel of GPUs, the only one for float32, takes grouped heads since torch 2.14; drop this when we
-# need 2.14.
-SHARES_HEADS_IN_FLOAT32: bool = torch.__version__ >= "2.14"
 _DROPOUTS = ("attn_dropout", "attention_dropout")  # of what each token gives the others
 _ROTATION = "apply_rotary_pos_emb"  # whose code alone says in which order and with which dtype
 _KERNELS = "attention_interface"  # of Transformers, chosen by a setting; others write all of it down

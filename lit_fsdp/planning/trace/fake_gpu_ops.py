@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lit_fsdp.planning.closed_form.attention_reader import SHARES_HEADS_IN_FLOAT32
+from lit_fsdp.sharding.torch_internals import SHARES_HEADS_IN_FLOAT32
 
 _DROPOUT_P = 4  # its place among the arguments of attention
 

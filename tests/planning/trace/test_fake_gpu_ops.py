@@ -4,8 +4,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lit_fsdp.planning.closed_form.attention_reader import SHARES_HEADS_IN_FLOAT32
 from lit_fsdp.planning.trace.fake_gpu_ops import run_as_gpus
+from lit_fsdp.sharding.torch_internals import SHARES_HEADS_IN_FLOAT32
 
 LENGTH = 32
 
