@@ -1,6 +1,8 @@
 """What holds for every test: one thread, no network, no shared caches, no process group left behind."""
 
+import atexit
 import gc
+import importlib.util
 import os
 import sys
 import tempfile
@@ -35,6 +37,8 @@ import peft  # noqa: E402, F401  with bitsandbytes: what ranks import late, here
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the first cases of ``full(after=N)`` in the default tier; skip what needs a GPU where there is none."""
     gc.freeze()  # what the imports left would be searched for garbage again and again
+    if importlib.util.find_spec("triton"):
+        atexit.register(gc.unfreeze)  # else Triton 3.9 (torch 2.15) prints all it has as leaked, after the summary
     num_cases = Counter[str]()
     for item in items:
         first = item.nodeid.partition("[")[0]

@@ -33,6 +33,9 @@ def hide_gpus() -> None:
     It must not start CUDA either, as no fork could use it then. Only ranks on GPUs see them, see ``run_ranks``.
     """
     os.environ[_VARIABLE] = ""
+    # Starts autograd's engine, without threads. In builds for CUDA a first backward on fake tensors would start one for
+    # the GPU that torch fakes, and no rank that was forked after that could run backward; seen in torch 2.14 and 2.15.
+    torch.zeros((), requires_grad=True).backward()
 
 
 @contextmanager

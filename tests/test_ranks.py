@@ -1,6 +1,7 @@
 """The tests of every other file lean on ``run_ranks``: a failure on a rank must never pass for a success."""
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -79,3 +80,25 @@ def test_ranks_on_gpus_are_new_processes_that_see_them_and_others_do_not(
         run_ranks(body, is_on_gpus=is_on_gpus)
         assert [(tmp_path / rank).read_text() for rank in "01"] == [expected] * 2
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+FAKE_FIRST = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from ranks import hide_gpus, run_ranks
+
+hide_gpus()
+
+def body():
+    torch.ones(4, requires_grad=True).sum().backward()
+
+with FakeTensorMode():
+    body()
+run_ranks(body, world_size=1)
+"""
+
+
+@pytest.mark.full
+def test_ranks_can_run_backward_after_a_first_one_of_the_parent_on_fake_tensors() -> None:
+    # Of builds for CUDA only, in a process that has run no backward.
+    subprocess.run([sys.executable, "-c", FAKE_FIRST], cwd=Path(__file__).parent, check=True)

@@ -38,7 +38,6 @@ IMPORTS = {
         "torch._C._distributed_c10d._create_work_from_future",
         "torch._subclasses.fake_tensor.FakeTensor",
         "torch._subclasses.fake_tensor.FakeTensorMode",
-        "torch.distributed.distributed_c10d._set_pg_timeout",
         "torch.distributed.fsdp._fully_shard._fsdp_common.DDPMeshInfo",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
@@ -92,13 +91,14 @@ ATTRIBUTES = {
     },
     "python": {"_exit"},
     "torch: FSDP2": {
-        *("_all_gather_comm", "_all_reduce_hook", "_all_reduce_process_group", "_fsdp_param_groups"),
-        *("_get_fsdp_state", "_orig_cls_mro_index", "_reduce_scatter_comm", "_unsharded_param"),
+        *("_all_gather_comm", "_all_reduce_hook", "_all_reduce_process_group", "_comm_ctx", "_end_backward_iteration"),
+        *("_fsdp_param_groups", "_get_fsdp_state", "_orig_cls_mro_index", "_reduce_scatter_comm", "_unsharded_param"),
     },
     "torch: operators": {
         *("_amp_foreach_non_finite_check_and_unscale_", "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_"),
         *("_foreach_lerp_", "_foreach_mul_", "_foreach_norm"),
     },
+    "torch: process groups": {"_set_pg_timeout"},
     "torch: tensors, modules, autograd, allocator": {
         *("_C", "_apply", "_autograd", "_buffers", "_cdata", "_compiled_call_impl", "_current_graph_task_id"),
         *("_dump_snapshot", "_is_functional_tensor", "_is_view", "_non_persistent_buffers_set", "_parameters"),

@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from lit_fsdp.checkpoint.latest import find_last_checkpoint
 from lit_fsdp.checkpoint.manifest import check_contents, check_sizes
-from lit_fsdp.checkpoint.sharded import META, plain_errors
+from lit_fsdp.checkpoint.sharded import META, plain_errors, read_metadata
 
 EXPORT = "export"  # in the metadata of a checkpoint: the small files of the folder, by name
 
@@ -76,7 +76,7 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
             f"{path} holds no files to export: its task is not one of ours; a task of your own puts them into "
             f"checkpoint[{EXPORT!r}] in on_save_checkpoint: config.json and those of the tokenizer, by name"
         )
-    metadata = FileSystemReader(path).read_metadata()
+    metadata = read_metadata(path)
     tensors: dict[str, TensorStorageMetadata] = {}
     for key, value in metadata.state_dict_metadata.items():
         if key.startswith(_STATE) and isinstance(value, TensorStorageMetadata):

@@ -8,6 +8,7 @@ either the whole checkpoint or none of that name, and damage done later is found
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import shutil
 import warnings
 from collections import deque
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -135,7 +137,7 @@ def load_checkpoint(
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     agree(lambda: check_contents(path, check_sizes(path), part=rank, num_parts=world_size))
     options = StateDictOptions(strict=strict)
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    stored = read_metadata(path).state_dict_metadata
     count = len({key.split(".")[0] for key in stored if key.startswith("optimizer_")})
     if optimizers and count != len(optimizers):
         raise ValueError(f"{path} holds {count} optimizers, the run has {len(optimizers)}; resume it with as many")
@@ -167,6 +169,21 @@ def load_checkpoint(
     for i, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(model, optimizer, state[f"optimizer_{i}"], options=options)
     return meta
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Return what tensors a checkpoint folder holds, and where they lie.
+
+    Raises:
+        ValueError: This torch cannot read it. Torch 2.15 writes what 2.13 and 2.14 cannot read.
+    """
+    try:
+        return FileSystemReader(path).read_metadata()
+    except (AttributeError, EOFError, TypeError, ValueError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{path}: torch {torch.__version__} cannot read its .metadata ({error}): a newer torch wrote it, or it is "
+            "damaged; use torch 2.15 or later, or choose another checkpoint"
+        ) from error
 
 
 def read_random_state(path: Path, rank: int, world_size: int) -> Callable[[], None]:

@@ -5,6 +5,7 @@ Nothing heavy is imported here: ``--help``, ``--version`` and a mistyped command
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import logging
@@ -159,7 +160,17 @@ def _import_fast(name: str) -> ModuleType:
     finally:
         gc.enable()
     gc.freeze()
+    atexit.register(_unfreeze)
     return module
+
+
+def _unfreeze() -> None:
+    """Look for garbage again at the end, which takes a second: else Triton prints all it has as leaked.
+
+    Seen in Triton 3.9, which torch 2.15 for CUDA brings.
+    """
+    if "triton" in sys.modules:
+        gc.unfreeze()
 
 
 def _import_from_current_folder() -> None:

@@ -20,13 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-# Private, seen in torch 2.13: which parameters are gathered together, and when their collectives are waited for. The
-# public setters of FSDPModule can replace its collectives, but not say which ones it had.
+# Private, seen in torch 2.13 to 2.15: which parameters are gathered together, and when their collectives are waited
+# for. The public setters of FSDPModule can replace its collectives, but not say which ones it had.
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from lit_fsdp.profiling.clock import Clock, Mark
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, count_wire_bytes
+from lit_fsdp.profiling.stand_ins import ReplacedMethod, make_stand_in
 
 _MAX_PENDING = 8  # steps that the GPU is behind; what is older is dropped, not waited for
 
@@ -91,7 +92,9 @@ class CommunicationMeter:
         self._clock = Clock(device)
         self._blocks = device.type != "cuda"
         self._groups = _list_groups(model)
-        self._probes: list[_Probe] = []
+        # The modules of one unit share one.
+        self._states = dict.fromkeys(m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
+        self._probes: list[_Probe | ReplacedMethod] = []
         self._is_on = False
         self._calls: list[_Call] = []  # of the step that is not over
         self._stretches: list[tuple[Mark, Mark]] = []
@@ -109,6 +112,11 @@ class CommunicationMeter:
         """Begin to measure."""
         assert not self._probes, "attached already"
         self._probes = [_Probe(self, name, group) for name, group in self._groups]
+        for state in self._states:
+            # Where torch 2.15 waits for all reductions of a root; before, it did when it finalized the first group.
+            if hasattr(state, "_end_backward_iteration"):
+                end = partial(self._end_backward, state)
+                self._probes.append(ReplacedMethod(state, "_end_backward_iteration", end))
 
     def detach(self) -> None:
         """Give FSDP2 back what it had. Steps that were measured can still be taken. No effect if not attached."""
@@ -156,9 +164,22 @@ class CommunicationMeter:
         """Set a mark; ``None`` outside of a step."""
         return self._clock.mark() if self._is_on else None
 
-    def get_queue(self, group: FSDPParamGroup) -> _Queue:
-        """Return what is under way in the streams of a group, which it shares with the others of its root."""
-        return self._queues.setdefault(id(group.comm_ctx), _Queue())
+    def get_queue(self, context: Any) -> _Queue:
+        """Return what is under way in the streams of a root, which are the ``FSDPCommContext`` of all below it."""
+        return self._queues.setdefault(id(context), _Queue())
+
+    def need_reductions(self, context: Any) -> Mark | None:
+        """Note that compute comes to wait for all reductions of a root; return the mark, if there are any."""
+        queue = self.get_queue(context)
+        need = self.mark() if queue.unneeded else None
+        for call in queue.unneeded:
+            call.need = need if call.need is None else call.need
+        queue.unneeded.clear()
+        return need
+
+    def _end_backward(self, state: Any, run: Callable[[], None]) -> None:
+        self.need_reductions(state._comm_ctx)
+        run()
 
     def _read(self, step: _Step) -> StepCommunication:
         self._measure(step.calls)
@@ -237,17 +258,17 @@ class _Probe:
         self._reduced: Mark | None = None  # when what is all-reduced was ready
         self._before = (group._all_gather_comm, group._reduce_scatter_comm, group._all_reduce_hook)
         gather, scatter, hook = self._before
-        self._comms = (_stand_in(gather, self._run_gather), _stand_in(scatter, self._run_scatter, self._note_reduction))
+        self._comms = (
+            make_stand_in(gather, self._run_gather),
+            make_stand_in(scatter, self._run_scatter, self._note_reduction),
+        )
         group._all_gather_comm, group._reduce_scatter_comm = self._comms
         self._hook: Callable[[Tensor], None] | None = None
         if isinstance(group.mesh_info, DDPMeshInfo):
             # Runs right after the all-reduce. Not where there is none: FSDP2 would change streams for it.
             self._hook = group._all_reduce_hook = partial(self._end_all_reduce, hook)
-        self._methods: dict[str, tuple[Any, Any]] = {}  # by name: what the group itself had, and what it has now
-        for name in ("wait_for_unshard", "post_backward", "finalize_backward"):
-            mine = partial(getattr(self, f"_{name}"), getattr(group, name))
-            self._methods[name] = (group.__dict__.get(name), mine)
-            setattr(group, name, mine)
+        methods = ("wait_for_unshard", "post_backward", "finalize_backward")
+        self._methods = [ReplacedMethod(group, name, getattr(self, f"_{name}")) for name in methods]
 
     def remove(self) -> None:
         """Give the group back what it had, except for what somebody else has replaced since."""
@@ -258,11 +279,8 @@ class _Probe:
             group._reduce_scatter_comm = scatter
         if self._hook is not None and group._all_reduce_hook is self._hook:
             group._all_reduce_hook = hook
-        for name, (before, mine) in self._methods.items():
-            if group.__dict__.get(name) is mine:
-                delattr(group, name)
-                if before is not None:
-                    setattr(group, name, before)
+        for method in self._methods:
+            method.remove()
 
     # Its collectives
 
@@ -283,7 +301,7 @@ class _Probe:
         result = comm(output_tensor, input_tensor, *args, **kwargs)
         if call is not None:
             call.end = self._reduced = self._meter.mark()
-            self._meter.get_queue(self._group).unneeded.append(call)
+            self._meter.get_queue(self._group.comm_ctx).unneeded.append(call)
         self._scatter = call
         return result
 
@@ -297,7 +315,7 @@ class _Probe:
         num_ranks = self._group._all_reduce_process_group.size()
         call = self._meter.begin_call(self.name, "all_reduce", output.nbytes, num_ranks) if num_ranks > 1 else None
         if call is not None and self._reduced is not None:
-            queue = self._meter.get_queue(self._group)
+            queue = self._meter.get_queue(self._group.comm_ctx)
             call.begin, call.end, call.after = self._reduced, call.begin, queue.last_all_reduce
             queue.last_all_reduce = call.end
             queue.unneeded.append(call)
@@ -315,7 +333,8 @@ class _Probe:
             call.end = self._meter.mark()
 
     def _post_backward(self, run: Callable[..., None], *unused: Any) -> None:
-        states, scatters = self._group.comm_ctx.reduce_scatter_states, self._meter.get_queue(self._group).scatters
+        context = self._group.comm_ctx
+        states, scatters = context.reduce_scatter_states, self._meter.get_queue(context).scatters
         while len(scatters) > len(states):  # FSDP2 has waited for all of them at the end of a backward
             scatters.popleft()
         num_states, need = len(states), self._meter.mark() if states else None
@@ -330,13 +349,11 @@ class _Probe:
             scatters.append(self._scatter)
 
     def _finalize_backward(self, run: Callable[[], None]) -> None:
-        queue = self._meter.get_queue(self._group)
+        need = self._meter.need_reductions(self._group.comm_ctx)
         gather, self._gather = self._gather, None  # in vain, if there is one
-        need = self._meter.mark() if queue.unneeded or gather is not None else None
+        if gather is not None and gather.need is None:
+            gather.need = self._meter.mark() if need is None else need
         run()
-        for call in (*queue.unneeded, *filter(None, [gather])):
-            call.need = need if call.need is None else call.need
-        queue.unneeded.clear()
 
 
 def _sum_calls(unit: str, collective: Collective, calls: Sequence[_Call]) -> UnitCommunication:
@@ -349,25 +366,6 @@ def _sum_calls(unit: str, collective: Collective, calls: Sequence[_Call]) -> Uni
         seconds=sum(call.seconds for call in calls),
         exposed_s=sum(call.exposed_s for call in calls),
     )
-
-
-def _stand_in(comm: Any, run: Callable[..., Any], note: Callable[[], None] | None = None) -> Any:
-    """Return a communication that runs another one, and passes for it where torch looks at its class."""
-
-    def allocate(_: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if note is not None:
-            note()
-        return comm.allocate(*args, **kwargs)
-
-    def call(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(comm, *args, **kwargs)
-
-    def find(_: Any, name: str) -> Any:
-        return getattr(comm, name)
-
-    kind = type(comm)
-    body = {"allocate": allocate, "__call__": call, "__getattr__": find}
-    return object.__new__(type(f"Timed{kind.__name__}", (kind,), body))
 
 
 def _list_groups(model: nn.Module) -> list[tuple[str, FSDPParamGroup]]:

@@ -28,7 +28,9 @@ def read_environment(trainer: Trainer) -> dict[str, Any]:
     devices = gather_objects(_read_device(trainer.strategy.root_device))
     return {
         "python": platform.python_version(),
-        "packages": {name: found for name in _PACKAGES if (found := _get_version(name)) is not None},
+        # Of torch with its build, such as +cu130, which is no part of the version of the registry's package.
+        "packages": {name: found for name in _PACKAGES if (found := _get_version(name)) is not None}
+        | {"torch": str(torch.__version__)},
         "cuda": torch.version.cuda,
         "nccl": _read_nccl(),
         "driver": _read_driver(),

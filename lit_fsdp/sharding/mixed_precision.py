@@ -48,7 +48,8 @@ class MixedPrecision:
         """Return what ``fully_shard`` takes."""
         return MixedPrecisionPolicy(
             param_dtype=_to_dtype(self.param_dtype),
-            reduce_dtype=_to_dtype(self.reduce_dtype),
+            # Of none given, torch 2.15 takes the dtype of the parameters, and older ones that of the compute.
+            reduce_dtype=_to_dtype(self.reduce_dtype or self.param_dtype),
             output_dtype=_to_dtype(self.output_dtype),
             cast_forward_inputs=self.cast_forward_inputs,
         )

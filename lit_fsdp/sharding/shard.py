@@ -130,7 +130,8 @@ def no_sync(*roots: FSDPModule) -> Iterator[None]:
     for root in roots:
         modules: Iterator[nn.Module] = root.modules()  # type: ignore[attr-defined]  # it is a module as well
         for module in modules:
-            # Of a unit that was never gathered FSDP2 reads gradients that are not there (seen in torch 2.13).
+            # Of a unit that was never gathered FSDP2 reads gradients that are not there. Seen in torch 2.13 and 2.14;
+            # drop the condition when we need 2.15.
             if isinstance(module, FSDPModule) and any(p.requires_grad for p in module.parameters()):
                 module.set_requires_gradient_sync(False, recurse=False)
     try:

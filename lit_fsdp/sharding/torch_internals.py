@@ -1,4 +1,4 @@
-"""What can only be read or set through private parts of torch; seen in torch 2.13."""
+"""What can only be read or set through private parts of torch, or differs by its release; seen in 2.13 to 2.15."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
+
+# The memory-efficient kernel of GPUs, the only one for float32, takes grouped heads; drop it when we need 2.14.
+SHARES_HEADS_IN_FLOAT32: bool = torch.__version__ >= "2.14"
+# FSDP2 lets go of a unit's last gradient only once all are reduced: a name in a loop. Drop it when we need 2.15.
+KEEPS_LAST_GRADIENT: bool = torch.__version__ < "2.15"
 
 
 def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
     """Set how long a collective of a group that exists may take."""
-    _set_pg_timeout(timedelta(seconds=timeout_s), group)
+    # Public since torch 2.14, where the private one warns; drop it when we need 2.14.
+    change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    change(timedelta(seconds=timeout_s), group)
 
 
 def make_finished_work() -> dist.Work:
@@ -58,5 +64,6 @@ def get_shard(parameter: Any) -> nn.Parameter:
 def list_unreduced_gradients(parameter: Any) -> list[Tensor]:
     """Return the gradients at full size that a parameter has at this moment, before they are reduced."""
     gathered = getattr(parameter, "_unsharded_param", None)
-    gradients = (None if gathered is None else gathered.grad, parameter.unsharded_accumulated_grad)
-    return [gradient for gradient in gradients if gradient is not None]
+    gradient, held = None if gathered is None else gathered.grad, parameter.unsharded_accumulated_grad
+    # In torch 2.13 and 2.14 what no_sync adds up is another tensor; in 2.15 it is the gradient itself.
+    return [tensor for tensor in (gradient, None if held is gradient else held) if tensor is not None]

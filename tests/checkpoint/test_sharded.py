@@ -13,6 +13,7 @@ import torch.distributed as dist
 from models import Parent, Stack, build_language_model, compute_loss, make_tokens
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -178,6 +179,19 @@ def test_a_save_that_fails_keeps_the_older_checkpoint(tmp_path: Path, monkeypatc
     assert load_checkpoint(path, Stack()) == {"epoch": 1}
     save_stack(path, meta={"epoch": 3})  # what the failure left is no obstacle
     assert load_checkpoint(path, Stack()) == {"epoch": 3}
+
+
+def test_what_another_torch_wrote_in_another_form_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get_state = TensorProperties.__getstate__
+    with monkeypatch.context() as patch:  # as torch 2.15 did, of which 2.13 and 2.14 expected five
+        patch.setattr(TensorProperties, "__getstate__", lambda properties: (*get_state(properties), None))
+        save_stack(tmp_path / "newer")
+    with pytest.raises(
+        ValueError, match=r"newer: torch 2\S+ cannot read its .metadata \(too many values.*2\.15 or later"
+    ):
+        load_checkpoint(tmp_path / "newer", Stack())
 
 
 def test_a_link_is_replaced_and_its_target_kept(tmp_path: Path) -> None:

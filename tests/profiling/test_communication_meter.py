@@ -134,8 +134,9 @@ def test_communication_of_the_user_goes_on_working() -> None:
 
 
 def list_internals(model: nn.Module) -> list[Any]:
-    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in m._get_fsdp_state()._fsdp_param_groups]
-    return [
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    return [set(vars(state)) for state in states] + [
         value
         for group in groups
         for value in (group._all_gather_comm, group._reduce_scatter_comm, group._all_reduce_hook, set(vars(group)))
@@ -160,6 +161,13 @@ def detach_from_hybrid() -> None:
     meter.end_step()
     (after,) = meter.take()
     assert after.add_up().calls == 0
+    pair = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(list(pair), mesh=mesh)  # one unit
+    before = list_internals(pair)
+    meter = CommunicationMeter(pair, CPU)
+    meter.attach()
+    meter.detach()
+    assert list_internals(pair) == before
 
 
 def test_detach_gives_everything_back() -> None:
@@ -262,6 +270,44 @@ def time_overlapped_collectives(num_buffers: int, exposed_ticks: dict[str, float
 )
 def test_what_compute_covers_is_not_exposed(num_buffers: int, exposed_ticks: dict[str, float]) -> None:
     run_ranks(time_overlapped_collectives, num_buffers, exposed_ticks)
+
+
+def wait_at_the_end_of_backward() -> None:
+    lit_fsdp.profiling.communication_meter.Clock = Ticks  # type: ignore[assignment,misc]
+    ends: list[float] = []
+
+    class Scatter(Late):
+        def __call__(self, *args: Any, **kwargs: Any) -> None:
+            super().__call__(*args, **kwargs)
+            ends.append(Ticks.now + self.ticks)
+
+    def wait(*_: Any) -> None:
+        Ticks.now = max(Ticks.now, *ends)
+
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(Layer(), Layer())
+    for block in model:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+        (group,) = block._get_fsdp_state()._fsdp_param_groups
+        block.set_custom_reduce_scatter(Scatter(group._reduce_scatter_comm, 7))
+    fully_shard(model, mesh=mesh)  # of it, nothing is left to gather: it has no group
+    model.set_reduce_scatter_max_input_buffers(3)  # before the end, nothing waits for a reduction
+    meter = CommunicationMeter(model, torch.device("cuda"))
+    meter.attach()
+    meter.resume()
+    loss = model(torch.ones(1, 4)).sum()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu.Stream, "wait_event", wait)
+        loss.backward()
+    meter.end_step()
+    (step,) = meter.take()
+    assert step.step_s == 6 + 6 + 7
+    found = {u.unit: (u.seconds, u.exposed_s) for u in step.units if u.collective == "reduce_scatter"}
+    assert found == {"1": (7, 4), "0": (7, 3)}
+
+
+def test_what_the_end_of_backward_waits_for_is_exposed() -> None:
+    run_ranks(wait_at_the_end_of_backward)
 
 
 def fake_time() -> tuple[FakeTime, pytest.MonkeyPatch]:

@@ -143,7 +143,7 @@ def test_a_step_takes_the_collectives_that_the_plan_says(case: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("precision", "strategy", "world_size", "num_replicas"),
     [
-        ("32-true", {}, 3, 1),
+        ("32-true", {"mixed_precision": MixedPrecision(param_dtype="bfloat16")}, 3, 1),
         ("bf16-mixed", {"mesh": Mesh(replicate=2)}, 4, 2),
         ("bf16-true", {"sharding": Sharding(reshard_after_forward=2)}, 4, 1),
         ("bf16-true", {"mixed_precision": MixedPrecision(reduce_dtype="bfloat16"), "cpu_offload": CPUOffload()}, 3, 1),

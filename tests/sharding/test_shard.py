@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
+from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.shard import (
     Compile,
     Sharding,
@@ -25,6 +26,7 @@ from lit_fsdp.sharding.shard import (
     shard_model,
     split_by_child,
 )
+from lit_fsdp.sharding.torch_internals import iterate_sharded, list_unreduced_gradients
 from lit_fsdp.sharding.wrap import Unit, Wrap, iterate_blocks, plan_units
 from ranks import run_ranks
 
@@ -173,6 +175,19 @@ def test_held_gradients_are_reduced_once_and_equal_the_sum() -> None:
             loss.backward()
         assert sum(n for op, n in mode.get_comm_counts().items() if "reduce_scatter" in str(op)) == 5
         check_equal(model, truth, loss)
+
+    run_ranks(body)
+
+
+@pytest.mark.parametrize(("reduce_dtype", "held"), [(None, torch.bfloat16), ("float32", torch.float32)])
+def test_held_gradients_are_known_once_each_in_the_dtype_of_reduction(reduce_dtype: Any, held: torch.dtype) -> None:
+    def body() -> None:
+        model = build()
+        shard(model, mp_policy=MixedPrecision(param_dtype="bfloat16", reduce_dtype=reduce_dtype).build_policy())
+        for _ in range(2):  # what is held already is added to otherwise
+            count_collectives(model, holds=True)
+            gradients = [list_unreduced_gradients(parameter) for _, parameter in iterate_sharded(model)]
+            assert [[g.dtype for g in known] for known in gradients] == [[held]] * len(list(model.parameters()))
 
     run_ranks(body)
 

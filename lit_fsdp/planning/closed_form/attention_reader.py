@@ -19,6 +19,7 @@ from lit_fsdp.planning.closed_form.reader import (
     list_children,
 )
 from lit_fsdp.planning.closed_form.tape import FLOAT32
+from lit_fsdp.sharding.torch_internals import SHARES_HEADS_IN_FLOAT32
 
 _DROPOUTS = ("attn_dropout", "attention_dropout")  # of what each token gives the others
 _ROTATION = "apply_rotary_pos_emb"  # whose code alone says in which order and with which dtype
@@ -168,7 +169,8 @@ def _attend(
     # Transformers leaves it to the kernel to share heads where it believes that there is one that can.
     repeats = groups > 1 and implementation == "sdpa" and (has_mask or head_dim > _LARGEST_SHARED)
     drops = get_dropout(module, *_list_dropouts(module)) > 0
-    has_no_kernel = groups > 1 and not repeats and tape.itemsize == FLOAT32 if tape.is_gpu else drops
+    is_shared_wide = groups > 1 and not repeats and tape.itemsize == FLOAT32
+    has_no_kernel = is_shared_wide and not SHARES_HEADS_IN_FLOAT32 if tape.is_gpu else drops
     if implementation == "sdpa" and has_no_kernel:
         return _attend_in_float32(reader, qkv, groups, length, (num_heads, size), products, drops=drops)
     if repeats:
@@ -234,8 +236,8 @@ def _attend_in_float32(
 ) -> int:
     """Add what torch does where it has no kernel: all scores, in float32.
 
-    On CPUs that is where something is dropped, on GPUs where heads are shared in float32, see ``run_as_gpus``. Masks
-    of dropout would be smaller on GPUs.
+    On CPUs that is where something is dropped, on GPUs before torch 2.14 where heads are shared in float32, see
+    ``run_as_gpus``. Masks of dropout would be smaller on GPUs.
     """
     tape, (num_heads, size) = reader.tape, sizes
     query = size // tape.itemsize * FLOAT32

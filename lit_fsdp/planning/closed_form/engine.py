@@ -28,6 +28,7 @@ from lit_fsdp.profiling.memory_trace import Peak, StepMemory
 from lit_fsdp.sharding.activation_checkpointing import DEFAULT_SAVED_OPS, ActivationCheckpointing
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.torch_internals import KEEPS_LAST_GRADIENT
 from lit_fsdp.sharding.wrap import Unit, count_shard_bytes, iterate_blocks
 
 
@@ -201,7 +202,7 @@ def _measure_units(
                 reduced=numel // num_shards * reduce.itemsize,
                 gradient=gradient,
                 kept=kept,
-                last_gradient=last_gradient if num_shards > 1 else 0,
+                last_gradient=last_gradient if num_shards > 1 and KEEPS_LAST_GRADIENT else 0,
                 reshards=reshards,
                 trains=bool(numel),
                 is_root=unit.kind == "root",

@@ -1,8 +1,8 @@
 """Walks a training step along its tape, and adds up what is alive: the buffers and gradients of FSDP2 as well.
 
-Note [Order of FSDP2]: what is gathered, copied and freed when was seen in torch 2.13. In forward the buffer of a gather
-stays until that of the next unit was copied out. In backward the next unit is gathered while one computes, and the
-buffer of a reduce-scatter stays until the next one.
+Note [Order of FSDP2]: what is gathered, copied and freed when was seen in torch 2.13 to 2.15. In forward the buffer
+of a gather stays until that of the next unit was copied out. In backward the next unit is gathered while one computes,
+and the buffer of a reduce-scatter stays until the next one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class UnitSizes:
     reduced: int  # the shard that comes out, in the dtype of reduction
     gradient: int  # the shard of the gradient that is kept
     kept: int  # what stays of a gather after forward, where it is resharded to fewer ranks
-    last_gradient: int  # of its last parameter, which FSDP2 frees later
+    last_gradient: int  # of its last parameter, where FSDP2 frees it later
     reshards: bool  # after forward
     trains: bool
     is_root: bool

@@ -51,7 +51,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
         {"length": 384, "precision": "bf16-true"},
         False,
     ),
-    # No kernel of GPUs shares heads in float32.
+    # Before torch 2.14, no kernel of GPUs shares heads in float32.
     (SHARED, {"length": 512, "device_type": "cuda"}, False),
 ]
 
@@ -75,6 +75,16 @@ def test_attention_that_drops_keeps_its_scores_on_cpus_only() -> None:
     )
     assert on_gpu == without
     assert on_cpu - on_gpu == pytest.approx(3 * scores, rel=0.1)  # before and after some are dropped, and which
+
+
+def test_grouped_heads_keep_their_scores_in_float32_where_no_kernel_of_gpus_shares_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    peaks = []
+    for is_shared in (True, False):
+        monkeypatch.setattr("lit_fsdp.planning.closed_form.attention_reader.SHARES_HEADS_IN_FLOAT32", is_shared)
+        peaks.append(estimate_lm(Model(**SHARED), length=512, device_type="cuda").peak.num_bytes)
+    assert peaks[1] - peaks[0] > 3 * 4 * 512 * 512 * 4  # of 3 layers with 4 heads
 
 
 @pytest.mark.parametrize(

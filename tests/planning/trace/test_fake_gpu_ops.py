@@ -1,9 +1,11 @@
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lit_fsdp.planning.trace.fake_gpu_ops import run_as_gpus
+from lit_fsdp.sharding.torch_internals import SHARES_HEADS_IN_FLOAT32
 
 LENGTH = 32
 
@@ -51,9 +53,21 @@ def test_what_is_computed_again_in_backward_runs_as_on_gpus_too() -> None:
     assert not has_scores(list_saved(as_gpus=True, is_recomputed=True))
 
 
-def test_heads_that_are_shared_in_float32_keep_their_scores_on_gpus_only() -> None:
-    assert has_scores(list_saved(as_gpus=True, enable_gqa=True))
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_heads_that_are_shared_in_float32_keep_their_scores_where_no_kernel_of_gpus_shares_them(
+    is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lit_fsdp.planning.trace.fake_gpu_ops.SHARES_HEADS_IN_FLOAT32", is_shared)
+    assert has_scores(list_saved(as_gpus=True, enable_gqa=True)) is not is_shared
     assert not has_scores(list_saved(as_gpus=False, enable_gqa=True))
+
+
+def test_the_kernel_for_float32_shares_heads_where_it_says_so() -> None:
+    q, k = (torch.empty(1, heads, LENGTH, 16, device="meta") for heads in (4, 2))
+    backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    sums, seed = torch.empty(1, 4, LENGTH, device="meta"), torch.empty((), device="meta")
+    gradients = backward(q, q, k, k, None, q, sums, seed, seed, 0.0, [True, True, True, False])
+    assert (gradients[1].shape == k.shape) is SHARES_HEADS_IN_FLOAT32
 
 
 def test_functions_of_torch_are_their_own_again_afterwards() -> None:

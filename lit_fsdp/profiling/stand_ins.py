@@ -1,0 +1,57 @@
+"""What stands between FSDP2 and what it calls, for as long as somebody measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+
+class ReplacedMethod:
+    """A method of one object in place of which another runs, which is given the one it had.
+
+    Args:
+        owner: The object; others of its class keep theirs.
+        name: Of the method.
+        run: Called with the method that was there, and then the arguments.
+    """
+
+    def __init__(self, owner: Any, name: str, run: Callable[..., None]) -> None:
+        self._owner, self._name = owner, name
+        self._before = owner.__dict__.get(name)  # what the object itself had, not its class
+        self._mine = partial(run, getattr(owner, name))
+        setattr(owner, name, self._mine)
+
+    def remove(self) -> None:
+        """Give the method back, unless somebody else has replaced it since."""
+        if self._owner.__dict__.get(self._name) is self._mine:
+            delattr(self._owner, self._name)
+            if self._before is not None:
+                setattr(self._owner, self._name, self._before)
+
+
+def make_stand_in(comm: Any, run: Callable[..., Any], note: Callable[[], None] | None = None) -> Any:
+    """Return a communication that runs another one, and passes for it where torch looks at its class.
+
+    Args:
+        comm: One of FSDP2's, or the user's own.
+        run: Called with ``comm`` and the arguments.
+        note: Called before memory is taken.
+    """
+
+    def allocate(_: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if note is not None:
+            note()
+        return comm.allocate(*args, **kwargs)
+
+    def call(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(comm, *args, **kwargs)
+
+    def find(_: Any, name: str) -> Any:
+        return getattr(comm, name)
+
+    kind = type(comm)
+    body = {"allocate": allocate, "__call__": call, "__getattr__": find}
+    return object.__new__(type(f"Timed{kind.__name__}", (kind,), body))
