@@ -1,7 +1,7 @@
-"""A CPU process that passes for one with a GPU: what is on which of the two is checked, and so is who waits for whom.
+"""A CPU process that passes for one with a GPU: what is on which of the two is checked, and who waits for whom.
 
-The memory of every tensor is labelled as the host's or the device's. Python sees ``cuda`` devices, so the code runs that
-runs on GPUs: FSDP2's offload, its streams, staging. Refused, as a GPU would or as it would compute nonsense:
+The memory of every tensor is labelled as the host's or the device's. Python sees ``cuda`` devices, so the code runs
+that runs on GPUs: FSDP2's offload, its streams, staging. Refused, as a GPU would or as it would compute nonsense:
 
 - operators on tensors of both, other than copies and those that take numbers or indices from the host;
 - reading the target of a non-blocking copy to the host, or writing into the source of one to the device, before the
@@ -31,25 +31,9 @@ from ranks import run_ranks
 _HOST, _DEVICE, _UNKNOWN = "host", "device", "unknown"
 _COPIES = {"copy_", "_to_copy", "_foreach_copy_", "_foreach_copy"}
 _INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
-_TAKES_NUMBERS = {
-    "fill_",
-    "fill",
-    "masked_fill",
-    "masked_fill_",
-    "index_fill",
-    "index_fill_",
-}  # beside what is pointwise
-_READS_NOTHING = {
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "new_empty",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-}
-_READS_NOTHING |= {"new_empty_strided", "rand_like", "randn_like", "randint_like"}
+_TAKES_NUMBERS = {"fill_", "fill", "masked_fill", "masked_fill_", "index_fill", "index_fill_"}  # as pointwise ones do
+_READS_NOTHING = {f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
+_READS_NOTHING |= {f"new_{kind}" for kind in ("empty", "zeros", "ones", "full", "empty_strided")}
 _REAL_DEVICE = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
 
 
@@ -235,16 +219,11 @@ def refuse_too_early(tensor: Tensor, what: str, *, is_written: bool = False, ord
 
 def _note_copies(name: str, args: Any, kwargs: Any, out: Any) -> None:
     """Begin what does not block; what does waits for its stream."""
+    is_async = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
     if name.startswith("_foreach_copy"):
-        targets, sources, is_async = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-    elif name == "copy_":
-        targets, sources, is_async = (
-            [args[0]],
-            [args[1]],
-            args[2] if len(args) > 2 else kwargs.get("non_blocking", False),
-        )
+        targets, sources = args[0], args[1]
     else:
-        targets, sources, is_async = [out], [args[0]], kwargs.get("non_blocking", False)
+        targets, sources = ([args[0]], [args[1]]) if name == "copy_" else ([out], [args[0]])
     for target, source in zip(targets, sources, strict=True):
         places = find_place(source), find_place(target)
         if set(places) != {_HOST, _DEVICE}:
@@ -467,7 +446,7 @@ def _patch_cuda(index: int, num_devices: int) -> None:
     torch.accelerator.is_available = new["is_available"]
     torch._C._cuda_clearCublasWorkspaces = nothing  # type: ignore[attr-defined]
     barrier = dist.barrier
-    dist.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)  # noqa: ARG005
+    dist.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
 
 
 def run_as_gpus(body: Callable[..., None], *args: object, world_size: int = 1) -> None:
