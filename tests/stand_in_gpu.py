@@ -12,6 +12,7 @@ a gradient that is missing, gets its label where it is first used. Threads other
 where they read or save a tensor, not in their operators.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial, wraps
@@ -80,11 +81,11 @@ class Event:
         self.copies: set[int] = set()
 
     def record(self, stream: Stream | None = None) -> "Event":
-        self.copies = set((stream or _GPU.stream).copies)
+        self.copies = set((stream or _HERE.stream).copies)
         return self
 
     def wait(self, stream: Stream | None = None) -> None:
-        (stream or _GPU.stream).wait_event(self)
+        (stream or _HERE.stream).wait_event(self)
 
     def synchronize(self) -> None:
         _GPU.finish(self.copies)
@@ -98,18 +99,17 @@ class Event:
 
 
 class _Gpu:
-    """The state of the machine."""
+    """The copies between host and device."""
 
     def __init__(self) -> None:
-        self.default = self.stream = Stream()
+        self.stream = Stream()  # the default one
         self.num_copies = 0
         self.under_way: set[int] = set()
-        self.expected: str | None = None  # where Python asks for memory at this moment
 
     def begin_copy(self) -> int:
         self.num_copies += 1
         self.under_way.add(self.num_copies)
-        self.stream.copies.add(self.num_copies)
+        _HERE.stream.copies.add(self.num_copies)
         return self.num_copies
 
     def finish(self, copies: set[int]) -> None:
@@ -117,6 +117,17 @@ class _Gpu:
 
     def finish_all(self, *_: Any) -> None:
         self.under_way.clear()
+
+
+_GPU = _Gpu()
+
+
+class _Here(threading.local):
+    """What holds for one thread."""
+
+    def __init__(self) -> None:
+        self.stream = _GPU.stream
+        self.expected: str | None = None  # where Python asks for memory at this moment
 
     @contextmanager
     def enter_stream(self, stream: Stream | None) -> Iterator[None]:
@@ -135,8 +146,7 @@ class _Gpu:
             self.expected = before
 
 
-_GPU = _Gpu()
-_is_entered = False
+_HERE = _Here()
 
 
 def find_place(tensor: Tensor) -> str:
@@ -157,17 +167,18 @@ class _Watch(TorchDispatchMode):
         place = _choose_place(func, name, args, inputs)
         is_copy = name in _COPIES
         if not (_is_view(func) or name in _READS_NOTHING):
-            _check_order(func, inputs, args, kwargs, is_on_device=_DEVICE in map(find_place, inputs) and is_copy)
+            is_queued = is_copy and _DEVICE in (_HERE.expected, *map(find_place, inputs))
+            _check_order(func, inputs, args, kwargs, is_queued=is_queued)
         out = func(*args, **kwargs)
         known = {t.untyped_storage()._cdata for t in inputs}
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and _REAL_DEVICE(t).type == "cpu"]
         for tensor in made:
             if (storage := tensor.untyped_storage())._cdata not in known:
-                storage.place = _GPU.expected or place  # type: ignore[attr-defined]
+                storage.place = _HERE.expected or place  # type: ignore[attr-defined]
         if is_copy:
             _note_copies(name, args, kwargs, out)
         elif name in ("_local_scalar_dense", "equal", "nonzero") and _DEVICE in map(find_place, inputs):
-            _GPU.stream.synchronize()
+            _HERE.stream.synchronize()
         return out
 
 
@@ -178,9 +189,8 @@ def _choose_place(func: Any, name: str, args: Any, inputs: list[Tensor]) -> str:
         strict = [args[0], *(t for t in args[2:] if isinstance(t, Tensor) and t.ndim)]
     elif torch.Tag.pointwise in func.tags or name in _TAKES_NUMBERS:
         written = [t for t, is_written in _pair_arguments(func, args, {}) if is_written]
-        strict = [t for t in inputs if t.ndim or any(t is w for w in written)] or inputs
-        if not any(t.ndim for t in strict) and not written:
-            return _DEVICE if _DEVICE in map(find_place, inputs) else _find_common(inputs)
+        # A number of the host may go along, if it is not written to.
+        strict = [t for t in inputs if t.ndim or find_place(t) != _HOST or any(t is w for w in written)] or inputs
     places = {find_place(t) for t in strict} - {_UNKNOWN}
     if len(places) > 1 and name not in _COPIES and name not in _READS_NOTHING:
         found = ", ".join(f"{tuple(t.shape)} on the {find_place(t)}" for t in inputs)
@@ -197,9 +207,9 @@ def _find_common(tensors: list[Tensor]) -> str:
     return next((p for p in (_DEVICE, _HOST) if p in places), _UNKNOWN)
 
 
-def _check_order(func: Any, inputs: list[Tensor], args: Any, kwargs: Any, *, is_on_device: bool) -> None:
+def _check_order(func: Any, inputs: list[Tensor], args: Any, kwargs: Any, *, is_queued: bool) -> None:
     """Refuse what would meet a copy under way; one that a stream runs after it in order is none."""
-    ordered = _GPU.stream.copies if is_on_device else set()
+    ordered = _HERE.stream.copies if is_queued else set()
     written = [t for t, is_written in _pair_arguments(func, args, kwargs) if is_written]
     for tensor in inputs:
         refuse_too_early(tensor, str(func), is_written=any(tensor is w for w in written), ordered=ordered)
@@ -229,14 +239,15 @@ def _note_copies(name: str, args: Any, kwargs: Any, out: Any) -> None:
         if set(places) != {_HOST, _DEVICE}:
             continue
         host = (source if places[0] == _HOST else target).untyped_storage()
-        # A target that is not pinned makes such a copy block, except that `to` pins what it makes.
-        if not is_async or (places[0] == _HOST and not getattr(host, "is_pinned_host", False)):
-            _GPU.stream.synchronize()
+        if not is_async:
+            _HERE.stream.synchronize()
             continue
+        if places[0] == _HOST and not getattr(host, "is_pinned_host", False):
+            continue  # CUDA copies from memory that is not pinned before it returns
         attribute = "leaving" if places[0] == _HOST else "arriving"
         host.__dict__.setdefault(attribute, set()).add(_GPU.begin_copy())
         if name == "_to_copy" and attribute == "arriving":
-            host.is_pinned_host = True  # type: ignore[attr-defined]
+            host.is_pinned_host = True  # type: ignore[attr-defined]  # by torch, so this does not block either
 
 
 def _pair_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool]]:
@@ -282,8 +293,10 @@ def _wrap_factory(make: Callable[..., Any], *, is_like: bool) -> Callable[..., A
             place = find_place(args[0]) if is_followed else _HOST
         if place is None:
             return make(*args, **kwargs)
-        with _GPU.expect(place):
+        with _HERE.expect(place):
             out = make(*args, **kwargs)
+        if find_place(out) != place:  # of `as_tensor`, what was there already
+            out = _move(out, place)
         if pin_memory:
             out.untyped_storage().is_pinned_host = True
         return out
@@ -305,12 +318,18 @@ def _get_device(tensor: Tensor) -> torch.device:
 
 
 def _move(
-    tensor: Tensor, place: str, *, dtype: Any, is_async: bool, is_copied: bool, memory_format: Any = None
+    tensor: Tensor,
+    place: str,
+    *,
+    dtype: Any = None,
+    is_async: bool = False,
+    is_copied: bool = False,
+    memory_format: Any = None,
 ) -> Tensor:
     if not is_copied and find_place(tensor) == place and dtype in (None, tensor.dtype):
         return tensor
     options: dict[str, Any] = {} if memory_format is None else {"memory_format": memory_format}
-    with _GPU.expect(place):
+    with _HERE.expect(place):
         return torch.ops.aten._to_copy.default(tensor, dtype=dtype, non_blocking=is_async, **options)
 
 
@@ -363,7 +382,7 @@ def _wrap_reader(read: Callable[..., Any], name: str) -> Callable[..., Any]:
                 raise WrongPlaceError(f"{name} of {tuple(self.shape)} on the device; copy it to the host first")
             refuse_too_early(self, name)
             if find_place(self) == _DEVICE:
-                _GPU.stream.synchronize()
+                _HERE.stream.synchronize()
         return read(self, *args, **kwargs)
 
     return wrapped
@@ -420,9 +439,9 @@ def _patch_cuda(index: int, num_devices: int) -> None:
         "is_initialized": lambda: True,
         "device_count": lambda: num_devices,
         "current_device": lambda: index,
-        "current_stream": lambda *_: _GPU.stream,
-        "default_stream": lambda *_: _GPU.default,
-        "stream": _GPU.enter_stream,
+        "current_stream": lambda *_: _HERE.stream,
+        "default_stream": lambda *_: _GPU.stream,
+        "stream": _HERE.enter_stream,
         "synchronize": _GPU.finish_all,
         "get_device_capability": lambda *_: (9, 0),
         "get_device_name": lambda *_: properties.name,

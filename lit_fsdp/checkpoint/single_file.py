@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 from lit_fsdp.checkpoint.sharded import agree, check_same_groups, check_same_optimizer, to_plain
 from lit_fsdp.errors import join_names
@@ -170,7 +170,7 @@ def _check_shapes(path: Path, stored: Any, own: Any) -> None:
     for place, value in tree_flatten_with_path(own)[0]:
         found = there.get(place)
         if isinstance(found, Tensor) and isinstance(value, Tensor) and found.shape != value.shape:
-            name = keystr(place)
+            name = ".".join(str(getattr(step, "key", step)) for step in place)
             raise ValueError(f"{path}: {name} has shape {tuple(found.shape)}, the model's {tuple(value.shape)}")
 
 
