@@ -1,10 +1,13 @@
 """What is trained on GPUs, or on ranks that pass for some: every task, with what decides where tensors are."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import speech_families
 import torch
 import torch.distributed as dist
 from adapter_training import LORA
@@ -16,10 +19,13 @@ from speech_training import build_task as build_speech_task
 from speech_training import make_rows as make_speech_rows
 from torch import Tensor
 from training import Rows, build_task, build_trainer, gather_weights, save_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp import ActivationCheckpointing, CPUOffload, FSDP2Strategy, MixedPrecision, Sharding
 from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.callbacks import EMA, CommunicationLogger, MemoryLogger, StabilityMonitor, ThroughputLogger
 from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.sharding.buffers import sync_buffers
 from lit_fsdp.tasks import ImageClassification, LRSchedule, Optimizer
 from lit_fsdp.tasks.tts.preparation.prepared import write_shard
 
@@ -34,11 +40,14 @@ class Case:
     task: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
+    callbacks: Sequence[Callable[[], pl.Callback]] = ()
 
 
 OFFLOAD = {"cpu_offload": CPUOffload()}
 FILE, BESIDE = {"checkpoint_format": "single_file"}, {"async_save": True}
 SCALED = {"precision": "16-mixed"}
+SPEECH = {"csm": (speech_families.CSM, 6), "dia": (speech_families.DIA, 4)}  # with the number of codebooks
+MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 QLORA = {"lora": LORA, "quantization": Quantization()}
 CASES = {
     "float16 offloaded, one file": Case(strategy=OFFLOAD | FILE, trainer=SCALED),
@@ -76,6 +85,17 @@ CASES = {
     "images, batch norm offloaded, one file": Case(model="resnet", strategy=OFFLOAD | FILE),
     "images, batch norm, saved beside": Case(model="resnet", strategy=BESIDE),
     "images, vit offloaded": Case(model="vit", strategy=OFFLOAD | BESIDE),
+    "experts in nf4 offloaded": Case(model="qwen3_moe", task=QLORA, strategy=OFFLOAD | FILE),
+    "monitored": Case(
+        callbacks=(CommunicationLogger, MemoryLogger, partial(StabilityMonitor, policy="skip"), ThroughputLogger, EMA)
+    ),
+    "monitored, offloaded": Case(
+        task=QLORA,
+        strategy=OFFLOAD | BESIDE,
+        callbacks=(CommunicationLogger, partial(MemoryLogger, trace_step=None), StabilityMonitor, EMA),
+    ),
+    "csm offloaded": Case(model="csm", strategy=OFFLOAD | FILE),
+    "dia offloaded": Case(model="dia", strategy=OFFLOAD | BESIDE),
     "speech": Case(model="speech", strategy=BESIDE),
     "speech offloaded": Case(model="speech", strategy=OFFLOAD | FILE),
 }
@@ -87,6 +107,12 @@ def save_start(folder: Path, case: str) -> Path:
     name = CASES[case].model
     if name == "llama":
         save_model(folder, **WIDE)
+    elif name == "qwen3_moe":
+        torch.manual_seed(1)
+        settings = AutoConfig.for_model(**MOE, **WIDE, num_hidden_layers=2, max_position_embeddings=64)
+        AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
+    elif name in SPEECH:
+        write_shard(folder / "shard-00000.parquet", speech_families.make_rows(SPEECH[name][1]))
     elif name == "speech":
         write_shard(folder / "shard-00000.parquet", make_speech_rows())
     else:
@@ -96,7 +122,9 @@ def save_start(folder: Path, case: str) -> Path:
 
 def _build(folder: Path, case: Case) -> tuple[pl.LightningModule, pl.LightningDataModule]:
     size = 4 // dist.get_world_size()
-    if case.model == "llama":
+    if case.model in SPEECH:
+        return speech_families.build_task(SPEECH[case.model][0]), speech_families.build_data(folder, batch_size=size)
+    if case.model in ("llama", "qwen3_moe"):
         return build_task(folder, **case.task), Rows(WIDE["vocab_size"], size)
     if case.model == "speech":
         return build_speech_task(), build_speech_data(folder, batch_size=size)
@@ -111,7 +139,8 @@ def _fit(folder: Path, case: Case, ckpt_path: Path | None) -> dict[str, Tensor]:
     task, data = _build(folder, case)
     trainer = build_trainer(
         FSDP2Strategy(print_plan=False, **case.strategy),
-        callbacks=[saver] if ckpt_path is None else None,
+        callbacks=[*([saver] if ckpt_path is None else []), *(make() for make in case.callbacks)],
+        default_root_dir=folder,
         **{"accelerator": "gpu", "max_steps": NUM_STEPS, "enable_checkpointing": ckpt_path is None, **case.trainer},
     )
     trainer.fit(task, data, ckpt_path=ckpt_path)
@@ -119,8 +148,11 @@ def _fit(folder: Path, case: Case, ckpt_path: Path | None) -> dict[str, Tensor]:
     assert {parameter.device.type for parameter in task.parameters()} == {"cpu" if is_offloaded else "cuda"}
     assert {buffer.device.type for buffer in task.buffers()} <= {"cuda"}
     if is_offloaded:
-        is_pinned = {p.to_local().is_pinned() for p in task.parameters()}  # type: ignore[operator]
-        assert is_pinned == {case.strategy["cpu_offload"].pin_memory is None}
+        shards = [p.to_local() for p in task.parameters()]  # type: ignore[operator]
+        assert {shard.is_pinned() for shard in shards if shard.numel()} == {
+            case.strategy["cpu_offload"].pin_memory is None
+        }
+    sync_buffers(task)  # as a checkpoint does
     return gather_weights(task)  # type: ignore[arg-type]
 
 

@@ -13,6 +13,7 @@ where they read or save a tensor, not in their operators.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial, wraps
@@ -448,7 +449,7 @@ def _patch_cuda(index: int, num_devices: int) -> None:
         "get_device_properties": lambda *_: properties,
         "mem_get_info": lambda *_: (properties.total_memory, properties.total_memory),
         "get_rng_state": lambda *_: generator_state(),
-        "memory_stats": lambda *_: {},
+        "memory_stats": lambda *_: Counter(),
         "is_bf16_supported": lambda *_: True,
         "device": lambda *_: nullcontext(),
         "_is_in_bad_fork": lambda: False,
