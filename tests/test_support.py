@@ -45,10 +45,12 @@ IMPORTS = {
         "torch.nn.modules.conv._ConvNd",
         "torch.testing._internal.distributed.fake_pg.FakeStore",
         "torch.utils._python_dispatch.TorchDispatchMode",
+        "torch.utils._pytree.tree_flatten_with_path",
         "torch.utils._pytree.tree_iter",
         "torch.utils._pytree.tree_leaves",
         "torch.utils._pytree.tree_map",
         "torch.utils._pytree.tree_map_only",
+        "torch.utils._pytree.tree_unflatten",
     },
     "transformers": {
         "transformers.conversion_mapping.get_model_conversion_mapping",

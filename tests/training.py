@@ -167,7 +167,8 @@ def build_trainer(strategy: Any, *, callbacks: list[Any] | None = None, **option
 
 def build_task(folder: Path, **options: Any) -> CausalLM:
     """Return the task that starts from a saved model."""
-    return CausalLM(pretrained=str(folder), optimizer=OPTIMIZER, lr_scheduler=LRSchedule(type="constant"), **options)
+    settings: dict[str, Any] = {"optimizer": OPTIMIZER, "lr_scheduler": LRSchedule(type="constant"), **options}
+    return CausalLM(pretrained=str(folder), **settings)
 
 
 def gather_weights(task: CausalLM) -> dict[str, Tensor]:

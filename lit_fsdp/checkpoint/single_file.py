@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,8 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 from lit_fsdp.checkpoint.sharded import agree, check_same_groups, check_same_optimizer, to_plain
+from lit_fsdp.errors import join_names
+from lit_fsdp.weights.shard_writer import get_local_shard
 
 _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -70,11 +73,12 @@ def load_single_file(path: Path, model: nn.Module, optimizers: Sequence[Optimize
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     checkpoint: dict[str, Any] = {}
+    weights = get_model_state_dict(model)
 
     def read() -> dict[str, Any]:
         if is_first:
             checkpoint.update(_read(path))
-            _check(path, checkpoint, model, optimizers, strict=strict)
+            _check(path, checkpoint, weights, optimizers, strict=strict)
         return {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
 
     found = agree(read)
@@ -82,20 +86,52 @@ def load_single_file(path: Path, model: nn.Module, optimizers: Sequence[Optimize
     present: list[Any] = [get_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
     states: list[dict[str, Any]] = [{} for _ in optimizers]
 
-    def name_states() -> None:
+    def name_states() -> list[Any]:
         for i, optimizer in enumerate(optimizers if is_first else []):
             check_same_groups(path, optimizer, len(checkpoint["optimizer_states"][i]["param_groups"]))
             states[i] = _name_state(checkpoint["optimizer_states"][i], present[i])
             saved, expected = states[i]["state"], present[i]["state"]
             names = (f"{n}.{key}" for n in saved for key in expected.get(n, {}) if key not in saved[n])
             check_same_optimizer(path, optimizer, names)
+            _check_shapes(path, saved, expected)
+        return [state.get("param_groups") for state in states]
 
-    agree(name_states)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=strict)
-    set_model_state_dict(model, checkpoint.get("state_dict", {}), options=options)
-    for optimizer, state in zip(optimizers, states, strict=True):
-        set_optimizer_state_dict(model, optimizer, state, options=options)
+    groups = agree(name_states)[0]
+    set_model_state_dict(model, _spread(checkpoint.get("state_dict", {}), weights))
+    for i, optimizer in enumerate(optimizers):
+        state = {"state": _spread(states[i].get("state", {}), present[i]["state"]), "param_groups": groups[i]}
+        set_optimizer_state_dict(model, optimizer, state)
     return found[0]
+
+
+@torch.no_grad()
+def _spread(stored: Any, own: Any) -> Any:
+    """Fill this rank's shards with what rank 0 has read, in place; return them. What is not stored stays.
+
+    Torch has the same in ``StateDictOptions(broadcast_from_rank0=True)``, seen in 2.13, but for tensors of one device:
+    offloaded parameters are in host memory, and the buffers beside them on the GPU.
+    """
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    places, spec = tree_flatten_with_path(own)
+    there = dict(tree_flatten_with_path(stored)[0])
+    leaves = [leaf for _, leaf in places]
+    sent = {i: None if isinstance(leaf, Tensor) else there[p] for i, (p, leaf) in enumerate(places) if p in there}
+    box = [sent]
+    if dist.is_initialized():
+        dist.broadcast_object_list(box, src=0)
+    for i, value in box[0].items():
+        if not isinstance(leaves[i], Tensor):
+            leaves[i] = value
+            continue
+        first, local = get_local_shard(leaves[i])
+        if is_first:
+            whole = torch.as_tensor(there[places[i][0]]).to(local.device, local.dtype).contiguous()
+        else:
+            whole = torch.empty(leaves[i].shape, dtype=local.dtype, device=local.device)
+        if dist.is_initialized() and whole.numel():
+            dist.broadcast(whole.view(-1).view(torch.uint8), src=0)  # as bytes: not every backend knows every dtype
+        local.copy_(whole[first : first + len(local)] if local.ndim else whole)
+    return tree_unflatten(leaves, spec)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -112,19 +148,42 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check(
-    path: Path, checkpoint: dict[str, Any], model: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool
+    path: Path,
+    checkpoint: dict[str, Any],
+    weights: Mapping[str, Any],
+    optimizers: Sequence[Optimizer],
+    *,
+    strict: bool,
 ) -> None:
-    names = {n for n, _ in model.named_parameters(remove_duplicate=False)}
-    missing = sorted(names - checkpoint["state_dict"].keys())
-    if missing and strict:
-        raise ValueError(f"{path} lacks {', '.join(missing[:5])}: it was saved from another model")
+    stored = checkpoint["state_dict"]
+    for verb, names in (("lacks", weights.keys() - stored.keys()), ("holds", stored.keys() - weights.keys())):
+        if names and strict:
+            raise ValueError(f"{path} {verb} {join_names(sorted(names))}: it was saved from another model")
+    _check_shapes(path, stored, weights)
     count = len(checkpoint.get("optimizer_states", []))
     if optimizers and count != len(optimizers):
         raise ValueError(f"{path} holds {count} optimizers, the run has {len(optimizers)}; resume it with as many")
 
 
+def _check_shapes(path: Path, stored: Any, own: Any) -> None:
+    there = dict(tree_flatten_with_path(stored)[0])
+    for place, value in tree_flatten_with_path(own)[0]:
+        found = there.get(place)
+        if isinstance(found, Tensor) and isinstance(value, Tensor) and found.shape != value.shape:
+            name = ".".join(str(getattr(step, "key", step)) for step in place)
+            raise ValueError(f"{path}: {name} has shape {tuple(found.shape)}, the model's {tuple(value.shape)}")
+
+
 def _name_state(numbered: dict[str, Any], present: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state by parameter name, in the order of the one at present."""
+    """Return an optimizer's state by parameter name, in the order of the one at present.
+
+    Parameters that were never stepped have none: zeros, as torch makes the present one by a step.
+    """
     names = [name for group in present["param_groups"] for name in group["params"]]
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in numbered["param_groups"]]
-    return {"state": {names[i]: state for i, state in numbered["state"].items()}, "param_groups": groups}
+    state = {names[i]: state for i, state in numbered["state"].items()}
+    for name, expected in present["state"].items():
+        if name not in state:
+            zeros = {k: torch.zeros((), dtype=v.dtype) for k, v in expected.items() if isinstance(v, Tensor)}
+            state[name] = {**expected, **{k: zero.expand(expected[k].shape) for k, zero in zeros.items()}}
+    return {"state": state, "param_groups": groups}

@@ -101,7 +101,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         for gradients in group_gradients(p for group in optimizer.param_groups for p in group["params"]):
             device = gradients[0].device
             local_found = torch.zeros_like(found, device=device)
-            scale = inv_scale.to(device, non_blocking=True)
+            # Waits: the kernel of gradients in host memory reads the number at once.
+            scale = inv_scale.to(device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, local_found, scale)
             found = torch.maximum(found, local_found.to(found.device))
         if dist.is_initialized():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from training import EVEN, TIED, Recorder, Result, Rows, build_task, build_trainer, gather_weights, save_model
+from transformers import AutoModelForCausalLM
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.checkpoint.writer import CheckpointWriter
@@ -78,10 +79,16 @@ class NotPlain:
 def test_files_that_cannot_be_read_safely_or_do_not_fit_are_refused_on_every_rank(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **EVEN)
     path = tmp_path / "some.ckpt"
+    weights = {f"model.{n}": p for n, p in AutoModelForCausalLM.from_pretrained(folder).state_dict().items()}
     for content, message in (
         ({"state_dict": {}, "extra": NotPlain()}, "no checkpoint that can be read safely"),
         ({"weights": 1}, "no checkpoint of Lightning: it has no state_dict"),
         ({"state_dict": {}}, "some.ckpt lacks model.lm_head.weight"),
+        ({"state_dict": {**weights, "model.more": torch.ones(1)}}, "some.ckpt holds model.more: it was saved"),
+        (
+            {"state_dict": {**weights, "model.model.norm.weight": torch.ones(3)}},
+            r"norm.weight has shape \(3,\), the model's \(32,\)",
+        ),
     ):
         torch.save(content, path)
         run_ranks(load_refused, path, folder, message)

@@ -1,0 +1,88 @@
+"""Runs on ranks that pass for GPUs: nothing mixes host and device, nothing reads what has not arrived.
+
+See ``stand_in_gpu.py`` for what that checks. Each run saves a checkpoint beside or between its steps, and a second one
+goes on from there to the same weights.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_cases import CASES, save_start, train_and_go_on
+from stand_in_gpu import TooEarlyError, WrongPlaceError, find_place, run_as_gpus
+from torch import Tensor, nn
+
+
+def add(first: Tensor, second: Tensor) -> None:
+    first + second
+
+
+def copy_early(number: Tensor, use: Callable[[Tensor], Any], wait: Callable[[], None] = lambda: None) -> None:
+    arriving = number.to("cpu", non_blocking=True)
+    wait()
+    use(arriving)
+
+
+def overwrite_early(wait: Callable[[], None] = lambda: None) -> None:
+    shard = torch.zeros(4).pin_memory()
+    shard.to("cuda", non_blocking=True)
+    wait()
+    shard.add_(1)
+
+
+def wait_for_event() -> None:
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+
+
+def wait_for_other_stream() -> None:
+    torch.cuda.Stream().record_event().synchronize()
+
+
+def refuse() -> None:
+    host, device = torch.ones(4), torch.ones(4, device="cuda")
+    assert (host.device.type, device.device.type, nn.Parameter(device).is_cuda) == ("cpu", "cuda", True)
+    assert find_place(torch.zeros_like(device)[1:].float()) == find_place(device.new_empty(2)) == "device"
+    assert find_place(device.cpu()) == find_place(torch.zeros_like(device, device="cpu")) == "host"
+    leaf = torch.ones(4, device="cuda", requires_grad=True)
+    (leaf * torch.tensor(2.0) + device[torch.tensor([0, 1, 2, 3])]).sum().backward()  # numbers and indices may mix
+    assert leaf.grad is not None and leaf.grad.is_cuda and leaf.grad.tolist() == [2.0] * 4  # noqa: PT018
+    for mix in (
+        lambda: add(host, device),
+        lambda: torch.cat([host, device]),
+        lambda: torch.ones(()).add_(device.sum()),
+        lambda: host[torch.tensor([0], device="cuda")],
+        lambda: torch._amp_foreach_non_finite_check_and_unscale_([device], device[0], host[0]),
+        lambda: nn.functional.embedding(torch.tensor([0]), device.view(2, 2)),
+        device.numpy,
+        device.pin_memory,
+    ):
+        with pytest.raises(WrongPlaceError):
+            mix()  # type: ignore[no-untyped-call]
+    for early in (
+        lambda: copy_early(device, lambda t: t + 1),
+        lambda: copy_early(device.sum(), Tensor.item),
+        lambda: copy_early(device, Tensor.numpy),
+        lambda: copy_early(device, lambda t: torch.save(t, "/dev/null")),
+        lambda: copy_early(device, lambda t: t + 1, wait_for_other_stream),
+        overwrite_early,
+    ):
+        with pytest.raises(TooEarlyError):
+            early()
+    for wait in (wait_for_event, torch.cuda.synchronize, torch.cuda.current_stream().synchronize, device.sum().item):
+        copy_early(device, Tensor.numpy, wait)
+        overwrite_early(wait)
+    copy_early(device, lambda t: t.to("cuda", non_blocking=True))  # in order, on one stream
+
+
+def test_the_stand_in_refuses_what_mixes_and_what_comes_too_early() -> None:
+    run_as_gpus(refuse)
+
+
+@pytest.mark.full(after=3)
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_run_keeps_host_and_device_apart_and_resumes_exactly(name: str, tmp_path: Path) -> None:
+    run_as_gpus(train_and_go_on, save_start(tmp_path / "start", name), name, 0.0, world_size=2)
