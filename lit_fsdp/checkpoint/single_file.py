@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from lit_fsdp.checkpoint.manifest import Verify
 from lit_fsdp.checkpoint.sharded import agree, check_same_groups, check_same_optimizer, to_plain
 
 _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -56,7 +57,9 @@ def save_single_file(path: Path, checkpoint: Mapping[str, Any]) -> None:
     agree(lambda: write() if is_first else None)
 
 
-def load_single_file(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool) -> dict[str, Any]:
+def load_single_file(
+    path: Path, model: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, verify: Verify = "sizes"
+) -> dict[str, Any]:
     """Load a file into a sharded model and its optimizers; return the rest. All ranks must call it.
 
     Args:
@@ -64,6 +67,7 @@ def load_single_file(path: Path, model: nn.Module, optimizers: Sequence[Optimize
         model: Sharded.
         optimizers: With parameters in the order they had when the file was written; empty loads the model alone.
         strict: Refuse missing and unknown parameters.
+        verify: ``full`` reads the file once more, to compare the checksums that ``torch.save`` puts into it.
 
     Raises:
         ValueError: It is no such file, or of another model or number of optimizers; on all ranks.
@@ -73,7 +77,7 @@ def load_single_file(path: Path, model: nn.Module, optimizers: Sequence[Optimize
 
     def read() -> dict[str, Any]:
         if is_first:
-            checkpoint.update(_read(path))
+            checkpoint.update(_read(path, verify))
             _check(path, checkpoint, model, optimizers, strict=strict)
         return {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
 
@@ -98,9 +102,17 @@ def load_single_file(path: Path, model: nn.Module, optimizers: Sequence[Optimize
     return found[0]
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, verify: Verify) -> dict[str, Any]:
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is no checkpoint: expected a folder of ours or a file written by torch.save")
+    if verify == "full":
+        try:
+            with zipfile.ZipFile(path) as archive:
+                name = archive.testzip()
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{path} is damaged: {error}; choose another checkpoint") from error
+        if name is not None:
+            raise ValueError(f"{path} is damaged: the checksum of {name} differs; choose another checkpoint")
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
