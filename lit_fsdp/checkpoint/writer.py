@@ -89,8 +89,7 @@ class CheckpointWriter:
                 "save_frozen: got false: the frozen parameters have random values, which no run could get back; set "
                 "pretrained, or leave it out"
             )
-        is_left_out = is_restored and self.checkpoint_format == "sharded" and not self.save_frozen
-        self._left_out = _list_frozen(model) if is_left_out else set()
+        self._left_out = list_left_out(model, self.checkpoint_format, self.save_frozen)
 
     def get_model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the weights as they will be written; all ranks must call it."""
@@ -206,6 +205,12 @@ class CheckpointWriter:
             return shutil.disk_usage(folder).free
 
         return max(needed - min(agree(measure_free)), 0)
+
+
+def list_left_out(model: nn.Module, checkpoint_format: CheckpointFormat, save_frozen: bool | None) -> set[str]:
+    """Return the names of the parameters that are not written: frozen ones that the model fills by itself."""
+    is_restored = getattr(model, "restores_frozen", False)
+    return _list_frozen(model) if is_restored and checkpoint_format == "sharded" and not save_frozen else set()
 
 
 def _list_frozen(model: nn.Module) -> set[str]:

@@ -115,6 +115,8 @@ class FSDP2Strategy(ParallelStrategy):
         )
         self.prints_plan = print_plan
         self.checkpoint_format = checkpoint_format
+        self.save_frozen = save_frozen
+        self.async_save = async_save
         self.extra_state: dict[str, Tensor] = {}  # filled on loading with what on_save_checkpoint put under this name
         self._writer = CheckpointWriter(
             checkpoint_format=checkpoint_format,
