@@ -210,7 +210,7 @@ def test_ranks_that_write_beside_training_wait_as_long_as_the_setting_says(tmp_p
     run_ranks(read_timeouts, tmp_path, world_size=1)
 
 
-def load_damaged(folder: Path, path: Path, message: str) -> None:
+def load_damaged(folder: Path, path: Path, verify: Verify, message: str) -> None:
     task = CausalLM(pretrained=str(folder), optimizer=OPTIMIZER)
     before: dict[str, Any] = {}
 
@@ -219,13 +219,16 @@ def load_damaged(folder: Path, path: Path, message: str) -> None:
 
     task.on_fit_start = remember  # type: ignore[method-assign]  # after the weights are in, before the checkpoint is
     with pytest.raises(ValueError, match=message):
-        build_trainer(FSDP2Strategy(print_plan=False)).fit(task, Rows(64, 4), ckpt_path=path)
+        strategy = FSDP2Strategy(print_plan=False, verify_checkpoint=verify)
+        build_trainer(strategy).fit(task, Rows(64, 4), ckpt_path=path)
     assert before
     assert all(torch.equal(before[n].to_local(), p.to_local()) for n, p in task.named_parameters())
 
 
 @pytest.mark.full
-def test_a_damaged_checkpoint_is_refused_on_every_rank_and_nothing_is_loaded(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_on_every_rank_and_nothing_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save_model(tmp_path / "model", **EVEN)
     run_ranks(lambda: train(folder, None, max_steps=1, save=tmp_path / "checkpoint"))
     names = sorted(p.name for p in (tmp_path / "checkpoint").iterdir())
@@ -236,7 +239,10 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank_and_nothing_is_loaded(tmp
         content = bytearray((damaged / name).read_bytes())
         content[len(content) // 2] ^= 0xFF
         (damaged / name).write_bytes(content)
-        run_ranks(load_damaged, folder, damaged, f"{name} is damaged")
+        run_ranks(load_damaged, folder, damaged, "sizes", f"{name} is damaged")  # of small files in any case
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest, "VERIFIED_BYTES", 0)
+            run_ranks(load_damaged, folder, damaged, "full", f"{name} is damaged")
 
 
 def test_a_full_disk_skips_the_save_keeps_older_ones_and_the_run_goes_on(
