@@ -5,13 +5,20 @@
 Each variant runs in fresh processes, in turn, ``repeats`` times. A run trains a random Llama-architecture model on
 random tokens and saves every ``--every`` steps; timed is the loop from the first to the last step, and the wait for
 the save in flight at its end.
+
+    python benchmarks/checkpoint_cost.py --checksums-gb 10 --folder DISK --out benchmarks/results/NAME_DATE.md
+
+measures what checksums cost instead: one process saves and loads that many GB, from and to 256 MB of memory that all
+tensors share, with the files out of the page cache before each load.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -125,6 +132,102 @@ def format_results(results: dict[str, list[dict[str, float]]], args: argparse.Na
     return "\n".join(lines) + "\n"
 
 
+SAVES = ("no checksums", "while writing", "by reading again")
+LOADS = ("sizes", "full")
+_TENSOR_GB = 0.256
+
+
+def save_files(how: str, path: Path, model: Any) -> None:
+    """Write a checkpoint with checksums made in one way; without any it is no complete one."""
+    from torch.distributed.checkpoint.filesystem import FileSystem
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    from lit_fsdp.checkpoint import sharded
+    from lit_fsdp.checkpoint.manifest import describe_files, write_manifest
+
+    class Plain(FileSystem):
+        files: dict[str, Any] = {}  # noqa: RUF012
+
+    own = sharded.ChecksumFileSystem
+    if how != "while writing":
+        sharded.ChecksumFileSystem = Plain
+    try:
+        sharded.save_checkpoint(path, {"state_dict": get_model_state_dict(model)}, meta={})
+    finally:
+        sharded.ChecksumFileSystem = own
+    if how == "by reading again":
+        write_manifest(path, describe_files(p for p in path.iterdir() if p.name != "complete.json"))
+
+
+def measure_checksums(gb: float, folder: Path, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of each way to save and to load, in turn."""
+    import torch
+
+    from lit_fsdp.checkpoint.sharded import load_checkpoint
+
+    shared = torch.randn(int(_TENSOR_GB * 1e9 / 4 / 1000), 1000)
+    model = torch.nn.Module()
+    for i in range(round(gb / _TENSOR_GB)):
+        model.register_parameter(f"weight_{i}", torch.nn.Parameter(shared.view(shared.shape), requires_grad=False))
+    found: dict[str, list[float]] = {name: [] for name in (*SAVES, *LOADS)}
+    path = folder / "checkpoint"
+    try:
+        for _ in range(repeats):
+            for how in SAVES:
+                shutil.rmtree(path, ignore_errors=True)
+                begin = time.perf_counter()
+                save_files(how, path, model)
+                found[how].append(time.perf_counter() - begin)
+            for verify in LOADS:
+                forget_files(path)
+                begin = time.perf_counter()
+                load_checkpoint(path, model, verify=verify)
+                found[verify].append(time.perf_counter() - begin)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+    return found
+
+
+def forget_files(folder: Path) -> None:
+    """Drop files from the page cache."""
+    for path in folder.iterdir():
+        number = os.open(path, os.O_RDONLY)
+        os.fsync(number)
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(number)
+
+
+def format_checksums(found: dict[str, list[float]], args: argparse.Namespace, load: tuple[float, ...]) -> str:
+    """Return the result page."""
+    num_bytes = round(args.checksums_gb / _TENSOR_GB) * _TENSOR_GB
+    rows = [("save", how) for how in SAVES] + [("load", how) for how in LOADS]
+    command = f"--checksums-gb {args.checksums_gb:g} --repeats {args.repeats}"
+    setting = (
+        f"`python benchmarks/checkpoint_cost.py {command}` on {os.cpu_count()} cores ({platform.machine()}), no GPU, "
+        f"one process; torch {version('torch')}, Python {platform.python_version()}. {num_bytes:.2f} GB of tensors in "
+        "one file on a local disk, from and to 256 MB of memory that all tensors share; files are synced, and out of "
+        f"the page cache before each load. Medians of {args.repeats} runs, variants in turn; load {load[0]:.1f} "
+        f"before, {load[3]:.1f} after."
+    )
+    which = (
+        "Checkpoints are saved with checksums computed `while writing`; before, it was `by reading again`. `sizes` is "
+        "the default of `verify_checkpoint`; before, every load was `full`."
+    )
+    lines = [
+        f"# What checksums of a checkpoint cost, {date.today().isoformat()}",
+        "",
+        setting,
+        "",
+        "| | checksums | median, s | all, s | GB/s |",
+        "|---|---|---|---|---|",
+    ]
+    for what, how in rows:
+        median = statistics.median(found[how])
+        times = ", ".join(f"{value:.1f}" for value in found[how])
+        lines.append(f"| {what} | {how} | {median:.1f} | {times} | {num_bytes / median:.2f} |")
+    return "\n".join([*lines, "", which]) + "\n"
+
+
 def main() -> None:
     """Measure all variants, or be one of them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -134,7 +237,17 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=8)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--variant", choices=VARIANTS)
+    parser.add_argument("--checksums-gb", type=float)
+    parser.add_argument("--folder", type=Path, default=Path())
     args = parser.parse_args()
+    if args.checksums_gb:
+        before = os.getloadavg()
+        found = measure_checksums(args.checksums_gb, args.folder, args.repeats)
+        page = format_checksums(found, args, (*before, os.getloadavg()[0]))
+        print(page)
+        if args.out:
+            args.out.write_text(page)
+        return
     if args.variant:
         train(args.variant, args.ranks, args.steps, args.every)
         return

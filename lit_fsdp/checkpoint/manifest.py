@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
+from torch.distributed.checkpoint.filesystem import FileSystem
+from typing_extensions import Buffer, override
+
+Verify = Literal["sizes", "full"]
 MANIFEST = "complete.json"
+VERIFIED_BYTES = 1 << 24  # files up to this size are read to verify them in any case: it takes milliseconds
 _BLOCK_BYTES = 1 << 22
 
 
@@ -20,9 +27,53 @@ class FileEntry(TypedDict):
     crc32: int
 
 
+class ChecksumFileSystem(FileSystem):
+    """What ``torch.distributed.checkpoint`` writes files with; computes their checksums on the way.
+
+    ``files`` has the entries of what was written, by name.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[str, FileEntry] = {}
+
+    @contextmanager
+    @override
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with _ChecksumFile(path) as file:
+            yield file  # torch closes it
+        self.files[Path(path).name] = file.entry
+
+    @override
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.files[Path(new_path).name] = self.files.pop(Path(path).name)
+
+
+class _ChecksumFile(io.BufferedWriter):
+    """A file that is written from its beginning to its end."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self.entry: FileEntry = {"bytes": 0, "crc32": 0}
+
+    @override
+    def write(self, data: Buffer, /) -> int:
+        num_bytes = super().write(data)  # all of them
+        self.entry = {"bytes": self.entry["bytes"] + num_bytes, "crc32": zlib.crc32(data, self.entry["crc32"])}
+        return num_bytes
+
+    @override
+    def seek(self, *_: Any) -> int:
+        raise io.UnsupportedOperation("the checksum is of bytes in the order of the file")
+
+
 def describe_files(paths: Iterable[Path]) -> dict[str, FileEntry]:
-    """Return size and checksum of files, by name. Reads them once; they are still in the page cache."""
-    return {path.name: {"bytes": path.stat().st_size, "crc32": _compute_crc32(path)} for path in paths}
+    """Return size and checksum of files, by name. Reads them once: for small ones."""
+    return {path.name: {"bytes": path.stat().st_size, "crc32": compute_crc32(path)} for path in paths}
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileEntry]) -> None:
@@ -44,6 +95,12 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
         raise ValueError(f"{path} is damaged; choose another checkpoint") from None
 
 
+def check_verify(name: str, verify: Verify) -> None:
+    """Refuse what is no way to verify; ``name`` is that of the setting."""
+    if verify not in get_args(Verify):
+        raise ValueError(f"{name}: got {verify!r}: expected one of {', '.join(get_args(Verify))}")
+
+
 def check_sizes(folder: Path) -> dict[str, FileEntry]:
     """Return the files of a checkpoint; refuse one with a file missing or cut short. Takes milliseconds."""
     files = read_manifest(folder)
@@ -57,10 +114,20 @@ def check_sizes(folder: Path) -> dict[str, FileEntry]:
     return files
 
 
-def check_contents(folder: Path, files: Mapping[str, FileEntry], *, part: int = 0, num_parts: int = 1) -> None:
-    """Refuse files whose checksums differ; every ``num_parts``-th is read, so that ranks can share the reading."""
-    for name in sorted(files)[part::num_parts]:
-        if _compute_crc32(folder / name) != files[name]["crc32"]:
+def check_files(folder: Path, verify: Verify, *, part: int = 0, num_parts: int = 1) -> None:
+    """Refuse a checkpoint with a file missing, cut short or changed.
+
+    Args:
+        folder: The checkpoint.
+        verify: ``full`` compares the checksums of all files, ``sizes`` those of files up to ``VERIFIED_BYTES``; of
+            larger ones it compares the sizes alone.
+        part: Of the files to read, this and every ``num_parts``-th after it are read, so that ranks share the reading.
+        num_parts: In how many parts they are read.
+    """
+    files = check_sizes(folder)
+    names = [name for name in sorted(files) if verify == "full" or files[name]["bytes"] <= VERIFIED_BYTES]
+    for name in names[part::num_parts]:
+        if compute_crc32(folder / name) != files[name]["crc32"]:
             raise ValueError(f"{folder / name} is damaged: its checksum differs; choose another checkpoint")
 
 
@@ -73,7 +140,8 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
-def _compute_crc32(path: Path) -> int:
+def compute_crc32(path: Path) -> int:
+    """Read a file and return its checksum."""
     value = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoConfig, PreTrainedModel
 
 from lit_fsdp.checkpoint.latest import find_last_checkpoint
-from lit_fsdp.checkpoint.manifest import check_contents, check_sizes
+from lit_fsdp.checkpoint.manifest import Verify, check_files
 from lit_fsdp.checkpoint.sharded import META, plain_errors, read_metadata
 
 EXPORT = "export"  # in the metadata of a checkpoint: the small files of the folder, by name
@@ -67,9 +67,9 @@ def resolve_checkpoint(path: Path) -> Path:
     return found
 
 
-def open_checkpoint(path: Path) -> StoredCheckpoint:
-    """Read what a checkpoint holds; refuse one that is damaged, for which all files are read, or not of our tasks."""
-    check_contents(path, check_sizes(path))  # reading alone would not notice damage
+def open_checkpoint(path: Path, verify: Verify = "sizes") -> StoredCheckpoint:
+    """Read what a checkpoint holds; refuse one that is not of our tasks, or damaged: see ``check_files``."""
+    check_files(path, verify)  # reading alone would not notice damage
     meta = torch.load(path / META, weights_only=True)
     if EXPORT not in meta:
         raise ValueError(

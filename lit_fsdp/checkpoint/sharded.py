@@ -2,7 +2,8 @@
 
 Note [Complete or not there]: a checkpoint is written into a hidden folder beside its place; last comes a manifest
 with the size and checksum of every file, then the folder is renamed. So a run that is killed at any moment leaves
-either the whole checkpoint or none of that name, and damage done later is found before anything is loaded.
+either the whole checkpoint or none of that name. A file that is lost or cut short later is found before anything is
+loaded, as is a changed byte in a small file, and with ``verify`` "full" in any file.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -38,7 +39,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from lit_fsdp.checkpoint.manifest import check_contents, check_sizes, describe_files, write_manifest
+from lit_fsdp.checkpoint.manifest import ChecksumFileSystem, Verify, check_files, describe_files, write_manifest
+from lit_fsdp.checkpoint.staging import has_gpu_tensors
 from lit_fsdp.errors import join_names
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
@@ -47,6 +49,7 @@ META = "meta.pt"  # everything that is not a tensor of model or optimizer: plain
 LEAVES_OUT_FROZEN = "leaves_out_frozen"  # in meta: whether frozen parameters are left out
 EXTRA = "extra_state"  # tensors beside those of model and optimizers
 _RANDOM = "random_{rank}.pt"
+_COPY_AHEAD_BYTES = 10_000_000  # torch's default
 
 T = TypeVar("T")
 
@@ -89,16 +92,19 @@ def save_checkpoint(
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     beside = path.with_name(f".{path.name}.incomplete")
     agree(lambda: make_beside(path) if rank == 0 else None, group)
+    # Without copies ahead where there is nothing to copy: they take a stream of the GPU, whose context they may open.
+    writer = FileSystemWriter(beside, per_thread_copy_ahead=_COPY_AHEAD_BYTES if has_gpu_tensors(state) else 0)
+    writer.fs = file_system = ChecksumFileSystem()
     with plain_errors("written", path):
-        save(state, checkpoint_id=beside, process_group=group, no_dist=not dist.is_initialized())
+        save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
 
     def write_rest() -> dict[str, Any]:
-        own = [*sorted(beside.glob(f"__{rank}_*.distcp")), beside / _RANDOM.format(rank=rank)]
-        torch.save(to_plain(random_state or collect_random_state()), own[-1])
+        small = [beside / _RANDOM.format(rank=rank)]
+        torch.save(to_plain(random_state or collect_random_state()), small[0])
         if rank == 0:
-            torch.save(to_plain(meta), beside / META)
-            own += [beside / META, beside / ".metadata"]
-        return dict(describe_files(own))
+            small.append(beside / META)
+            torch.save(to_plain(meta), small[1])
+        return {**file_system.files, **describe_files(small)}
 
     parts = agree(write_rest, group)
     files = {name: entry for part in parts for name, entry in part.items()}
@@ -117,25 +123,27 @@ def load_checkpoint(
     optimizers: Sequence[Optimizer] = (),
     *,
     strict: bool = True,
+    verify: Verify = "sizes",
     extra: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint folder into a sharded model and its optimizers; return the rest. All ranks must call it.
 
-    The number of ranks and the mesh may differ from those it was saved with. All files are verified first, each by
-    one rank, so a damaged checkpoint is refused before anything is changed.
+    The number of ranks and the mesh may differ from those it was saved with. Files are verified first, each by one
+    rank, so a checkpoint that is found to be damaged is refused before anything is changed.
 
     Args:
         path: The folder.
         model: Sharded as it shall be used from now on.
         optimizers: As many as were saved; empty loads the model alone.
         strict: Refuse a checkpoint that lacks parameters of the model or holds others.
+        verify: ``full`` reads all files to compare their checksums, ``sizes`` only small ones.
         extra: Tensors to fill with what was saved beside model and optimizers, if anything was.
 
     Raises:
         ValueError: It is not complete, damaged, or of another model or number of optimizers; on all ranks.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    agree(lambda: check_contents(path, check_sizes(path), part=rank, num_parts=world_size))
+    agree(lambda: check_files(path, verify, part=rank, num_parts=world_size))
     options = StateDictOptions(strict=strict)
     stored = read_metadata(path).state_dict_metadata
     count = len({key.split(".")[0] for key in stored if key.startswith("optimizer_")})

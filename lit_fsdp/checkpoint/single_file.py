@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
+from lit_fsdp.checkpoint.manifest import Verify
 from lit_fsdp.checkpoint.sharded import agree, check_same_groups, check_same_optimizer, to_plain
 from lit_fsdp.errors import join_names
 from lit_fsdp.weights.shard_writer import get_local_shard
@@ -59,7 +60,9 @@ def save_single_file(path: Path, checkpoint: Mapping[str, Any]) -> None:
     agree(lambda: write() if is_first else None)
 
 
-def load_single_file(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool) -> dict[str, Any]:
+def load_single_file(
+    path: Path, model: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, verify: Verify = "sizes"
+) -> dict[str, Any]:
     """Load a file into a sharded model and its optimizers; return the rest. All ranks must call it.
 
     Args:
@@ -67,6 +70,7 @@ def load_single_file(path: Path, model: nn.Module, optimizers: Sequence[Optimize
         model: Sharded.
         optimizers: With parameters in the order they had when the file was written; empty loads the model alone.
         strict: Refuse missing and unknown parameters.
+        verify: ``full`` reads the file once more, to compare the checksums that ``torch.save`` puts into it.
 
     Raises:
         ValueError: It is no such file, or of another model or number of optimizers; on all ranks.
@@ -77,7 +81,7 @@ def load_single_file(path: Path, model: nn.Module, optimizers: Sequence[Optimize
 
     def read() -> dict[str, Any]:
         if is_first:
-            checkpoint.update(_read(path))
+            checkpoint.update(_read(path, verify))
             _check(path, checkpoint, weights, optimizers, strict=strict)
         return {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
 
@@ -134,9 +138,17 @@ def _spread(stored: Any, own: Any) -> Any:
     return tree_unflatten(leaves, spec)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, verify: Verify) -> dict[str, Any]:
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is no checkpoint: expected a folder of ours or a file written by torch.save")
+    if verify == "full":
+        try:
+            with zipfile.ZipFile(path) as archive:
+                name = archive.testzip()
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{path} is damaged: {error}; choose another checkpoint") from error
+        if name is not None:
+            raise ValueError(f"{path} is damaged: the checksum of {name} differs; choose another checkpoint")
     try:
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:

@@ -6,13 +6,13 @@ import math
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -27,6 +27,7 @@ from lit_fsdp.checkpoint.sharded import (
     to_plain,
 )
 from lit_fsdp.checkpoint.single_file import gather_model_state, gather_optimizer_state, save_single_file
+from lit_fsdp.checkpoint.staging import Stager
 from lit_fsdp.sharding.random_state import collect_random_state
 
 CheckpointFormat = Literal["sharded", "single_file"]
@@ -36,13 +37,14 @@ _SPARE_BYTES = 64 * 2**20  # for metadata, and so that the disk is not filled to
 class CheckpointWriter:
     """Saves checkpoints; at most one is in flight.
 
-    Asynchronously, ``save`` copies the shards to host memory (pinned and kept for the next time where there is a
+    Asynchronously, ``save`` copies the shards to host memory (pinned and kept for the next time where they are on a
     GPU) and returns; a thread writes them, with a process group of its own, as the default one belongs to training.
 
     Args:
         checkpoint_format: A folder of shards, or one file that rank 0 gathers and writes.
         save_frozen: Whether to write frozen parameters; ``None`` leaves it to the module.
         is_async: Write beside training; folders only.
+        timeout_s: How long ranks wait for each other when they write beside training.
         report: Called on every rank with a line for the user when a save was skipped.
     """
 
@@ -52,6 +54,7 @@ class CheckpointWriter:
         checkpoint_format: CheckpointFormat = "sharded",
         save_frozen: bool | None = None,
         is_async: bool,
+        timeout_s: float = 1800.0,
         report: Callable[[str], None],
     ) -> None:
         if is_async and checkpoint_format == "single_file":
@@ -65,10 +68,11 @@ class CheckpointWriter:
         self._left_out: set[str] = set()  # parameters that are not written, as they are frozen
         self._leaves_out_frozen = False  # in the last state
         self.is_async = is_async
+        self.timeout_s = timeout_s
         self.report = report
         self.skipped: set[Path] = set()  # for want of space; the same on all ranks
         self._group: dist.ProcessGroup | None = None
-        self._stager: BlockingAsyncStager | None = None
+        self._stager = Stager()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._to_remove: list[Callable[[], None]] = []
@@ -85,8 +89,7 @@ class CheckpointWriter:
                 "save_frozen: got false: the frozen parameters have random values, which no run could get back; set "
                 "pretrained, or leave it out"
             )
-        is_left_out = is_restored and self.checkpoint_format == "sharded" and not self.save_frozen
-        self._left_out = _list_frozen(model) if is_left_out else set()
+        self._left_out = list_left_out(model, self.checkpoint_format, self.save_frozen)
 
     def get_model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the weights as they will be written; all ranks must call it."""
@@ -139,13 +142,12 @@ class CheckpointWriter:
             self._is_newest_missing = False
             return True
         if self._group is None and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")
-        if self._stager is None:
-            self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
         staged = self._stager.stage(state)
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(
             target=self._write,
-            args=(path, staged, to_plain(meta), collect_random_state()),
+            args=(path, staged, to_plain(meta), collect_random_state(), device),
             name="checkpoint",
             daemon=True,
         )
@@ -173,8 +175,22 @@ class CheckpointWriter:
         for remove in removals:
             remove()
 
-    def _write(self, path: Path, state: dict[str, Any], meta: dict[str, Any], random_state: dict[str, Any]) -> None:
+    def close(self) -> None:
+        """Wait as ``wait`` does, and give the host memory back."""
+        self.wait()
+        self._stager.release()
+
+    def _write(
+        self,
+        path: Path,
+        state: dict[str, Any],
+        meta: dict[str, Any],
+        random_state: dict[str, Any],
+        device: int | None,
+    ) -> None:
         try:
+            if device is not None:  # a thread begins on GPU 0, where each call to CUDA would open a context
+                torch.cuda.set_device(device)
             save_checkpoint(path, state, meta=meta, random_state=random_state, group=self._group)
         except Exception as error:  # noqa: BLE001  raised by wait(), in the training thread
             self._error = error
@@ -189,6 +205,12 @@ class CheckpointWriter:
             return shutil.disk_usage(folder).free
 
         return max(needed - min(agree(measure_free)), 0)
+
+
+def list_left_out(model: nn.Module, checkpoint_format: CheckpointFormat, save_frozen: bool | None) -> set[str]:
+    """Return the names of the parameters that are not written: frozen ones that the model fills by itself."""
+    is_restored = getattr(model, "restores_frozen", False)
+    return _list_frozen(model) if is_restored and checkpoint_format == "sharded" and not save_frozen else set()
 
 
 def _list_frozen(model: nn.Module) -> set[str]:

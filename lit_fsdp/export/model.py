@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lit_fsdp.checkpoint.manifest import Verify, check_verify
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, build_on_meta, open_checkpoint, resolve_checkpoint
 from lit_fsdp.errors import join_names
 from lit_fsdp.export.adapter import double_ranks, needs_base, write_adapter
@@ -60,11 +61,12 @@ def export_model(
     merge: bool = False,
     base: str | None = None,
     quantization: Quantization | None = None,
+    verify: Verify = "full",
 ) -> Exported:
     """Write the model of a sharded checkpoint as a folder that ``from_pretrained`` reads.
 
     It is written beside its place and renamed when it is complete. The disk needs room for it, the host memory for
-    its largest tensor. All files of the checkpoint are read once to verify them, those of the optimizer too.
+    its largest tensor.
 
     Args:
         checkpoint: Folder of a checkpoint, or of a run, of which the newest complete one is taken.
@@ -75,6 +77,8 @@ def export_model(
         merge: Add adapters to the weights of their base model, which makes a model that needs no peft.
         base: Where the base model is, if not under the name that the run knew it by: name on the Hub, or a folder.
         quantization: Write the weights of linear layers in 4 or 8 bits, as bitsandbytes has them; ``null`` does not.
+        verify: ``full`` first reads all files of the checkpoint, those of the optimizer too, to compare their
+            checksums. ``sizes`` does so only for files up to 16 MiB, and compares the sizes of the others.
 
     Raises:
         ValueError: With what is wrong with the checkpoint or a setting.
@@ -83,12 +87,13 @@ def export_model(
         quantization.check()
     if dtype not in get_args(Dtype):
         raise ValueError(f"dtype: got {dtype!r}: expected one of {', '.join(get_args(Dtype))}")
+    check_verify("verify", verify)
     if not max_shard_gb > 0:
         raise ValueError(f"max_shard_gb: got {max_shard_gb}: expected above 0, such as 5")
     source = resolve_checkpoint(Path(checkpoint))
     out = Path(out).resolve()
     check_out(out, source, overwrite=overwrite)
-    stored = open_checkpoint(source)
+    stored = open_checkpoint(source, verify)
     if "speech" in stored.meta:
         raise ValueError(f"{source} holds speech, which `python -m lit_fsdp export-voice` writes")
     _check_combination(stored, merge=merge, base=base, max_shard_gb=max_shard_gb, quantization=quantization)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 
+from lit_fsdp.checkpoint.writer import list_left_out
 from lit_fsdp.planning.closed_form.engine import StepEstimate, estimate_step
 from lit_fsdp.planning.closed_form.overrides import list_untraced
 from lit_fsdp.planning.estimate import (
@@ -27,7 +28,7 @@ from lit_fsdp.profiling.expected_communication import Collectives, UnitBytes, es
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory_trace import StepMemory
 from lit_fsdp.quantization.layers import count_weights, iterate_quantized
-from lit_fsdp.sharding.wrap import plan_module
+from lit_fsdp.sharding.wrap import Unit, count_shard_bytes, plan_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class Plan:
     num_micro_batches: int
     num_weights: int  # those of quantized layers and of adapters included
     num_trained: int
+    staged_bytes: int  # of host memory of a rank, for the copy that ``async_save`` writes
     quantized_bytes: int  # of the parameters that are stored as 4 or 8 bits, a part of ``parameters``
     engine: str  # that the memory was found with
     closed_form_bytes: int | None  # its peak, whatever the engine; ``None`` if it has no rules for the step
@@ -82,7 +84,7 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     communication = estimate_bytes(step.module, units, settings.sharding, dtypes, **counts)
     weights = count_weights(step.module)
     num_trained = sum(weights[name] for name, p in step.module.named_parameters() if p.requires_grad)
-    quantized_bytes = _count_quantized(step.module, shards)
+    quantized_bytes, written_bytes = _count_quantized(step.module, shards), _count_written(step, units, shards)
     common: dict[str, Any] = {"ranks": step.ranks, "num_micro_batches": step.num_micro_batches}
     estimate, model, micro_batch, reason = None, None, None, ""
     try:
@@ -119,6 +121,7 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
         num_micro_batches=step.num_micro_batches,
         num_weights=sum(weights.values()),
         num_trained=num_trained,
+        staged_bytes=written_bytes + _get_optimizer_bytes(cost.memory) if step.strategy.async_save else 0,
         quantized_bytes=quantized_bytes,
         engine="closed form" if traced is None else "exact trace",
         closed_form_bytes=None if estimate is None else estimate.peak.num_bytes,
@@ -133,6 +136,17 @@ def _split_activations(estimate: StepEstimate) -> dict[str, int]:
     peak = estimate.peak
     rest = peak.by_kind["activations"] - sum(peak.activations.values())
     return {**peak.activations, **({"tables, masks and temporaries": rest} if rest else {})}
+
+
+def _count_written(step: PlannedStep, units: Sequence[Unit], num_shards: int) -> int:
+    """Return the bytes of one rank's parameters in a checkpoint, before anything is sharded."""
+    left_out = list_left_out(step.module, step.strategy.checkpoint_format, step.strategy.save_frozen)
+    written = (replace(u, parameters=tuple(n for n in u.parameters if n not in left_out)) for u in units)
+    return sum(count_shard_bytes(step.module, unit, num_shards) for unit in written)
+
+
+def _get_optimizer_bytes(memory: StepMemory) -> int:
+    return memory.host_by_kind.get("optimizer_state") or max(memory.by_kind["optimizer_state"])
 
 
 def _count_quantized(module: LightningModule, num_shards: int) -> int:

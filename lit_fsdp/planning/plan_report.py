@@ -33,7 +33,7 @@ def print_report(plan: Plan, device_bytes: int | None, *, other_gpus: Sequence[s
     """
     print(f"parameters: {plan.num_weights:,}, of which {plan.num_trained:,} train")
     print_table(_make_memory_table(plan))
-    if plan.memory.host_by_kind:
+    if plan.memory.host_by_kind or plan.staged_bytes:
         print_table(_make_host_table(plan))
     if plan.activations:
         print_table(_make_activation_table(plan))
@@ -105,7 +105,11 @@ def describe_plan(plan: Plan, device_bytes: int | None) -> dict[str, Any]:
             "quantized_bytes": plan.quantized_bytes,
             "peak_activation_bytes_by_part": dict(plan.activations),
         },
-        "host": {"bytes_by_kind": dict(plan.memory.host_by_kind), "bytes": sum(plan.memory.host_by_kind.values())},
+        "host": {
+            "bytes_by_kind": dict(plan.memory.host_by_kind),
+            "staged_bytes": plan.staged_bytes,
+            "bytes": _count_host_bytes(plan),
+        },
         "communication": {
             "bytes_per_step": plan.sum_communication(),
             "collectives_per_step": {
@@ -188,14 +192,20 @@ def _make_activation_table(plan: Plan) -> Table:
     return Table(title=f"Activations at the peak by part{where}", columns=["part", name, "%"], rows=rows)
 
 
+def _count_host_bytes(plan: Plan) -> int:
+    return sum(plan.memory.host_by_kind.values()) + plan.staged_bytes
+
+
 def _make_host_table(plan: Plan) -> Table:
-    total = sum(plan.memory.host_by_kind.values())
+    total = _count_host_bytes(plan)
     size, name = choose_unit(total)
     rows = [[kind.replace("_", " "), f"{value / size:.2f}"] for kind, value in plan.memory.host_by_kind.items()]
-    if plan.quantized_bytes:
+    if plan.quantized_bytes and rows:
         rows.insert(1, ["  of these quantized", f"{plan.quantized_bytes / size:.2f}"])
+    if plan.staged_bytes:
+        rows.append(["the copy that async_save writes", f"{plan.staged_bytes / size:.2f}"])
     rows += [["a rank", f"{total / size:.2f}"], ["a node", f"{total * plan.ranks.per_node / size:.2f}"]]
-    return Table(title=f"Host memory of a rank with offload, {name}", columns=["kind", "at its largest"], rows=rows)
+    return Table(title=f"Host memory of a rank, {name}", columns=["kind", "at its largest"], rows=rows)
 
 
 def _make_communication_table(plan: Plan) -> Table:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,6 @@ from weakref import WeakKeyDictionary
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-
-# Private, seen in lightning 2.6.6: what its own strategies are made of.
-from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -28,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lit_fsdp.checkpoint.manifest import Verify, check_verify
 from lit_fsdp.checkpoint.sharded import load_checkpoint, read_random_state
 from lit_fsdp.checkpoint.single_file import load_single_file
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
@@ -45,6 +41,7 @@ from lit_fsdp.sharding.wrap import Unit, Wrap
 from lit_fsdp.strategy.launcher import Launcher
 from lit_fsdp.strategy.lightning_internals import forget_train_loader, keep_links
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
+from lit_fsdp.strategy.process_group import init_process_group
 from lit_fsdp.strategy.trainer_settings import check_trainer, count_micro_batches
 from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
 
@@ -81,6 +78,8 @@ class FSDP2Strategy(ParallelStrategy):
             the module gets them back by itself, such as the pretrained model below adapters.
         async_save: Copy shards to host memory and write them beside training, at most one checkpoint at a
             time. Costs host memory for one copy of this rank's shards and optimizer state.
+        verify_checkpoint: What is compared before a checkpoint is loaded. ``sizes``: the sizes of all files, and the
+            checksums of those up to 16 MiB. ``full``: all checksums, for which every file is read once more.
         print_plan: Print the units when ``fit`` starts.
         timeout_s: How long a collective may take before the run fails.
     """
@@ -100,6 +99,7 @@ class FSDP2Strategy(ParallelStrategy):
         checkpoint_format: CheckpointFormat = "sharded",
         save_frozen: bool | None = None,
         async_save: bool = False,
+        verify_checkpoint: Verify = "sizes",
         print_plan: bool = True,
         timeout_s: float = 1800.0,
     ) -> None:
@@ -115,15 +115,19 @@ class FSDP2Strategy(ParallelStrategy):
         )
         self.prints_plan = print_plan
         self.checkpoint_format = checkpoint_format
+        self.save_frozen = save_frozen
+        self.async_save = async_save
         self.extra_state: dict[str, Tensor] = {}  # filled on loading with what on_save_checkpoint put under this name
         self._writer = CheckpointWriter(
             checkpoint_format=checkpoint_format,
             save_frozen=save_frozen,
             is_async=async_save,
+            timeout_s=timeout_s,
             report=rank_zero.rank_zero_warn,
         )
         self._restore_random: Callable[[], None] | None = None  # from a checkpoint, until the first batch
         self.timeout_s = timeout_s
+        self.verify_checkpoint = verify_checkpoint
         self.device_mesh: DeviceMesh | None = None
         self.plan: list[Unit] = []
 
@@ -188,6 +192,7 @@ class FSDP2Strategy(ParallelStrategy):
         self.settings.check(world_size=self.world_size, ranks_per_node=self.num_processes, device=self.root_device)
         if self.timeout_s <= 0:
             raise ValueError(f"timeout_s: got {self.timeout_s}: expected seconds above 0")
+        check_verify("verify_checkpoint", self.verify_checkpoint)
         if self._layer_sync is not None:
             raise ValueError(
                 "sync_batchnorm: got true: FSDP2Strategy does not replace layers; call "
@@ -213,12 +218,9 @@ class FSDP2Strategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None
-        device = self.root_device
-        if not dist.is_initialized():
-            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo for what is in host memory
-            own: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-            _init_dist_connection(self.cluster_environment, backend, timeout=timedelta(seconds=self.timeout_s), **own)
-            atexit.register(_destroy_dist_connection)  # Lightning does it for plain "nccl" only
+        init_process_group(
+            self.cluster_environment, self.root_device, num_nodes=self.num_nodes, timeout_s=self.timeout_s
+        )
         self._build_mesh()
 
     def _build_mesh(self) -> None:
@@ -336,7 +338,7 @@ class FSDP2Strategy(ParallelStrategy):
             raise TypeError("storage_options: FSDP2Strategy writes folders with torch.distributed.checkpoint")
         self._writer.save(Path(self.broadcast(str(filepath))), checkpoint)
         if self._module.trainer.state.finished:  # the user saves, after the run has waited for earlier saves
-            self._writer.wait()
+            self._writer.close()
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -344,7 +346,7 @@ class FSDP2Strategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
-        self._writer.wait()
+        self._writer.close()
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -353,7 +355,8 @@ class FSDP2Strategy(ParallelStrategy):
         extra = self.extra_state if is_fitting else {}  # an evaluation after fit leaves its state as it is
         load = load_single_file if path.is_file() else partial(load_checkpoint, extra=extra)
         optimizers = self.optimizers if is_fitting else []
-        meta = load(path, self._module, optimizers, strict=self._module.strict_loading)
+        is_strict = self._module.strict_loading
+        meta = load(path, self._module, optimizers, strict=is_strict, verify=self.verify_checkpoint)
         if is_fitting:
             self._restore_random = read_random_state(path, self.global_rank, self.world_size)
             forget_train_loader(self._module.trainer)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lit_fsdp.adapters.inject import add_adapters
 from lit_fsdp.adapters.layers import iterate_adapters
 from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.checkpoint.manifest import Verify
 from lit_fsdp.checkpoint.reader import EXPORT, StoredCheckpoint, open_checkpoint, resolve_checkpoint
 from lit_fsdp.quantization.layers import ABSMAX, NESTED
 from lit_fsdp.quantization.quantize import Quantization
@@ -125,17 +126,18 @@ class SpeechCheckpoint:
     is_streaming: bool
 
 
-def read_checkpoint(path: Path, base: str | None = None) -> SpeechCheckpoint:
+def read_checkpoint(path: Path, base: str | None = None, verify: Verify = "sizes") -> SpeechCheckpoint:
     """Return a checkpoint on the CPU; adapters are merged into the weights that they were trained over.
 
     Args:
         path: Folder of a checkpoint, or of a run, of which the newest complete one is taken.
         base: Where the model is that the run started from, by name or folder, if not where it was.
+        verify: ``full`` compares the checksums of all files, ``sizes`` only those of small ones.
 
     Raises:
-        ValueError: It holds no speech, or its base model is not there, or has other weights.
+        ValueError: It is damaged, or holds no speech, or its base model is not there, or has other weights.
     """
-    stored = open_checkpoint(resolve_checkpoint(path))
+    stored = open_checkpoint(resolve_checkpoint(path), verify)
     if SPEECH not in stored.meta:
         raise ValueError(f"checkpoint: {stored.path} was not written by TextToSpeech: expected one that was")
     about: dict[str, Any] = stored.meta[SPEECH]

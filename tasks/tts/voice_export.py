@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lit_fsdp.checkpoint.manifest import Verify, check_verify
 from lit_fsdp.export.folder import check_out, write_beside, write_small_files
 from lit_fsdp.tasks.tts.checkpoint import GENERATION, SpeechCheckpoint, read_checkpoint
 from lit_fsdp.tasks.tts.codec.loading import has_codec
@@ -59,6 +60,7 @@ def export_voice(
     dtype: Literal["keep", "float32", "bfloat16"] = "keep",
     base: str | None = None,
     overwrite: bool = False,
+    verify: Verify = "full",
 ) -> ExportedVoice:
     """Write the model of a speech checkpoint as a folder that ``qwen-tts``, or for CSM Transformers, loads.
 
@@ -74,13 +76,16 @@ def export_voice(
         dtype: Of the weights; ``keep`` leaves them as they were stored, and merged ones as their base has them.
         base: Where the model is that the run started from, by name or folder, if not where it was.
         overwrite: Replace a folder that was exported before.
+        verify: ``full`` first reads all files of the checkpoint, those of the optimizer too, to compare their
+            checksums. ``sizes`` does so only for files up to 16 MiB, and compares the sizes of the others.
 
     Raises:
         ValueError: With what is wrong with the checkpoint or a setting.
     """
     out = Path(out).resolve()
     check_out(out, Path(checkpoint), overwrite=overwrite)
-    source = read_checkpoint(Path(checkpoint), base)
+    check_verify("verify", verify)
+    source = read_checkpoint(Path(checkpoint), base, verify)
     raw, weights = deepcopy(source.config.raw), dict(source.weights)
     raw.pop("transformers_weights", None)  # a name that the file of the base had
     if not source.family.has_kinds:

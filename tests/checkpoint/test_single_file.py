@@ -11,6 +11,7 @@ from training import EVEN, TIED, Recorder, Result, Rows, build_task, build_train
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp import FSDP2Strategy
+from lit_fsdp.checkpoint.single_file import load_single_file, save_single_file
 from lit_fsdp.checkpoint.writer import CheckpointWriter
 from ranks import run_ranks
 
@@ -94,6 +95,19 @@ def test_files_that_cannot_be_read_safely_or_do_not_fit_are_refused_on_every_ran
         run_ranks(load_refused, path, folder, message)
     path.write_bytes(b"not a checkpoint")
     run_ranks(load_refused, path, folder, "is no checkpoint: expected a folder of ours")
+
+
+def test_a_changed_byte_in_one_file_is_found_on_demand(tmp_path: Path) -> None:
+    path = tmp_path / "some.ckpt"
+    model = torch.nn.Linear(40, 50)
+    save_single_file(path, {"state_dict": model.state_dict(), "epoch": 3})
+    assert load_single_file(path, model, [], strict=True, verify="full") == {"epoch": 3}
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert load_single_file(path, model, [], strict=True) == {"epoch": 3}
+    with pytest.raises(ValueError, match=r"some\.ckpt is damaged: the checksum of .*/data/\d differs"):
+        load_single_file(path, model, [], strict=True, verify="full")
 
 
 def test_one_file_is_not_written_beside_training() -> None:

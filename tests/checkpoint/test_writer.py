@@ -1,8 +1,10 @@
 """Damage is found before loading, saving beside training changes nothing, a full disk ends no run."""
 
 import shutil
+import threading
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -23,8 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import lit_fsdp.checkpoint.writer as checkpoint_writer
 from lit_fsdp import FSDP2Strategy
-from lit_fsdp.checkpoint.manifest import check_contents, check_sizes, describe_files, is_complete, write_manifest
-from lit_fsdp.checkpoint.sharded import agree
+from lit_fsdp.checkpoint import manifest
+from lit_fsdp.checkpoint.manifest import Verify, check_files, check_sizes, describe_files, is_complete, write_manifest
+from lit_fsdp.checkpoint.sharded import agree, save_checkpoint
 from lit_fsdp.checkpoint.writer import CheckpointWriter
 from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
 from lit_fsdp.tasks import CausalLM, LRSchedule
@@ -107,7 +110,7 @@ def write_folder(folder: Path) -> None:
 
 def test_missing_cut_and_changed_files_are_named(tmp_path: Path) -> None:
     write_folder(tmp_path / "whole")
-    check_contents(tmp_path / "whole", check_sizes(tmp_path / "whole"))
+    check_files(tmp_path / "whole", "full")
     assert is_complete(tmp_path / "whole")
     for damage, message in (("missing", "b.bin is missing"), ("cut", "b.bin has 4999 bytes of 5000")):
         folder = tmp_path / damage
@@ -119,14 +122,95 @@ def test_missing_cut_and_changed_files_are_named(tmp_path: Path) -> None:
     changed = bytearray((tmp_path / "whole" / "b.bin").read_bytes())
     changed[1234] ^= 1
     (tmp_path / "whole" / "b.bin").write_bytes(changed)
-    with pytest.raises(ValueError, match=r"b\.bin is damaged: its checksum differs"):
-        check_contents(tmp_path / "whole", check_sizes(tmp_path / "whole"))
+    for verify in get_args(Verify):
+        with pytest.raises(ValueError, match=r"b\.bin is damaged: its checksum differs"):
+            check_files(tmp_path / "whole", verify)
     (tmp_path / "whole" / "complete.json").write_text("{")
     with pytest.raises(ValueError, match=r"complete\.json is damaged"):
         check_sizes(tmp_path / "whole")
 
 
-def load_damaged(folder: Path, path: Path, message: str) -> None:
+def save_random(path: Path) -> list[str]:
+    """Save as one rank; return the names of the files that were read for it."""
+    read: list[str] = []
+    compute = manifest.compute_crc32
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifest, "compute_crc32", lambda file: (read.append(file.name), compute(file))[1])
+        state = {"state_dict": {"weight": torch.randn(300, 70), "bias": torch.ones(3)}, "lr": 0.5}
+        save_checkpoint(path, state, meta={"epoch": 1})
+    return read
+
+
+def test_checksums_are_computed_while_writing_and_compared_on_demand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ckpt"
+    assert sorted(save_random(path)) == ["meta.pt", "random_0.pt"]
+    names = {"meta.pt", "random_0.pt", ".metadata", "__0_0.distcp"}
+    assert check_sizes(path) == describe_files(path / name for name in names)
+    content = bytearray((path / "__0_0.distcp").read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / "__0_0.distcp").write_bytes(content)
+    with pytest.raises(ValueError, match=r"__0_0\.distcp is damaged"):
+        check_files(path, "sizes")  # a small one
+    monkeypatch.setattr(manifest, "VERIFIED_BYTES", len(content) - 1)
+    check_files(path, "sizes")
+    for part in (0, 1):  # of the four files in order, each rank reads two
+        if part == 0:
+            check_files(path, "full", part=part, num_parts=2)
+        else:
+            with pytest.raises(ValueError, match=r"__0_0\.distcp is damaged"):
+                check_files(path, "full", part=part, num_parts=2)
+    (path / "meta.pt").write_bytes((path / "meta.pt").read_bytes()[::-1])
+    with pytest.raises(ValueError, match=r"meta\.pt is damaged"):
+        check_files(path, "sizes")
+
+
+def test_a_state_in_host_memory_is_written_without_a_stream_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is a GPU, torch would copy ahead on one; in a thread, and on a CPU, that opens a context on GPU 0."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: pytest.fail("took a stream"))
+    save_checkpoint(tmp_path / "ckpt", {"state_dict": {"weight": torch.ones(3)}}, meta={}, random_state={"seed": 1})
+    assert is_complete(tmp_path / "ckpt")
+
+
+def test_the_writing_thread_has_the_gpu_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple[str, int]] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: chosen.append((threading.current_thread().name, d)))
+    writer = CheckpointWriter(is_async=True, report=print)
+    assert writer.save(tmp_path / "ckpt", {"state_dict": {"weight": torch.ones(3)}})
+    writer.close()
+    assert is_complete(tmp_path / "ckpt")
+    assert chosen == [("checkpoint", 3)]
+
+
+def read_timeouts(folder: Path) -> None:
+    groups: list[Any] = []
+    make = torch.distributed.new_group
+
+    def remember(*args: Any, **options: Any) -> Any:
+        groups.append(make(*args, **options))
+        return groups[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "new_group", remember)
+        writer = FSDP2Strategy(async_save=True, timeout_s=77)._writer
+        assert writer.save(folder / "ckpt", {"state_dict": {"weight": torch.ones(3)}})
+        writer.close()
+    assert is_complete(folder / "ckpt")
+    (group,) = groups
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+
+
+def test_ranks_that_write_beside_training_wait_as_long_as_the_setting_says(tmp_path: Path) -> None:
+    run_ranks(read_timeouts, tmp_path, world_size=1)
+
+
+def load_damaged(folder: Path, path: Path, verify: Verify, message: str) -> None:
     task = CausalLM(pretrained=str(folder), optimizer=OPTIMIZER)
     before: dict[str, Any] = {}
 
@@ -135,13 +219,16 @@ def load_damaged(folder: Path, path: Path, message: str) -> None:
 
     task.on_fit_start = remember  # type: ignore[method-assign]  # after the weights are in, before the checkpoint is
     with pytest.raises(ValueError, match=message):
-        build_trainer(FSDP2Strategy(print_plan=False)).fit(task, Rows(64, 4), ckpt_path=path)
+        strategy = FSDP2Strategy(print_plan=False, verify_checkpoint=verify)
+        build_trainer(strategy).fit(task, Rows(64, 4), ckpt_path=path)
     assert before
     assert all(torch.equal(before[n].to_local(), p.to_local()) for n, p in task.named_parameters())
 
 
 @pytest.mark.full
-def test_a_damaged_checkpoint_is_refused_on_every_rank_and_nothing_is_loaded(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused_on_every_rank_and_nothing_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save_model(tmp_path / "model", **EVEN)
     run_ranks(lambda: train(folder, None, max_steps=1, save=tmp_path / "checkpoint"))
     names = sorted(p.name for p in (tmp_path / "checkpoint").iterdir())
@@ -152,7 +239,10 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank_and_nothing_is_loaded(tmp
         content = bytearray((damaged / name).read_bytes())
         content[len(content) // 2] ^= 0xFF
         (damaged / name).write_bytes(content)
-        run_ranks(load_damaged, folder, damaged, f"{name} is damaged")
+        run_ranks(load_damaged, folder, damaged, "sizes", f"{name} is damaged")  # of small files in any case
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest, "VERIFIED_BYTES", 0)
+            run_ranks(load_damaged, folder, damaged, "full", f"{name} is damaged")
 
 
 def test_a_full_disk_skips_the_save_keeps_older_ones_and_the_run_goes_on(

@@ -51,6 +51,12 @@ def find_fast_peak(logger: Any, trainer: Any, module: Any) -> float:
     return gpu.fp32_tflops
 
 
+def count_adapters() -> int:
+    """Return how many parameters trained in the last plan, over all ranks."""
+    found: dict[str, Any] = json.loads(Path("planned/plan.json").read_text())
+    return int(found["model"]["trained"])
+
+
 def write_config(folder: Path, **settings: Any) -> Path:
     """Write a model folder in which any look at the weights would fail."""
     folder.mkdir()
@@ -183,6 +189,23 @@ def test_what_is_offloaded_is_host_memory_and_no_device_memory() -> None:
     assert host["gradients"] == host["parameters"]
     assert on_host["memory"]["largest_bytes_by_kind"]["optimizer_state"] == 0
     assert on_host["memory"]["peak_bytes"] < on_device["memory"]["peak_bytes"]
+
+
+@pytest.mark.full
+def test_what_async_save_stages_is_host_memory(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["--config=run.yaml", "--devices=2", "--trainer.strategy.async_save=true"]
+    on_device, on_host = (plan(*options, *more)["host"] for more in ((), ("--trainer.strategy.cpu_offload={}",)))
+    assert "the copy that async_save writes" in capfd.readouterr().out
+    kinds = on_host["bytes_by_kind"]
+    assert on_device["staged_bytes"] == on_host["staged_bytes"] == kinds["parameters"] + kinds["optimizer_state"] > 0
+    assert on_device["bytes"] == on_device["staged_bytes"]
+    assert on_host["bytes"] == sum(kinds.values()) + on_host["staged_bytes"]
+    model = write_config(folder / "model", model_type="llama", architectures=["LlamaForCausalLM"], **BIASED)
+    options += ["--model.config=null", f"--model.pretrained={model}", f"--model.lora={json.dumps(LORA)}"]
+    of_adapters, of_all = (plan(*options, *more)["host"] for more in ((), ("--trainer.strategy.save_frozen=true",)))
+    # 4 bytes for each number of an adapter, and 8 for its optimizer state, whose counts of steps are few.
+    assert of_adapters["staged_bytes"] == pytest.approx(12 * count_adapters() / 2, rel=0.02)
+    assert of_all["staged_bytes"] > 2 * of_adapters["staged_bytes"]
 
 
 @pytest.mark.full

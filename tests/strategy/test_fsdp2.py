@@ -54,6 +54,11 @@ def test_registered_names_stand_for_these_settings(name: str, expected: FSDP2Str
             "with mode 'none'",
         ),
         (lambda: FSDP2Strategy(timeout_s=0), {}, "timeout_s: got 0"),
+        (
+            lambda: FSDP2Strategy(verify_checkpoint="ful"),
+            {},
+            "verify_checkpoint: got 'ful': expected one of sizes",
+        ),
         (FSDP2Strategy, {"precision": "16-true"}, "nearest: 16-mixed or bf16-true"),
         (FSDP2Strategy, {"precision": "64-true"}, "expected one of 32-true"),
     ],

@@ -1,0 +1,84 @@
+"""The process group of a run, and whether gloo will reach other nodes."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+
+# Private, seen in lightning 2.6.6: what its own strategies are made of.
+from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
+
+_VARIABLE = "GLOO_SOCKET_IFNAME"
+
+
+def init_process_group(
+    environment: ClusterEnvironment, device: torch.device, *, num_nodes: int, timeout_s: float
+) -> None:
+    """Start the process group, unless there is one. All ranks must call it.
+
+    Raises:
+        ValueError: gloo would listen where other nodes cannot reach it.
+    """
+    if dist.is_initialized():
+        return
+    if num_nodes > 1:
+        check_gloo_address(environment.main_address, os.environ)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo for what is in host memory
+    own: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    _init_dist_connection(environment, backend, timeout=timedelta(seconds=timeout_s), **own)
+    atexit.register(_destroy_dist_connection)  # Lightning does it for plain "nccl" only
+
+
+def check_gloo_address(main_address: str, environ: Mapping[str, str]) -> None:
+    """Refuse a host whose name stands for an address of its own only, such as Debian's 127.0.1.1.
+
+    gloo listens on the address of the host's name and would hang or fail later, where NCCL finds its way. Nodes that
+    all run on this machine are let through.
+    """
+    if len(environ.get(_VARIABLE, "")) > 1 or _is_loopback(main_address):
+        return
+    host = socket.gethostname()
+    address = _find_gloo_address(host)
+    if _is_loopback(address):
+        names = [name for _, name in socket.if_nameindex() if name != "lo"]
+        raise ValueError(
+            f"gloo, which NCCL needs beside it, would listen on {address}, which is what the host name {host} stands "
+            f"for and no other node can reach: set {_VARIABLE} to the network interface that nodes reach each other "
+            f"by (here: {', '.join(names) or 'none'})"
+        )
+
+
+def _find_gloo_address(host: str) -> str:
+    """Return where gloo listens: the first address of the host that can be bound to, else the loopback.
+
+    As torch 2.13 does in ``ProcessGroupGloo::createDefaultDevice``.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as attempt:
+                attempt.bind(address)
+        except OSError:
+            continue
+        return str(address[0])
+    return "127.0.0.1"
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether an address is one of the machine itself; of names only ``localhost`` is known to be."""
+    try:
+        return ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return address == "localhost"
