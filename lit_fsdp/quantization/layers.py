@@ -20,7 +20,7 @@ from torch.nn.modules.conv import _ConvNd  # private, seen in torch 2.13: what a
 from transformers.pytorch_utils import Conv1D
 
 from lit_fsdp.quantization.kernels import load_kernels
-from lit_fsdp.quantization.quantize import Quantization, dequantize, multiply
+from lit_fsdp.quantization.quantize import Quantization, dequantize, has_grouped_product, multiply, multiply_groups
 
 ABSMAX, NESTED = "_absmax", "_nested"  # what stands beside the codes of a weight
 
@@ -51,13 +51,9 @@ class QuantizedLayer(nn.Module):
             empty = torch.empty(*rows[:-1], width, dtype=torch.uint8, device=dense.device)
             self.register_buffer(name + NESTED, empty)
 
-    def get_stored(self, name: str, matrix: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return codes, absmax and second level of a weight, or of one of its matrices; gathered ones."""
-        stored = getattr(self, name), getattr(self, name + ABSMAX), getattr(self, name + NESTED, None)
-        if matrix is None:
-            return stored
-        codes, absmax, nested = stored
-        return codes[matrix], absmax[matrix], None if nested is None else nested[matrix]
+    def get_stored(self, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return codes, absmax and second level of a weight; gathered ones."""
+        return getattr(self, name), getattr(self, name + ABSMAX), getattr(self, name + NESTED, None)
 
 
 class QuantizedLinear(QuantizedLayer, nn.Linear):
@@ -102,7 +98,7 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
 class QuantizedExperts(QuantizedLayer):
     """Experts of a mixture whose matrices are rows of bytes; mixed into the class of Transformers that they have.
 
-    One expert after another is dequantized and multiplied, whatever ``experts_implementation`` says.
+    Tokens are sorted by expert and multiplied in groups, whatever ``experts_implementation`` says.
     """
 
     num_experts: int
@@ -115,26 +111,32 @@ class QuantizedExperts(QuantizedLayer):
     _apply_gate: Callable[[Tensor], Tensor]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return [tokens, hidden] for states of that shape; experts and weights of each token are [tokens, k]."""
-        result = torch.zeros_like(hidden_states)
-        activate: Any = self._apply_gate if self.has_gate else self.act_fn
-        norm: Any = self.post_expert_norm if self.has_post_expert_norm else None
-        for expert in top_k_index.unique().tolist():
-            if expert >= self.num_experts:  # of another rank, under expert parallelism
-                continue
-            token, place = torch.where(top_k_index == expert)
-            x = self._multiply("gate_up_proj" if self.has_gate else "up_proj", expert, hidden_states[token])
-            x = activate(x)
-            x = self._multiply("down_proj", expert, x)
-            if norm is not None:
-                x = norm(x)
-            result.index_add_(0, token, (x * top_k_weights[token, place, None]).to(result.dtype))
-        return result
+        """Return [tokens, hidden] for states of that shape; experts and weights of each token are [tokens, k].
 
-    def _multiply(self, name: str, expert: int, x: Tensor) -> Tensor:
-        bias = getattr(self, f"{name}_bias")[expert].to(x.dtype) if self.has_bias else None
-        stored = self.get_stored(name, expert)
-        return multiply(x, *stored, self.quantization, bias=bias, is_transposed=self.is_transposed)
+        No operator and no shape depends on which experts were chosen, so ranks that route differently run the same,
+        and a GPU is not waited for. Where it has no kernel for groups, one wait: see ``has_grouped_product``.
+        """
+        num_tokens, top_k = top_k_index.shape
+        experts, order = torch.sort(top_k_index.flatten())  # [tokens * k], as all below
+        numbers = torch.arange(self.num_experts, device=experts.device)
+        ends: Any = torch.searchsorted(experts, numbers, right=True, out_int32=True)  # [experts]
+        widths = [size for shape in self.dense_shapes.values() for size in shape[1:]]
+        if not has_grouped_product(hidden_states, widths):
+            ends = ends.tolist()
+        activate: Any = self._apply_gate if self.has_gate else self.act_fn
+        x = self._multiply("gate_up_proj" if self.has_gate else "up_proj", hidden_states[order // top_k], experts, ends)
+        x = self._multiply("down_proj", activate(x), experts, ends)
+        if self.has_post_expert_norm:
+            x = self.post_expert_norm(x)
+        x = x * top_k_weights.flatten()[order, None]
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+        # A sum over k, not added into rows: it adds in float32, and in the same order each time.
+        return x[places].view(num_tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+
+    def _multiply(self, name: str, x: Tensor, experts: Tensor, ends: Any) -> Tensor:
+        stored = self.get_stored(name)
+        x = multiply_groups(x, ends, *stored, self.quantization, is_transposed=self.is_transposed)
+        return x + getattr(self, f"{name}_bias").to(x.dtype)[experts] if self.has_bias else x
 
 
 def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[str] = ()) -> list[str]:

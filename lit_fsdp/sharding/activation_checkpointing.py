@@ -11,11 +11,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-# Matrix products and attention: most of the compute of a block in a small part of its activations.
+# Matrix products and attention: most of the compute of a block in a small part of its activations. By name, as
+# those of bitsandbytes exist only once it is imported.
 DEFAULT_SAVED_OPS = (
     "aten.mm",
     "aten.addmm",
     "aten.bmm",
+    "aten._grouped_mm",
+    "bitsandbytes.gemm_4bit",
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention",
@@ -32,7 +35,7 @@ class ActivationCheckpointing:
             compute. ``selective`` keeps also the outputs of ``saved_ops`` and computes the rest again.
         every_n_blocks: Treat only every n-th block like this, starting with the first.
         saved_ops: For ``selective``: operators such as ``aten.mm`` whose outputs are kept. Empty keeps matrix
-            products and attention.
+            products, those with 4-bit weights included, and attention.
     """
 
     mode: Literal["none", "full", "selective"] = "none"
@@ -56,7 +59,11 @@ class ActivationCheckpointing:
                 f"activation_checkpointing.saved_ops: not used by mode {self.mode!r}; set mode to 'selective'"
             )
         for name in self.saved_ops:
-            _get_op(name)
+            if name not in DEFAULT_SAVED_OPS and _find_op(name) is None:
+                raise ValueError(
+                    f"activation_checkpointing.saved_ops: got {name!r}: torch has no such operator; "
+                    "expected one such as aten.mm"
+                )
 
 
 def apply_activation_checkpointing(
@@ -77,9 +84,7 @@ def apply_activation_checkpointing(
     options: dict[str, Any] = {}
     if settings.mode == "selective":
         _refuse_nested(blocks)
-        packets = [_get_op(name) for name in settings.saved_ops or DEFAULT_SAVED_OPS]
-        saved = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
+        options["context_fn"] = partial(_make_contexts, settings.saved_ops or DEFAULT_SAVED_OPS)
     chosen = list(blocks)[:: settings.every_n_blocks]
     for name in chosen:
         block = model.get_submodule(name)
@@ -97,12 +102,17 @@ def _refuse_nested(blocks: Sequence[str]) -> None:
             )
 
 
-def _get_op(name: str) -> Any:
+def _make_contexts(saved_ops: Sequence[str]) -> Any:
+    # For each forward of a block: only then all operators that it runs are there.
+    packets = [packet for name in saved_ops if (packet := _find_op(name)) is not None]
+    # Those that write into a tensor they are given must do so again: what they return was made before.
+    saved = [getattr(packet, name) for packet in packets for name in packet.overloads() if not name.endswith("out")]
+    return create_selective_checkpoint_contexts(saved)
+
+
+def _find_op(name: str) -> Any:
     namespace, _, op = name.partition(".")
     try:
         return getattr(getattr(torch.ops, namespace), op)
     except (AttributeError, RuntimeError):
-        raise ValueError(
-            f"activation_checkpointing.saved_ops: got {name!r}: torch has no such operator; "
-            "expected one such as aten.mm"
-        ) from None
+        return None

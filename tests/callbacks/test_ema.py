@@ -7,11 +7,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from training import EVEN, GLOBAL_BATCH, TIED, UNEVEN, Rows, build_task, build_trainer, gather_weights, save_model
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks import EMA
+from lit_fsdp.callbacks import ema as ema_module
+from lit_fsdp.profiling.memory_trace import MemoryTrace
 from ranks import run_ranks
 
 DECAY = 0.8
@@ -216,3 +218,21 @@ def test_settings_that_cannot_be_are_refused() -> None:
     trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     with pytest.raises(ValueError, match=r"EMA: got SingleDeviceStrategy: it needs FSDP2Strategy"):
         EMA().setup(trainer, pl.LightningModule(), "fit")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_step_takes_no_copy_of_all_weights(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    sizes = (ema_module.PART * 2 + 7, 5, 3 * 1000, 0)
+    module = nn.ParameterList(torch.randn(size).to(dtype) for size in sizes)
+    ema = EMA(decay=DECAY, warmup=False)
+    ema._averages = {name: torch.randn(p.numel()) for name, p in module.named_parameters()}
+    weights: Any = [p.detach().float() for p in module]
+    expected = [a.clone() for a in ema._averages.values()]
+    torch._foreach_lerp_(expected, weights, 1 - DECAY)
+    with MemoryTrace(module, [], plan=(), device=torch.device("cpu")) as trace:
+        trace.begin_phase("optimizer")
+        ema.on_step_end(None, module)  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for a, b in zip(ema._averages.values(), expected, strict=True))
+    held = sum(p.numel() * p.element_size() for p in module)
+    assert trace.finish().peak.num_bytes - held <= 4 * ema_module.PART * (dtype == torch.bfloat16)

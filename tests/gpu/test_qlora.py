@@ -1,5 +1,6 @@
 """Quantized weights and adapters on GPUs: bytes as on the CPU, training as on one device, shards in host memory."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from adapter_training import BASES, BATCH, LORA, SIZES, compare, fit, train_sharded
+from models import build_language_model
 from training import NUM_STEPS, Result, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import CPUOffload, FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization, compress_absmax, dequantize, quantize_rows
 from ranks import count_gpus, run_ranks
+from lit_fsdp.weights.load import init_weights, materialize
 
 pytestmark = pytest.mark.gpu
 BACKEND = "cpu:gloo,cuda:nccl"
@@ -84,3 +88,54 @@ def fit_offloaded(folder: Path) -> None:
 
 def test_offloaded_shards_are_pinned_in_host_memory(folder: Path) -> None:
     run_ranks(fit_offloaded, folder, world_size=1, backend=BACKEND)
+
+
+MIXTURE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "moe_intermediate_size": 64}
+
+
+def run_experts_on_gpu() -> None:
+    torch.cuda.set_device(0)
+    for settings in (Quantization(), Quantization(type="int8")):
+        model = build_language_model("qwen3_moe", **MIXTURE)
+        quantize_model(model, settings)
+        materialize(model, torch.device("cpu"))
+        init_weights(model, 3)
+        experts: Any = next(m for name, m in model.named_modules() if name.endswith("experts"))
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(32, 64, generator=generator).bfloat16()
+        chosen = torch.stack([torch.randperm(experts.num_experts, generator=generator)[:2] for _ in range(32)])
+        weights = torch.rand(32, 2, generator=generator).bfloat16()
+        expected = experts(x, chosen, weights)
+        experts.cuda()
+        given = x.cuda().requires_grad_(), chosen.cuda(), weights.cuda()
+        found = experts(*given)  # also makes the tables, which waits
+        assert float((found.cpu() - expected).abs().max()) <= 2e-2 * float(expected.abs().max())
+        has_kernel = torch.cuda.get_device_capability()[0] in (9, 10)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                experts(*given).sum().backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits = [w for w in caught if "synchroniz" in str(w.message)]
+        assert len(waits) == (0 if has_kernel else 1), [str(w.message) for w in waits]
+
+
+def test_experts_equal_the_cpu_and_wait_once_at_most() -> None:
+    run_ranks(run_experts_on_gpu, world_size=1, backend=BACKEND)
+
+
+def measure_int8() -> None:
+    torch.cuda.set_device(0)
+    settings, size = Quantization(type="int8"), 4096
+    codes, absmax = quantize_rows(torch.randn(size, size, device="cuda").mul_(0.02), settings)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    dense = dequantize(codes, absmax.view(torch.uint8), None, settings, torch.bfloat16)
+    assert torch.cuda.max_memory_allocated() - before <= 1.01 * 2 * size * size
+    assert torch.equal(dense, (codes.view(torch.int8).float() * (absmax / 127)).bfloat16())
+
+
+def test_an_int8_weight_takes_its_dense_size() -> None:
+    run_ranks(measure_int8, world_size=1, backend=BACKEND)

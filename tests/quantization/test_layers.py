@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 from models import build_language_model, make_tokens
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lit_fsdp.profiling.flops import FlopCounter
+from lit_fsdp.quantization import layers
 from lit_fsdp.quantization.layers import QuantizedExperts, QuantizedLinear, iterate_quantized, quantize_model
 from lit_fsdp.quantization.quantize import Quantization, dequantize
 from lit_fsdp.weights.load import init_weights, materialize
@@ -45,7 +48,8 @@ def dequantize_model(model: nn.Module, like: nn.Module) -> nn.Module:
                 state[name].copy_(dequantize(*stored, layer.quantization, torch.float32))
                 continue
             for i, matrix in enumerate(state[name]):
-                matrix.copy_(dequantize(*layer.get_stored(key, i), layer.quantization, torch.float32))
+                own = [None if part is None else part[i] for part in stored]
+                matrix.copy_(dequantize(*own, layer.quantization, torch.float32))
     return like
 
 
@@ -134,3 +138,79 @@ def test_the_seed_gives_the_same_codes_whether_the_model_is_quantized_at_once_or
     dense = dequantize_model(model, build_language_model("llama", "cpu", **WIDE))
     for (name, a), (_, b) in zip(whole.named_parameters(), dense.named_parameters(), strict=True):
         assert float((a - b).abs().max()) <= float(a.abs().max()) * (0.5 / 127 + 1e-3), name
+
+
+class Operators(TorchDispatchMode):
+    """Lists the operators that run, with the shapes of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ran: list[tuple[str, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.ran.append((str(func), out.shape if isinstance(out, Tensor) else None))
+        return out
+
+
+def find_experts(model: nn.Module) -> Any:
+    return next(m for name, m in model.named_modules() if name.endswith("experts"))
+
+
+def run_experts(experts: Any, chosen: Tensor) -> list[Tensor]:
+    """Return what comes out, and the gradients of what comes in."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(len(chosen), WIDE["hidden_size"], generator=generator, requires_grad=True)
+    weights = torch.rand(chosen.shape, generator=generator, requires_grad=True)
+    y = experts(x, chosen, weights)
+    y.square().sum().backward()
+    assert x.grad is not None
+    assert weights.grad is not None
+    return [y.detach(), x.grad, weights.grad]
+
+
+def route(num_experts: int) -> list[Tensor]:
+    """Choose two experts for each of 12 tokens: spread, and always the same."""
+    spread = torch.stack([torch.arange(12) % num_experts, (torch.arange(12) + 1) % num_experts], dim=1)
+    return [spread, torch.tensor([[0, num_experts - 1]]).expand(12, 2).contiguous()]
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=str)
+@pytest.mark.parametrize("family", EXPERTS)
+def test_gradients_of_experts_are_those_of_dense_ones(family: str, settings: Quantization) -> None:
+    model = build_quantized(family, settings, **EXPERTS[family])
+    dense = dequantize_model(model, build_language_model(family, "cpu", **EXPERTS[family]))
+    experts = find_experts(model)
+    for chosen in route(experts.num_experts):
+        for found, expected in zip(*(run_experts(e, chosen) for e in (experts, find_experts(dense))), strict=True):
+            assert float((found - expected).abs().max()) <= 1e-6 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("settings", KINDS[::2], ids=str)
+def test_experts_run_the_same_operators_wherever_tokens_go_and_wait_for_none(settings: Quantization) -> None:
+    experts = find_experts(build_quantized("qwen3_moe", settings, **EXPERTS["qwen3_moe"]))
+    ran, flops = [], []
+    for chosen in route(experts.num_experts):
+        with FlopCounter() as counter, Operators() as operators:
+            run_experts(experts, chosen)
+        ran.append(operators.ran)
+        flops.append(counter.flops)
+    assert ran[0] == ran[1]
+    waits = ("_local_scalar_dense", "nonzero", "unique", "bincount")
+    assert [name for name, _ in ran[0] if any(wait in name for wait in waits)] == []
+    products = 2 * 12 * 2 * 3 * 64 * 64  # of 12 tokens with 2 experts each, not with all
+    assert (flops[0].forward, flops[0].backward) == (products, products)
+
+
+def test_experts_are_multiplied_one_by_one_where_no_kernel_takes_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = find_experts(build_quantized("qwen3_moe", Quantization(), **EXPERTS["qwen3_moe"]))
+    chosen = route(experts.num_experts)
+    expected = [run_experts(experts, c) for c in chosen]
+    monkeypatch.setattr(layers, "has_grouped_product", lambda *_: False)
+    ran = []
+    for c, truth in zip(chosen, expected, strict=True):
+        with Operators() as operators:
+            found = run_experts(experts, c)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, truth, strict=True))
+        ran.append([name for name, _ in operators.ran])
+    assert ran[0] == ran[1]

@@ -10,6 +10,7 @@ import torch
 from bitsandbytes import functional
 from torch import Tensor, nn
 
+from lit_fsdp.profiling.memory_trace import MemoryTrace
 from lit_fsdp.quantization import quantize as quantization
 from lit_fsdp.quantization.quantize import (
     BLOCK_SIZES,
@@ -18,6 +19,7 @@ from lit_fsdp.quantization.quantize import (
     dequantize,
     dequantize_shard,
     multiply,
+    multiply_groups,
     quantize_rows,
 )
 
@@ -112,14 +114,12 @@ def test_multiplying_equals_the_stock_layer_in_value_and_gradient(settings: Quan
 @pytest.mark.parametrize(
     "settings", [Quantization(), Quantization(type="fp4", double_quant=False), Quantization(type="int8")]
 )
-@pytest.mark.parametrize("is_transposed", [False, True])
-def test_gradients_are_those_of_the_dense_weight(settings: Quantization, is_transposed: bool) -> None:
+def test_gradients_are_those_of_the_dense_weight(settings: Quantization) -> None:
     weight = make_weight(rows=8, columns=128)
     dense = dequantize(*store(weight, settings), settings, torch.float32).double()
-    dense = dense.T if is_transposed else dense  # [out, in]
     x = torch.randn(4, dense.shape[1], generator=torch.Generator().manual_seed(1), requires_grad=True)
     bias = torch.zeros(dense.shape[0], requires_grad=True)
-    y = multiply(x, *store(weight, settings), settings, bias=bias, is_transposed=is_transposed)
+    y = multiply(x, *store(weight, settings), settings, bias=bias)
     y.square().sum().backward()
     assert x.grad is not None
     assert bias.grad is not None
@@ -142,7 +142,7 @@ def test_no_dense_weight_is_kept_for_backward(settings: Quantization, monkeypatc
 
     monkeypatch.setattr(quantization, "dequantize", dequantize_watched)
     x = torch.randn(4, 128, requires_grad=True)
-    y = multiply(x, *store(make_weight(8, 128), settings), settings, is_transposed=False)
+    y = multiply(x, *store(make_weight(8, 128), settings), settings)
     assert len(made) == (settings.type == "int8")  # bitsandbytes multiplies 4-bit weights by itself
     assert all(dense() is None for dense in made)
     assert y.grad_fn is not None
@@ -173,3 +173,68 @@ def test_every_block_size_counts_its_blocks() -> None:
         assert Quantization(block_size=size).count_blocks(8192) == 8192 // size
     with pytest.raises(ValueError, match="rows of 100 weights do not divide into blocks of 64"):
         Quantization().count_blocks(100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_int8_weight_takes_its_dense_size_and_little_more(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, (rows, columns) = Quantization(type="int8"), (768, 512)
+    codes, absmax, _ = stored = store(make_weight(rows, columns), settings)
+    whole = (codes.view(torch.int8).float() * (absmax.view(torch.float32) / 127)).to(dtype)
+    for part in (100 * columns, quantization.INT8_PART):
+        monkeypatch.setattr(quantization, "INT8_PART", part)
+        assert torch.equal(dequantize(*stored, settings, dtype), whole)
+    x = torch.randn(4, columns, dtype=dtype, requires_grad=True)
+    with MemoryTrace(nn.Identity(), [], plan=(), device=torch.device("cpu")) as trace:
+        trace.begin_phase("forward")
+        y = multiply(x, *stored, settings)
+        trace.begin_phase("backward")
+        y.sum().backward()
+    memory = trace.finish()
+    assert memory.peak.num_bytes < 1.03 * rows * columns * dtype.itemsize
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("settings", [*SETTINGS[:4], Quantization(type="int8")], ids=str)
+def test_groups_are_multiplied_by_their_own_matrices(
+    settings: Quantization, is_transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrices = [store(make_weight(192, 384) * (i + 1), settings) for i in range(3)]
+    codes, absmax, nested = (None if parts[0] is None else torch.stack(parts) for parts in zip(*matrices, strict=True))  # type: ignore[arg-type]
+    dense = [dequantize(*matrix, settings, torch.float32).double() for matrix in matrices]
+    dense = [matrix.T if is_transposed else matrix for matrix in dense]  # [out, in]
+    ends = [3, 3, 10]  # none of the second
+    x = torch.randn(10, dense[0].shape[1], generator=torch.Generator().manual_seed(1), requires_grad=True)
+    expected = torch.cat(
+        [x.detach().double()[a:b] @ m.T for m, (a, b) in zip(dense, pairwise([0, *ends]), strict=True)]
+    )
+    expected_grad = torch.cat([2 * expected[a:b] @ m for m, (a, b) in zip(dense, pairwise([0, *ends]), strict=True)])
+    found = []
+    whole = quantization.GROUPS_PART
+    for given, part in ((ends, whole), (torch.tensor(ends, dtype=torch.int32), whole), (torch.tensor(ends).int(), 1)):
+        monkeypatch.setattr(quantization, "GROUPS_PART", part)
+        x.grad = None
+        y = multiply_groups(x, given, codes, absmax, nested, settings, is_transposed=is_transposed)  # type: ignore[arg-type]
+        y.square().sum().backward()
+        assert x.grad is not None
+        assert torch.allclose(y.double(), expected, atol=1e-6)
+        assert torch.allclose(x.grad.double(), expected_grad, atol=1e-5)
+        found.append(y.detach())
+    assert torch.equal(found[1], found[2])
+
+
+def test_matrices_of_groups_are_dequantized_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, num, rows, columns = Quantization(), 4, 1024, 256
+    monkeypatch.setattr(quantization, "GROUPS_PART", num * columns * 128)
+    matrices = [store(make_weight(rows, columns), settings) for _ in range(num)]
+    stored: Any = [torch.stack(parts) for parts in zip(*matrices, strict=True)]  # type: ignore[arg-type]
+    x = torch.randn(8, columns, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
+    with MemoryTrace(nn.Identity(), [], plan=(), device=torch.device("cpu")) as trace:
+        trace.begin_phase("forward")
+        y = multiply_groups(x, ends, *stored, settings)
+        trace.begin_phase("backward")
+        y.sum().backward()
+    part = num * columns * 128 * 2
+    assert part < trace.finish().peak.num_bytes < 1.5 * part  # of which codes and maxima are a third

@@ -7,10 +7,14 @@ import pytest
 import torch
 from models import Block, Parent, build_language_model, compute_loss, make_tokens
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from lit_fsdp.quantization.layers import quantize_model
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
 from lit_fsdp.sharding.wrap import Wrap, iterate_blocks, plan_units
+from lit_fsdp.weights.load import init_weights, materialize
 
 SETTINGS = {
     "none": ActivationCheckpointing(),
@@ -197,3 +201,43 @@ def test_without_blocks_it_is_refused_unless_off() -> None:
     assert apply_activation_checkpointing(nn.Linear(2, 2), ActivationCheckpointing(), []) == []
     with pytest.raises(ValueError, match="got 'full': no blocks were found"):
         apply_activation_checkpointing(nn.Linear(2, 2), ActivationCheckpointing(mode="full"), [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved_ops", "operator"),
+    [("nf4", (), "bitsandbytes.gemm_4bit"), ("int8", (), "aten.mm"), ("int8", ("aten.mul",), "")],
+)
+def test_selective_computes_products_with_quantized_weights_once(
+    kind: Any, saved_ops: tuple[str, ...], operator: str
+) -> None:
+    counts, gradients = [], []
+    for settings in (
+        ActivationCheckpointing(),
+        ActivationCheckpointing(mode="selective", saved_ops=saved_ops),
+    ):
+        model = build_language_model("llama", hidden_size=64, intermediate_size=128, head_dim=16)
+        quantize_model(model, Quantization(type=kind))
+        materialize(model, torch.device("cpu"))
+        init_weights(model, 0)
+        parent = Parent(model)
+        apply_activation_checkpointing(parent, settings, list(iterate_blocks(plan_units(parent, Wrap()))))
+        with CountCalls(operator) as calls:
+            compute_loss(parent, make_tokens()).backward()
+        counts.append(calls.num_calls)
+        gradients.append({n: p.grad for n, p in parent.named_parameters() if p.grad is not None})
+    assert counts[0] == counts[1]
+    assert counts[0] or not operator
+    assert gradients[0].keys() == gradients[1].keys()
+    assert [n for n in gradients[0] if not torch.equal(gradients[0][n], gradients[1][n])] == []
+
+
+class CountCalls(TorchDispatchMode):
+    """Counts how often an operator is computed."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name, self.num_calls = name, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += str(func.overloadpacket) == self.name
+        return func(*args, **(kwargs or {}))

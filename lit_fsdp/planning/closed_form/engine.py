@@ -19,7 +19,7 @@ from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.planning.closed_form.reader import Reader, UnreadableModuleError
 from lit_fsdp.planning.closed_form.step_walk import OUTSIDE, Moment, UnitSizes, Walk, WalkSettings
-from lit_fsdp.planning.closed_form.tape import FLOAT32, RELEASE, Op, Tape
+from lit_fsdp.planning.closed_form.tape import FLOAT32, QUANTIZED, RELEASE, Op, Tape
 from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, Ranks
 from lit_fsdp.profiling.expected_communication import count_gathered_bytes, get_gather_dtype, pad_numel
 from lit_fsdp.profiling.flops import Flops
@@ -309,4 +309,5 @@ def _list_run_twice(tape: Tape, recompute: ActivationCheckpointing) -> list[Op]:
 def _list_kept(recompute: ActivationCheckpointing) -> set[str]:
     """Return the operators that blocks which are computed again do not compute again."""
     saved = recompute.saved_ops or DEFAULT_SAVED_OPS
-    return {name.removeprefix("aten.") for name in saved} if recompute.mode == "selective" else set()
+    names = {name.removeprefix("aten.") for name in saved} if recompute.mode == "selective" else set()
+    return names | {name for name in QUANTIZED if name.removeprefix("int8.") in names}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from lit_fsdp.planning.closed_form.linear_reader import read_product
 from lit_fsdp.planning.closed_form.reader import SAVES_INPUT, Reader, UnreadableModuleError, list_children
 from lit_fsdp.planning.closed_form.tape import FLOAT32, INDEX
 from lit_fsdp.quantization.layers import QuantizedExperts
+from lit_fsdp.quantization.quantize import count_part
 
 _SHARED = {"shared_expert", "shared_expert_gate"}  # which are read elsewhere
 
@@ -35,11 +37,7 @@ def read_mixture(reader: Reader, name: str, module: Any, x: int) -> int:
     if kind not in SAVES_INPUT:
         raise UnreadableModuleError(f"{name}.experts", f"activation {kind}")
     scores, scores_itemsize = _read_router(reader, router, x)
-    if isinstance(experts, QuantizedExperts):
-        if experts.quantization.type == "int8":
-            raise UnreadableModuleError(f"{name}.experts", "experts in int8")
-        return _read_one_by_one(reader, experts, (x, scores, router.top_k))
-    if implementation != "grouped_mm":
+    if implementation != "grouped_mm" and not isinstance(experts, QuantizedExperts):
         raise UnreadableModuleError(name, f"experts implementation {implementation}")
     return _read_in_groups(reader, experts, (x, scores, scores_itemsize, router.top_k))
 
@@ -59,64 +57,74 @@ def _read_router(reader: Reader, router: Any, x: int) -> tuple[int, int]:
     return tape.add_cast(top, FLOAT32, tape.itemsize), tape.itemsize
 
 
-def _read_one_by_one(reader: Reader, experts: Any, routed: tuple[int, int, int]) -> int:
-    """Add what ``QuantizedExperts`` does, with as many tokens for each expert."""
-    tape = reader.tape
-    x, scores, top_k = routed
-    num_experts, both, width = experts.dense_shapes["gate_up_proj"]
-    if experts.is_transposed:
-        both, width = width, both
-    itemsize, rows = tape.itemsize, reader.num_tokens * top_k
-    share, half = rows // num_experts, both // 2
-    dense, size = both * width * itemsize, reader.count_bytes(width)
-    weights = num_experts * (both + half) * width * itemsize  # dequantized, one expert after another
-    flops = 2 * rows * width * (both + half)
-    return tape.add(
-        "experts",
-        (x, scores),
-        size,
-        # Of every expert: both halves, the activated one, what comes out, before and after it is weighed, and the
-        # numbers of tokens and places.
-        extra=rows * ((both + half + 2 * width) * itemsize + 2 * INDEX),
-        forward_temp=dense + share * (both + width) * itemsize,
-        # The gradient of each expert's tokens is spread over all tokens before it is added.
-        backward_temp=size + dense + share * (both + 2 * width) * itemsize,
-        flops=flops,
-        backward_flops=flops,
-        # Choosing tokens, activation and product, weighing, and adding up; in backward of each, twice that, and all
-        # tokens for each expert.
-        forward_moved=weights + rows * (7 * width + 5 * half) * itemsize,
-        backward_moved=weights + 2 * rows * (7 * width + 5 * half) * itemsize + 4 * num_experts * size,
-    )
-
-
 def _read_in_groups(reader: Reader, experts: Any, routed: tuple[int, int, int, int]) -> int:
     tape = reader.tape
     x, scores, scores_itemsize, top_k = routed
-    _, both, width = experts.gate_up_proj.shape
+    _, both, width = _get_shape(experts, "gate_up_proj")
     if experts.is_transposed:
         both, width = width, both
     rows = reader.num_tokens * top_k
     wide, half = rows * width * tape.itemsize, rows * both // 2 * tape.itemsize
     own = tape.add("index", (x,), wide, extra=rows * INDEX)
-    joined = _multiply(reader, experts.gate_up_proj, own, rows)
+    joined = _multiply(reader, experts, "gate_up_proj", own)
     # Both halves are views of one tensor, whose gradient is put together from theirs.
     gate = tape.add("activation", (joined,), half, saves=(joined,))
     y = tape.add("mul", (gate, joined), half, saves=(gate, joined))
-    y = _multiply(reader, experts.down_proj, y, rows)
+    y = _multiply(reader, experts, "down_proj", y)
     product = rows * width * scores_itemsize
     # What is summed for the scores, and the gradient of the product before it is cast to the dtype of the rows.
     wide_products = 1 + (scores_itemsize != tape.itemsize)
     y = tape.add("mul", (y, scores), product, saves=(y,), backward_temp=wide_products * product)
     y = tape.add("index", (y,), tape.sizes[y], extra=rows * INDEX)
     y = tape.add("sum", (y,), tape.sizes[y] // top_k)
+    if not isinstance(experts, QuantizedExperts):
+        tape.release(own)  # Transformers' function has a name for it
     return tape.add_cast(y, scores_itemsize, tape.itemsize)
 
 
-def _multiply(reader: Reader, weight: Any, x: int, rows: int) -> int:
+def _get_shape(experts: Any, name: str) -> torch.Size:
+    shape: torch.Size = (
+        experts.dense_shapes[name] if isinstance(experts, QuantizedExperts) else experts.get_parameter(name).shape
+    )
+    return shape
+
+
+def _multiply(reader: Reader, experts: Any, name: str, x: int) -> int:
     """Multiply rows that are sorted by expert, each by the matrix of its own."""
     tape = reader.tape
-    num_in = tape.sizes[x] // rows // tape.itemsize
-    num_out = weight[0].numel() // num_in
-    flops = 2 * rows * num_in * num_out
-    return read_product(reader, "_grouped_mm", x, rows * num_out * tape.itemsize, flops, weight)
+    num_experts, num_out, num_in = _get_shape(experts, name)
+    if experts.is_transposed:
+        num_out, num_in = num_in, num_out
+    rows = tape.sizes[x] // num_in // tape.itemsize
+    flops, size = 2 * rows * num_in * num_out, rows * num_out * tape.itemsize
+    if not isinstance(experts, QuantizedExperts):
+        return read_product(reader, "_grouped_mm", x, size, flops, experts.get_parameter(name))
+    sizes = (num_experts, num_in, num_out)
+    moved = num_experts * num_in * num_out * tape.itemsize  # what is dequantized, written once
+    return tape.add(
+        "_grouped_mm",
+        (x,),
+        size,
+        forward_temp=_count_part(experts, tape.itemsize, rows, *sizes),
+        backward_temp=_count_part(experts, tape.itemsize, rows, num_experts, num_out, num_in),
+        flops=flops,
+        backward_flops=flops * tape.needs_grad[x],
+        # The outputs of a part are copied into the whole.
+        forward_moved=moved + 2 * size,
+        backward_moved=moved + 2 * tape.sizes[x],
+    )
+
+
+def _count_part(
+    experts: QuantizedExperts, itemsize: int, rows: int, num_experts: int, num_in: int, num_out: int
+) -> int:
+    """Return the bytes of what ``multiply_groups`` makes of a part of the matrices, and frees."""
+    settings, num_outputs = experts.quantization, count_part(num_experts, num_in, num_out)
+    weights = num_experts * num_in * num_outputs
+    # Beside the dense part either its codes and maxima, as far as they are copied, or what it is multiplied to.
+    is_whole = num_outputs == num_out
+    codes = 0 if is_whole else weights // settings.codes_per_byte
+    maxima = weights // settings.block_size * FLOAT32 if settings.is_double or not is_whole else 0
+    if settings.type == "int8":
+        maxima = 0
+    return weights * itemsize + max(codes + maxima, rows * num_outputs * itemsize)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lit_fsdp.planning.closed_form.reader import Reader, UnreadableModuleError
-from lit_fsdp.planning.closed_form.tape import FLOAT32
+from lit_fsdp.planning.closed_form.tape import FLOAT32, QUANTIZED
 from lit_fsdp.quantization.layers import QuantizedLinear
 
 
@@ -27,14 +27,13 @@ def read_linear(reader: Reader, name: str, module: Any, x: int) -> int:
     flops = 2 * num_rows * num_in * num_out
     size = num_rows * num_out * tape.itemsize
     if isinstance(module, QuantizedLinear):
-        dense = num_in * num_out
         is_4bit = module.quantization.type != "int8"
-        # int8: as floats, once more multiplied by the maxima, and cast; 4 bits at once, in forward inside the kernel.
-        temp = dense * tape.itemsize if is_4bit else dense * (2 * FLOAT32)
+        name = QUANTIZED[0] if is_4bit else QUANTIZED[1 if module.bias is None else 2]
+        temp = num_in * num_out * tape.itemsize  # the dense weight; of 4 bits, in forward inside the kernel
         weights = reader.list_trained(module.bias)
         options: dict[str, Any] = {"forward_temp": 0 if is_4bit else temp, "backward_temp": temp, "weights": weights}
-        options |= {"forward_moved": temp, "backward_moved": temp}  # the dense weight: written once in each
-        return tape.add("quantized", (x,), size, flops=flops, backward_flops=flops * tape.needs_grad[x], **options)
+        options |= {"forward_moved": temp, "backward_moved": temp}  # written once in each
+        return tape.add(name, (x,), size, flops=flops, backward_flops=flops * tape.needs_grad[x], **options)
     return read_product(reader, "mm" if module.bias is None else "addmm", x, size, flops, module.weight, module.bias)
 
 

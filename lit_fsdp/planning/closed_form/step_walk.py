@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_fsdp.planning.closed_form.tape import Op, Tape
+from lit_fsdp.planning.closed_form.tape import QUANTIZED, Op, Tape
 from lit_fsdp.profiling.memory import KINDS, Kind
 from lit_fsdp.sharding.shard import Sharding
 
@@ -105,6 +105,7 @@ class Walk:
         self._unused: list[int] = []  # what was kept of a block, and is not needed to compute it again
         self._uses: Counter[int] = Counter()
         self._begins: dict[int, int] = {}  # of recomputed blocks, by where they end
+        self._waiting: tuple[int, int] | None = None  # a block to compute again when backward first needs its values
         self._frozen: set[int] = set()  # where those begin that have no backward
         begin = 0
         for i, step in enumerate(self.tape.steps):
@@ -251,7 +252,7 @@ class Walk:
                     self._begin_backward(step.index)
             elif step.what == "leave_block":
                 if self.tape.needs_grad[step.value]:
-                    self._recompute(self._begins[i], i)
+                    self._waiting = self._begins[i], i
             elif step.what == "enter_block":
                 for value in [step.value, *self._unused] if i not in self._frozen else ():
                     self._drop(value)
@@ -285,6 +286,9 @@ class Walk:
         self._release(gradient)
 
     def _run_op_backward(self, op: Op) -> None:
+        if self._waiting and _asks_for_values(op):
+            self._recompute(*self._waiting)
+            self._waiting = None
         gradient = self._gradients.pop(op.output, None)
         if gradient is None:
             for value in op.saves:
@@ -444,3 +448,8 @@ class Walk:
         self._free("communication", self._out_buffer)
         self._free("gradients", self._all_reduced)
         self._out_buffer = self._all_reduced = 0
+
+
+def _asks_for_values(op: Op) -> bool:
+    """Whether backward of an operator reads what autograd has saved; products of quantized weights keep them apart."""
+    return bool(op.saves) or (bool(op.backward_flops) and op.name not in QUANTIZED)

@@ -14,6 +14,8 @@ from typing import Literal
 
 FLOAT32, INDEX = 4, 8  # bytes of a number, and of the number of a token or class
 RELEASE = "release"  # name of an operator that runs nothing
+# Products with quantized weights, of which autograd saves nothing, by what runs inside.
+QUANTIZED = ("bitsandbytes.gemm_4bit", "int8.mm", "int8.addmm")
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {"activation_checkpointing": ActivationCheckpointing(mode="selective")}, {}),
     ({"tie_word_embeddings": True}, {}, {}),
     ({"model_type": "qwen3_moe", **EXPERTS}, {}, {"dtypes": BF16}),
+    ({"model_type": "qwen3_moe", **EXPERTS, "lora": True, "quantization": Quantization()}, {}, {"dtypes": BF16}),
+    ({"lora": True, "quantization": Quantization(type="int8")}, {}, {"dtypes": BF16}),
     ({"attention_dropout": 0.1}, {"activation_checkpointing": ActivationCheckpointing(mode="full")}, {"dtypes": BF16}),
 ]
 
