@@ -22,4 +22,4 @@ def mix_without_waiting() -> None:
 
 
 def test_nothing_waits_for_the_gpu() -> None:
-    run_ranks(mix_without_waiting, world_size=1)  # a process of its own, as others fork from this one
+    run_ranks(mix_without_waiting, world_size=1)  # a process of its own, for its sync debug mode

@@ -16,7 +16,7 @@ TOLERANCE = 1e-5
 
 
 def count_ranks() -> int:
-    """One, two or four: what divides the global batch. Counting does not touch CUDA, so ranks can fork."""
+    """One, two or four: what divides the global batch."""
     return max(n for n in (1, 2, 4) if n <= torch.cuda.device_count())
 
 
