@@ -101,5 +101,6 @@ def _draw(shape: str, quantization: Any, device: Any) -> Any:
                 module._parameters[key] = made.to(device)
             else:
                 module._parameters[key] = torch.nn.Parameter(values, requires_grad=False)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are computed, and were on the meta device
+    # Its buffers are computed, not loaded, and were on the meta device.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.to(device)
