@@ -39,8 +39,8 @@ run_tests() { # minutes, arguments; several at a time where pytest-xdist is ther
     local minutes=$1
     shift
     local spread=()
-    python -c "import xdist" 2>/dev/null && spread=(-n 6)
-    try "$minutes" python -m pytest -q ${spread[@]+"${spread[@]}"} "$@"
+    python3 -c "import xdist" 2>/dev/null && spread=(-n 6)
+    try "$minutes" python3 -m pytest -q ${spread[@]+"${spread[@]}"} "$@"
 }
 
 if [ "$device" = cpu ]; then
@@ -49,13 +49,13 @@ if [ "$device" = cpu ]; then
     parts=(memory qlora lora two_ranks speed)
     vit=(--ranks 2 --repeats 1 --steps 5 --image-size 16)
 else
-    ranks=$(python -c "import torch; print(torch.cuda.device_count())")
+    ranks=$(python3 -c "import torch; print(torch.cuda.device_count())")
     if [ "$ranks" = 0 ]; then
         echo "benchmarks/gpu.sh: torch sees no CUDA device on this machine; DEVICE=cpu tries the commands on a CPU" >&2
         exit 2
     fi
     # Cases of some GiB at a time, each beside a CUDA context of its own.
-    jobs=$(python -c "import os, torch; print(max(1, min(os.cpu_count() // 2, torch.cuda.mem_get_info()[0] // (24 * 2**30))))")
+    jobs=$(python3 -c "import os, torch; print(max(1, min(os.cpu_count() // 2, torch.cuda.mem_get_info()[0] // (24 * 2**30))))")
     vit=(--ranks "$ranks" --repeats 2 --image-size 224)
 fi
 variants=(--variants stock "ours 1")
@@ -67,18 +67,18 @@ default() { run_tests 6 --ignore=tests/gpu; }
 
 memory() {
     if [ "$device" = cpu ]; then
-        try 5 python benchmarks/plan_accuracy.py --group families --only "vit, lora" --out "$results/plan_cpu_$today.md"
+        try 5 python3 benchmarks/plan_accuracy.py --group matrix --only "llama, lora, 32-true, 1 ranks" --out "$results/plan_cpu_$today.md"
         return
     fi
-    try 5 python benchmarks/plan_accuracy.py --group large --device cuda --jobs "$jobs" --out "$results/plan_cuda_large_$today.md"
-    try 4.5 python benchmarks/plan_accuracy.py --group matrix --only llama, --device cuda --jobs "$jobs" --out "$results/plan_cuda_matrix_$today.md"
+    try 5 python3 benchmarks/plan_accuracy.py --group large --device cuda --jobs "$jobs" --out "$results/plan_cuda_large_$today.md"
+    try 4.5 python3 benchmarks/plan_accuracy.py --group matrix --only llama, --device cuda --jobs "$jobs" --out "$results/plan_cuda_matrix_$today.md"
 }
 
 adapters() { # minutes, cap in GiB, name of the page, options
     local minutes=$1 cap=$2 name=$3
     shift 3
     [ "$device" = cpu ] && set -- "$@" --device cpu "${shape[@]}" # the last of two wins
-    try "$minutes" python benchmarks/qlora.py --shape 8b --ranks "$ranks" "${variants[@]}" --cap-gib "$cap" --out "$results/${name}_$today.md" "$@"
+    try "$minutes" python3 benchmarks/qlora.py --shape 8b --ranks "$ranks" "${variants[@]}" --cap-gib "$cap" --out "$results/${name}_$today.md" "$@"
 }
 
 qlora() {
@@ -97,12 +97,12 @@ lora() {
 two_ranks() {
     local where=(--shape small)
     [ "$device" = cpu ] && where=(--device cpu "${shape[@]}")
-    try 3 python benchmarks/qlora.py --repeats 1 "${where[@]}" --ranks 2 --variants ours --one-card --profile --out "$results/two_ranks_one_card_$today.md"
+    try 3 python3 benchmarks/qlora.py --repeats 1 "${where[@]}" --ranks 2 --variants ours --one-card --profile --out "$results/two_ranks_one_card_$today.md"
 }
 
 speed() {
-    try 5 python benchmarks/vit.py "${vit[@]}" --out "$results/vit_${device}_$today.md"
-    try 1 python benchmarks/optimizers.py --out "$results/optimizers_${device}_$today.md"
+    try 5 python3 benchmarks/vit.py "${vit[@]}" --out "$results/vit_${device}_$today.md"
+    try 1 python3 benchmarks/optimizers.py --out "$results/optimizers_${device}_$today.md"
 }
 
 known=("${parts[@]}")

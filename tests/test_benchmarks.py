@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
-    "memory": ["plan_cpu", "closed form over allocator |", "| vit, lora, bf16-true, 2 ranks, 2x197 |"],
+    "memory": ["plan_cpu", "closed form over allocator |", "| llama, lora, 32-true, 1 ranks, 2x160"],
     "qlora": ["qlora_8b_16gib", "| stock | 1 | 1 |", "| ours 1 | 1 | 1 |", "| `FSDP::pre_forward` |"],
     "lora": ["lora_8b_24gib", "| stock | 1 | 1 |", "| ours 1 | 1 | 1 |", "| `aten::mm` |"],
     "two_ranks": ["two_ranks_one_card", "share one card through gloo", "| ours | 2 | 1 |", "| `FSDP::all_gather` |"],
@@ -23,7 +23,7 @@ def run_parts(results: Path, *parts: str, device: str = "cpu") -> subprocess.Com
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("part", list(PAGES))
+@pytest.mark.parametrize("part", [*list(PAGES)[:-1], pytest.param("speed", marks=pytest.mark.slow)])
 def test_a_part_writes_its_page(part: str, tmp_path: Path) -> None:
     done = run_parts(tmp_path, part)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
