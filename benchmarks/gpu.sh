@@ -1,55 +1,117 @@
 #!/usr/bin/env bash
-# All that needs a GPU, on one machine: the tests, then what is measured, with today's date in benchmarks/results.
+# All that needs a GPU, on one machine, in about 25 minutes: the tests, then what is measured, with today's date in benchmarks/results.
 #
 #     benchmarks/gpu.sh                  # everything
-#     benchmarks/gpu.sh tests memory     # some parts: tests, memory, qlora, speed
+#     benchmarks/gpu.sh tests memory     # some parts
+#     DEVICE=cpu benchmarks/gpu.sh       # the same commands in small on a CPU, to try them; without the tests
 #
-# Goes on where a part fails, names those at the end, and exits with 1 then. RESULTS=FOLDER writes elsewhere.
+# Part      minutes  what it does (minutes expected on a card such as an H200 with 16 cores; nobody has timed them yet)
+# tests         4    tests/gpu, those with several ranks on one card included
+# default       3    the default tier of the tests, with the GPU visible
+# memory        5    peaks of the closed form, the trace and the allocator: steps of some GiB, and 48 small ones
+# qlora         5    QLoRA at the shape of an 8B model beside torch + peft + bitsandbytes, under caps of 8, 16 and 24 GiB
+# lora          4    LoRA over bfloat16 likewise, under caps of 24 and 16 GiB (which it does not fit), and where its step goes
+# two_ranks     1    two ranks on one card through gloo: no measure of speed
+# speed         3    a vision transformer beside plain FSDP2 and the Trainer of Transformers; steps of optimizers
+#
+# A part ends after twice its minutes, at most nine and a half. Goes on where a part or a piece of it fails, names those at the end,
+# and exits with 1 then. RESULTS=FOLDER writes elsewhere. Of pages that need several runs, what there is so far is in the file.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 results=${RESULTS:-benchmarks/results}
+device=${DEVICE:-cuda}
 today=$(date -u +%F)
-ranks=$(python -c "import torch; print(torch.cuda.device_count())")
 failed=()
+parts=(tests default memory qlora lora two_ranks speed)
+mkdir -p "$results"
 
-if [ "$ranks" = 0 ]; then
-    echo "benchmarks/gpu.sh: torch sees no CUDA device on this machine" >&2
-    exit 2
+try() { # minutes, command
+    local minutes=$1
+    shift
+    echo "== $* (at most $minutes min)"
+    SECONDS=0
+    timeout --kill-after=15 "${minutes}m" "$@" || failed+=("$*")
+    echo "== took $SECONDS s"
+}
+
+run_tests() { # minutes, arguments; several at a time where pytest-xdist is there
+    local minutes=$1
+    shift
+    local spread=()
+    python3 -c "import xdist" 2>/dev/null && spread=(-n 6)
+    try "$minutes" python3 -m pytest -q ${spread[@]+"${spread[@]}"} "$@"
+}
+
+if [ "$device" = cpu ]; then
+    export CUDA_VISIBLE_DEVICES=
+    ranks=1 jobs=1 shape=(--shape tiny --length 32 --steps 4 --repeats 1)
+    parts=(memory qlora lora two_ranks speed)
+    vit=(--ranks 2 --repeats 1 --steps 5 --image-size 16)
+else
+    ranks=$(python3 -c "import torch; print(torch.cuda.device_count())")
+    if [ "$ranks" = 0 ]; then
+        echo "benchmarks/gpu.sh: torch sees no CUDA device on this machine; DEVICE=cpu tries the commands on a CPU" >&2
+        exit 2
+    fi
+    # Cases of some GiB at a time, each beside a CUDA context of its own.
+    jobs=$(python3 -c "import os, torch; print(max(1, min(os.cpu_count() // 2, torch.cuda.mem_get_info()[0] // (24 * 2**30))))")
+    vit=(--ranks "$ranks" --repeats 2 --image-size 224)
 fi
+variants=(--variants stock "ours 1")
+[ "$ranks" -gt 1 ] && variants+=(accelerate ours)
 
-try() {
-    echo "== $*"
-    "$@" || failed+=("$*")
-}
+tests() { run_tests 8 tests/gpu; }
 
-tests() {
-    try python -m pytest -q tests/gpu
-}
+default() { run_tests 6 --ignore=tests/gpu; }
 
 memory() {
-    for group in large matrix speech; do
-        try python benchmarks/plan_accuracy.py --group "$group" --device cuda --out "$results/plan_cuda_${group}_$today.md"
-    done
+    if [ "$device" = cpu ]; then
+        try 5 python3 benchmarks/plan_accuracy.py --group matrix --only "llama, lora, 32-true, 1 ranks" --out "$results/plan_cpu_$today.md"
+        return
+    fi
+    try 5 python3 benchmarks/plan_accuracy.py --group large --device cuda --jobs "$jobs" --out "$results/plan_cuda_large_$today.md"
+    try 4.5 python3 benchmarks/plan_accuracy.py --group matrix --only llama, --device cuda --jobs "$jobs" --out "$results/plan_cuda_matrix_$today.md"
+}
+
+adapters() { # minutes, cap in GiB, name of the page, options
+    local minutes=$1 cap=$2 name=$3
+    shift 3
+    [ "$device" = cpu ] && set -- "$@" --device cpu "${shape[@]}" # the last of two wins
+    try "$minutes" python3 benchmarks/qlora.py --shape 8b --ranks "$ranks" "${variants[@]}" --cap-gib "$cap" --out "$results/${name}_$today.md" "$@"
 }
 
 qlora() {
-    for cap in 8 16 24; do
-        try python benchmarks/qlora.py --shape 8b --ranks "$ranks" --cap-gib "$cap" --out "$results/qlora_8b_${cap}gib_$today.md"
-    done
+    adapters 4 16 qlora_8b_16gib --length 2048 --repeats 2 --profile
+    [ "$device" = cpu ] && return # the caps differ on GPUs only
+    adapters 2.5 8 qlora_8b_8gib --length 512 --repeats 1
+    adapters 2.5 24 qlora_8b_24gib --length 4096 --repeats 1
+}
+
+lora() {
+    adapters 5 24 lora_8b_24gib --base bf16 --length 2048 --repeats 2 --profile
+    [ "$device" = cpu ] && return
+    adapters 2.5 16 lora_8b_16gib --base bf16 --length 512 --repeats 1
+}
+
+two_ranks() {
+    local where=(--shape small)
+    [ "$device" = cpu ] && where=(--device cpu "${shape[@]}")
+    try 3 python3 benchmarks/qlora.py --repeats 1 "${where[@]}" --ranks 2 --variants ours --one-card --profile --out "$results/two_ranks_one_card_$today.md"
 }
 
 speed() {
-    try python benchmarks/vit.py --ranks "$ranks" --image-size 224 --out "$results/vit_cuda_$today.md"
-    try python benchmarks/optimizers.py --out "$results/optimizers_cuda_$today.md"
+    try 5 python3 benchmarks/vit.py "${vit[@]}" --out "$results/vit_${device}_$today.md"
+    try 1 python3 benchmarks/optimizers.py --out "$results/optimizers_${device}_$today.md"
 }
 
-[ $# = 0 ] && set -- tests memory qlora speed
+known=("${parts[@]}")
+[ $# = 0 ] && set -- "${parts[@]}"
 for part in "$@"; do
-    case $part in
-        tests | memory | qlora | speed) ;;
-        *) echo "benchmarks/gpu.sh: got $part: expected tests, memory, qlora or speed" >&2; exit 2 ;;
-    esac
+    if [[ " ${known[*]} " != *" $part "* ]]; then
+        echo "benchmarks/gpu.sh: got $part: expected one of ${known[*]}" >&2
+        exit 2
+    fi
 done
 for part in "$@"; do
     "$part"

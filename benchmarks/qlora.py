@@ -1,12 +1,15 @@
-"""QLoRA beside stock Transformers + bitsandbytes + peft on one device, and beside accelerate's FSDP2, on the same work.
+"""QLoRA and LoRA beside stock Transformers + bitsandbytes + peft on one device, and beside accelerate's FSDP2.
 
     python benchmarks/qlora.py --shape small --ranks 2 --repeats 3 --out benchmarks/results/qlora_DATE.md
-    python benchmarks/qlora.py --shape 8b --ranks 1 --repeats 3 --cap-gib 16      # on a GPU
+    python benchmarks/qlora.py --shape 8b --ranks 1 --variants stock "ours 1" --cap-gib 16 --profile      # on a GPU
+    python benchmarks/qlora.py --shape tiny --device cpu --repeats 1 --profile                            # in seconds
 
-Each variant runs in fresh processes, in turn, ``repeats`` times: a random Llama-architecture model in NF4 with double
-quantization, adapters of rank 16 on all linear layers, AdamW, every rank the same number of random tokens a step,
-activation checkpointing. Only ``small`` reads its weights from files; larger shapes are drawn layer by layer on the
-device. Accelerate's side is its own ``fsdp2_prepare_model``, called directly: on a CPU its launcher turns FSDP off.
+Each variant runs in fresh processes, in turn, ``repeats`` times, each turn in the other order: a random
+Llama-architecture model in NF4 with double quantization, or in bfloat16, adapters of rank 16 on all linear layers,
+AdamW, every rank the same number of random tokens a step, activation checkpointing. Stock runs under autocast, as
+the Trainer of Transformers does. Only ``small`` reads its weights from files; other shapes are drawn layer by layer on
+the device. Accelerate's side is its own ``fsdp2_prepare_model``, called directly: on a CPU its launcher turns FSDP off.
+With ``--one-card`` all ranks share one GPU through gloo: no measure of speed, see ``one_card.py``.
 """
 
 from __future__ import annotations
@@ -26,35 +29,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from step_costs import format_costs, list_costs, start_profile
+from stock_adapters import RANK, SHAPES, load_stock, save_model
+
 VARIANTS = ("stock", "accelerate", "ours 1", "ours")
 KINDS = ("codes", "absmax", "other frozen", "adapters", "optimizer")
-RANK = 16
-SHAPES: dict[str, dict[str, Any]] = {
-    "small": {
-        "vocab_size": 8192,
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-    },
-    "8b": {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "70b": {
-        "vocab_size": 128256,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    },
-}
+WARMUP = 2  # steps
+PROCESS_LIMIT_S = 300  # a variant that hangs must not cost the others their turn
 
 
 def is_cuda() -> bool:
@@ -80,54 +61,6 @@ def make_batch(args: argparse.Namespace, step: int) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def load_stock(args: argparse.Namespace) -> Any:
-    """Return the model as Transformers, bitsandbytes and peft make it, with recomputation."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-    if args.shape == "small":
-        model = AutoModelForCausalLM.from_pretrained(
-            args.folder, dtype=torch.bfloat16, quantization_config=quantization, device_map={"": args.device}
-        )
-    else:
-        model = draw_stock(args, quantization)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    return get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear"))
-
-
-def draw_stock(args: argparse.Namespace, quantization: Any) -> Any:
-    """Return a random model of stock 4-bit layers, drawn layer by layer on the device."""
-    import torch
-    from bitsandbytes.nn import Params4bit
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
-
-    config = AutoConfig.for_model("llama", **SHAPES[args.shape])
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = replace_with_bnb_linear(model, modules_to_not_convert=["lm_head"], quantization_config=quantization)
-    for module in model.modules():
-        for key, parameter in list(module._parameters.items()):
-            if parameter is None:
-                continue
-            shape = (module.out_features, module.in_features) if isinstance(parameter, Params4bit) else parameter.shape
-            values = torch.randn(shape, dtype=torch.bfloat16, device=args.device).mul_(0.02)
-            if isinstance(parameter, Params4bit):
-                made = Params4bit(values.cpu(), requires_grad=False, quant_type="nf4", compress_statistics=True)
-                module._parameters[key] = made.to(args.device)
-            else:
-                module._parameters[key] = torch.nn.Parameter(values, requires_grad=False)
-    return model.to(args.device)
-
-
 def shard_with_accelerate(model: Any) -> Any:
     """Shard as accelerate does."""
     import torch.distributed as dist
@@ -146,31 +79,81 @@ def shard_with_accelerate(model: Any) -> Any:
     return fsdp2_prepare_model(accelerator, model)
 
 
+class Meter:
+    """Notes what the steps of a run take; ``end`` waits for the device.
+
+    The last step is recorded by a profiler if that was asked for, and counts for no time.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.times: list[float] = []
+        self.losses: list[float] = []
+        self.costs: Any = None
+        self.loading_peak = 0  # and the first steps
+        self.num_steps, self.is_profiled = args.steps, args.profile
+        self.profiler: Any = None
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.started = time.perf_counter()
+
+    def end(self, loss: Any) -> None:
+        """End a step."""
+        import torch
+
+        self.losses.append(float(loss))
+        if is_cuda():
+            torch.cuda.synchronize()
+        if self.profiler is not None:
+            self.costs, self.profiler = list_costs(self.profiler), None
+        else:
+            self.times.append(time.perf_counter() - self.started)
+        if len(self.losses) == WARMUP:
+            self.loading_peak = read_peak_bytes()
+            if is_cuda():
+                torch.cuda.reset_peak_memory_stats()
+        if self.is_profiled and len(self.losses) == self.num_steps - 1:
+            self.profiler = start_profile()
+        self.begin()
+
+    def report(self) -> dict[str, Any]:
+        """Return what was found."""
+        peak = read_peak_bytes()
+        return {
+            "step_s": statistics.median(self.times[WARMUP:]),
+            "losses": self.losses,
+            "step_peak_bytes": peak,
+            "peak_bytes": max(peak, self.loading_peak),
+            "costs": self.costs,
+        }
+
+
 def train_stock(args: argparse.Namespace, *, is_sharded: bool) -> dict[str, Any]:
     """Train in a plain loop."""
     import torch
 
-    model = load_stock(args)
+    model = load_stock(args.shape, args.base, args.folder, args.device)
     if is_sharded:
         model = shard_with_accelerate(model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4)
-    times, losses = [], []
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    meter = Meter(args)
+    meter.begin()
     for step in range(args.steps):
-        begin = time.perf_counter()
         batch = {name: value.to(args.device) for name, value in make_batch(args, step).items()}
-        loss = model(**batch, use_cache=False).loss
+        with torch.autocast(args.device.type, torch.bfloat16):
+            loss = model(**batch, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-        times.append(time.perf_counter() - begin)
-    return {"times": times, "losses": losses, "bytes": count_bytes(model, optimizer)}
+        meter.end(loss.detach())
+    return {**meter.report(), "bytes": count_bytes(model, optimizer)}
 
 
 def train_ours(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """Train under the Trainer."""
     import lightning.pytorch as pl
+    import torch.distributed as dist
     from torch.utils.data import DataLoader
 
     from lit_fsdp import ActivationCheckpointing, FSDP2Strategy
@@ -180,43 +163,44 @@ def train_ours(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
     class Clock(pl.Callback):
         def on_train_start(self, *_: Any) -> None:
-            self.times: list[float] = []
-            self.losses: list[float] = []
-            self.begin = time.perf_counter()
+            meter.begin()
 
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            self.losses.append(float(trainer.callback_metrics["train/loss"]))  # waits for the device
-            self.times.append(time.perf_counter() - self.begin)
-            self.begin = time.perf_counter()
+            meter.end(trainer.callback_metrics["train/loss"])
 
+    meter = Meter(args)
+    where: dict[str, Any] = {"devices": ranks}
+    if args.one_card:
+        from one_card import share_card
+
+        dist.init_process_group("gloo")
+        where = share_card()
     source: dict[str, Any] = {"pretrained": str(args.folder)}
     if args.shape != "small":
         source = {"config": {"model_type": "llama", **SHAPES[args.shape]}}
     task = CausalLM(
         **source,
         lora=LoRA(r=RANK, alpha=2 * RANK),
-        quantization=Quantization(),
+        quantization=Quantization() if args.base == "nf4" else None,
         lr_scheduler=LRSchedule(type="constant"),
     )
-    clock = Clock()
     trainer = pl.Trainer(
         accelerator="gpu" if is_cuda() else "cpu",
-        devices=ranks,
         strategy=FSDP2Strategy(print_plan=False, activation_checkpointing=ActivationCheckpointing(mode="full")),
         precision="bf16-true",
         max_steps=args.steps,
-        callbacks=[clock],
+        callbacks=[Clock()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
+        **where,
     )
     rows = [make_batch(args, step) for step in range(args.steps)]
     trainer.fit(task, DataLoader(rows, batch_size=None))
     return {
-        "times": clock.times,
-        "losses": clock.losses,
+        **meter.report(),
         "bytes": count_bytes(task, trainer.optimizers[0]),
         "expected": estimate_bytes(task, ranks),
     }
@@ -272,20 +256,21 @@ def be_variant(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    args.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if is_cuda() else torch.device("cpu")
+    place = 0 if args.one_card else int(os.environ.get("LOCAL_RANK", "0"))
+    args.device = torch.device("cuda", place) if is_cuda() else torch.device("cpu")
     if is_cuda():
         torch.cuda.set_device(args.device)
         if args.cap_gib:
             whole = torch.cuda.get_device_properties(args.device).total_memory
             torch.cuda.set_per_process_memory_fraction(args.cap_gib * 2**30 / whole)
-    before = read_peak_bytes()
+    before = 0 if is_cuda() else read_peak_bytes()
     ranks = args.ranks if args.variant in ("accelerate", "ours") else 1
     if args.variant.startswith("ours"):
         facts = train_ours(args, ranks)
     else:
         facts = train_stock(args, is_sharded=args.variant == "accelerate")
-    facts["peak_bytes"] = read_peak_bytes() - before
-    facts["step_s"] = statistics.median(facts.pop("times")[2:])
+    for name in ("peak_bytes", "step_peak_bytes"):
+        facts[name] -= before
     boxes: list[Any] = [facts]
     if dist.is_initialized():
         boxes = [None] * dist.get_world_size()
@@ -298,15 +283,19 @@ def run(variant: str, args: argparse.Namespace, folder: str) -> list[dict[str, A
     """Return the facts of each rank of a variant in fresh processes, or why there are none."""
     options = ["--variant", variant, "--folder", folder, "--shape", args.shape, "--ranks", str(args.ranks)]
     options += ["--steps", str(args.steps), "--length", str(args.length), "--cap-gib", str(args.cap_gib)]
+    options += ["--base", args.base, *["--one-card"] * args.one_card, *["--profile"] * args.profile]
     command = [sys.executable, __file__, *options]
     if variant in ("accelerate", "ours"):
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
         command = [sys.executable, *launcher, __file__, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PROCESS_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return f"no end after {PROCESS_LIMIT_S} s"
     lines = [line for line in done.stdout.splitlines() if line.startswith("[{")]
     if lines:
         return list(json.loads(lines[-1]))
-    reasons = [line for line in done.stderr.splitlines() if "Error" in line]
+    reasons = [line for line in done.stderr.splitlines() if "Error" in line and not line.startswith(" ")]
     return reasons[0].strip()[:200] if reasons else done.stderr[-200:]
 
 
@@ -317,34 +306,40 @@ def format_results(results: dict[str, list[Any]], args: argparse.Namespace) -> s
     device = torch.cuda.get_device_name() if is_cuda() else f"CPU ({platform.machine()}), no GPU, gloo"
     packages = ("torch", "transformers", "bitsandbytes", "peft", "accelerate", "lightning")
     cap = f" under a cap of {args.cap_gib:g} GiB" if args.cap_gib else ""
+    shared = ". All ranks share one card through gloo, which is no measure of speed" if args.one_card else ""
     lines = [
-        f"# QLoRA, shape {args.shape}, {args.ranks} ranks, {date.today().isoformat()}",
+        f"# {'QLoRA' if args.base == 'nf4' else 'LoRA'}, shape {args.shape}, {args.ranks} ranks, {date.today()}",
         "",
-        f"`python benchmarks/qlora.py --shape {args.shape} --ranks {args.ranks} --repeats {args.repeats} --steps "
-        f"{args.steps} --length {args.length}` on {device}{cap}; "
+        f"`python benchmarks/qlora.py --shape {args.shape} --base {args.base} --ranks {args.ranks} --repeats "
+        f"{args.repeats} --steps {args.steps} --length {args.length}` on {device}{cap}{shared}; "
         + ", ".join(f"{name} {version(name)}" for name in packages)
-        + f". One row of {args.length} tokens per rank and step, bf16, recomputation. Medians of {args.repeats} runs, "
-        "variants in turn; the loss is that of rank 0, ours of all ranks. Ratios count; absolute times on a shared CPU "
-        "mean little. Peak memory is "
+        + f". One row of {args.length} tokens per rank and step, bf16, recomputation. Medians of up to {args.repeats} "
+        f"runs, variants in turn, in alternating order, the first {WARMUP} steps left out; the loss is that of rank 0, "
+        "ours of all ranks. Ratios count; absolute times on a shared CPU mean little. Peaks are those of "
+        "the rank that has most, in the steps and with loading: "
         + ("that of torch's allocator." if is_cuda() else "the growth of the resident process, loading included."),
         "",
-        "| variant | ranks | step, s | to stock | tokens/s | peak per rank, GiB | 4-bit per rank, MB | last loss |",
-        "|---|---|---|---|---|---|---|---|",
+        "| variant | ranks | runs | step, s | to stock | tokens/s | steps, GiB | peak, GiB | 4-bit, MB | last loss |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     stock = [r for r in results.get("stock", []) if not isinstance(r, str)]
     base = statistics.median(r[0]["step_s"] for r in stock) if stock else float("nan")
     for variant, runs in results.items():
         good = [r for r in runs if not isinstance(r, str)]
+        if failures := [r for r in runs if isinstance(r, str)]:
+            lines.append(f"| {variant} | | {len(failures)} failed: {failures[0].replace('|', '/')} | | | | | | | |")
         if not good:
-            lines.append(f"| {variant} | | failed: {runs[0]} | | | | | |")
             continue
         step = statistics.median(max(rank["step_s"] for rank in r) for r in good)
-        peak = statistics.median(max(rank["peak_bytes"] for rank in r) for r in good) / 2**30
+        peaks = [
+            f"{statistics.median(max(rank[name] for rank in r) for r in good) / 2**30:.3f}"
+            for name in ("step_peak_bytes", "peak_bytes")
+        ]
         held = max(rank["bytes"]["codes"] + rank["bytes"]["absmax"] for rank in good[0]) / 1e6
         speed = len(good[0]) * args.length / step
         lines.append(
-            f"| {variant} | {len(good[0])} | {step:.3f} | {step / base:.2f} | {speed:,.0f} | {peak:.3f} | {held:.2f} | "
-            f"{good[0][0]['losses'][-1]:.4f} |"
+            f"| {variant} | {len(good[0])} | {len(good)} | {step:.3f} | {step / base:.2f} | {speed:,.0f} | "
+            f"{' | '.join(peaks)} | {held:.2f} | {good[0][0]['losses'][-1]:.4f} |"
         )
     lines += ["", "Bytes of the rank that holds most, by kind, beside what shapes alone predict:", ""]
     lines += ["| variant | " + " | ".join(KINDS) + " |", "|---|" + "---|" * len(KINDS)]
@@ -353,6 +348,9 @@ def format_results(results: dict[str, list[Any]], args: argparse.Namespace) -> s
         if good:
             cells = (f"{max(r['bytes'][k] for r in good[0]):,} / {good[0][0]['expected'][k]:,.0f}" for k in KINDS)
             lines.append(f"| {variant} (held / predicted) | " + " | ".join(cells) + " |")
+    for variant, runs in results.items() if args.profile else ():
+        for rank in [r[0] for r in runs if not isinstance(r, str)][:1]:
+            lines += ["", f"## Where a step of {variant} goes", *format_costs(rank["costs"], rank["step_s"])]
     return "\n".join(lines) + "\n"
 
 
@@ -360,40 +358,41 @@ def main() -> None:
     """Measure all variants, or be one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--base", choices=("nf4", "bf16"), default="nf4", help="what the adapters are added to")
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="cpu: hide the GPUs of this machine")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8, help=f"{WARMUP + 2} or more")
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--cap-gib", type=float, default=0.0)
+    parser.add_argument("--cap-gib", type=float, default=0.0, help="of each GPU, as if it had no more")
+    parser.add_argument("--one-card", action="store_true", help="all ranks of `ours` share one GPU, through gloo")
+    parser.add_argument("--profile", action="store_true", help="record the last step of each run")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.steps < WARMUP + 2:
+        parser.error(f"--steps: got {args.steps}: expected {WARMUP + 2} or more, as {WARMUP} warm up")
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also of the processes that measure
     if args.variant:
         be_variant(args)
         return
+    page = ""
     with tempfile.TemporaryDirectory() as folder:
         if args.shape == "small":
             save_model(folder)
         results: dict[str, list[Any]] = {variant: [] for variant in args.variants}
-        for _ in range(args.repeats):
-            for variant in args.variants:
+        for turn in range(args.repeats):
+            for variant in args.variants if turn % 2 == 0 else reversed(args.variants):
                 results[variant].append(run(variant, args, folder))
-    page = format_results(results, args)
+                page = format_results(results, args)
+                if args.out:
+                    args.out.write_text(page)  # what there is so far, if the rest finds no end
     print(page)
-    if args.out:
-        args.out.write_text(page)
-
-
-def save_model(folder: str) -> None:
-    """Write the random model that all variants of ``small`` read."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", **SHAPES["small"])
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    if not any(isinstance(r, list) for runs in results.values() for r in runs):
+        sys.exit("nothing was measured")
 
 
 if __name__ == "__main__":

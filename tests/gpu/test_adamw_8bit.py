@@ -48,44 +48,47 @@ def gather(module: nn.Module) -> dict[str, Tensor]:
     return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
+def compare_shards(is_paged: bool) -> None:
+    module, optimizer = build_sharded(is_paged=is_paged)
+    run_steps(module, optimizer, range(5))
+    assert getattr(optimizer.state[module.large]["codes1"], "is_paged", False) is is_paged
+    weights, whole = gather(module), build_whole().to("cuda")
+    run_steps(whole, bitsandbytes.optim.AdamW8bit(whole.parameters(), **OPTIONS), range(5))
+    if dist.get_rank() == 0:
+        for name in ("aligned", "experts", "large", "norm"):
+            assert torch.equal(weights[name], whole.get_parameter(name).cpu()), name
+
+
 @pytest.mark.parametrize("is_paged", [False, True])
 def test_shards_equal_bitsandbytes_on_one_gpu(is_paged: bool) -> None:
-    def body() -> None:
-        module, optimizer = build_sharded(is_paged=is_paged)
-        run_steps(module, optimizer, range(5))
-        assert getattr(optimizer.state[module.large]["codes1"], "is_paged", False) is is_paged
-        weights, whole = gather(module), build_whole().to("cuda")
-        run_steps(whole, bitsandbytes.optim.AdamW8bit(whole.parameters(), **OPTIONS), range(5))
-        if dist.get_rank() == 0:
-            for name in ("aligned", "experts", "large", "norm"):
-                assert torch.equal(weights[name], whole.get_parameter(name).cpu()), name
+    run_ranks(compare_shards, is_paged, world_size=count_ranks(), backend=BACKEND)
 
-    run_ranks(body, world_size=count_ranks(), backend=BACKEND)
+
+def compare_offloaded() -> None:
+    module, optimizer = build_sharded(offload=CPUOffloadPolicy())
+    run_steps(module, optimizer, range(3))
+    assert optimizer.state[module.large]["codes1"].device.type == "cpu"
+    weights, whole = gather(module), build_whole()
+    run_steps(whole, AdamW8bit(whole.parameters(), **OPTIONS), range(3))
+    if dist.get_rank() == 0:
+        assert all(torch.equal(weights[n], p) for n, p in whole.named_parameters())
 
 
 def test_state_in_host_memory_is_that_of_the_cpu() -> None:
-    def body() -> None:
-        module, optimizer = build_sharded(offload=CPUOffloadPolicy())
-        run_steps(module, optimizer, range(3))
-        assert optimizer.state[module.large]["codes1"].device.type == "cpu"
-        weights, whole = gather(module), build_whole()
-        run_steps(whole, AdamW8bit(whole.parameters(), **OPTIONS), range(3))
-        if dist.get_rank() == 0:
-            assert all(torch.equal(weights[n], p) for n, p in whole.named_parameters())
+    run_ranks(compare_offloaded, world_size=count_ranks(), backend=BACKEND)
 
-    run_ranks(body, world_size=count_ranks(), backend=BACKEND)
+
+def save_and_load_pages(folder: Path, kind: str) -> None:
+    save_run(folder, *build_sharded(is_paged=True))
+    dist.barrier()
+    module, optimizer = build_sharded(is_paged=True)
+    load_run(folder, kind, module, optimizer)
+    assert optimizer.state[module.large]["codes1"].is_paged
+    run_steps(module, optimizer, range(3, 5))
+    weights, (_, later) = gather(module), torch.load(folder / "truth", map_location="cpu")
+    assert all(torch.equal(weight, later[name]) for name, weight in weights.items())
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_pages_go_into_checkpoints_and_come_back(kind: str, tmp_path: Path) -> None:
-    def body() -> None:
-        save_run(tmp_path, *build_sharded(is_paged=True))
-        dist.barrier()
-        module, optimizer = build_sharded(is_paged=True)
-        load_run(tmp_path, kind, module, optimizer)
-        assert optimizer.state[module.large]["codes1"].is_paged
-        run_steps(module, optimizer, range(3, 5))
-        weights, (_, later) = gather(module), torch.load(tmp_path / "truth", map_location="cpu")
-        assert all(torch.equal(weight, later[name]) for name, weight in weights.items())
-
-    run_ranks(body, world_size=count_ranks(), backend=BACKEND)
+    run_ranks(save_and_load_pages, tmp_path, kind, world_size=count_ranks(), backend=BACKEND)

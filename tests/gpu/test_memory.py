@@ -14,14 +14,13 @@ from ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 
-# Before CUDA starts: cuBLAS takes up to tens of MiB from the allocator, as much as a step of these models.
-os.environ.update(CUBLAS_WORKSPACE_CONFIG=":16:8", CUBLASLT_WORKSPACE_SIZE="128")
-
 # Large enough that rounding to the allocator's pieces, 512 bytes each, does not show.
 SIZES = {**EVEN, "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048}
 
 
 def measure(folder: Path, root: Path, recompute: Any) -> None:
+    # Before CUDA starts: cuBLAS takes up to tens of MiB from the allocator, as much as a step of these models.
+    os.environ.update(CUBLAS_WORKSPACE_CONFIG=":16:8", CUBLASLT_WORKSPACE_SIZE="128")
     memory = MemoryLogger(snapshot_steps=[3])
     trainer = build_trainer(
         FSDP2Strategy(print_plan=False, activation_checkpointing=ActivationCheckpointing(mode=recompute)),

@@ -1,6 +1,7 @@
 """Quantized weights and adapters on GPUs: bytes as on the CPU, training as on one device, shards in host memory."""
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,15 @@ import torch
 import torch.distributed as dist
 from adapter_training import BASES, BATCH, LORA, SIZES, compare, fit, train_sharded
 from models import build_language_model
+from torch import Tensor
 from training import NUM_STEPS, Result, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import CPUOffload, FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization, compress_absmax, dequantize, quantize_rows
-from ranks import count_gpus, run_ranks
 from lit_fsdp.weights.load import init_weights, materialize
+from ranks import count_gpus, run_ranks
 
 pytestmark = pytest.mark.gpu
 BACKEND = "cpu:gloo,cuda:nccl"
@@ -31,16 +33,41 @@ def compare_bytes() -> None:
     rows = torch.randn(48, 1024, generator=torch.Generator().manual_seed(0)).mul_(0.02)
     for settings in (Quantization(), Quantization(type="fp4"), Quantization(type="int8")):
         for dtype in (torch.float32, torch.bfloat16):
-            codes, absmax = quantize_rows(rows.to(dtype), settings)
-            there, absmax_there = quantize_rows(rows.to(dtype).cuda(), settings)
-            assert torch.equal(there.cpu(), codes), settings
+            given = rows.to(dtype)
+            codes, absmax = quantize_rows(given, settings)
+            there, absmax_there = quantize_rows(given.cuda(), settings)
             assert torch.equal(absmax_there.cpu(), absmax), settings
+            if settings.type == "nf4":
+                assert torch.equal(there.cpu(), codes)
+            else:
+                assert_as_near(codes, there.cpu(), absmax, given, settings)
             if settings.is_double:
                 # The mean is a sum in another order; codes of maxima next to a boundary may tip over.
                 stored = compress_absmax(absmax_there)
                 dense = dequantize(there, *stored, settings, torch.float32).cpu()
                 expected = dequantize(codes, *compress_absmax(absmax), settings, torch.float32)
-                assert float((dense - expected).abs().max()) <= 1e-3 * float(expected.abs().max())
+                is_tied = (
+                    dequantize_plainly(there.cpu(), absmax, settings) - dequantize_plainly(codes, absmax, settings)
+                ) != 0
+                assert float((dense - expected)[~is_tied].abs().max()) <= 1e-3 * float(expected.abs().max())
+
+
+def dequantize_plainly(codes: Tensor, absmax: Tensor, settings: Quantization) -> Tensor:
+    """Return the weights with maxima that are not compressed."""
+    plain = replace(settings, double_quant=None if settings.type == "int8" else False)
+    return dequantize(codes, absmax.view(torch.uint8), None, plain, torch.float32)
+
+
+def assert_as_near(codes: Tensor, there: Tensor, absmax: Tensor, given: Tensor, settings: Quantization) -> None:
+    """Check that where codes differ, both are as near to the weight, to rounding.
+
+    bitsandbytes 0.50 has its own boundaries on GPUs: 0.583333 in fp4 where CPUs take 0.58333334, zeros with a sign, and
+    a division for int8 that is not rounded.
+    """
+    rows = given.to(torch.float16).float() if settings.type == "int8" else given.float()
+    errors = [(dequantize_plainly(c, absmax, settings) - rows).abs() for c in (codes, there)]
+    assert float((errors[0] - errors[1]).abs().max()) <= 2e-6 * float(absmax.max())
+    assert float((codes != there).float().mean()) < 0.02
 
 
 def test_bytes_are_those_of_the_cpu() -> None:
