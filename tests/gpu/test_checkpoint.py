@@ -13,7 +13,7 @@ from lit_fsdp import CPUOffload, FSDP2Strategy
 from lit_fsdp.checkpoint.manifest import check_files
 from lit_fsdp.checkpoint.reader import open_checkpoint
 from lit_fsdp.checkpoint.staging import Stager, iterate_tensors
-from ranks import run_ranks
+from ranks import count_gpus, run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -81,7 +81,7 @@ def save_on_two_gpus(folder: Path, root: Path, offload: bool) -> None:
     assert others == []
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.skipif(count_gpus() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_rank_has_a_context_on_its_own_gpu_alone(tmp_path: Path, offload: bool) -> None:
     folder = save_model(tmp_path / "model", **EVEN)

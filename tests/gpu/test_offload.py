@@ -8,7 +8,7 @@ from gpu_cases import CASES, save_start, train_and_go_on
 from torch import nn
 
 from lit_fsdp.sharding.mixed_precision import ShardedGradScaler
-from ranks import run_ranks
+from ranks import count_gpus, run_ranks
 
 pytestmark = pytest.mark.gpu
 BACKEND = "cpu:gloo,cuda:nccl"
@@ -16,7 +16,7 @@ BACKEND = "cpu:gloo,cuda:nccl"
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_run_goes_on_from_its_checkpoint(name: str, tmp_path: Path) -> None:
-    world_size = min(torch.cuda.device_count(), 2)
+    world_size = min(count_gpus(), 2)
     folder = save_start(tmp_path / "start", name)
     # Sums of atomic additions are not the same twice.
     run_ranks(train_and_go_on, folder, name, 1e-5, world_size=world_size, backend=BACKEND)

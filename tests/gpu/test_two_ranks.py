@@ -63,7 +63,7 @@ def test_ranks_that_share_a_gpu_train_like_one_cpu(
     config: dict[str, Any], world_size: int, strategy: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     folder, out = save_model(tmp_path / "model", **config), tmp_path / "result"
-    run_ranks(train, folder, out, strategy, options, world_size=world_size)
+    run_ranks(train, folder, out, strategy, options, world_size=world_size, is_on_gpus=True)
     differences = list_differences(Result(**torch.load(out)), train_plainly(folder))
     assert max(differences.values()) <= TOLERANCE, differences
 
@@ -78,7 +78,7 @@ def test_quantized_shards_on_a_gpu_train_like_one_cpu(base: str, offload: CPUOff
     folder, out = save_model(tmp_path / "model", **SIZES), tmp_path / "result"
     options = {"quantization": BASES.get(base, Quantization(type="int8")), "lora": LORA}
     truth, _ = train_adapters(folder, tmp_path, 1, **options)
-    run_ranks(train_quantized, folder, out, options, {"cpu_offload": offload})
+    run_ranks(train_quantized, folder, out, options, {"cpu_offload": offload}, is_on_gpus=True)
     differences = compare(Result(**torch.load(out, map_location="cpu")["result"]), truth)
     differences = {n: d for n, d in differences.items() if n in ("losses", "grad_norms") or "lora_" in n}
     assert max(differences.values()) <= 1e-4, differences  # as in test_qlora.py
@@ -114,7 +114,7 @@ def save_and_resume(folder: Path, root: Path, offload: CPUOffload | None) -> Non
 @pytest.mark.parametrize("offload", [None, CPUOffload()], ids=["device", "host"])
 def test_a_checkpoint_written_beside_training_resumes(offload: CPUOffload | None, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **EVEN)
-    run_ranks(save_and_resume, folder, tmp_path / "run", offload)
+    run_ranks(save_and_resume, folder, tmp_path / "run", offload, is_on_gpus=True)
 
 
 def meter_steps() -> None:
@@ -142,4 +142,4 @@ def meter_steps() -> None:
 
 
 def test_collectives_of_ranks_that_share_a_gpu_are_timed() -> None:
-    run_ranks(meter_steps)
+    run_ranks(meter_steps, is_on_gpus=True)
