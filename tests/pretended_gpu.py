@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-# Entered by every way to CUDA that goes through Python; seen in torch 2.13. In builds for the CPU most do not exist.
+# What starts CUDA when Python calls it (torch/csrc/DeviceAccelerator.cpp); seen in torch 2.13.
 _STARTS = (
     *("_cuda_init", "_accelerator_getDeviceIndex", "_accelerator_setDeviceIndex", "_accelerator_getStream"),
-    *("_accelerator_synchronizeDevice", "_accelerator_exchangeDevice", "_accelerator_maybeExchangeDevice"),
+    *("_accelerator_setStream", "_accelerator_exchangeDevice", "_accelerator_maybeExchangeDevice"),
 )
 
 

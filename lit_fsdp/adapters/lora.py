@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lit_fsdp.adapters.layers import import_peft
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
 
 KEEPS_BASE = ("default", "gaussian")  # initializations that leave the base weight as it is
 InitName = Literal["default", "gaussian", "pissa", "pissa_niter_16", "olora", "loftq"]
@@ -89,9 +86,10 @@ class LoRA:
                 "model; leave one out"
             )
 
-    def build_config(self) -> LoraConfig:
-        """Return the configuration of peft, as it is exported."""
-        config: LoraConfig = import_peft().LoraConfig(
+    # Any, as jsonargparse reads this file for types, and would import peft under TYPE_CHECKING too.
+    def build_config(self) -> Any:
+        """Return the ``LoraConfig`` of peft, as it is exported."""
+        return import_peft().LoraConfig(
             r=self.r,
             lora_alpha=_to_whole(self.alpha),
             lora_dropout=self.dropout,
@@ -104,7 +102,6 @@ class LoRA:
             alpha_pattern={name: _to_whole(alpha) for name, alpha in self.alpha_pattern.items()},
             bias="none",
         )
-        return config
 
 
 def _to_whole(alpha: float) -> Any:
