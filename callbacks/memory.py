@@ -219,7 +219,7 @@ class MemoryLogger(StepCallback):
         A rank that could not follow the step sends NaN. Then no rank shows the step, as all must do the same.
         """
         peak = None if self._step is None else self._step.memory.peak.by_kind
-        kinds = {kind: math.nan if peak is None else peak.get(kind, 0) for kind in KINDS}
+        kinds: dict[str, float] = {kind: math.nan if peak is None else peak.get(kind, 0) for kind in KINDS}
         found = gather_over_ranks(trainer, {**read_memory(self._device), **kinds})
         self._ranks = {name: spread for name, spread in found.items() if name not in KINDS}
         missing = [rank for rank, value in enumerate(found[KINDS[0]].values) if math.isnan(value)]
