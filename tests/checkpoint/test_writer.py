@@ -180,6 +180,7 @@ def test_the_writing_thread_has_the_gpu_of_its_rank(tmp_path: Path, monkeypatch:
     chosen: list[tuple[str, int]] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
     monkeypatch.setattr(torch.cuda, "set_device", lambda d: chosen.append((threading.current_thread().name, d)))
     writer = CheckpointWriter(is_async=True, report=print)
     assert writer.save(tmp_path / "ckpt", {"state_dict": {"weight": torch.ones(3)}})
