@@ -67,6 +67,7 @@ def test_ranks_can_run_backward_after_the_parent_did() -> None:
     run_ranks(body)
 
 
+@pytest.mark.full
 def test_ranks_on_gpus_are_new_processes_that_see_them_and_others_do_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
