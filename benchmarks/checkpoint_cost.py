@@ -159,8 +159,8 @@ def save_files(how: str, path: Path, model: Any) -> None:
         write_manifest(path, describe_files(p for p in path.iterdir() if p.name != "complete.json"))
 
 
-def measure_checksums(gb: float, folder: Path, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of each way to save and to load, in turn."""
+def measure_checksums(gb: float, folder: Path, repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """Return the seconds of each way to save and to load, in turn: on the clock, and of the CPU."""
     import torch
 
     from lit_fsdp.checkpoint.sharded import load_checkpoint
@@ -169,20 +169,20 @@ def measure_checksums(gb: float, folder: Path, repeats: int) -> dict[str, list[f
     model = torch.nn.Module()
     for i in range(round(gb / _TENSOR_GB)):
         model.register_parameter(f"weight_{i}", torch.nn.Parameter(shared.view(shared.shape), requires_grad=False))
-    found: dict[str, list[float]] = {name: [] for name in (*SAVES, *LOADS)}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in (*SAVES, *LOADS)}
     path = folder / "checkpoint"
     try:
         for _ in range(repeats):
             for how in SAVES:
                 shutil.rmtree(path, ignore_errors=True)
-                begin = time.perf_counter()
+                begin = time.perf_counter(), time.process_time()
                 save_files(how, path, model)
-                found[how].append(time.perf_counter() - begin)
+                found[how].append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
             for verify in LOADS:
                 forget_files(path)
-                begin = time.perf_counter()
+                begin = time.perf_counter(), time.process_time()
                 load_checkpoint(path, model, verify=verify)
-                found[verify].append(time.perf_counter() - begin)
+                found[verify].append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
     finally:
         shutil.rmtree(path, ignore_errors=True)
     return found
@@ -197,7 +197,9 @@ def forget_files(folder: Path) -> None:
         os.close(number)
 
 
-def format_checksums(found: dict[str, list[float]], args: argparse.Namespace, load: tuple[float, ...]) -> str:
+def format_checksums(
+    found: dict[str, list[tuple[float, float]]], args: argparse.Namespace, load: tuple[float, ...]
+) -> str:
     """Return the result page."""
     num_bytes = round(args.checksums_gb / _TENSOR_GB) * _TENSOR_GB
     rows = [("save", how) for how in SAVES] + [("load", how) for how in LOADS]
@@ -218,13 +220,13 @@ def format_checksums(found: dict[str, list[float]], args: argparse.Namespace, lo
         "",
         setting,
         "",
-        "| | checksums | median, s | all, s | GB/s |",
+        "| | checksums | median, s | all, s | CPU, s |",
         "|---|---|---|---|---|",
     ]
     for what, how in rows:
-        median = statistics.median(found[how])
-        times = ", ".join(f"{value:.1f}" for value in found[how])
-        lines.append(f"| {what} | {how} | {median:.1f} | {times} | {num_bytes / median:.2f} |")
+        wall, cpu = (statistics.median(values) for values in zip(*found[how], strict=True))
+        times = ", ".join(f"{value:.1f}" for value, _ in found[how])
+        lines.append(f"| {what} | {how} | {wall:.1f} | {times} | {cpu:.1f} |")
     return "\n".join([*lines, "", which]) + "\n"
 
 
