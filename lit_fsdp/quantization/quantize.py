@@ -30,7 +30,6 @@ _USER = "quantization"
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 INT8_PART = 2**22  # weights in int8 that are dequantized at a time: 16 MiB in float32
 GROUPS_PART = 2**26  # of the matrices of all groups together: 128 MiB in 16 bits
-_ALIGNED = 64  # rows or columns of a part are a multiple: blocks stay whole, and kernels want 16 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +185,10 @@ def has_grouped_product(x: Tensor, widths: Iterable[int]) -> bool:
     return is_fast and x.dtype == torch.bfloat16
 
 
-def count_part(num_matrices: int, num_in: int, num_out: int) -> int:
+def count_part(num_matrices: int, num_in: int, num_out: int, settings: Quantization) -> int:
     """Return of how many outputs the matrices of all groups are dequantized at a time."""
-    fitting = GROUPS_PART // (num_matrices * num_in) // _ALIGNED * _ALIGNED
-    return min(num_out, max(fitting, _ALIGNED))
+    step = max(64, settings.block_size)  # blocks stay whole, and kernels want multiples of 16 bytes
+    return min(num_out, max(step, GROUPS_PART // (num_matrices * num_in) // step * step))
 
 
 def dequantize(
@@ -351,7 +350,7 @@ def _multiply_groups(
             result[begin:end] = x[begin:end] @ (weight.T if gives_rows else weight)
             del weight  # before the next is made
         return result
-    size = count_part(num_matrices, num_in, num_out)
+    size = count_part(num_matrices, num_in, num_out, settings)
     for first in range(0, num_out, size):
         last = min(first + size, num_out)
         rows, columns = ((first, last), (0, num_columns)) if gives_rows else ((0, num_rows), (first, last))

@@ -119,7 +119,8 @@ def _count_part(
     experts: QuantizedExperts, itemsize: int, rows: int, num_experts: int, num_in: int, num_out: int
 ) -> int:
     """Return the bytes of what ``multiply_groups`` makes of a part of the matrices, and frees."""
-    settings, num_outputs = experts.quantization, count_part(num_experts, num_in, num_out)
+    settings = experts.quantization
+    num_outputs = count_part(num_experts, num_in, num_out, settings)
     weights = num_experts * num_in * num_outputs
     # Beside the dense part either its codes and maxima, as far as they are copied, or what it is multiplied to.
     is_whole = num_outputs == num_out

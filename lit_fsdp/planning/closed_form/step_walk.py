@@ -210,6 +210,11 @@ class Walk:
             self._drop(value)
         self._drop(op.output)
 
+    def _recompute_waiting(self) -> None:
+        if self._waiting:
+            self._recompute(*self._waiting)
+            self._waiting = None
+
     def _recompute(self, begin: int, end: int) -> None:
         """Run forward of a block again, up to the last operator that keeps something."""
         ops = [step for step in self.tape.steps[begin:end] if isinstance(step, Op)]
@@ -254,6 +259,7 @@ class Walk:
                 if self.tape.needs_grad[step.value]:
                     self._waiting = self._begins[i], i
             elif step.what == "enter_block":
+                self._recompute_waiting()
                 for value in [step.value, *self._unused] if i not in self._frozen else ():
                     self._drop(value)
                 self._unused = []
@@ -286,9 +292,8 @@ class Walk:
         self._release(gradient)
 
     def _run_op_backward(self, op: Op) -> None:
-        if self._waiting and _asks_for_values(op):
-            self._recompute(*self._waiting)
-            self._waiting = None
+        if _asks_for_values(op):
+            self._recompute_waiting()
         gradient = self._gradients.pop(op.output, None)
         if gradient is None:
             for value in op.saves:
