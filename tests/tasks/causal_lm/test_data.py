@@ -5,6 +5,7 @@ import pickle
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,6 +181,8 @@ def test_evaluation_counts_every_label_once_at_every_world_size(
     tmp_path: Path, source: Path, tokenizer: str, packing: bool, world_size: int
 ) -> None:
     class Stub:
+        strategy = SimpleNamespace(root_device=torch.device("cpu"))
+
         def __init__(self, global_rank: int) -> None:
             self.global_rank, self.world_size = global_rank, world_size
 
