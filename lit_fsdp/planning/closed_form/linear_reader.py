@@ -27,10 +27,10 @@ def read_linear(reader: Reader, name: str, module: Any, x: int) -> int:
     flops = 2 * num_rows * num_in * num_out
     size = num_rows * num_out * tape.itemsize
     if isinstance(module, QuantizedLinear):
-        is_4bit = module.quantization.type != "int8"
-        product = QUANTIZED[0] if is_4bit else QUANTIZED[1 if module.bias is None else 2]
+        is_4bit, bias = module.quantization.type != "int8", getattr(module, "bias", None)
+        product = QUANTIZED[0] if is_4bit else QUANTIZED[1 if bias is None else 2]
         temp = num_in * num_out * tape.itemsize  # the dense weight; of 4 bits, in forward inside the kernel
-        weights = reader.list_trained(module.bias)
+        weights = reader.list_trained(bias)
         options: dict[str, Any] = {"forward_temp": 0 if is_4bit else temp, "backward_temp": temp, "weights": weights}
         options |= {"forward_moved": temp, "backward_moved": temp}  # written once in each
         return tape.add(product, (x,), size, flops=flops, backward_flops=flops * tape.needs_grad[x], **options)
