@@ -292,9 +292,9 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         (grad,) = grads  # [..., out]
+        codes, absmax, nested = ctx.stored
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            codes, absmax, nested = ctx.stored
             grad_x = grad @ dequantize(codes, absmax, nested, ctx.settings, grad.dtype)
         if ctx.needs_input_grad[1]:
             grad_bias = grad.flatten(0, -2).sum(0)

@@ -191,8 +191,7 @@ def test_an_int8_weight_takes_its_dense_size_and_little_more(
         y = multiply(x, *stored, settings)
         trace.begin_phase("backward")
         y.sum().backward()
-    memory = trace.finish()
-    assert memory.peak.num_bytes < 1.03 * rows * columns * dtype.itemsize
+    assert trace.finish().peak.num_bytes - codes.numel() < 1.03 * rows * columns * dtype.itemsize
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
@@ -226,7 +225,8 @@ def test_groups_are_multiplied_by_their_own_matrices(
 
 def test_matrices_of_groups_are_dequantized_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     settings, num, rows, columns = Quantization(), 4, 1024, 256
-    monkeypatch.setattr(quantization, "GROUPS_PART", num * columns * 128)
+    part = num * columns * 256
+    monkeypatch.setattr(quantization, "GROUPS_PART", part)
     matrices = [store(make_weight(rows, columns), settings) for _ in range(num)]
     stored: Any = [torch.stack(parts) for parts in zip(*matrices, strict=True)]  # type: ignore[arg-type]
     x = torch.randn(8, columns, dtype=torch.bfloat16, requires_grad=True)
@@ -236,5 +236,5 @@ def test_matrices_of_groups_are_dequantized_up_to_a_size(monkeypatch: pytest.Mon
         y = multiply_groups(x, ends, *stored, settings)
         trace.begin_phase("backward")
         y.sum().backward()
-    part = num * columns * 128 * 2
-    assert part < trace.finish().peak.num_bytes < 1.5 * part  # of which codes and maxima are a third
+    added = trace.finish().peak.num_bytes - sum(tensor.numel() for tensor in stored)
+    assert 2 * part < added < 1.5 * 2 * part  # codes and maxima of the part besides; all would be twice that
