@@ -25,7 +25,7 @@ from lit_fsdp.profiling.flops import Flops, WorkCounter
 from lit_fsdp.profiling.memory import Kind
 from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.quantization.quantize import prepare_tables
-from lit_fsdp.sharding.cpu_offload import count_pinned_rounding
+from lit_fsdp.sharding.cpu_offload import CPUOffload, count_pinned_rounding
 from lit_fsdp.sharding.grad_clipping import clip_grad_norm
 from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
@@ -107,6 +107,8 @@ def trace_training_step(
     make_code_books(_DEVICE)
     _drop_values(module)
     rounding = count_pinned_rounding(module, settings.cpu_offload, num_shards=mesh.shape[-1], device_type=device_type)
+    if settings.cpu_offload is not None:  # where fake tensors say they are, nothing can be pinned
+        settings = replace(settings, cpu_offload=CPUOffload())
     plan = shard_module(module, settings, dtypes=dtypes, mesh=mesh, device=_DEVICE)
     with _leave_out_values(device_type):
         materialize(module, _DEVICE)

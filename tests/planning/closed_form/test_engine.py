@@ -145,7 +145,10 @@ def test_the_peak_is_within_3_percent_of_the_exact_trace(model: dict[str, Any], 
         # Norm and head are one unit, and reduced once.
         ({"vocab_size": 8000, "loss_chunks": 8}, {"precision": "bf16-true", "length": 512}),
         # Pinned memory is rounded up, by both engines alike.
-        ({"vocab_size": 9000}, {"world_size": 3, "length": 512, "cpu_offload": CPUOffload()}),
+        (
+            {"vocab_size": 9000},
+            {"world_size": 3, "length": 512, "device_type": "cuda", "cpu_offload": CPUOffload(pin_memory=True)},
+        ),
     ],
     ids=["ahead", "chunks", "pinned"],
 )
@@ -206,14 +209,18 @@ def test_pinned_shards_and_gradients_are_rounded_up_to_powers_of_two_each() -> N
     model = Model(mode="lora")
     shards = [-(-p.shape[0] // 3) * p[0].numel() * p.element_size() for p in model.parameters()]
     trained = [p.requires_grad for p in model.parameters()]
-    settings = (CPUOffload(pin_memory=False), CPUOffload(), CPUOffload(pin_memory=True))
-    plain, pinned, asked = (estimate_lm(model, world_size=3, cpu_offload=one).host_by_kind for one in settings)
+    cases = [("cpu", None), ("cuda", False), ("cuda", None), ("cuda", True)]
+    plain, unpinned, pinned, asked = (
+        estimate_lm(model, world_size=3, device_type=device, cpu_offload=CPUOffload(pin_memory=pin)).host_by_kind
+        for device, pin in cases
+    )
+    assert plain == unpinned
     assert plain["parameters"] == sum(shards)
+    assert pinned == asked
     assert pinned["parameters"] == sum(map(round_up, shards)) > 1.1 * plain["parameters"]
     assert pinned["gradients"] == sum(round_up(size) for size, needs in zip(shards, trained, strict=True) if needs)
     assert pinned["gradients"] > plain["gradients"]
     assert pinned["optimizer_state"] == plain["optimizer_state"]
-    assert asked == pinned
 
 
 def test_pixels_in_half_precision_stay_until_forward_ends() -> None:
