@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_fsdp.planning.closed_form.engine import StepEstimate, estimate_step
-from lit_fsdp.planning.estimate import describe_model, measure_batch
+from lit_fsdp.planning.estimate import describe_model, estimate_beside_training, measure_batch
 from lit_fsdp.planning.step_parts import MicroBatch, NoEstimateError, Ranks
 from lit_fsdp.profiling.device_memory import (
     PEAK_NAMES,
@@ -53,7 +55,7 @@ class MemoryLogger(StepCallback):
     optimizer state, buffers of collectives, activations, and the rest, by FSDP unit. That step takes about
     twice as long, and computes the same. Not with ``compile``, whose code such a look would not see. Beside it stands
     what the closed form of ``plan`` says of the same step and batch, where it has rules for the model, else why not; a
-    difference above ``warn_pct`` is warned of.
+    difference above ``warn_pct`` is warned of. An error in any of this is printed in one line, and the run goes on.
 
     At the end of ``fit`` it prints a table and writes ``memory/step.png`` and ``memory/run.png`` into the run's folder.
 
@@ -123,10 +125,8 @@ class MemoryLogger(StepCallback):
             self._is_recording = True
             start_recording(self)
         if self._can_trace and self._step is None and self._trace is None and step >= (self.trace_step or 0):
-            plan = getattr(trainer.strategy, "plan", ())
-            trace = MemoryTrace(pl_module, trainer.optimizers, plan=plan, device=self._device)
-            self._trace = trace.__enter__()
-            trace.add_inputs(batch)
+            with self._give_up_on_error(trainer):
+                self._start_trace(trainer, pl_module, batch)
         if self._trace is not None:
             self._measure_batch(trainer, pl_module, batch)
         self._begin_phase("forward")
@@ -145,9 +145,10 @@ class MemoryLogger(StepCallback):
         self._write_snapshot(trainer)
         values = read_step(self._device)
         if trace is not None:
-            memory = trace.finish()
-            comparison = self._compare(trainer, pl_module, memory, values)
-            self._step = TracedStep(number=self.last_step, memory=memory, ranks={}, comparison=comparison)
+            with self._give_up_on_error(trainer):
+                memory = trace.finish()
+                comparison = self._compare(trainer, pl_module, memory, values)
+                self._step = TracedStep(number=self.last_step, memory=memory, ranks={}, comparison=comparison)
         for name, value in values.items():
             self._series.setdefault(name, Series()).add(self.last_step, value)
         peak = PEAK_NAMES[self._device.type]
@@ -163,16 +164,14 @@ class MemoryLogger(StepCallback):
         self._close_trace()  # of a step that did not come to its end
         stop_recording(self)
         self._log(trainer, self._stats.finish())
-        self._ranks = gather_over_ranks(trainer, read_memory(self._device))
         if self._can_trace and self._step is None:
             self._notes.append(f"No step was followed: the run had no step {self.trace_step}.")
-        if self._step is not None:
-            peak = self._step.memory.peak.by_kind
-            self._step = replace(self._step, ranks=gather_over_ranks(trainer, {k: peak.get(k, 0) for k in KINDS}))
+        self._gather(trainer)
         section = self.make_section()
         has_steps = trainer.is_global_zero and self.last_step > self.first_step
         if section is not None and has_steps and not is_trial(trainer):
-            self._report(section)
+            with self._give_up_on_error(trainer):
+                self._report(section)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -193,6 +192,45 @@ class MemoryLogger(StepCallback):
         if self._trace is not None:
             self._trace.resume()
 
+    @contextmanager
+    def _give_up_on_error(self, trainer: Trainer) -> Iterator[None]:
+        """Say in one line what went wrong, and follow no step: the run goes on.
+
+        Nothing in it may wait for other ranks, on which the same may have gone well.
+        """
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  whatever it is, training did not cause it
+            self._close_trace()
+            self._can_trace = False
+            text = (str(error).strip() or "no message").split("\n")[0]
+            self._notes.append(f"{type(self).__name__} stopped on rank {trainer.global_rank}: {text}.")
+            print(self._notes[-1], flush=True)
+
+    def _start_trace(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+        plan = getattr(trainer.strategy, "plan", ())
+        trace = MemoryTrace(pl_module, trainer.optimizers, plan=plan, device=self._device)
+        self._trace = trace.__enter__()
+        trace.add_inputs(batch)
+
+    def _gather(self, trainer: Trainer) -> None:
+        """Exchange what the ranks hold at the end, and held at the peak of the step, in one exchange of fixed size.
+
+        A rank that could not follow the step sends NaN. Then no rank shows the step, as all must do the same.
+        """
+        peak = None if self._step is None else self._step.memory.peak.by_kind
+        kinds: dict[str, float] = {kind: math.nan if peak is None else peak.get(kind, 0) for kind in KINDS}
+        found = gather_over_ranks(trainer, {**read_memory(self._device), **kinds})
+        self._ranks = {name: spread for name, spread in found.items() if name not in KINDS}
+        missing = [rank for rank, value in enumerate(found[KINDS[0]].values) if math.isnan(value)]
+        if self._step is None:
+            return
+        if missing:
+            self._notes.append(f"Step {self._step.number} is not shown: ranks {missing} could not follow it.")
+            self._step = None
+        else:
+            self._step = replace(self._step, ranks={kind: found[kind] for kind in KINDS})
+
     def _begin_phase(self, name: str) -> None:
         if self._trace is not None:
             self._trace.begin_phase(name)
@@ -209,7 +247,8 @@ class MemoryLogger(StepCallback):
         try:
             if not isinstance(trainer.strategy, FSDP2Strategy):
                 raise NoEstimateError(f"the strategy is {type(trainer.strategy).__name__}")
-            found = measure_batch(pl_module, batch)
+            with estimate_beside_training():
+                found = measure_batch(pl_module, batch)
         except NoEstimateError as error:
             self._note_missing(error)
             return
@@ -224,7 +263,8 @@ class MemoryLogger(StepCallback):
             return None
         num_micro_batches = count_micro_batches(trainer)
         try:
-            predicted = self._estimate(trainer, pl_module, micro_batch, num_micro_batches)
+            with estimate_beside_training():
+                predicted = self._estimate(trainer, pl_module, micro_batch, num_micro_batches)
         except NoEstimateError as error:
             self._note_missing(error)
             return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.closed_form.overrides import list_overrides
@@ -50,6 +52,24 @@ class StepCost(Protocol):
 def compute_needed_bytes(peak_bytes: int) -> int:
     """Return the memory that a GPU must have for tensors of this size."""
     return round(peak_bytes * HEADROOM) + OUTSIDE_BYTES
+
+
+@contextmanager
+def estimate_beside_training() -> Iterator[None]:
+    """Let nothing that an estimate does end a run: for one rank that reads a sharded module while others train.
+
+    Raises:
+        NoEstimateError: Whatever went wrong, and in place of every collective, which other ranks would answer with
+            another one: indexing a sharded parameter is enough for that.
+    """
+    try:
+        with _NoCollectives():  # type: ignore[no-untyped-call]
+            yield
+    except NoEstimateError:
+        raise
+    except Exception as error:  # a task's own read_step may raise anything
+        text = (str(error).strip() or "no message").split("\n")[0]
+        raise NoEstimateError(text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}") from error
 
 
 def make_example_batch(data: object) -> Mapping[str, Any]:
@@ -179,6 +199,18 @@ def estimate_step_time(
         dtype=dtype or str(compute).removeprefix("torch."),
     )
     return estimate_time(work, machine)
+
+
+class _NoCollectives(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # A DTensor runs its operators and collectives on what it holds, which come here again.
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
+        if "c10d" in func.namespace:
+            raise NoEstimateError(f"reading the module would send to other ranks ({func})")
+        return func(*args, **(kwargs or {}))
 
 
 def _get_name(module: LightningModule) -> str:

@@ -42,17 +42,20 @@ def run_on_copies(operator: Callable[..., Any], args: tuple[Any, ...], kwargs: M
         originals[id(alike)] = (tensor, alike)
         return alike
 
-    def finish(out: Any) -> Any:
+    def replace(out: Any) -> Any:
         if not _is_boxed(out, dist.Work):
             return originals[id(out)][0] if id(out) in originals else out
-        dist.Work.unbox(out).wait()
-        return make_finished_work().boxed()
+        return make_finished_work(results).boxed()
 
     copied_args, copied_kwargs = tree_map_only(Tensor, copy, (args, dict(kwargs)))
-    out = tree_map(finish, operator(*copied_args, **copied_kwargs))
+    leaves = tree_leaves(found := operator(*copied_args, **copied_kwargs))
+    works = [dist.Work.unbox(leaf) for leaf in leaves if _is_boxed(leaf, dist.Work)]
+    for work in works:
+        work.wait()
     for storage, copied in copies.values():
         storage.copy_(copied)
-    return out
+    results = [originals[id(leaf)][0] for leaf in leaves if id(leaf) in originals]
+    return tree_map(replace, found)
 
 
 def _is_boxed(value: Any, kind: type) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,7 +65,8 @@ class MemoryTrace(TorchDispatchMode):
     weights that are dequantized inside. It sees
     real and fake tensors alike. Every operator costs some tens of microseconds more; values do not change. Code
     that was compiled runs as it was written. Tensors that were made before are known if they are of the model or its
-    optimizers, or passed to :meth:`add_inputs`.
+    optimizers, or passed to :meth:`add_inputs`. An error in counting ends the counting, not what is counted:
+    :meth:`finish` raises it.
 
     Args:
         model: The root, sharded or not; it has run a step before.
@@ -103,6 +104,7 @@ class MemoryTrace(TorchDispatchMode):
         self._peak: Peak | None = None
         self._summands: tuple[_Block, _Block] | None = None  # of a sum that is not recorded yet
         self._sharded: dict[str, list[Any]] = {}
+        self._error: Exception | None = None  # which ended the counting
 
     def add_inputs(self, batch: Any) -> None:
         """Count the tensors of a batch too, as ``rest``."""
@@ -112,7 +114,7 @@ class MemoryTrace(TorchDispatchMode):
 
     def begin_phase(self, name: str) -> None:
         """Say which part of the step begins: one of ``PHASES``."""
-        self._record_sum()
+        self._try(self._record_sum)
         self._phases.append((name, len(self._history)))
         if name == "optimizer":
             self._move_arriving()
@@ -121,9 +123,12 @@ class MemoryTrace(TorchDispatchMode):
         """Return what was seen.
 
         Raises:
-            RuntimeError: There was no operator.
+            RuntimeError: There was no operator, or an error ended the counting.
         """
-        self._record_sum()
+        self._try(self._record_sum)
+        if self._error is not None:
+            text = f"the step could not be followed: {type(self._error).__name__}: {self._error}"
+            raise RuntimeError(text) from self._error
         if self._peak is None:
             raise RuntimeError("no operator ran while the memory was traced")
         ends = [begin for _, begin in self._phases[1:]] + [len(self._history)]
@@ -157,7 +162,7 @@ class MemoryTrace(TorchDispatchMode):
 
     def pause(self) -> None:
         """Look away: what runs next is not part of the step."""
-        self._record_sum()
+        self._try(self._record_sum)
         self._look_away()
 
     def resume(self) -> None:
@@ -168,7 +173,7 @@ class MemoryTrace(TorchDispatchMode):
         self._look()
 
     def _look(self) -> None:
-        self._watcher = _watch_resizes(self._resize)
+        self._watcher = _watch_resizes(partial(self._try, self._resize))
         self._watcher.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -182,10 +187,23 @@ class MemoryTrace(TorchDispatchMode):
         # A subclass that holds tensors, such as DTensor, runs operators on those, which come here again.
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
-        self._record_sum()
+        self._try(self._record_sum)
         kwargs = kwargs or {}
-        is_copied = is_collective_of_gloo(func, args)
+        is_copied = self._try(is_collective_of_gloo, func, args)
         out = run_on_copies(func, args, kwargs) if is_copied else func(*args, **kwargs)
+        self._try(self._follow, func, args, kwargs, out)
+        return out
+
+    def _try(self, look: Callable[..., Any], *args: Any) -> Any:
+        """Return what ``look`` does; once there was an error, nothing. What other ranks wait for must not end here."""
+        if self._error is None:
+            try:
+                return look(*args)
+            except Exception as error:  # noqa: BLE001  the step goes on, whatever it is; ``finish`` tells
+                self._error = error
+        return None
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         phase = self._phases[-1][0] if self._phases else PHASES[0]
         if phase == "backward":
             self._find_backward_unit((args, kwargs))
@@ -199,7 +217,6 @@ class MemoryTrace(TorchDispatchMode):
             self._summands = self._find_summands(*args)
         if self._summands is None:
             self._record(phase, hidden)
-        return out
 
     def _find_summands(self, first: Tensor, second: Any) -> tuple[_Block, _Block] | None:
         """Return what a sum is made of, if autograd may add it up in place when no dispatch mode is on.
@@ -353,7 +370,7 @@ class MemoryTrace(TorchDispatchMode):
         self._unit = label
 
     def _leave_unit(self, *_: Any) -> None:
-        self._stack.pop()
+        del self._stack[-1:]
         self._unit = self._stack[-1] if self._stack else OUTSIDE
 
 

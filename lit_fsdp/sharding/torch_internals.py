@@ -19,10 +19,10 @@ def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
     _set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
-def make_finished_work() -> dist.Work:
-    """Return what a collective returns that is over already."""
-    done: torch.futures.Future[None] = torch.futures.Future()
-    done.set_result(None)
+def make_finished_work(tensors: list[Tensor]) -> dist.Work:
+    """Return what a collective returns that is over already, with these results: DDP takes the first of them."""
+    done: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    done.set_result(tensors)
     return _create_work_from_future(done)
 
 

@@ -6,12 +6,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from launches import ROOT, write_run
 from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
 from training import EVEN, Rows, build_task, build_trainer, save_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks import (
@@ -109,6 +113,121 @@ def fit_too_short(folder: Path, root: Path) -> None:
 
 def test_a_run_without_the_step_to_trace_says_so(folder: Path, tmp_path: Path) -> None:
     run_ranks(fit_too_short, folder, tmp_path, world_size=1)
+
+
+def check_monitors(monitors: list[Callback]) -> MemoryLogger:
+    """Return the callback for memory, once all have something to say and no rank is ahead of another."""
+    for monitor in monitors[:4]:
+        assert monitor.make_section() is not None, type(monitor)  # type: ignore[attr-defined]
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert float(total) == dist.get_world_size()
+    memory = monitors[1]
+    assert isinstance(memory, MemoryLogger)
+    return memory
+
+
+def save_mixture(folder: Path) -> Path:
+    torch.manual_seed(1)
+    sizes = {**MODEL, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+    config = AutoConfig.for_model("qwen3_moe", **sizes, num_key_value_heads=2, decoder_sparse_step=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def fit_mixture(folder: Path, root: Path) -> None:
+    monitors = build_monitors()
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=monitors, max_steps=4, default_root_dir=root)
+    trainer.fit(build_task(folder), Rows(MODEL["vocab_size"], 4))
+    section = check_monitors(monitors).make_section()
+    assert section is not None
+    assert section.numbers["step"]["step"] == 2
+    # On rank 0 only, from modules that are sharded: nothing in it may be sent.
+    assert ("predicted" in section.numbers) == (dist.get_rank() == 0), section.notes
+
+
+def test_experts_are_estimated_by_one_rank_without_the_others(tmp_path: Path) -> None:
+    run_ranks(fit_mixture, save_mixture(tmp_path / "model"), tmp_path, world_size=2)
+
+
+class Branching(pl.LightningModule):
+    """Runs other operators on each rank, and other ones in each step."""
+
+    def __init__(self, *, skips_a_layer: bool) -> None:
+        super().__init__()
+        self.skips_a_layer = skips_a_layer  # on rank 1, which only some strategies allow
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.register_buffer("count", torch.zeros(1))  # which DDP sends to all ranks before each forward
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = self.layers[0](batch)
+        for _ in range((3 * dist.get_rank() + batch_idx) % 4):
+            x = x.sin() + x
+        if not self.skips_a_layer or dist.get_rank() == 0:
+            x = self.layers[1](x)
+        self.count += 1
+        return self.layers[2](x).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.randn(32, 8, generator=torch.Generator().manual_seed(0)), batch_size=2)
+
+
+def fit_branches(name: str, root: Path) -> None:
+    strategies: dict[str, Any] = {
+        "fsdp2": FSDP2Strategy(print_plan=False),
+        "ddp": DDPStrategy(),
+        "ddp_find_unused": DDPStrategy(find_unused_parameters=True),
+        "auto": "auto",
+    }
+    monitors = build_monitors()
+    options: dict[str, Any] = {"max_steps": 4, "accumulate_grad_batches": 2, "default_root_dir": root}
+    trainer = build_trainer(strategies[name], callbacks=monitors, **options)
+    trainer.fit(Branching(skips_a_layer=name == "ddp_find_unused"))
+    section = check_monitors(monitors).make_section()
+    assert section is not None
+    assert section.numbers["step"]["step"] == 2, section.notes
+
+
+@pytest.mark.full(after=2)
+@pytest.mark.parametrize(("name", "world_size"), [("fsdp2", 2), ("ddp", 2), ("ddp_find_unused", 2), ("auto", 1)])
+def test_ranks_that_run_other_operators_are_measured_under_any_strategy(
+    tmp_path: Path, name: str, world_size: int
+) -> None:
+    run_ranks(fit_branches, name, tmp_path, world_size=world_size)
+
+
+def fail_to_look(*_: Any) -> int:
+    raise KeyError("of a monitor")
+
+
+def fit_with_broken_monitors(folder: Path, root: Path, patch: pytest.MonkeyPatch) -> None:
+    if dist.get_rank() == 1:
+        patch.setattr("lit_fsdp.profiling.memory_trace.count_hidden_bytes", fail_to_look)
+    task, monitors = build_task(folder), build_monitors()
+
+    def gather(*_: Any) -> None:  # on rank 0 only: there was nobody to gather with
+        next(task.parameters()).full_tensor()  # type: ignore[operator]
+
+    patch.setattr(task, "measure_batch", gather, raising=True)
+    trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=monitors, max_steps=4, default_root_dir=root)
+    trainer.fit(task, Rows(MODEL["vocab_size"], 4))
+    section = check_monitors(monitors).make_section()
+    assert section is not None
+    assert trainer.global_step == 4
+    assert "step" not in section.numbers  # on both ranks
+    missing = "Step 2 is not shown: ranks [1] could not follow it."
+    stopped = "MemoryLogger stopped on rank 1: the step could not be followed: KeyError: 'of a monitor'."
+    sent = "Nothing was predicted: reading the module would send to other ranks"
+    assert (missing if dist.get_rank() == 0 else stopped) in section.notes
+    assert any(note.startswith(sent) for note in section.notes) == (dist.get_rank() == 0)
+
+
+def test_an_error_in_monitoring_is_said_and_training_goes_on(folder: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        run_ranks(fit_with_broken_monitors, folder, tmp_path, patch, world_size=2)
 
 
 TASK = """

@@ -117,6 +117,6 @@ def _multiply(reader: Reader, weight: Any, x: int, rows: int) -> int:
     """Multiply rows that are sorted by expert, each by the matrix of its own."""
     tape = reader.tape
     num_in = tape.sizes[x] // rows // tape.itemsize
-    num_out = weight[0].numel() // num_in
+    num_out = weight.shape[1:].numel() // num_in  # from its shape: indexing a sharded weight gathers it
     flops = 2 * rows * num_in * num_out
     return read_product(reader, "_grouped_mm", x, rows * num_out * tape.itemsize, flops, weight)

@@ -9,7 +9,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lit_fsdp.planning.closed_form.engine import estimate_step
-from lit_fsdp.planning.estimate import Hardware, describe_model, estimate_step_time, measure_batch
+from lit_fsdp.planning.estimate import (
+    Hardware,
+    describe_model,
+    estimate_beside_training,
+    estimate_step_time,
+    measure_batch,
+)
 from lit_fsdp.planning.step_parts import MicroBatch, NoEstimateError, Ranks
 from lit_fsdp.planning.timing.hardware import Gpu, find_gpu
 from lit_fsdp.planning.timing.links import Interconnect, choose_links
@@ -33,13 +39,16 @@ class StepTimeEstimator:
     dtype: str
     links: Interconnect | None
     _shapes: list[MicroBatch] = field(default_factory=list)
+    _missing: str = "no micro-batch was looked at"
 
     def add(self, module: LightningModule, batch: Any) -> None:
         """Look at a micro-batch; on a GPU this may wait for it, so not at every one."""
         try:
-            self._shapes.append(measure_batch(module, batch))
-        except NoEstimateError:
-            self._shapes.clear()  # estimate says so
+            with estimate_beside_training():
+                self._shapes.append(measure_batch(module, batch))
+        except NoEstimateError as error:
+            self._shapes.clear()
+            self._missing = str(error)
 
     def estimate(self, trainer: Trainer, module: LightningModule) -> StepTime:
         """Estimate a step of micro-batches that all are as the median of those looked at.
@@ -51,20 +60,19 @@ class StepTimeEstimator:
         if not isinstance(strategy, FSDP2Strategy):
             raise NoEstimateError(f"the strategy is {type(strategy).__name__}")
         if not self._shapes:
-            raise NoEstimateError("the task does not say what shape its batches have (measure_batch)")
+            raise NoEstimateError(self._missing)
         shape = sorted(self._shapes, key=lambda shape: shape.num_tokens)[len(self._shapes) // 2]
         if (num_micro_batches := count_micro_batches(trainer)) is None:
             raise NoEstimateError("the number of accumulated micro-batches changes")
         ranks = Ranks(num_nodes=trainer.num_nodes, per_node=trainer.world_size // trainer.num_nodes)
         links = self.links or getattr(strategy, "links", None) or choose_links(self.gpu, ranks.per_node)
-        model, settings = describe_model(module, strategy), strategy.settings
+        settings = strategy.settings
         common: dict[str, Any] = {"ranks": ranks, "num_micro_batches": num_micro_batches}
-        cost = estimate_step(model, settings, shape, device_type=strategy.root_device.type, **common)
         hardware = Hardware(gpu=self.gpu, links=links)
-        try:
+        with estimate_beside_training():
+            model = describe_model(module, strategy)
+            cost = estimate_step(model, settings, shape, device_type=strategy.root_device.type, **common)
             return estimate_step_time(model, settings, hardware, cost, micro_batch=shape, dtype=self.dtype, **common)
-        except ValueError as error:  # several nodes, and a link inside a node only
-            raise NoEstimateError(str(error)) from error
 
 
 def compare_times(estimated: StepTime, step_s: float) -> tuple[dict[str, Any], list[str]]:
