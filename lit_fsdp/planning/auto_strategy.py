@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -31,6 +30,7 @@ from lit_fsdp.planning.search.search import Candidate, Problem, Variant, choose,
 from lit_fsdp.planning.step_parts import NoEstimateError, Ranks
 from lit_fsdp.planning.timing.hardware import choose_usual_gpu, find_gpu, parse_memory
 from lit_fsdp.planning.timing.links import choose_links, parse_links
+from lit_fsdp.profiling.device_memory import count_usable_bytes, read_card
 from lit_fsdp.sharding.mixed_precision import cast_parameters
 from lit_fsdp.sharding.shard import find_roots
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy, get_used_settings
@@ -45,14 +45,14 @@ class AutoFSDP2Strategy(FSDP2Strategy):
     """FSDP2Strategy that chooses its settings of sharding, recomputation and offload when a run starts.
 
     It estimates memory and time of a step for every combination, as the search of ``plan`` does, takes the fastest that
-    fits the GPU with the least memory, and prints what and why. All of these compute the same. What changes training
-    (batch, adapters, 4-bit weights, optimizer) stays as configured; ``plan --search true`` tries that too. Needs data
-    with ``make_example_batch``. Where the closed form has no rules for a model, ``fit`` traces some of the settings on
-    the first rank, up to a minute each, and refuses what cannot be traced; evaluation takes the defaults. A module
-    that is sharded already stays as it is.
+    fits the GPU on which the least memory is free when the run starts, and prints what and why. All of these compute
+    the same. What changes training (batch, adapters, 4-bit weights, optimizer) stays as configured;
+    ``plan --search true`` tries that too. Needs data with ``make_example_batch``. Where the closed form has no rules
+    for a model, ``fit`` traces some of the settings on the first rank, up to a minute each, and refuses what cannot be
+    traced; evaluation takes the defaults. A module that is sharded already stays as it is.
 
     Args:
-        device_memory: Of a GPU, with a unit, such as 15GiB, where less may be used than it has.
+        device_memory: Of a GPU, with a unit, such as 15GiB, where less may be used than is free.
         link: What connects the GPUs, such as ``pcie4`` or ``nvlink4,ib400x8``, or a comm.json of ``bench comm``;
             ``null`` takes what usually connects such GPUs.
         **kwargs: Of ``FSDP2Strategy``, without those that are chosen.
@@ -64,6 +64,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         self._configured = self.settings
         self.device_bytes = None if device_memory is None else parse_memory(device_memory)
         self.links = None if link is None else parse_links(link)
+        self.memory_note = ""  # which memory settings are chosen for
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -171,7 +172,7 @@ class AutoFSDP2Strategy(FSDP2Strategy):
             # A trace takes both from the module; what is left are estimates of time that go for all settings alike.
             reason = str(error)
             micro_batch, optimizer = guess_shape(batch), guess_optimizer(module)
-        hardware, device_bytes = self._choose_hardware()
+        hardware, device_bytes = self.choose_hardware()
         problem = Problem(
             variants=[Variant(model=describe_model(module, self, optimizer))],
             settings=self._configured,
@@ -188,24 +189,37 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         )
         return problem, reason
 
-    def _choose_hardware(self) -> tuple[Hardware, int]:
-        """Return the GPU with the least memory of all ranks, its links, and its memory."""
-        device = self.root_device
-        if device.type == "cuda":
-            own = (torch.cuda.mem_get_info(device)[1], torch.cuda.get_device_name(device))
-        else:  # this rank's share of the host
-            own = (_count_host_bytes() // self.num_processes, "")
-        ranks: list[tuple[int, str]] = [own] * self.world_size
-        dist.all_gather_object(ranks, own)
-        memory, name = min(ranks)
-        device_bytes = memory if self.device_bytes is None else min(self.device_bytes, memory)
-        gpu = find_gpu(name, memory / _GIB) or choose_usual_gpu(memory / _GIB)
-        return Hardware(gpu=gpu, links=self.links or choose_links(gpu, self.num_processes)), device_bytes
+    def choose_hardware(self) -> tuple[Hardware, int]:
+        """Return the GPU with the least memory for a rank, its links, and that memory, which ``memory_note`` names.
+
+        All ranks must call it.
+        """
+        if self.root_device.type == "cuda":
+            self.barrier()  # else another rank may still start CUDA, in memory that is free until then
+            own = read_card(self.root_device)
+            cards = [own] * self.world_size
+            dist.all_gather_object(cards, own)
+            usable = count_usable_bytes(cards)
+            rank = usable.index(min(usable))
+            memory, card = usable[rank], cards[rank]
+            total, name, num_sharing = card.total, card.name, sum(other.uuid == card.uuid for other in cards)
+            share = "" if num_sharing == 1 else f" for each of the {num_sharing} ranks on it"
+            self.memory_note = f"free on the GPU of rank {rank}{share}, which has {total / _GIB:.2f}"
+        else:
+            shares = [0] * self.world_size
+            dist.all_gather_object(shares, _count_host_bytes() // self.num_processes)
+            memory = total = min(shares)
+            name, self.memory_note = "", "a rank's share of the host"
+        if self.device_bytes is not None and self.device_bytes < memory:
+            memory, self.memory_note = self.device_bytes, "device_memory"
+        gpu = find_gpu(name, total / _GIB) or choose_usual_gpu(total / _GIB)
+        return Hardware(gpu=gpu, links=self.links or choose_links(gpu, self.num_processes)), memory
 
     def _report_missing(self, smallest: Candidate, device_bytes: int) -> None:
         sizes = (
             f"the smallest has {smallest.peak_bytes / _GIB:.2f} GiB of tensors and needs "
-            f"{smallest.needed_bytes / _GIB:.2f} GiB with headroom, of {device_bytes / _GIB:.2f} GiB"
+            f"{smallest.needed_bytes / _GIB:.2f} GiB with headroom, of {device_bytes / _GIB:.2f} GiB "
+            f"({self.memory_note})"
         )
         help_text = (
             "take more GPUs or a smaller batch, or see plan --search true, which tries adapters and 4-bit weights too"
@@ -219,7 +233,8 @@ class AutoFSDP2Strategy(FSDP2Strategy):
         if chosen.host_bytes:
             text += f", with {chosen.host_bytes * self.num_processes / _GIB:.1f} GiB of host memory on each node"
         rank_zero_info(
-            f"{NAME}: {text}: {chosen.needed_bytes / _GIB:.2f} of {problem.device_bytes / _GIB:.2f} GiB with headroom, "
+            f"{NAME}: {text}: {chosen.needed_bytes / _GIB:.2f} of {problem.device_bytes / _GIB:.2f} GiB with headroom "
+            f"({self.memory_note}), "
             f"{chosen.time.step_s / default.time.step_s:.2f} of the time of the defaults, which need "
             f"{default.needed_bytes / _GIB:.2f} GiB (speed as on {problem.hardware.gpu.name}, {problem.hardware.links})"
         )

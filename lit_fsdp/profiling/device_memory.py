@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,6 +14,37 @@ _GIB = 2**30
 _RECORDING: set[int] = set()  # who wants allocations noted
 _PEAKS: dict[torch.device, int] = {}  # bytes, of the stretches that ended with take_peak_bytes
 PEAK_NAMES = {"cuda": "peak_allocated_gib", "cpu": "peak_rss_gib"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardMemory:
+    """The memory of a rank's GPU, in bytes, as that rank sees it."""
+
+    uuid: str  # of the card: ranks may share one
+    name: str
+    total: int
+    free: int  # which no process has
+    reserved: int  # by the allocator of this rank, which can use it again
+
+
+def read_card(device: torch.device) -> CardMemory:
+    """Return what a GPU has, what is free, and what this process holds; starts CUDA."""
+    free, total = torch.cuda.mem_get_info(device)
+    properties = torch.cuda.get_device_properties(device)
+    reserved = torch.cuda.memory_reserved(device)
+    return CardMemory(uuid=str(properties.uuid), name=properties.name, total=total, free=free, reserved=reserved)
+
+
+def count_usable_bytes(cards: Sequence[CardMemory]) -> list[int]:
+    """Return what each rank can have, of what all ranks have read: an equal share of what those of a card may use.
+
+    That is what is free, and what they have reserved. The CUDA contexts that exist are in neither.
+    """
+    usable = []
+    for card in cards:
+        same = [other for other in cards if other.uuid == card.uuid]
+        usable.append((min(other.free for other in same) + sum(other.reserved for other in same)) // len(same))
+    return usable
 
 
 def read_step(device: torch.device) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """``fsdp2_auto``: what it chooses when a run starts, and that training is the same."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +81,33 @@ def evaluate(folder: Path) -> None:
 
 def test_a_module_that_is_sharded_already_stays_as_it_is(tmp_path: Path) -> None:
     run_ranks(evaluate, save_model(tmp_path / "model", **MODEL), world_size=2)
+
+
+def choose_beside_others(patch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 1 share a card of which another process has half; rank 2 has one of its own, with less."""
+    rank, gib = dist.get_rank(), 2**30
+    free, reserved = [(7.0, 2.0), (7.5, 1.0), (4.0, 1.5)][rank]
+    card = SimpleNamespace(name="NVIDIA GeForce RTX 4060 Ti", uuid=f"GPU-{rank // 2}")  # sold with 8 and with 16
+    patch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free * gib), 16 * gib))
+    patch.setattr(torch.cuda, "memory_reserved", lambda _: int(reserved * gib))
+    patch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    for device_memory, expected, note in (
+        (None, 5.0, "free on the GPU of rank 0 for each of the 2 ranks on it, which has 16.00"),
+        ("3GiB", 3.0, "device_memory"),
+    ):
+        strategy = AutoFSDP2Strategy(device_memory=device_memory)
+        patch.setattr(AutoFSDP2Strategy, "root_device", torch.device("cuda", 0))
+        patch.setattr(AutoFSDP2Strategy, "world_size", dist.get_world_size())
+        patch.setattr(AutoFSDP2Strategy, "barrier", lambda _: None)
+        patch.setattr(AutoFSDP2Strategy, "num_processes", 3)
+        hardware, num_bytes = strategy.choose_hardware()
+        assert (num_bytes / gib, strategy.memory_note) == (expected, note)
+        assert hardware.gpu.memory_gib == 16  # of the card, not of what is free on it
+
+
+def test_memory_is_what_is_free_and_what_this_process_holds_shared_by_the_ranks_of_a_card() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        run_ranks(choose_beside_others, patch, world_size=3)
 
 
 def warn(folder: Path) -> None:
