@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from planned_steps import estimate, trace
@@ -65,5 +66,7 @@ def compare(model: dict[str, Any], options: dict[str, Any], tolerance: float = 0
     peak_bytes = traced.memory.peak.num_bytes
     assert abs(estimated.peak.num_bytes / peak_bytes - 1) < tolerance, (peak_bytes, estimated.peak)
     assert traced.flops == estimated.flops
+    for kind in ("parameters", "gradients") if estimated.host_by_kind else ():
+        assert traced.memory.host_by_kind[kind] == pytest.approx(estimated.host_by_kind[kind], rel=0.001)
     # The closed form knows nothing of small things, which weigh more with few tokens, and less with experts.
     assert 0.55 < estimated.moved_bytes / traced.moved_bytes < 0.85

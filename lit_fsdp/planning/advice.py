@@ -126,7 +126,8 @@ def _keep_result(now: Situation) -> Iterator[Suggestion]:
         yield Suggestion(
             setting=f"{strategy}.cpu_offload: {{}}",
             saved_bytes=states,
-            cost="that much host memory; every step copies the shards up and the gradients down, AdamW runs on the CPU",
+            cost="that much host memory, more where it is pinned; every step copies the shards up and "
+            "the gradients down, AdamW runs on the CPU",
         )
     yield Suggestion(
         setting=f"twice the ranks (now {now.num_shards * now.num_replicas})",

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from lit_fsdp.sharding.wrap import count_rank_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +20,8 @@ class CPUOffload:
 
     Args:
         pin_memory: Lock the host memory, so that copies overlap with compute. Pinned memory cannot be swapped
-            out; turn it off where the host has little. By default on with a GPU and off without.
+            out, and torch takes it in powers of two: up to twice as much for shards and gradients, which ``plan``
+            counts. Turn it off where the host has little. By default on with a GPU and off without.
     """
 
     pin_memory: bool | None = None
@@ -31,5 +35,27 @@ def build_offload_policy(cpu_offload: CPUOffload | None, device: torch.device) -
         raise ValueError(
             f"cpu_offload.pin_memory: got true: pinning needs a GPU, and the run is on {device.type}; leave it out"
         )
-    pin_memory = device.type == "cuda" if cpu_offload.pin_memory is None else cpu_offload.pin_memory
-    return CPUOffloadPolicy(pin_memory=pin_memory)
+    return CPUOffloadPolicy(pin_memory=_is_pinned(cpu_offload, device.type))
+
+
+def count_pinned_rounding(
+    model: nn.Module, cpu_offload: CPUOffload | None, *, num_shards: int, device_type: str
+) -> tuple[int, int]:
+    """Return what pinning adds to the first rank's shards and to their gradients in host memory, in bytes.
+
+    FSDP2 pins each shard and each gradient on its own, and torch rounds each up to a power of two (2.13 to 2.15:
+    ``PowerOf2Ceil`` in ATen/core/CachingHostAllocator.h). Optimizer state is not pinned.
+    """
+    if cpu_offload is None or not _is_pinned(cpu_offload, device_type):
+        return 0, 0
+    added = [(p, round_pinned(size) - size) for p in model.parameters() for size in [count_rank_bytes(p, num_shards)]]
+    return sum(size for _, size in added), sum(size for parameter, size in added if parameter.requires_grad)
+
+
+def round_pinned(num_bytes: int) -> int:
+    """Return what torch takes of the host for a pinned tensor: the next power of two."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
+def _is_pinned(cpu_offload: CPUOffload, device_type: str) -> bool:
+    return device_type == "cuda" if cpu_offload.pin_memory is None else cpu_offload.pin_memory

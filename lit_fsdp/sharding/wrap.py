@@ -117,12 +117,13 @@ def plan_module(module: nn.Module, wrap: Wrap) -> list[Unit]:
 
 def count_shard_bytes(model: nn.Module, unit: Unit, num_shards: int) -> int:
     """Return the bytes of the first rank's shard of a unit: ``fully_shard`` gives no rank more rows of a parameter."""
-    total = 0
-    for name in unit.parameters:
-        parameter = model.get_parameter(name)
-        rows = parameter.shape[0] if parameter.dim() else 1
-        total += -(-rows // num_shards) * (parameter.nbytes // max(rows, 1))
-    return total
+    return sum(count_rank_bytes(model.get_parameter(name), num_shards) for name in unit.parameters)
+
+
+def count_rank_bytes(parameter: nn.Parameter, num_shards: int) -> int:
+    """Return the bytes of the first rank's shard of a parameter."""
+    rows = parameter.shape[0] if parameter.dim() else 1
+    return -(-rows // num_shards) * (parameter.nbytes // max(rows, 1))
 
 
 def _find_units(model: nn.Module, modules: dict[str, nn.Module], wrap: Wrap) -> list[Unit]:

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from training import EVEN, GLOBAL_BATCH, Rows, build_task, build_trainer, save_model
+from training import EVEN, GLOBAL_BATCH, LENGTH, Rows, build_task, build_trainer, save_model
 
-from lit_fsdp import ActivationCheckpointing, FSDP2Strategy
+from lit_fsdp import ActivationCheckpointing, AutoFSDP2Strategy, FSDP2Strategy
 from lit_fsdp.callbacks import MemoryLogger, OOMReport
+from lit_fsdp.planning.closed_form.engine import estimate_step
+from lit_fsdp.planning.estimate import describe_model
+from lit_fsdp.planning.step_parts import MicroBatch, Ranks
+from lit_fsdp.sharding.cpu_offload import CPUOffload
 from ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -70,3 +74,39 @@ def run_out(folder: Path, root: Path) -> None:
 def test_a_gpu_without_memory_left_is_reported(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **SIZES)
     run_ranks(run_out, folder, tmp_path, world_size=1, backend="cpu:gloo,cuda:nccl")
+
+
+def offload(folder: Path) -> None:
+    strategy = FSDP2Strategy(print_plan=False, cpu_offload=CPUOffload())
+    task, trainer = build_task(folder), build_trainer(strategy, accelerator="gpu", max_steps=3)
+    trainer.fit(task, Rows(10_000, GLOBAL_BATCH))
+    shape, ranks = MicroBatch(rows=GLOBAL_BATCH, length=LENGTH), Ranks(num_nodes=1, per_node=1)
+    host = estimate_step(describe_model(task, strategy), strategy.settings, shape, ranks=ranks).host_by_kind
+    exact = sum(parameter.nbytes for parameter in task.parameters())
+    assert host["parameters"] > 1.2 * exact  # so that the rounding shows
+    pinned = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    assert pinned == pytest.approx(host["parameters"] + host["gradients"], rel=0.03)  # batches are pinned too
+
+
+def test_pinned_memory_of_offload_is_what_is_planned(tmp_path: Path) -> None:
+    sizes = {**SIZES, "vocab_size": 10_000, "intermediate_size": 2560}  # no power of two
+    run_ranks(offload, save_model(tmp_path / "model", **sizes), world_size=1, backend="cpu:gloo,cuda:nccl")
+
+
+def find_free(root: Path) -> None:
+    device, num_bytes = torch.device("cuda", 0), 2**30
+    strategy = AutoFSDP2Strategy()
+    trainer = build_trainer(strategy, accelerator="gpu", default_root_dir=root)
+    assert trainer.strategy.root_device == device
+    torch.zeros(1, device=device)
+    _, before = strategy.choose_hardware()
+    held = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    _, mine = strategy.choose_hardware()
+    assert mine == pytest.approx(before, abs=num_bytes / 8)  # what this process holds is its own to use
+    free, total = torch.cuda.mem_get_info(device)
+    assert free + held.numel() <= mine < total
+    assert "free on the GPU of rank 0" in strategy.memory_note
+
+
+def test_auto_takes_what_is_free_and_what_this_process_holds(tmp_path: Path) -> None:
+    run_ranks(find_free, tmp_path, world_size=1, backend="cpu:gloo,cuda:nccl")

@@ -26,6 +26,7 @@ from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory import KINDS, Kind, label_unit
 from lit_fsdp.profiling.memory_trace import Peak, StepMemory
 from lit_fsdp.sharding.activation_checkpointing import DEFAULT_SAVED_OPS, ActivationCheckpointing
+from lit_fsdp.sharding.cpu_offload import count_pinned_rounding
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.wrap import Unit, count_shard_bytes, iterate_blocks
@@ -113,7 +114,11 @@ def estimate_step(
     walk.run()
     walk.add_temporary("rest", temporary * on_device)
     moments = walk.finish()
-    host: dict[Kind, int] = {"parameters": own, "gradients": sum(u.gradient for u in walk.units)}
+    more, more_gradients = count_pinned_rounding(
+        module, settings.cpu_offload, num_shards=shards, device_type=device_type
+    )
+    gradients = sum(unit.gradient for unit in walk.units)
+    host: dict[Kind, int] = {"parameters": own + more, "gradients": gradients + more_gradients}
     twice = _list_run_twice(tape, settings.activation_checkpointing)
     return StepEstimate(
         peak=max(moments, key=lambda moment: moment.num_bytes),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,10 @@ from lit_fsdp.optim.adamw_8bit import make_code_books
 from lit_fsdp.planning.closed_form.overrides import keeps_gradients
 from lit_fsdp.planning.trace.fake_gpu_ops import run_as_gpus
 from lit_fsdp.profiling.flops import Flops, WorkCounter
+from lit_fsdp.profiling.memory import Kind
 from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.quantization.quantize import prepare_tables
+from lit_fsdp.sharding.cpu_offload import CPUOffload, count_pinned_rounding
 from lit_fsdp.sharding.grad_clipping import clip_grad_norm
 from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
@@ -104,6 +106,9 @@ def trace_training_step(
     prepare_tables(_DEVICE)
     make_code_books(_DEVICE)
     _drop_values(module)
+    rounding = count_pinned_rounding(module, settings.cpu_offload, num_shards=mesh.shape[-1], device_type=device_type)
+    if settings.cpu_offload is not None:  # where fake tensors say they are, nothing can be pinned
+        settings = replace(settings, cpu_offload=CPUOffload())
     plan = shard_module(module, settings, dtypes=dtypes, mesh=mesh, device=_DEVICE)
     with _leave_out_values(device_type):
         materialize(module, _DEVICE)
@@ -125,7 +130,11 @@ def trace_training_step(
         with trace, counter:
             trace.add_inputs(fake)
             run(num_micro_batches, begin_phase)
-    return TracedStep(memory=trace.finish(), flops=counter.flops, moved_bytes=counter.moved_bytes)
+    memory = trace.finish()
+    kinds: tuple[Kind, Kind] = ("parameters", "gradients")
+    added = {kind: memory.host_by_kind[kind] + more for kind, more in zip(kinds, rounding, strict=True) if more}
+    memory = replace(memory, host_by_kind={**memory.host_by_kind, **added})
+    return TracedStep(memory=memory, flops=counter.flops, moved_bytes=counter.moved_bytes)
 
 
 @contextmanager

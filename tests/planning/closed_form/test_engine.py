@@ -144,8 +144,13 @@ def test_the_peak_is_within_3_percent_of_the_exact_trace(model: dict[str, Any], 
         ({"vocab_size": 4000}, {"world_size": 2, "length": 512, "sharding": Sharding(backward_prefetch=3)}),
         # Norm and head are one unit, and reduced once.
         ({"vocab_size": 8000, "loss_chunks": 8}, {"precision": "bf16-true", "length": 512}),
+        # Pinned memory is rounded up, by both engines alike.
+        (
+            {"vocab_size": 9000},
+            {"world_size": 3, "length": 512, "device_type": "cuda", "cpu_offload": CPUOffload(pin_memory=True)},
+        ),
     ],
-    ids=["ahead", "chunks"],
+    ids=["ahead", "chunks", "pinned"],
 )
 def test_units_are_counted_when_they_are_there_and_reduced_once(model: dict[str, Any], options: dict[str, Any]) -> None:
     run_ranks(compare, model, options, 0.002, world_size=1)
@@ -184,13 +189,38 @@ def test_ten_billion_parameters_have_160_gb_of_states() -> None:
 
 
 def test_offload_moves_all_states_to_the_host() -> None:
-    here, there = estimate_lm(Model()), estimate_lm(Model(), cpu_offload=CPUOffload())
+    here, there = estimate_lm(Model()), estimate_lm(Model(), cpu_offload=CPUOffload(pin_memory=False))
     states = here.moments[-1].by_kind
     total = states["parameters"] + states["optimizer_state"] + states["gradients"]
     buffers = sum(b.numel() * b.element_size() for b in Model().buffers())
     assert sum(there.host_by_kind.values()) == pytest.approx(total - buffers, rel=0.001)
     assert there.moments[-1].by_kind["gradients"] == there.moments[-1].by_kind["optimizer_state"] == 0
     assert there.peak.by_kind["parameters"] == buffers
+
+
+def round_up(num_bytes: int) -> int:
+    size = 1
+    while size < num_bytes:
+        size *= 2
+    return size
+
+
+def test_pinned_shards_and_gradients_are_rounded_up_to_powers_of_two_each() -> None:
+    model = Model(mode="lora")
+    shards = [-(-p.shape[0] // 3) * p[0].numel() * p.element_size() for p in model.parameters()]
+    trained = [p.requires_grad for p in model.parameters()]
+    cases = [("cpu", None), ("cuda", False), ("cuda", None), ("cuda", True)]
+    plain, unpinned, pinned, asked = (
+        estimate_lm(model, world_size=3, device_type=device, cpu_offload=CPUOffload(pin_memory=pin)).host_by_kind
+        for device, pin in cases
+    )
+    assert plain == unpinned
+    assert plain["parameters"] == sum(shards)
+    assert pinned == asked
+    assert pinned["parameters"] == sum(map(round_up, shards)) > 1.1 * plain["parameters"]
+    assert pinned["gradients"] == sum(round_up(size) for size, needs in zip(shards, trained, strict=True) if needs)
+    assert pinned["gradients"] > plain["gradients"]
+    assert pinned["optimizer_state"] == plain["optimizer_state"]
 
 
 def test_pixels_in_half_precision_stay_until_forward_ends() -> None:
