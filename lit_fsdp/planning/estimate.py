@@ -63,7 +63,7 @@ def estimate_beside_training() -> Iterator[None]:
             another one: indexing a sharded parameter is enough for that.
     """
     try:
-        with _NoCollectives():  # type: ignore[no-untyped-call]
+        with _NoCollectives():
             yield
     except NoEstimateError:
         raise
