@@ -231,6 +231,7 @@ def test_a_step_takes_no_copy_of_all_weights(dtype: torch.dtype) -> None:
     expected = [a.clone() for a in ema._averages.values()]
     torch._foreach_lerp_(expected, weights, 1 - DECAY)
     with MemoryTrace(module, [], plan=(), device=torch.device("cpu")) as trace:
+        trace.add_inputs(ema._averages)
         trace.begin_phase("optimizer")
         ema.on_step_end(None, module)  # type: ignore[arg-type]
     assert all(torch.equal(a, b) for a, b in zip(ema._averages.values(), expected, strict=True))

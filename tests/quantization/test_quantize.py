@@ -187,6 +187,7 @@ def test_an_int8_weight_takes_its_dense_size_and_little_more(
         assert torch.equal(dequantize(*stored, settings, dtype), whole)
     x = torch.randn(4, columns, dtype=dtype, requires_grad=True)
     with MemoryTrace(nn.Identity(), [], plan=(), device=torch.device("cpu")) as trace:
+        trace.add_inputs({"codes": codes})
         trace.begin_phase("forward")
         y = multiply(x, *stored, settings)
         trace.begin_phase("backward")
@@ -232,6 +233,7 @@ def test_matrices_of_groups_are_dequantized_up_to_a_size(monkeypatch: pytest.Mon
     x = torch.randn(8, columns, dtype=torch.bfloat16, requires_grad=True)
     ends = torch.tensor([2, 4, 6, 8], dtype=torch.int32)
     with MemoryTrace(nn.Identity(), [], plan=(), device=torch.device("cpu")) as trace:
+        trace.add_inputs(dict(enumerate(stored)))
         trace.begin_phase("forward")
         y = multiply_groups(x, ends, *stored, settings)
         trace.begin_phase("backward")
