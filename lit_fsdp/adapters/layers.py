@@ -23,7 +23,7 @@ ADAPTER_PARTS = frozenset(("lora_A", "lora_B", "lora_embedding_A", "lora_embeddi
 
 def import_peft() -> ModuleType:
     """Return peft; see Note [peft starts CUDA]."""
-    with torch.device("cpu"):  # adapters are added under "meta", where constants of modules would get no values
+    with torch.device("cpu"):  # adapters are added under "meta", where tensors that modules keep would have no values
         import peft
     return peft
 

@@ -23,7 +23,7 @@ def load_kernels(user: str) -> ModuleType:
     if found := sys.modules.get("bitsandbytes"):
         return found
     try:
-        with torch.device("cpu"):  # models are built under "meta", and its tables of values would have none
+        with torch.device("cpu"):  # models are built under "meta", where tensors that modules keep would have no values
             import bitsandbytes
     except ModuleNotFoundError as error:
         if error.name != "bitsandbytes":
