@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that needs a GPU, on one machine, in about 25 minutes: the tests, then what is measured, with today's date in benchmarks/results.
+# All that needs a GPU, on one machine, in 25 minutes by estimate: the tests, then what is measured, with today's date in benchmarks/results.
 #
 #     benchmarks/gpu.sh                  # everything
 #     benchmarks/gpu.sh tests memory     # some parts

@@ -46,7 +46,7 @@ def run(folder: Path, *command: str) -> tuple[Ended, list[str]]:
     notes, customized = folder / "notes", folder / "customized"
     notes.mkdir()
     customized.mkdir()
-    customize = f"from pathlib import Path\nfrom pretended_gpu import pretend\npretend(Path({str(notes)!r}))\n"
+    customize = f"from pathlib import Path\nfrom cuda_starts import pretend\npretend(Path({str(notes)!r}))\n"
     (customized / "sitecustomize.py").write_text(customize)
     path = os.pathsep.join(map(str, (customized, ROOT, ROOT / "tests")))
     (ended,) = run_processes(command, PYTHONPATH=path, CUDA_VISIBLE_DEVICES="0")

@@ -37,7 +37,7 @@ class Stager:
         """
         num_bytes = sum(_align(_get_local(tensor).nbytes) for tensor in iterate_tensors(state))
         buffer = self._take_pinned(num_bytes) if has_gpu_tensors(state) else _HostBuffer(num_bytes, is_pinned=False)
-        staged: dict[str, Any] = _Copier(buffer.memory).copy(state)
+        staged: dict[str, Any] = _Copier(buffer.pages).copy(state)
         return staged
 
     def release(self) -> None:
@@ -70,12 +70,11 @@ class _HostBuffer:
 
     def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:
         self.num_bytes = max(num_bytes, 1)
-        pages = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.pages = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # Else every data loader worker that is forked would get a copy of pinned pages.
-        pages.madvise(mmap.MADV_DONTFORK)
-        self.memory = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the pages
+        self.pages.madvise(mmap.MADV_DONTFORK)
         if is_pinned:
-            self._pin(self.memory.data_ptr())
+            self._pin(torch.frombuffer(self.pages, dtype=torch.uint8).data_ptr())
 
     def _pin(self, address: int) -> None:
         cudart: Any = torch.cuda.cudart()
@@ -91,8 +90,8 @@ class _HostBuffer:
 class _Copier:
     """Copies nested containers, with tensors one after the other in a buffer."""
 
-    def __init__(self, buffer: Tensor) -> None:
-        self._storage = buffer.untyped_storage()
+    def __init__(self, pages: mmap.mmap) -> None:
+        self._pages = pages
         self._offset = 0  # in bytes
 
     def copy(self, node: Any) -> Any:
@@ -108,7 +107,10 @@ class _Copier:
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
         made = torch.empty_like(tensor, device="cpu")  # costs no memory: it is never written to
         local = _get_local(made)
-        local.set_(self._storage, self._offset // local.itemsize, local.size(), local.stride())
+        if local.nbytes:
+            # Each has a storage of its own, which keeps the pages: torch would copy a part of a larger one to write it.
+            part = torch.frombuffer(self._pages, dtype=torch.uint8, count=local.nbytes, offset=self._offset)
+            local.set_(part.untyped_storage(), 0, local.size(), local.stride())
         local.copy_(_get_local(tensor))
         self._offset += _align(local.nbytes)
         return made

@@ -143,7 +143,8 @@ class CheckpointWriter:
             return True
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
-        staged = self._stager.stage(state)
+        staged: dict[str, Any] = {}
+        agree(lambda: staged.update(self._stager.stage(state)))  # one host may have too little memory to pin
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(
             target=self._write,

@@ -6,7 +6,7 @@ Import from the files: from here, each would load the parts of torch that the ot
 - ``flops``: ``FlopCounter``, ``WorkCounter``
 - ``memory``: ``measure_states``; ``memory_trace``: ``MemoryTrace``; ``device_memory``: what the device says
 - ``communication_meter``: ``CommunicationMeter``; ``expected_communication``: the same from the plan alone
-- ``stand_ins``: what stands between FSDP2 and what it calls while it is measured
+- ``replaced_calls``: what stands between FSDP2 and what it calls while it is measured
 - ``collectives``: ``measure_fabric``; time and bandwidth of each collective by size
 - ``anomalies``: ``SpikeDetector``, ``UnitWatch``; steps with NaN or spikes
 """

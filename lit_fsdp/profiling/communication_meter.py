@@ -27,7 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from lit_fsdp.profiling.clock import Clock, Mark
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, count_wire_bytes
-from lit_fsdp.profiling.stand_ins import ReplacedMethod, make_stand_in
+from lit_fsdp.profiling.replaced_calls import ReplacedMethod, make_stand_in
 
 _MAX_PENDING = 8  # steps that the GPU is behind; what is older is dropped, not waited for
 

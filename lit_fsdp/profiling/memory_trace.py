@@ -104,6 +104,7 @@ class MemoryTrace(TorchDispatchMode):
         self._peak: Peak | None = None
         self._summands: tuple[_Block, _Block] | None = None  # of a sum that is not recorded yet
         self._sharded: dict[str, list[Any]] = {}
+        self._hooks: list[Any] = []
         self._error: Exception | None = None  # which ended the counting
 
     def add_inputs(self, batch: Any) -> None:
@@ -150,15 +151,23 @@ class MemoryTrace(TorchDispatchMode):
         for _, sharded in iterate_sharded(self._model):
             unit = self._owners.get(names.get(get_shard(sharded), ""), OUTSIDE)
             self._sharded.setdefault(unit, []).append(sharded)
-        self._hooks = list(self._watch_units())
+        try:
+            for hook in self._watch_units():
+                self._hooks.append(hook)
+        except BaseException:
+            self._remove_hooks()
+            raise
         self._look()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._look_away()
-        for hook in self._hooks:
-            hook.remove()
+        self._remove_hooks()
         self._sharded.clear()
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def pause(self) -> None:
         """Look away: what runs next is not part of the step."""

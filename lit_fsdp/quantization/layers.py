@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.conv import _ConvNd  # private, seen in torch 2.13: what all convolutions are
 from transformers.pytorch_utils import Conv1D
 
+from lit_fsdp.quantization.groups import has_grouped_product, multiply_groups
 from lit_fsdp.quantization.kernels import load_kernels
-from lit_fsdp.quantization.quantize import Quantization, dequantize, has_grouped_product, multiply, multiply_groups
+from lit_fsdp.quantization.quantize import Quantization, dequantize, multiply
 
 ABSMAX, NESTED = "_absmax", "_nested"  # what stands beside the codes of a weight
 
@@ -113,8 +114,8 @@ class QuantizedExperts(QuantizedLayer):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return [tokens, hidden] for states of that shape; experts and weights of each token are [tokens, k].
 
-        No operator and no shape depends on which experts were chosen, so ranks that route differently run the same,
-        and a GPU is not waited for. Where it has no kernel for groups, one wait: see ``has_grouped_product``.
+        No operator and no shape depends on which experts were chosen, and a GPU is not waited for. Where it has no
+        kernel for groups, there is one wait, and the chosen experts are dequantized: see ``has_grouped_product``.
         """
         num_tokens, top_k = top_k_index.shape
         experts, order = torch.sort(top_k_index.flatten())  # [tokens * k], as all below
@@ -131,7 +132,7 @@ class QuantizedExperts(QuantizedLayer):
         x = x * top_k_weights.flatten()[order, None]
         places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         # A sum over k, not added into rows: it adds in float32, and in the same order each time.
-        return x[places].view(num_tokens, top_k, -1).sum(1).to(hidden_states.dtype)
+        return x[places].view(num_tokens, top_k, x.shape[1]).sum(1).to(hidden_states.dtype)
 
     def _multiply(self, name: str, x: Tensor, experts: Tensor, ends: Any) -> Tensor:
         stored = self.get_stored(name)

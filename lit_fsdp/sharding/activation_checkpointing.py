@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from lit_fsdp.quantization.kernels import load_kernels
+
 # Matrix products and attention: most of the compute of a block in a small part of its activations. By name, as
 # those of bitsandbytes exist only once it is imported.
 DEFAULT_SAVED_OPS = (
@@ -59,7 +61,9 @@ class ActivationCheckpointing:
                 f"activation_checkpointing.saved_ops: not used by mode {self.mode!r}; set mode to 'selective'"
             )
         for name in self.saved_ops:
-            if name not in DEFAULT_SAVED_OPS and _find_op(name) is None:
+            if name.startswith("bitsandbytes."):
+                load_kernels("activation_checkpointing.saved_ops")  # its operators exist from then on
+            if _find_op(name) is None:
                 raise ValueError(
                     f"activation_checkpointing.saved_ops: got {name!r}: torch has no such operator; "
                     "expected one such as aten.mm"

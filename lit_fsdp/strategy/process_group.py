@@ -41,8 +41,9 @@ def init_process_group(
 def check_gloo_address(main_address: str, environ: Mapping[str, str]) -> None:
     """Refuse a host whose name stands for an address of its own only, such as Debian's 127.0.1.1.
 
-    gloo listens on the address of the host's name and would hang or fail later, where NCCL finds its way. Nodes that
-    all run on this machine are let through.
+    gloo listens on the address of the host's name and would hang or fail later, where NCCL finds its way. Runs
+    whose main address is a loopback one are on one machine and let through. A node that is refused ends alone; the
+    others wait for it until their timeout.
     """
     if len(environ.get(_VARIABLE, "")) > 1 or _is_loopback(main_address):
         return

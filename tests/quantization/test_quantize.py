@@ -11,7 +11,9 @@ from bitsandbytes import functional
 from torch import Tensor, nn
 
 from lit_fsdp.profiling.memory_trace import MemoryTrace
+from lit_fsdp.quantization import groups
 from lit_fsdp.quantization import quantize as quantization
+from lit_fsdp.quantization.groups import multiply_groups
 from lit_fsdp.quantization.quantize import (
     BLOCK_SIZES,
     Quantization,
@@ -19,7 +21,6 @@ from lit_fsdp.quantization.quantize import (
     dequantize,
     dequantize_shard,
     multiply,
-    multiply_groups,
     quantize_rows,
 )
 
@@ -211,9 +212,9 @@ def test_groups_are_multiplied_by_their_own_matrices(
     )
     expected_grad = torch.cat([2 * expected[a:b] @ m for m, (a, b) in zip(dense, pairwise([0, *ends]), strict=True)])
     found = []
-    whole = quantization.GROUPS_PART
+    whole = groups.GROUPS_PART
     for given, part in ((ends, whole), (torch.tensor(ends, dtype=torch.int32), whole), (torch.tensor(ends).int(), 1)):
-        monkeypatch.setattr(quantization, "GROUPS_PART", part)
+        monkeypatch.setattr(groups, "GROUPS_PART", part)
         x.grad = None
         y = multiply_groups(x, given, codes, absmax, nested, settings, is_transposed=is_transposed)  # type: ignore[arg-type]
         y.square().sum().backward()
@@ -227,7 +228,7 @@ def test_groups_are_multiplied_by_their_own_matrices(
 def test_matrices_of_groups_are_dequantized_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     settings, num, rows, columns = Quantization(), 4, 1024, 256
     part = num * columns * 256
-    monkeypatch.setattr(quantization, "GROUPS_PART", part)
+    monkeypatch.setattr(groups, "GROUPS_PART", part)
     matrices = [store(make_weight(rows, columns), settings) for _ in range(num)]
     stored: Any = [torch.stack(parts) for parts in zip(*matrices, strict=True)]  # type: ignore[arg-type]
     x = torch.randn(8, columns, dtype=torch.bfloat16, requires_grad=True)

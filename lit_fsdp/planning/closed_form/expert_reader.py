@@ -10,8 +10,8 @@ from torch import nn
 from lit_fsdp.planning.closed_form.linear_reader import read_product
 from lit_fsdp.planning.closed_form.reader import SAVES_INPUT, Reader, UnreadableModuleError, list_children
 from lit_fsdp.planning.closed_form.tape import FLOAT32, INDEX
+from lit_fsdp.quantization.groups import count_part
 from lit_fsdp.quantization.layers import QuantizedExperts
-from lit_fsdp.quantization.quantize import count_part
 
 _SHARED = {"shared_expert", "shared_expert_gate"}  # which are read elsewhere
 

@@ -11,7 +11,7 @@ from planned_steps import run_for_real
 
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
 from lit_fsdp.planning.trace.dry_run import fake_ranks
-from lit_fsdp.quantization import quantize
+from lit_fsdp.quantization import groups
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.mixed_precision import read_precision
 from lit_fsdp.sharding.settings import Settings
@@ -26,7 +26,7 @@ SELECTIVE = {"activation_checkpointing": ActivationCheckpointing(mode="selective
 def compare(model: dict[str, Any], rows: int, length: int, settings: dict[str, Any], part: int) -> None:
     """Compare with a real step, if that many weights are dequantized at a time."""
     dist.destroy_process_group()
-    quantize.GROUPS_PART = part
+    groups.GROUPS_PART = part
     module = Model(**model)
     ids = torch.arange(rows * length).view(rows, length) % 1000
     batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(length).expand(rows, length)}
