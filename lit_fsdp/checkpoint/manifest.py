@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypedDict
 
+from lit_fsdp.weights.file_names import check_names
+
 MANIFEST = "complete.json"
 _BLOCK_BYTES = 1 << 22
 
@@ -37,11 +39,13 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     """Return the files of a complete checkpoint; refuse a folder whose manifest is missing or damaged."""
     path = folder / MANIFEST
     try:
-        return dict(json.loads(path.read_text())["files"])
+        files = dict(json.loads(path.read_text())["files"])
     except FileNotFoundError:
         raise ValueError(f"{folder} is no complete checkpoint: {MANIFEST} is missing; choose another one") from None
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path} is damaged; choose another checkpoint") from None
+    check_names(folder, files, source=path)
+    return files
 
 
 def check_sizes(folder: Path) -> dict[str, FileEntry]:

@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedModel
 from lit_fsdp.checkpoint.latest import find_last_checkpoint
 from lit_fsdp.checkpoint.manifest import check_contents, check_sizes
 from lit_fsdp.checkpoint.sharded import META, plain_errors
+from lit_fsdp.weights.file_names import check_names
 
 EXPORT = "export"  # in the metadata of a checkpoint: the small files of the folder, by name
 
@@ -77,6 +78,8 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
             f"checkpoint[{EXPORT!r}] in on_save_checkpoint: config.json and those of the tokenizer, by name"
         )
     metadata = FileSystemReader(path).read_metadata()
+    names = (getattr(there, "relative_path", None) for there in metadata.storage_data.values())
+    check_names(path, names, source=path / ".metadata")
     tensors: dict[str, TensorStorageMetadata] = {}
     for key, value in metadata.state_dict_metadata.items():
         if key.startswith(_STATE) and isinstance(value, TensorStorageMetadata):

@@ -40,6 +40,7 @@ from lit_fsdp.checkpoint.manifest import check_contents, check_sizes, describe_f
 from lit_fsdp.errors import join_names
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
+from lit_fsdp.weights.file_names import check_names
 
 META = "meta.pt"  # everything that is not a tensor of model or optimizer: plain types, loads with weights_only
 LEAVES_OUT_FROZEN = "leaves_out_frozen"  # in meta: whether frozen parameters are left out
@@ -135,7 +136,10 @@ def load_checkpoint(
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     agree(lambda: check_contents(path, check_sizes(path), part=rank, num_parts=world_size))
     options = StateDictOptions(strict=strict)
-    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(path).read_metadata()
+    names = (getattr(there, "relative_path", None) for there in metadata.storage_data.values())
+    check_names(path, names, source=path / ".metadata")
+    stored = metadata.state_dict_metadata
     count = len({key.split(".")[0] for key in stored if key.startswith("optimizer_")})
     if optimizers and count != len(optimizers):
         raise ValueError(f"{path} holds {count} optimizers, the run has {len(optimizers)}; resume it with as many")

@@ -18,8 +18,8 @@ import torch
 from jinja2 import Environment, StrictUndefined
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_fsdp.redaction import hide_hosts, hide_paths
 from lit_fsdp.reporting.plots import NARROW, render_svg, write_png
-from lit_fsdp.reporting.redaction import hide_hosts, hide_paths
 from lit_fsdp.reporting.sections import HasSection, Section
 
 HTML, MARKDOWN, JSON, PICTURES = "report.html", "report.md", "report.json", "report"

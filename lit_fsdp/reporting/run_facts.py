@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_fsdp.quantization.layers import count_weights
-from lit_fsdp.reporting.redaction import hide_hosts, hide_paths, hide_secrets, shorten_path
+from lit_fsdp.redaction import hide_hosts, hide_paths, hide_secrets, shorten_path
 from lit_fsdp.reporting.sections import Section, Table
 from lit_fsdp.sharding.unit_table import COLUMNS, list_rows
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lit_fsdp.export.folder import check_out, write_beside, write_small_files
+from lit_fsdp.export.folder import write_small_files
+from lit_fsdp.export.out_folder import check_out, write_beside
 from lit_fsdp.tasks.tts.checkpoint import GENERATION, SpeechCheckpoint, read_checkpoint
 from lit_fsdp.tasks.tts.codec.loading import has_codec
 from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, fetch_speech_model, find_speech_model
@@ -73,7 +74,7 @@ def export_voice(
         first_row: Of the codec embedding: the voices go there and after it.
         dtype: Of the weights; ``keep`` leaves them as they were stored, and merged ones as their base has them.
         base: Where the model is that the run started from, by name or folder, if not where it was.
-        overwrite: Replace a folder that was exported before.
+        overwrite: Replace a folder that was exported before. One with files that no export wrote is refused.
 
     Raises:
         ValueError: With what is wrong with the checkpoint or a setting.
@@ -95,7 +96,7 @@ def export_voice(
         _build_in(raw, weights, source, speakers, first_row)
     if dtype != "keep":
         weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
-    with write_beside(out) as beside:
+    with write_beside(out, Path(checkpoint), overwrite=overwrite) as beside:
         _write(beside, raw, weights, source)
     return ExportedVoice(folder=out, notes=_describe_use(out, source))
 

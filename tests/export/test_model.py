@@ -224,14 +224,12 @@ def test_only_an_exported_model_is_replaced_and_only_if_asked(checkpoint: Path, 
     out.mkdir()
     (out / "letter.txt").touch()
     assert "is not empty" in refuse(checkpoint, out)
-    assert "holds no exported model" in refuse(checkpoint, out, overwrite=True)
+    assert "out is not replaced, as it has no export_manifest.json" in refuse(checkpoint, out, overwrite=True)
     (out / "letter.txt").unlink()
     export_model(checkpoint, out, max_shard_gb=20e-6)
     assert "is not empty" in refuse(checkpoint, out)
-    (tmp_path / ".out.incomplete").mkdir()
-    (tmp_path / ".out.incomplete" / "from_a_crash").touch()
     exported = export_model(checkpoint, out, overwrite=True)
-    assert exported.files == ["README.md", "config.json", "model.safetensors"]
+    assert exported.files == ["README.md", "config.json", "export_manifest.json", "model.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert sorted(path.name for path in out.iterdir()) == exported.files
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_fsdp.reporting.redaction import LEFT_OUT, hide_hosts, hide_paths, hide_secrets
+from lit_fsdp.redaction import LEFT_OUT, hide_hosts, hide_paths, hide_secrets
 
 
 @pytest.mark.parametrize(
