@@ -37,9 +37,9 @@ _SECRETS = tuple(
         # secret: abfss://container@account.
         r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://)[^\s/?#\"'<>@:]*:[^\s/?#\"'<>]*(?=@)",
         r"((?<![a-z0-9+.-])(?:git\+)?https?://)[^\s/?#\"'<>]+(?=@)",
-        rf"([?&;#]{_IN_QUERY}=){_END}",
+        rf"([?&;#]{_IN_QUERY}=)(?!\(credential){_END}",
         rf"((?<![\w-]){_ASSIGNED}\s*=\s*[\"']?)(?!None\b|null\b|True\b|False\b|\(credential){_END}",
-        rf"([\"']{_ASSIGNED}[\"']\s*:\s*[\"'])(?!\(credential)[^\"']+",
+        rf"([\"']{_ASSIGNED}[\"']\s*:\s*[\"']?)(?!\(credential)(?:(?<=[\"'])[^\"']+|\d+)",
         r"(\b(?:bearer|basic)\s+)(?=[\w.~+/-]*[\d=])[\w.~+/-]{12,}=*",
         r"()-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.*?)(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     )

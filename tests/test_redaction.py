@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from lit_fsdp.redaction import LEFT_OUT, hide_hosts, hide_paths, hide_secrets, hide_secrets_in_yaml
+from lit_fsdp.reporting.sections import Table, print_table
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,7 @@ PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabc=\n-----END RSA PRIVATE KEY----
         ("WANDB_API_KEY=0a1b2c, PATH=/bin", f"WANDB_API_KEY={X}, PATH=/bin"),
         ("--data.password='a b'", f"--data.password='{X} b'"),
         ("{'api_key': 'a b', 'n': 1}", f"{{'api_key': '{X}', 'n': 1}}"),
+        ("{'password': 4711, 'port': 4711}", f"{{'password': {X}, 'port': 4711}}"),
         ('{"secret": "a"}', f'{{"secret": "{X}"}}'),
         ("Authorization: Bearer abcdefghijkl123", f"Authorization: Bearer {X}"),
         # shapes
@@ -96,3 +98,10 @@ def test_a_configuration_without_credentials_keeps_its_bytes() -> None:
     hidden = hide_secrets_in_yaml(text + "token: abc\ndata: {password: 123, url: Größe}\n")
     assert yaml.safe_load(hidden)["data"] == {"password": LEFT_OUT, "url": "Größe"}
     assert yaml.safe_load(hidden)["token"] == LEFT_OUT
+
+
+def test_tables_in_the_terminal_tell_no_credentials(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(Table(title="Run", columns=(), rows=[("last checkpoint", "s3://key:hunter2@bucket/run.ckpt")]))
+    printed = capsys.readouterr().out
+    assert "@bucket/run.ckpt" in printed
+    assert "hunter2" not in printed

@@ -78,8 +78,8 @@ def open_checkpoint(path: Path) -> StoredCheckpoint:
             f"checkpoint[{EXPORT!r}] in on_save_checkpoint: config.json and those of the tokenizer, by name"
         )
     metadata = FileSystemReader(path).read_metadata()
-    names = (getattr(there, "relative_path", None) for there in metadata.storage_data.values())
-    check_names(path, names, source=path / ".metadata")
+    places = (getattr(there, "relative_path", None) for there in metadata.storage_data.values())
+    check_names(path, places, source=path / ".metadata")
     tensors: dict[str, TensorStorageMetadata] = {}
     for key, value in metadata.state_dict_metadata.items():
         if key.startswith(_STATE) and isinstance(value, TensorStorageMetadata):

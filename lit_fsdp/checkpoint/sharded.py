@@ -137,8 +137,8 @@ def load_checkpoint(
     agree(lambda: check_contents(path, check_sizes(path), part=rank, num_parts=world_size))
     options = StateDictOptions(strict=strict)
     metadata = FileSystemReader(path).read_metadata()
-    names = (getattr(there, "relative_path", None) for there in metadata.storage_data.values())
-    check_names(path, names, source=path / ".metadata")
+    places = (getattr(there, "relative_path", None) for there in metadata.storage_data.values())
+    check_names(path, places, source=path / ".metadata")
     stored = metadata.state_dict_metadata
     count = len({key.split(".")[0] for key in stored if key.startswith("optimizer_")})
     if optimizers and count != len(optimizers):

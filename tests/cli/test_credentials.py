@@ -52,8 +52,8 @@ TRAINER = {"strategy": "auto", "accelerator": "cpu", "max_steps": 2, "log_every_
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder: a task of their own and a run."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Path:
+    """A user's folder: a task of their own and a run. What is logged is captured with the rest."""
     (tmp_path / "user").mkdir()
     monkeypatch.chdir(tmp_path / "user")
     monkeypatch.syspath_prepend(str(tmp_path / "user"))
