@@ -6,7 +6,9 @@ import pytest
 import yaml
 
 from lit_fsdp.redaction import LEFT_OUT, hide_hosts, hide_paths, hide_secrets, hide_secrets_in_yaml
-from lit_fsdp.reporting.sections import Table, print_table
+from lit_fsdp.reporting.report_files import draw_section
+from lit_fsdp.reporting.run_facts import describe_end
+from lit_fsdp.reporting.sections import Section, Table, print_table
 
 
 @pytest.mark.parametrize(
@@ -105,3 +107,16 @@ def test_tables_in_the_terminal_tell_no_credentials(capsys: pytest.CaptureFixtur
     printed = capsys.readouterr().out
     assert "@bucket/run.ckpt" in printed
     assert "hunter2" not in printed
+
+
+def test_sections_of_a_report_tell_no_credentials(tmp_path: Path) -> None:
+    table = Table(title="", columns=("file",), rows=[("https://anna:hunter2@host/a",)])
+    section = Section(title="Data", name="data", numbers={"api_key": "hunter2"}, tables=[table], notes=["pwd=hunter2"])
+    part = draw_section(section, tmp_path, code="url: https://anna:hunter2@host/a")
+    assert "hunter2" not in str(part)
+    assert part.code == f"url: https://{X}@host/a"
+
+
+def test_a_credential_at_which_a_long_error_is_cut_is_not_told_in_part() -> None:
+    text = "x" * 1480 + " https://anna:hunter2hunter2hunter2@host"
+    assert "hunter2" not in describe_end(OSError(text), "at step 1")[1]

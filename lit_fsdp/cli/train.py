@@ -102,9 +102,7 @@ class SaveRunConfig(SaveConfigCallback):
         text = self.parser.dump(self.config, skip_unset=False)
         if (hidden := hide_secrets_in_yaml(text)) != text:
             names = join_names([path for path, _ in list_left_out(yaml.safe_load(hidden))])
-            rank_zero_info(
-                f"{self.config_filename}: credentials are left out of {names}: a run from it needs them again"
-            )
+            rank_zero_info(f"{self.config_filename}: credentials left out of {names}: a run from it needs them again")
         (folder / self.config_filename).write_text(hidden)
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,8 @@ TRAINER = {"strategy": "auto", "accelerator": "cpu", "max_steps": 2, "log_every_
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Path:
-    """A user's folder: a task of their own and a run. What is logged is captured with the rest."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder: a task of their own and a run."""
     (tmp_path / "user").mkdir()
     monkeypatch.chdir(tmp_path / "user")
     monkeypatch.syspath_prepend(str(tmp_path / "user"))
@@ -62,7 +63,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
     model = {"class_path": "remotetask.Remote", "init_args": SETTINGS}
     Path("run.yaml").write_text(yaml.safe_dump({"model": model, "trainer": TRAINER}))
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):  # they hold the stderr of another test
-        monkeypatch.setattr(logging.getLogger(name), "handlers", [logging.StreamHandler()])
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [logging.NullHandler()])
     return tmp_path / "user"
 
 
@@ -73,11 +74,18 @@ def check_secrets(folder: Path, printed: str) -> None:
         assert told == []
 
 
-def test_no_file_and_no_line_of_a_run_tells_a_credential(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", "--config=run.yaml"]) == 0
-    printed = "".join(capfd.readouterr())
+def test_no_file_and_no_line_of_a_run_tells_a_credential(
+    folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert main(["fit", "--config=run.yaml"]) == 0
+    shown = [warnings.formatwarning(w.message, w.category, w.filename, w.lineno) for w in warned]
+    printed = "".join([*capfd.readouterr(), caplog.text, *shown])
     check_secrets(folder / "runs", printed)
-    assert f"https://{LEFT_OUT}@data.example.org/train.tar?part=1&X-Amz-Signature={LEFT_OUT}" in printed
+    for what in ("reading", "slow:"):
+        assert f"{what} https://{LEFT_OUT}@data.example.org/train.tar?part=1&X-Amz-Signature={LEFT_OUT}" in printed
     names = "model.init_args.url, model.init_args.storage.api_key, model.init_args.storage.env.WANDB_API_KEY"
     assert f"config.yaml: credentials left out of {names}" in printed
     run = folder / "runs" / "run" / "version_0"
@@ -87,12 +95,14 @@ def test_no_file_and_no_line_of_a_run_tells_a_credential(folder: Path, capfd: py
     assert {"report.html", "report.json", "report.md", "hparams.yaml"} <= {path.name for path in run.iterdir()}
 
 
-def test_an_error_that_names_a_credential_tells_it_nowhere(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_that_names_a_credential_tells_it_nowhere(
+    folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     try:
         main(["fit", "--config=run.yaml", "--model.is_down=true"])
     except OSError as error:
         sys.excepthook(type(error), error, error.__traceback__)
-    printed = "".join(capfd.readouterr())
+    printed = "".join([*capfd.readouterr(), caplog.text])
     check_secrets(folder / "runs", printed)
     assert f"OSError: cannot reach https://{LEFT_OUT}@data.example.org/train.tar" in printed
     assert "cannot reach" in (folder / "runs/run/version_0/report.md").read_text()
