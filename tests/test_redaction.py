@@ -118,5 +118,5 @@ def test_sections_of_a_report_tell_no_credentials(tmp_path: Path) -> None:
 
 
 def test_a_credential_at_which_a_long_error_is_cut_is_not_told_in_part() -> None:
-    text = "x" * 1480 + " https://anna:hunter2hunter2hunter2@host"
+    text = "x" * 1470 + " https://anna:hunter2hunter2hunter2@host"
     assert "hunter2" not in describe_end(OSError(text), "at step 1")[1]
