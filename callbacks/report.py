@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
+from lit_fsdp.redaction import hide_paths, shorten_path
 from lit_fsdp.reporting import run_facts
 from lit_fsdp.reporting.curves import Series, make_curves_section
 from lit_fsdp.reporting.environment import describe_environment, format_devices, format_ranks, read_environment
@@ -25,7 +26,6 @@ from lit_fsdp.reporting.metrics import (
     is_trial,
     relative_to_here,
 )
-from lit_fsdp.reporting.redaction import hide_paths, shorten_path
 from lit_fsdp.reporting.report_files import HTML, Report, draw_section, draw_sections, make_plain, write_report
 from lit_fsdp.reporting.sections import Section
 from lit_fsdp.reporting.step_callback import StepCallback

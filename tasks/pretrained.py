@@ -178,7 +178,7 @@ class PretrainedTask(Task):
 def load_config(pretrained: str) -> PreTrainedConfig:
     """Return the configuration of a model, a folder or of the Hub."""
     try:
-        return drop_quantization(AutoConfig.from_pretrained(get_pretrained_folder(pretrained)))
+        return drop_quantization(AutoConfig.from_pretrained(get_pretrained_folder(pretrained), trust_remote_code=False))
     except StrictDataclassError as error:
         raise ValueError(f"pretrained: {pretrained}: config.json: {error.__cause__ or error}") from error
     except (OSError, ValueError) as error:

@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from typing_extensions import Buffer, override
 
 Verify = Literal["sizes", "full"]
+from lit_fsdp.weights.file_names import check_names
+
 MANIFEST = "complete.json"
 VERIFIED_BYTES = 1 << 24  # files up to this size are read to verify them in any case: it takes milliseconds
 _BLOCK_BYTES = 1 << 22
@@ -88,11 +90,13 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     """Return the files of a complete checkpoint; refuse a folder whose manifest is missing or damaged."""
     path = folder / MANIFEST
     try:
-        return dict(json.loads(path.read_text())["files"])
+        files = dict(json.loads(path.read_text())["files"])
     except FileNotFoundError:
         raise ValueError(f"{folder} is no complete checkpoint: {MANIFEST} is missing; choose another one") from None
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path} is damaged; choose another checkpoint") from None
+    check_names(folder, files, source=path)
+    return files
 
 
 def check_verify(name: str, verify: Verify) -> None:

@@ -91,7 +91,7 @@ def build_on_meta(checkpoint: StoredCheckpoint, **changes: Any) -> PreTrainedMod
     """Return the model of ``config.json`` without weights, for names, shapes and ties; with a changed configuration."""
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(str(checkpoint.files["config.json"]))
-        config = AutoConfig.from_pretrained(name, **changes)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False, **changes)
     architecture = (config.architectures or ["?"])[0]
     model_class = getattr(transformers, architecture, None)
     if model_class is None or not hasattr(model_class, "base_model_prefix"):

@@ -10,13 +10,12 @@ import gc
 import importlib
 import logging
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from lit_fsdp.cli.messages import describe_exception, report_error
+from lit_fsdp.cli.messages import describe_exception, hide_secrets_in_logs, print_traceback, report_error
 from lit_fsdp.errors import ConfigError, is_debugging, suggest
 
 
@@ -113,7 +112,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return _run_command(args)
     except ConfigError as error:
         if is_debugging():
-            traceback.print_exception(error)
+            print_traceback(type(error), error, error.__traceback__)
         report_error(error.line)
         return 2
     except SystemExit as stop:  # --help and --print_config of a command end this way
@@ -142,7 +141,9 @@ def _run_command(args: list[str]) -> int:
     # Of an extra package that only 4-bit weights on CPUs would gain from; seen in bitsandbytes 0.50.
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_missing_kernel)
     module, function = COMMANDS[name].entry.split(":")
-    code = getattr(_import_fast(module), function)(args)
+    run = getattr(_import_fast(module), function)
+    hide_secrets_in_logs()
+    code = run(args)
     return int(code or 0)
 
 

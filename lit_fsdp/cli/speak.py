@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from lit_fsdp.cli.parser import run_function
+from lit_fsdp.export.out_folder import lock_out
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN
 from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
 from lit_fsdp.tasks.tts.codec.loading import fetch_codec, open_codec
@@ -19,6 +20,8 @@ from lit_fsdp.tasks.tts.generation import Sampling
 from lit_fsdp.tasks.tts.preparation.audio import AudioError, read_audio
 from lit_fsdp.tasks.tts.speaker import Reference, Speaker, open_speaker
 from lit_fsdp.tasks.tts.voice_export import export_voice
+
+_LOCK = ".speak.lock"
 
 
 def run_speak(args: Sequence[str]) -> int:
@@ -118,22 +121,22 @@ def speak_texts(
     decoder = _open_codec(codec, opened)
     reference = _read_reference(ref_audio, ref_text, opened, decoder) if ref_audio is not None else None
     utterances = [opened.encode(*row, reference=reference) for row in rows]
-    out.mkdir(parents=True, exist_ok=True)
     written, lines = [], []
     streaming = opened.is_streaming if streaming is None else streaming
     settings = {"model": model, "sampling": asdict(opened.sampling)}
-    for begin in range(0, len(rows), batch_size):
-        spoken = opened.speak(utterances[begin : begin + batch_size], is_streaming=streaming)
-        for i, speech in enumerate(spoken, start=begin):
-            (audio,) = decoder.decode([speech.codes])
-            path, seconds = out / f"{i:05}.wav", len(audio) / decoder.sample_rate
-            Clip(audio=audio, sample_rate=decoder.sample_rate).write(path)
-            limit = opened.sampling.max_frames
-            written.append(SpokenFile(path=path, seconds=seconds, has_ended=speech.has_ended, max_frames=limit))
-            about = dict(zip(("text", "speaker", "language"), rows[i], strict=True))
-            line = {"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)}
-            lines.append(json.dumps({**line, **settings}, ensure_ascii=False) + "\n")
-    (out / "spoken.jsonl").write_text("".join(lines), encoding="utf-8")
+    with lock_out(out, out / _LOCK):
+        for begin in range(0, len(rows), batch_size):
+            spoken = opened.speak(utterances[begin : begin + batch_size], is_streaming=streaming)
+            for i, speech in enumerate(spoken, start=begin):
+                (audio,) = decoder.decode([speech.codes])
+                path, seconds = out / f"{i:05}.wav", len(audio) / decoder.sample_rate
+                Clip(audio=audio, sample_rate=decoder.sample_rate).write(path)
+                limit = opened.sampling.max_frames
+                written.append(SpokenFile(path=path, seconds=seconds, has_ended=speech.has_ended, max_frames=limit))
+                about = dict(zip(("text", "speaker", "language"), rows[i], strict=True))
+                line = {"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)}
+                lines.append(json.dumps({**line, **settings}, ensure_ascii=False) + "\n")
+        (out / "spoken.jsonl").write_text("".join(lines), encoding="utf-8")
     return written
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
@@ -26,16 +27,18 @@ import lit_fsdp.strategy.fsdp2  # registers `strategy: fsdp2`
 import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by its short name
 from lit_fsdp.callbacks import Preemption, ProgressBar
 from lit_fsdp.checkpoint.latest import describe_interruption, find_last_checkpoint
-from lit_fsdp.cli.config_files import check_config_files, refuse_dropped_keys
+from lit_fsdp.cli.config_files import check_config_files, list_left_out, refuse_dropped_keys, refuse_left_out
 from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers
 from lit_fsdp.cli.messages import describe_exception, report_error
 from lit_fsdp.cli.parser import OneLineParser, read_path
-from lit_fsdp.errors import ConfigError, is_debugging, nearest, suggest
+from lit_fsdp.errors import ConfigError, is_debugging, join_names, nearest, suggest
 from lit_fsdp.planning.auto_strategy import NAME
+from lit_fsdp.redaction import hide_secrets, hide_secrets_in_yaml
 from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.launcher import describe_failed, stop_children
 from lit_fsdp.strategy.processes import choose_processes
 from lit_fsdp.strategy.trainer_settings import refuse_float16_on_cpu
+from lit_fsdp.weights.file_names import NAME_RULE, is_plain_name
 
 _KNOWN_WARNINGS = (
     ".*LightningCLI's args parameter.*",  # advice for scripts
@@ -80,6 +83,8 @@ class RunParser(OneLineParser, LightningArgumentParser):
 class SaveRunConfig(SaveConfigCallback):
     """Write the merged configuration into the run's folder, where ``--config`` can read it again.
 
+    Credentials are left out and named; what reads the file refuses them until they are given again.
+
     Loggers that have no folder of their own for a run name the current one, where ``config.yaml`` may well be
     what the user wrote: then it goes to ``fallback_dir``.
     """
@@ -94,7 +99,11 @@ class SaveRunConfig(SaveConfigCallback):
         logger = trainer.logger
         folder = Path(logger.log_dir if isinstance(logger, CSVLogger | TensorBoardLogger) else self.fallback_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self.parser.save(self.config, str(folder / self.config_filename), skip_unset=False, overwrite=True)
+        text = self.parser.dump(self.config, skip_unset=False)
+        if (hidden := hide_secrets_in_yaml(text)) != text:
+            names = join_names([path for path, _ in list_left_out(yaml.safe_load(hidden))])
+            rank_zero_info(f"{self.config_filename}: credentials left out of {names}: a run from it needs them again")
+        (folder / self.config_filename).write_text(hidden)
 
 
 class _InstantiationFailed(BaseException):
@@ -137,8 +146,8 @@ class TrainerCLI(LightningCLI):
             type=str | None,
             default=None,
             help="Logs, checkpoints and the merged configuration go to "
-            "<trainer.default_root_dir>/runs/<run_name>/version_<k>. Default: the name of the first --config "
-            "file, else of the model's class.",
+            "<trainer.default_root_dir>/runs/<run_name>/version_<k>. May have sub-folders, such as sweep/lr-3. "
+            "Default: the name of the first --config file, else of the model's class.",
         )
         parser.add_argument(
             "--cpu_processes",
@@ -160,6 +169,7 @@ class TrainerCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Settle the number of processes, before anything is built."""
         refuse_dropped_keys(self.config[self.subcommand], self.config_files, self.given_args)
+        refuse_left_out(self.config[self.subcommand])
         trainer = self._get(self.config, "trainer")
         if trainer["accelerator"] == "cpu":
             # Of this process and the ranks it starts. Else peft, by bitsandbytes, and Lightning, by its sanity check,
@@ -177,7 +187,11 @@ class TrainerCLI(LightningCLI):
             raise ConfigError(str(error)) from None
         _check_strategy_name(trainer["strategy"])
         model = self._get(self.config, "model")["class_path"].rsplit(".", 1)[-1]
-        name = self._get(self.config, "run_name") or (self.config_files[0].stem if self.config_files else model)
+        name = self._get(self.config, "run_name")
+        if name is None:
+            name = self.config_files[0].stem if self.config_files else model
+        if not is_plain_name(name):
+            raise ConfigError(f"run_name: got {name!r}: it becomes a folder below runs: expected {NAME_RULE}")
         self.run_root = Path(trainer["default_root_dir"] or ".") / "runs" / name
         self.save_config_kwargs = {"fallback_dir": str(self.run_root)}
 
@@ -251,6 +265,12 @@ class TrainerCLI(LightningCLI):
         # Without a logger there are no folders by version.
         plain = [] if self.trainer.loggers else [Path(self.trainer.default_root_dir) / "checkpoints"]
         return [*own, *plain, *self.run_root.glob("version_*/checkpoints")]
+
+    @override
+    def _dump_config(self) -> None:
+        """Keep credentials out of the hyper-parameters too, which loggers and checkpoints write."""
+        super()._dump_config()
+        self.config_dump = hide_secrets(self.config_dump)
 
     def _add_instantiators(self) -> None:
         assert isinstance(self.parser, RunParser)

@@ -1,12 +1,11 @@
-"""One Hugging Face folder: written beside its place, tensor by tensor, and renamed when it is complete."""
+"""What lies in a Hugging Face folder: weights, written tensor by tensor, and small files."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -14,41 +13,14 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
-from lit_fsdp.checkpoint.sharded import make_beside, replace_folder
 from lit_fsdp.export.quantized import Quantizer
 from lit_fsdp.export.safetensors_writer import open_tensor_files
+from lit_fsdp.weights.file_names import check_names, join_name
 from lit_fsdp.weights.hub_names import Part, convert_part
 
 ADAPTER_CONFIG = "adapter_config.json"
-_CONFIGS = ("config.json", ADAPTER_CONFIG)
 _INDEX = "model.safetensors.index.json"
-
-
-def check_out(out: Path, *sources: Path, overwrite: bool) -> None:
-    """Refuse a folder that holds something else than an exported model, or lies in what is read, or the reverse."""
-    for source, what in zip(sources, ("the checkpoint", "the base model"), strict=False):
-        if source.resolve().is_relative_to(out) or out.is_relative_to(source.resolve()):
-            raise ValueError(f"out: {out} holds or lies in {what}: expected another folder")
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise ValueError(f"out: {out} is a file: expected a folder to make")
-    if any(out.iterdir()) and not overwrite:
-        raise ValueError(f"out: {out} is not empty: expected a new folder, or set overwrite to true")
-    if any(out.iterdir()) and not any((out / name).is_file() for name in _CONFIGS):
-        raise ValueError(f"out: {out} has no config.json: it is not replaced, as it holds no exported model")
-
-
-@contextmanager
-def write_beside(out: Path) -> Iterator[Path]:
-    """Give an empty folder that takes the place of ``out`` once the body has ended well."""
-    beside = make_beside(out)
-    try:
-        yield beside
-    except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
-        raise
-    replace_folder(out, beside)
+_SOURCE = "checkpoint"  # in errors
 
 
 def write_model(
@@ -103,15 +75,15 @@ def check_room(folder: Path, tensors: Mapping[str, Tensor]) -> int:
 
 
 def write_small_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
-    """Write files by name, none of them outside of the folder."""
+    """Write files by the names that a checkpoint tells, all or none; none of them outside of the folder.
+
+    Raises:
+        ValueError: A name would lead out of the folder, or a file is no text and no bytes.
+    """
+    check_names(folder, files, source=_SOURCE)
     for name, content in files.items():
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise ValueError(f"checkpoint: its file {name} would lie outside of the folder")
-        path = folder / name
+        if not isinstance(content, str | bytes):
+            raise ValueError(f"{_SOURCE}: its file {name} is a {type(content).__name__}: expected text")  # noqa: TRY004
+        path = join_name(folder, name, source=_SOURCE)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
-def list_files(folder: Path) -> list[str]:
-    """Return the names of all files below a folder."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())

@@ -23,9 +23,10 @@ from lit_fsdp.checkpoint.manifest import Verify, check_verify
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, build_on_meta, open_checkpoint, resolve_checkpoint
 from lit_fsdp.errors import join_names
 from lit_fsdp.export.adapter import double_ranks, needs_base, write_adapter
-from lit_fsdp.export.folder import ADAPTER_CONFIG, check_out, list_files, write_beside, write_model, write_small_files
+from lit_fsdp.export.folder import ADAPTER_CONFIG, write_model, write_small_files
 from lit_fsdp.export.merge import AdaptedWeights, BaseWeights, list_aliases, open_base, read_lora, read_quantization
 from lit_fsdp.export.model_card import write_model_card
+from lit_fsdp.export.out_folder import check_out, list_files, write_beside
 from lit_fsdp.export.position_embeddings import explain_size, resize_positions
 from lit_fsdp.export.quantized import Quantizer
 from lit_fsdp.quantization.quantize import Quantization
@@ -65,15 +66,15 @@ def export_model(
 ) -> Exported:
     """Write the model of a sharded checkpoint as a folder that ``from_pretrained`` reads.
 
-    It is written beside its place and renamed when it is complete. The disk needs room for it, the host memory for
-    its largest tensor.
+    It is written beside its place, by one process at a time, and renamed when it is complete. The disk needs room for
+    it, the host memory for its largest tensor.
 
     Args:
         checkpoint: Folder of a checkpoint, or of a run, of which the newest complete one is taken.
         out: The folder to make. Of a checkpoint of adapters, it is one that peft reads.
         dtype: Of the weights; ``keep`` leaves them as they were stored, merged ones as those of the base.
         max_shard_gb: Begin another file of weights above this size, in 10^9 bytes.
-        overwrite: Replace an exported model that is there.
+        overwrite: Replace an exported model that is there. A folder with files that no export wrote is refused.
         merge: Add adapters to the weights of their base model, which makes a model that needs no peft.
         base: Where the base model is, if not under the name that the run knew it by: name on the Hub, or a folder.
         quantization: Write the weights of linear layers in 4 or 8 bits, as bitsandbytes has them; ``null`` does not.
@@ -99,12 +100,14 @@ def export_model(
     _check_combination(stored, merge=merge, base=base, max_shard_gb=max_shard_gb, quantization=quantization)
     needs_files = merge or (LORA in stored.meta and needs_base(read_lora(stored)))
     base_folder = open_base(stored, base) if needs_files else None
-    if base_folder is not None:
-        check_out(out, source, base_folder, overwrite=overwrite)
+    sources = [source] if base_folder is None else [source, base_folder]
     is_adapter = LORA in stored.meta and not merge
     stored = stored if is_adapter else resize_positions(stored)
     adapted = AdaptedWeights(stored) if LORA in stored.meta else None
-    with nullcontext() if base_folder is None else QuantizedFiles(base_folder) as files, write_beside(out) as folder:
+    with (
+        nullcontext() if base_folder is None else QuantizedFiles(base_folder) as files,
+        write_beside(out, *sources, overwrite=overwrite) as folder,
+    ):
         base_weights = None
         if adapted is not None and files is not None:
             base_weights = BaseWeights(files, build_on_meta(stored), adapted.trained)
@@ -116,11 +119,10 @@ def export_model(
         num_parameters, dtype_name, num_bytes = written
         card = write_model_card(out.name, stored, dtype_name, num_parameters, is_adapter=is_adapter)
         (folder / "README.md").write_text(card)
-        names = list_files(folder)
     return Exported(
         checkpoint=stored.path,
         folder=out,
-        files=names,
+        files=list_files(out),
         num_parameters=num_parameters,
         dtype=dtype_name,
         num_bytes=num_bytes,

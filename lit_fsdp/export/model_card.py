@@ -12,6 +12,7 @@ from huggingface_hub import ModelCardData
 
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, find_run
 from lit_fsdp.export.position_embeddings import explain_size
+from lit_fsdp.redaction import hide_secrets, hide_secrets_in_yaml
 from lit_fsdp.weights.base_weights import BASE, LORA
 
 _TAGS = {"ForCausalLM": "text-generation", "ForImageClassification": "image-classification"}
@@ -20,7 +21,7 @@ _TAGS = {"ForCausalLM": "text-generation", "ForImageClassification": "image-clas
 def write_model_card(name: str, stored: StoredCheckpoint, dtype: str, num_parameters: int, *, is_adapter: bool) -> str:
     """Return the text of a ``README.md`` as the Hugging Face Hub shows it.
 
-    Configuration and metrics are those of the run that wrote the checkpoint, where they are known.
+    Configuration and metrics are those of the run that wrote the checkpoint, where they are known; without credentials.
     """
     meta, run = stored.meta, find_run(stored.path)
     architecture = json.loads(stored.files["config.json"])["architectures"][0]
@@ -43,8 +44,8 @@ def write_model_card(name: str, stored: StoredCheckpoint, dtype: str, num_parame
         lines += ["", "## Metrics", "", "| metric | value | step |", "|---|---|---|"]
         lines += [f"| {key} | {value:.6g} | {at:,} |" for key, (value, at) in sorted(metrics.items())]
     if run is not None and (config := run / "config.yaml").is_file():
-        lines += ["", "## Configuration", "", "```yaml", config.read_text().rstrip(), "```"]
-    return "\n".join(lines) + "\n"
+        lines += ["", "## Configuration", "", "```yaml", hide_secrets_in_yaml(config.read_text()).rstrip(), "```"]
+    return str(hide_secrets("\n".join(lines))) + "\n"
 
 
 def _explain_loading(name: str, base: Mapping[str, Any], architecture: str, saved: Sequence[str]) -> list[str]:

@@ -23,6 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES
 from torch import Tensor
 
+from lit_fsdp.weights.file_names import check_names, join_name
+
 DTYPES: dict[str, torch.dtype] = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # What is read at once where it cannot be read into place: small beside a model, large enough for any disk.
@@ -150,15 +152,16 @@ def _list_files(folder: Path) -> dict[Path, list[str]]:
     name = None  # of models with other weights too, the configuration names the files
     with suppress(OSError, ValueError, AttributeError):
         name = json.loads((folder / "config.json").read_text()).get("transformers_weights")
-    if isinstance(name, str) and name.endswith(".json"):
-        index = folder / name
-    elif isinstance(name, str):
-        index, single = folder / f"{name}.index.json", folder / name
+    if name is not None:
+        named = join_name(folder, name, source=folder / "config.json")
+        is_index = named.suffix == ".json"
+        index, single = (named, single) if is_index else (named.with_name(f"{named.name}.index.json"), named)
     if index.is_file():
         try:
-            parts: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
+            parts: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{index}: no index of safetensors files: {error!r}; download the file again") from error
+        check_names(folder, parts.values(), source=index)
         missing = sorted({part for part in parts.values() if not (folder / part).is_file()})
         if missing:
             raise ValueError(f"{folder}: {index.name} names files that are not there: {', '.join(missing)}")

@@ -109,7 +109,7 @@ def keeps_head(pretrained: str | None, head: str, class_names: Sequence[str], *,
     """
     if pretrained is None or head == "new":
         return False
-    stored = AutoConfig.from_pretrained(get_pretrained_folder(pretrained))
+    stored = AutoConfig.from_pretrained(get_pretrained_folder(pretrained), trust_remote_code=False)
     names = [stored.id2label[i] for i in sorted(stored.id2label)]
     if head == "keep":
         if len(names) != len(class_names):

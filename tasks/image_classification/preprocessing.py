@@ -159,7 +159,9 @@ def load_processor(setting: str | Pixels) -> Any:
     fetch_pretrained(setting, "processor", PROCESSOR)
     try:
         with _quiet():
-            return AutoImageProcessor.from_pretrained(get_pretrained_folder(setting, PROCESSOR), backend="pil")
+            return AutoImageProcessor.from_pretrained(
+                get_pretrained_folder(setting, PROCESSOR), backend="pil", trust_remote_code=False
+            )
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"processor: got {setting!r}: {reason}") from error

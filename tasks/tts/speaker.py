@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lit_fsdp.export.folder import write_small_files
 from lit_fsdp.tasks.tts.checkpoint import GENERATION, build_model, read_checkpoint
 from lit_fsdp.tasks.tts.codec.loading import has_codec
 from lit_fsdp.tasks.tts.families.family import Family, Voice, get_voice
@@ -171,7 +172,6 @@ def open_speaker(source: str, sampling: Sampling | None = None, *, base: str | N
 
 def _build_tokenizer(files: dict[str, str]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in files.items():
-            if name != "config.json":  # of no model that AutoTokenizer knows
-                (Path(folder) / name).write_text(text)
+        # AutoTokenizer does not know the model of that config.json.
+        write_small_files(Path(folder), {name: text for name, text in files.items() if name != "config.json"})
         return load_tokenizer(folder)

@@ -22,7 +22,7 @@ def load_tokenizer(name: str) -> Any:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # warns of config.json, whose type of model it does not know and need not
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(

@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lit_fsdp.checkpoint.manifest import Verify, check_verify
-from lit_fsdp.export.folder import check_out, write_beside, write_small_files
+from lit_fsdp.export.folder import write_small_files
+from lit_fsdp.export.out_folder import check_out, write_beside
 from lit_fsdp.tasks.tts.checkpoint import GENERATION, SpeechCheckpoint, read_checkpoint
 from lit_fsdp.tasks.tts.codec.loading import has_codec
 from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, fetch_speech_model, find_speech_model
@@ -75,9 +76,9 @@ def export_voice(
         first_row: Of the codec embedding: the voices go there and after it.
         dtype: Of the weights; ``keep`` leaves them as they were stored, and merged ones as their base has them.
         base: Where the model is that the run started from, by name or folder, if not where it was.
-        overwrite: Replace a folder that was exported before.
         verify: ``full`` first reads all files of the checkpoint, those of the optimizer too, to compare their
             checksums. ``sizes`` does so only for files up to 16 MiB, and compares the sizes of the others.
+        overwrite: Replace a folder that was exported before. One with files that no export wrote is refused.
 
     Raises:
         ValueError: With what is wrong with the checkpoint or a setting.
@@ -100,7 +101,7 @@ def export_voice(
         _build_in(raw, weights, source, speakers, first_row)
     if dtype != "keep":
         weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
-    with write_beside(out) as beside:
+    with write_beside(out, Path(checkpoint), overwrite=overwrite) as beside:
         _write(beside, raw, weights, source)
     return ExportedVoice(folder=out, notes=_describe_use(out, source))
 

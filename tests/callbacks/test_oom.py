@@ -20,7 +20,10 @@ class Hungry(CausalLM):
 
     def eat(self, place):
         if self.place == place and self.trainer.global_rank == self.hungry_rank and self.trainer.global_step == 2:
-            torch.empty(2**50)
+            try:
+                torch.empty(2**50)
+            except RuntimeError as error:
+                raise RuntimeError(f"https://anna:hunter2@host: {error}") from error
 
     def training_step(self, batch, batch_idx):
         self.ballast = torch.ones(1000, 333)
@@ -65,6 +68,8 @@ def test_the_rank_that_fails_says_where_and_what_it_held(
     assert "| trainer.strategy.activation_checkpointing.mode: full |" in report
     assert report.rstrip().endswith("```")
     assert "Traceback (most recent call last)" in report
+    assert "@host" in report
+    assert "hunter2" not in report + ended[1].out + ended[1].err
     assert report.split("## Traceback")[0] in ended[1].out
     assert "error: out of memory: " in ended[1].err
     assert "Traceback" not in ended[1].err
@@ -80,7 +85,10 @@ def test_out_of_memory_is_seen_in_what_caused_an_error() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
     try:
         try:
-            torch.empty(2**50)
+            try:
+                torch.empty(2**50)
+            except RuntimeError as error:
+                raise RuntimeError(f"https://anna:hunter2@host: {error}") from error
         except RuntimeError as cause:
             raise ValueError("in a worker") from cause
     except ValueError as error:

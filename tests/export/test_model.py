@@ -14,7 +14,7 @@ from training import save_model
 from transformers import AutoModelForCausalLM
 
 from lit_fsdp.checkpoint import manifest
-from lit_fsdp.checkpoint.manifest import MANIFEST
+from lit_fsdp.checkpoint.manifest import MANIFEST, describe_files, write_manifest
 from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.checkpoint.sharded import META, join_states, save_checkpoint
 from lit_fsdp.export.model import export_model
@@ -228,14 +228,12 @@ def test_only_an_exported_model_is_replaced_and_only_if_asked(checkpoint: Path, 
     out.mkdir()
     (out / "letter.txt").touch()
     assert "is not empty" in refuse(checkpoint, out)
-    assert "holds no exported model" in refuse(checkpoint, out, overwrite=True)
+    assert "out is not replaced, as it has no export_manifest.json" in refuse(checkpoint, out, overwrite=True)
     (out / "letter.txt").unlink()
     export_model(checkpoint, out, max_shard_gb=20e-6)
     assert "is not empty" in refuse(checkpoint, out)
-    (tmp_path / ".out.incomplete").mkdir()
-    (tmp_path / ".out.incomplete" / "from_a_crash").touch()
     exported = export_model(checkpoint, out, overwrite=True)
-    assert exported.files == ["README.md", "config.json", "model.safetensors"]
+    assert exported.files == ["README.md", "config.json", "export_manifest.json", "model.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert sorted(path.name for path in out.iterdir()) == exported.files
 
@@ -249,6 +247,31 @@ def test_the_newest_run_is_taken(tmp_path: Path) -> None:
         )
     export_model(tmp_path / "x", tmp_path / "out")
     assert "from step 2" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_model_card_tells_no_credentials_of_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "x" / "version_0"
+    save_random(run / "checkpoints" / "last.ckpt", build_language_model("llama", "cpu"))
+    (run / "config.yaml").write_text("data: {url: 'https://anna:hunter2@host/a', api_key: hunter2}\nseed: 3\n")
+    export_model(run, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "hunter2" not in card
+    assert "@host/a" in card
+    assert "seed: 3" in card
+
+
+def test_code_that_comes_with_a_model_is_not_even_offered_to_run(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked whether to run it"))
+    hostile = copy_checkpoint(checkpoint, tmp_path / "hostile")
+    meta = torch.load(hostile / META, weights_only=True)
+    config = {"model_type": "mine", "auto_map": {"AutoConfig": "somebody/model--code.Config"}}
+    meta[EXPORT]["config.json"] = json.dumps(config)
+    torch.save(meta, hostile / META)
+    write_manifest(hostile, describe_files(path for path in hostile.iterdir() if path.name != MANIFEST))
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        export_model(hostile, tmp_path / "out")
 
 
 # Memory

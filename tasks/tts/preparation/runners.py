@@ -15,13 +15,16 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lit_fsdp.checkpoint.manifest import describe_files
+from lit_fsdp.export.out_folder import lock_out
 from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow, read_manifest
 from lit_fsdp.tasks.tts.preparation.prepared import SUMMARY, ShardFormat, write_shard, write_text
 from lit_fsdp.tasks.tts.preparation.preparer import Preparer, Rejected
 from lit_fsdp.tasks.tts.preparation.ray_runner import Job, run_on_ray
+from lit_fsdp.weights.file_names import join_name
 
 REJECTS = "rejects.jsonl"
 _PLAN = "prepare.json"  # what the shards in a folder were made of
+_LOCK = ".prepare.lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,22 +72,22 @@ def prepare_shards(
         ray_address: Work on this Ray cluster, ``local`` or ``auto``; ``None`` works without Ray.
 
     Raises:
-        ValueError: The folder holds shards of something else.
+        ValueError: The folder holds shards of something else, or another process is writing it.
     """
     rows = read_manifest(manifest)
     shards = [rows[i : i + rows_per_shard] for i in range(0, len(rows), rows_per_shard)]
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: {out} is a file: expected a folder, or the name of a new one")
-    out.mkdir(parents=True, exist_ok=True)
-    _check_plan(out, rows, preparer, rows_per_shard=rows_per_shard, shard_format=shard_format)
-    paths = [out / f"shard-{i:05}.{shard_format}" for i in range(len(shards))]
-    missing = [i for i, path in enumerate(paths) if not _is_whole(path)]
-    jobs = [(preparer, shards[i], paths[i]) for i in missing]
-    num_rows = len(rows) - sum(len(shards[i]) for i in missing)
-    with tqdm(total=len(rows), initial=num_rows, desc="preparing", unit=" clips", disable=not show_progress) as bar:
-        for count in _run(jobs, num_processes, ray_address):
-            bar.update(count)
-    return _finish(out, paths, num_resumed=len(paths) - len(missing))
+    with lock_out(out, out / _LOCK):
+        _check_plan(out, rows, preparer, rows_per_shard=rows_per_shard, shard_format=shard_format)
+        paths = [out / f"shard-{i:05}.{shard_format}" for i in range(len(shards))]
+        missing = [i for i, path in enumerate(paths) if not _is_whole(path)]
+        jobs = [(preparer, shards[i], paths[i]) for i in missing]
+        num_rows = len(rows) - sum(len(shards[i]) for i in missing)
+        with tqdm(total=len(rows), initial=num_rows, desc="preparing", unit=" clips", disable=not show_progress) as bar:
+            for count in _run(jobs, num_processes, ray_address):
+                bar.update(count)
+        return _finish(out, paths, num_resumed=len(paths) - len(missing))
 
 
 def prepare_shard(preparer: Preparer, rows: Sequence[ManifestRow], path: Path) -> int:
@@ -131,7 +134,7 @@ def _is_whole(path: Path) -> bool:
     """Tell whether a shard is as it was written, byte for byte; one without good rows is where its summary is."""
     try:
         summary = json.loads(_name_summary(path).read_text(encoding="utf-8"))
-        paths = [path.with_name(name) for name in summary["files"]]
+        paths = [join_name(path.parent, name, source=path) for name in summary["files"]]
         return bool(summary["files"] == describe_files(paths)) and path.is_file() == bool(paths)
     except (OSError, ValueError, KeyError, TypeError):  # not there, cut, or of an earlier release
         return False

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.checkpoint.manifest import MANIFEST, describe_files, write_manifest
+from lit_fsdp.checkpoint.reader import EXPORT
+from lit_fsdp.checkpoint.sharded import META
 from lit_fsdp.cli.main import main
+from lit_fsdp.cli.speak import speak_texts
+from lit_fsdp.export.out_folder import lock_out
 from lit_fsdp.tasks import TextToSpeech
 from lit_fsdp.tasks.tts.checkpoint import build_model, read_checkpoint
 from lit_fsdp.tasks.tts.codec.formants import build_small_codec
@@ -71,6 +78,33 @@ def test_a_checkpoint_is_read_whole(run: Path) -> None:
     wanted = torch.load(run.parent / "full.pt")
     assert {f"model.{name}" for name in weights} == wanted.keys()
     assert all(torch.equal(tensor, wanted[f"model.{name}"]) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_checkpoint_writes_no_file_outside_when_it_speaks_or_is_exported(
+    run: Path, tmp_path: Path, absolute: bool
+) -> None:
+    hostile, temporary = tmp_path / "run.ckpt", tmp_path / "temporary"
+    shutil.copytree(run, hostile)
+    temporary.mkdir()
+    meta = torch.load(hostile / META, weights_only=True)
+    meta[EXPORT][str(tmp_path / "stolen.json") if absolute else "../../stolen.json"] = "{}"
+    torch.save(meta, hostile / META)
+    write_manifest(hostile, describe_files(p for p in hostile.iterdir() if p.name != MANIFEST))
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(temporary))
+        with pytest.raises(ValueError, match="for the name of a file"):
+            speak_texts(str(hostile), tmp_path / "spoken", text="hello", codec="formants")
+        with pytest.raises(ValueError, match="for the name of a file"):
+            export_voice(hostile, tmp_path / "out", first_row=1070)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_of_two_that_speak_into_one_folder_the_later_is_refused(run: Path, tmp_path: Path) -> None:
+    with lock_out(tmp_path, tmp_path / ".speak.lock"), pytest.raises(ValueError, match="another process"):
+        speak_texts(str(run), tmp_path, text="hello", codec="formants", sampling=SHORT)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lit_fsdp.cli.main import main
+from lit_fsdp.export.out_folder import lock_out
 from lit_fsdp.tasks.tts.codec.formants import SENTENCES, VOICES, build_small_codec, synthesize
 from lit_fsdp.tasks.tts.preparation import runners
 from lit_fsdp.tasks.tts.preparation.audio import Limits, read_audio
@@ -137,6 +138,12 @@ def test_bad_files_are_rejected_with_the_reason_and_stop_nothing(clips: Path, tm
     assert [row["line"] for row in found] == list(range(2, 14))
     for row, reason in zip(found, reasons, strict=True):
         assert row["reason"].startswith(reason), row
+
+
+def test_of_two_that_prepare_into_one_folder_the_later_is_refused(clips: Path, tmp_path: Path) -> None:
+    with lock_out(tmp_path, tmp_path / ".prepare.lock"), pytest.raises(ValueError, match="another process"):
+        prepare(clips / "in.jsonl", tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_clip_that_fails_in_a_way_nobody_foresaw_is_rejected_too(

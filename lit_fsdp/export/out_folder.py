@@ -1,0 +1,146 @@
+"""The folder that a command fills: written by one process at a time, and an exported one whole or not at all.
+
+Note [Who owns an out folder]: a file lock, which the kernel lets go when its process dies, says who writes a folder.
+So whoever holds it may remove what lies half-written beside that folder, and nobody else may. An export is written into
+a folder of its own beside its place. It replaces another export only, and of that only files which it has listed.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import json
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from lit_fsdp.errors import join_names
+
+MANIFEST = "export_manifest.json"  # in an exported folder: the names of all files in it
+_INCOMPLETE, _REPLACED = ".incomplete", ".replaced"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def check_out(out: Path, *sources: Path, overwrite: bool) -> None:
+    """Refuse a folder that holds something else than an exported model, or lies in what is read, or the reverse."""
+    for source, what in zip(sources, ("the checkpoint", "the base model"), strict=False):
+        if source.resolve().is_relative_to(out) or out.is_relative_to(source.resolve()):
+            raise ValueError(f"out: {out} holds or lies in {what}: expected another folder")
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise ValueError(f"out: {out} is a file: expected a folder to make")
+    if not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise ValueError(f"out: {out} is not empty: expected a new folder, or set overwrite to true")
+    if foreign := _list_foreign(out):
+        raise ValueError(
+            f"out: {out} is not replaced, as no export wrote {join_names(foreign)} in it: move that elsewhere, or "
+            "choose another folder"
+        )
+
+
+@contextmanager
+def write_beside(out: Path, *sources: Path, overwrite: bool) -> Iterator[Path]:
+    """Give an empty folder that takes the place of ``out`` once the body has ended well.
+
+    ``out`` is checked again at both ends, as another export may have ended meanwhile.
+
+    Raises:
+        ValueError: Another process exports to the same place, ``check_out`` refuses it, or the disk is full.
+    """
+    with lock_out(out, out.with_name(f".{out.name}.lock")):
+        _clear_leftovers(out)
+        check_out(out, *sources, overwrite=overwrite)
+        # Not of tempfile, whose folders nobody else may read.
+        beside = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}{_INCOMPLETE}")
+        try:
+            beside.mkdir()
+            yield beside
+            names = sorted([*list_files(beside), MANIFEST])
+            (beside / MANIFEST).write_text(json.dumps({"files": names}, indent=1) + "\n")
+            check_out(out, *sources, overwrite=overwrite)
+        except OSError as error:
+            shutil.rmtree(beside, ignore_errors=True)
+            if error.errno not in _FULL:
+                raise
+            raise ValueError(f"out: {out}: {error.strerror}: free some, or choose another disk") from error
+        except BaseException:
+            shutil.rmtree(beside, ignore_errors=True)
+            raise
+        _replace(out, beside)
+
+
+@contextmanager
+def lock_out(out: Path, file: Path) -> Iterator[None]:
+    """Be the only process that writes ``out`` while the body runs; see Note [Who owns an out folder].
+
+    Args:
+        out: For errors.
+        file: The lock. Its folder is made if need be, and it is removed at the end.
+
+    Raises:
+        ValueError: Another process holds the lock, or nothing can be written there.
+    """
+    lock = FileLock(file, thread_local=False)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise ValueError(
+            f"out: {out} is being written by another process: wait for that one, or choose another folder"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"out: got {out}: {error.strerror}: choose another folder") from error
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)  # while it is held: a lock on what has no name any more is no lock, and is retried
+        lock.release()
+
+
+def list_files(folder: Path) -> list[str]:
+    """Return the names of all files below a folder, and of links to whatever."""
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
+
+
+def _list_foreign(out: Path) -> list[str]:
+    """Return the files in a folder that no export has written; refuse one in which nobody can tell."""
+    try:
+        written = set(json.loads((out / MANIFEST).read_text())["files"])
+    except FileNotFoundError:
+        raise ValueError(
+            f"out: {out} is not replaced, as it has no {MANIFEST}, in which an export lists its files (one of an "
+            "earlier version has none): remove the folder yourself, or choose another one"
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"out: {out} is not replaced, as its {MANIFEST} is damaged: remove the folder yourself, or choose another"
+        ) from error
+    return [name for name in list_files(out) if name not in written]
+
+
+def _replace(out: Path, beside: Path) -> None:
+    old = beside.with_suffix(_REPLACED)
+    if out.exists():
+        out.rename(old)
+    beside.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _clear_leftovers(out: Path) -> None:
+    """Remove what killed exports have left beside ``out``; put back what one of them was about to replace."""
+    name = f".{glob.escape(out.name)}.{'[0-9a-f]' * 8}"
+    for path in out.parent.glob(name + _REPLACED):
+        if out.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.rename(out)
+    for path in out.parent.glob(name + _INCOMPLETE):
+        shutil.rmtree(path, ignore_errors=True)

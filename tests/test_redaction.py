@@ -1,0 +1,122 @@
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_fsdp.redaction import LEFT_OUT, hide_hosts, hide_paths, hide_secrets, hide_secrets_in_yaml
+from lit_fsdp.reporting.report_files import draw_section
+from lit_fsdp.reporting.run_facts import describe_end
+from lit_fsdp.reporting.sections import Section, Table, print_table
+
+
+@pytest.mark.parametrize(
+    ("text", "hidden"),
+    [
+        ("no /mnt/anna/x/file.bin, or", "no …/file.bin, or"),
+        ("'/mnt/anna/x/'", "'…/x'"),
+        ("see https://example.org/a/b or 3/4/5 tokens/s", None),
+        ("file:///mnt/anna/x.bin", "…/x.bin"),
+        ("dirpath:/mnt/anna/x", "dirpath:…/x"),
+        ("runs/x/version_0 and ./a/b and ~/a/b", None),
+        ("a / b", None),
+    ],
+)
+def test_absolute_paths_become_names_and_nothing_else_changes(text: str, hidden: str | None) -> None:
+    expected = text if hidden is None else hidden
+    assert hide_paths({"k": [text, (text, 1)]}) == {"k": [expected, (expected, 1)]}
+
+
+def test_what_lies_below_the_current_folder_is_seen_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert hide_paths(f"in {tmp_path}/runs/x.ckpt") == "in runs/x.ckpt"
+
+
+def test_secrets_go_and_tokens_of_the_model_stay() -> None:
+    config = {"logger": [{"api_key": "k", "hf_token": "t"}], "eos_token": "</s>", "token": None, "tokenizer": "x"}
+    hidden = {"logger": [{"api_key": LEFT_OUT, "hf_token": LEFT_OUT}], "eos_token": "</s>", "token": None}
+    assert hide_secrets(config) == {**hidden, "tokenizer": "x"}
+
+
+def test_hosts_go_from_errors_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu-box-7")
+    text = "Connection closed by peer [10.0.12.3]:4711 on gpu-box-7 (torch 2.13.0)"
+    assert hide_hosts(text) == "Connection closed by peer [(host)]:4711 on (host) (torch 2.13.0)"
+
+
+X = LEFT_OUT
+JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl"
+PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabc=\n-----END RSA PRIVATE KEY-----"
+
+
+@pytest.mark.parametrize(
+    ("text", "hidden"),
+    [
+        # addresses
+        ("https://anna:pw@host:80/a?b=1", f"https://{X}@host:80/a?b=1"),
+        ("cannot open 's3://key:p@ss@bucket/a', twice", f"cannot open 's3://{X}@bucket/a', twice"),
+        ("git+https://ghtoken@github.com/a", f"git+https://{X}@github.com/a"),
+        ("https://h/a?token=t&n=3#access_token=u", f"https://h/a?token={X}&n=3#access_token={X}"),
+        ("https://h/a?X-Amz-Credential=c&X-Amz-Signature=s", f"https://h/a?X-Amz-Credential={X}&X-Amz-Signature={X}"),
+        ("<a href='https://h/?sv=1&amp;sig=s%2F'>", f"<a href='https://h/?sv=1&amp;sig={X}'>"),
+        # names with values
+        ("WANDB_API_KEY=0a1b2c, PATH=/bin", f"WANDB_API_KEY={X}, PATH=/bin"),
+        ("--data.password='a b'", f"--data.password='{X} b'"),
+        ("{'api_key': 'a b', 'n': 1}", f"{{'api_key': '{X}', 'n': 1}}"),
+        ("{'password': 4711, 'port': 4711}", f"{{'password': {X}, 'port': 4711}}"),
+        ('{"secret": "a"}', f'{{"secret": "{X}"}}'),
+        ("Authorization: Bearer abcdefghijkl123", f"Authorization: Bearer {X}"),
+        # shapes
+        *((f"got {token}, no", f"got {X}, no") for token in (
+            "hf_" + "aB1" * 11, "ghp_" + "aB1" * 12, "github_pat_11ABC_" + "a1" * 15, "glpat-" + "aB1-" * 5,
+            "sk-proj-" + "aB1_" * 9, "sk-ant-api03-" + "aB1-" * 9, "AKIAIOSFODNN7EXAMPLE", "AIza" + "aB1_-" * 7,
+            "xoxb-12345-abcde", "wandb_v1_" + "a1" * 20, JWT, PEM,
+        )),
+        # what is none
+        *((text, text) for text in (
+            "abfss://box@account.dfs.core.windows.net/a", "ssh://git@github.com/a", "tcp://localhost:29500/a@b",
+            "eos_token='</s>'", "max_tokens=5", "https://h/?max_tokens=5", "token: expected a value", "api_key=None",
+            "task-scheduler-long-name-1", "commit 0a1b2c3d4e5f60718293a4b5c6d7e8f901234567", "hf_home", "AKIA",
+            "basic understanding", "https://huggingface.co/a/b?download=true", "password: missing",
+        )),
+    ],
+)  # fmt: skip
+def test_credentials_go_from_texts_and_the_rest_stays(text: str, hidden: str) -> None:
+    assert hide_secrets({"k": [text, (text, 1)]}) == {"k": [hidden, (hidden, 1)]}
+    assert hide_secrets(hidden) == hidden
+
+
+def test_a_long_text_takes_no_longer_by_its_square() -> None:
+    for text in ("a" * 200_000, "a-" * 100_000, "a." * 100_000, "https://" * 30_000, "token=" * 30_000):
+        begin = time.perf_counter()
+        hide_secrets(text)
+        assert time.perf_counter() - begin < 5
+
+
+def test_a_configuration_without_credentials_keeps_its_bytes() -> None:
+    text = "a:   {b: 1, c: .nan}  # kept\nd: 'x'\n"
+    assert hide_secrets_in_yaml(text) == text
+    hidden = hide_secrets_in_yaml(text + "token: abc\ndata: {password: 123, url: Größe}\n")
+    assert yaml.safe_load(hidden)["data"] == {"password": LEFT_OUT, "url": "Größe"}
+    assert yaml.safe_load(hidden)["token"] == LEFT_OUT
+
+
+def test_tables_in_the_terminal_tell_no_credentials(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(Table(title="Run", columns=(), rows=[("last checkpoint", "s3://key:hunter2@bucket/run.ckpt")]))
+    printed = capsys.readouterr().out
+    assert "@bucket/run.ckpt" in printed
+    assert "hunter2" not in printed
+
+
+def test_sections_of_a_report_tell_no_credentials(tmp_path: Path) -> None:
+    table = Table(title="", columns=("file",), rows=[("https://anna:hunter2@host/a",)])
+    section = Section(title="Data", name="data", numbers={"api_key": "hunter2"}, tables=[table], notes=["pwd=hunter2"])
+    part = draw_section(section, tmp_path, code="url: https://anna:hunter2@host/a")
+    assert "hunter2" not in str(part)
+    assert part.code == f"url: https://{X}@host/a"
+
+
+def test_a_credential_at_which_a_long_error_is_cut_is_not_told_in_part() -> None:
+    text = "x" * 1470 + " https://anna:hunter2hunter2hunter2@host"
+    assert "hunter2" not in describe_end(OSError(text), "at step 1")[1]
