@@ -350,6 +350,8 @@ class FSDP2Strategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if weights_only is False:
+            raise ValueError("weights_only: got false: FSDP2Strategy reads tensors and plain values only; leave it out")
         path = Path(self.broadcast(str(checkpoint_path)))
         is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         extra = self.extra_state if is_fitting else {}  # an evaluation after fit leaves its state as it is
