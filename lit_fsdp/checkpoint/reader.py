@@ -16,9 +16,9 @@ from transformers import AutoConfig, PreTrainedModel
 
 from lit_fsdp.checkpoint.latest import find_last_checkpoint
 from lit_fsdp.checkpoint.manifest import Verify, check_files
-from lit_fsdp.checkpoint.sharded import META
+from lit_fsdp.checkpoint.sharded import META, read_meta
 from lit_fsdp.checkpoint.single_file import read_single_file
-from lit_fsdp.checkpoint.untrusted import METADATA, load_plain, load_state, read_metadata
+from lit_fsdp.checkpoint.untrusted import METADATA, load_state, read_metadata
 
 EXPORT = "export"  # in the metadata of a checkpoint: the small files of the folder, by name
 
@@ -73,13 +73,13 @@ def check_checkpoint(path: Path) -> None:
         return
     check_files(path, "sizes")
     read_metadata(path)
-    load_plain(path / META, path / META)
+    read_meta(path)
 
 
 def open_checkpoint(path: Path, verify: Verify = "sizes") -> StoredCheckpoint:
     """Read what a checkpoint holds; refuse one that is not of our tasks, or damaged: see ``check_files``."""
     check_files(path, verify)  # reading alone would not notice damage
-    meta = load_plain(path / META, path / META)
+    meta = read_meta(path)
     if EXPORT not in meta:
         raise ValueError(
             f"{path} holds no files to export: its task is not one of ours; a task of your own puts them into "

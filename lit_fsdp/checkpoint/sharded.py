@@ -152,7 +152,7 @@ def load_checkpoint(
     count = len({key.split(".")[0] for key in stored if key.startswith("optimizer_")})
     if optimizers and count != len(optimizers):
         raise ValueError(f"{path} holds {count} optimizers, the run has {len(optimizers)}; resume it with as many")
-    meta: dict[str, Any] = load_plain(path / META, path / META)
+    meta = read_meta(path)
     is_part = meta.get(LEAVES_OUT_FROZEN, False)
     if is_part and not getattr(model, "restores_frozen", False):
         raise ValueError(
@@ -178,6 +178,18 @@ def load_checkpoint(
     set_model_state_dict(model, state["state_dict"], options=StateDictOptions(strict=strict and not is_part))
     for i, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(model, optimizer, state[f"optimizer_{i}"], options=options)
+    return meta
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint folder holds beside tensors of model and optimizers: plain values.
+
+    Raises:
+        ValueError: It holds anything else, or is damaged.
+    """
+    meta = load_plain(path / META, path / META)
+    if not isinstance(meta, dict):
+        raise ValueError(f"{path / META} holds a {type(meta).__name__}: expected names and values; choose another")
     return meta
 
 

@@ -60,6 +60,22 @@ def load_plain(file: Path | IO[bytes], name: Path | str, *, is_mapped: bool = Fa
         raise ValueError(f"{name} cannot be read safely: {_shorten(error)}; choose another checkpoint") from error
 
 
+@contextmanager
+def refuse_other_forms() -> Iterator[None]:
+    """Refuse metadata in one line whose parts, read inside this context, are missing or have other types or names.
+
+    Keep what it surrounds short: an error of our own in there would be taken for one of the checkpoint.
+    """
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"checkpoint: its metadata has another form ({reason}): another version of lit_fsdp wrote it, or it is "
+            "damaged; use that version, or choose another checkpoint"
+        ) from error
+
+
 def read_metadata(path: Path) -> Metadata:
     """Return what tensors a checkpoint folder holds, and where they lie.
 

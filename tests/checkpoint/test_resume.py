@@ -65,8 +65,9 @@ class Plain(pl.LightningModule):
         return self.kinds[self.kind](list(self.parameters()))
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        rows = torch.randn(64, 300, generator=torch.Generator().manual_seed(dist.get_rank()))
-        return DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
+        # The same rows in every step: a stock loader begins again.
+        rows = torch.randn(4, 300, generator=torch.Generator().manual_seed(dist.get_rank()))
+        return DataLoader(rows.repeat(16, 1), batch_size=4)  # type: ignore[arg-type]
 
 
 def _schedule(optimizer: torch.optim.Optimizer) -> Any:
@@ -158,7 +159,12 @@ def fit(folder: Path, task: str, optimizer: str, checkpoint_format: Any, path: P
     strategy = FSDP2Strategy(print_plan=False, checkpoint_format=checkpoint_format)
     module, data = BUILDERS[task][0](folder, optimizer)
     clip = None if task == "plain" else 1.0
-    limits: dict[str, Any] = {"limit_train_batches": NUM_STEPS, "limit_val_batches": 0, "max_epochs": 1, "max_steps": -1}
+    limits: dict[str, Any] = {
+        "limit_train_batches": NUM_STEPS,
+        "limit_val_batches": 0,
+        "max_epochs": 1,
+        "max_steps": -1,
+    }
     trainer = build_trainer(strategy, callbacks=save, gradient_clip_val=clip, **limits)
     trainer.fit(module, datamodule=data, ckpt_path=path)
     return read_all(trainer, module)

@@ -284,3 +284,43 @@ def test_neither_does_a_run_once_it_has_started(
         assert "folder.ckpt" in line
         assert "mkdir" in line
     assert not Path(MARKER).exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "change", "reason"),
+    [
+        (("fit", "--config=run.yaml", "--ckpt_path=folder.ckpt"), {"targets_seen": None}, "(no 'targets_seen')"),
+        (
+            ("fit", "--config=run.yaml", "--ckpt_path=folder.ckpt"),
+            None,
+            "meta.pt holds a list: expected names and values",
+        ),
+        (("export", "--checkpoint=folder.ckpt", "--out=out"), {"lora": {"targets": ["q_proj"]}}, "argument 'targets'"),
+        (
+            ("export-voice", "--checkpoint=folder.ckpt", "--out=out"),
+            {"speech": {"speakers": {}}},
+            "metadata has another form (no 'voices')",
+        ),
+    ],
+)
+def test_metadata_as_another_version_wrote_it_is_refused_in_one_line(
+    command: tuple[str, ...],
+    change: dict[str, Any] | None,
+    reason: str,
+    user: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(user, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+
+    def write(path: Path) -> None:
+        meta = torch.load(path / META, weights_only=True) | (change or {})
+        torch.save([] if change is None else {k: v for k, v in meta.items() if v is not None}, path / META)
+
+    monkeypatch.setitem(ATTACKS, "write", write)
+    attack(Path("folder.ckpt"), "write")
+    for rank in fork_ranks(*command, ranks=2 if command[0] == "fit" else 1):
+        assert rank.code == 2, rank.err
+        (line,) = rank.errors
+        assert reason in line
