@@ -293,9 +293,13 @@ def test_neither_does_a_run_once_it_has_started(
         (
             ("fit", "--config=run.yaml", "--ckpt_path=folder.ckpt"),
             None,
-            "meta.pt holds a list: expected names and values",
+            "meta.pt holds a list: expected a mapping",
         ),
-        (("export", "--checkpoint=folder.ckpt", "--out=out"), {"lora": {"targets": ["q_proj"]}}, "argument 'targets'"),
+        (
+            ("export", "--checkpoint=folder.ckpt", "--out=out"),
+            {"lora": {"targets": ["q_proj"]}, "base": {}},
+            "argument 'targets'",
+        ),
         (
             ("export-voice", "--checkpoint=folder.ckpt", "--out=out"),
             {"speech": {"speakers": {}}},
