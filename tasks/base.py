@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from lit_fsdp.adapters.inject import add_adapters
 from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.checkpoint.untrusted import refuse_other_forms
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.layers import quantize_model
@@ -326,5 +327,6 @@ class Task(LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.targets_seen = checkpoint["targets_seen"]
+        with refuse_other_forms():
+            self.targets_seen = checkpoint["targets_seen"]
         forget_train_loader(self.trainer)

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import EXPORT
+from lit_fsdp.checkpoint.untrusted import refuse_other_forms
 from lit_fsdp.export.adapter import describe_adapters
 from lit_fsdp.export.folder import ADAPTER_CONFIG
 from lit_fsdp.optim.factory import Optimizer
@@ -172,7 +173,8 @@ class PretrainedTask(Task):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        check_adapters(checkpoint, pretrained=self.pretrained, quantization=self.quantization, lora=self.lora)
+        with refuse_other_forms():
+            check_adapters(checkpoint, pretrained=self.pretrained, quantization=self.quantization, lora=self.lora)
 
 
 def load_config(pretrained: str) -> PreTrainedConfig:

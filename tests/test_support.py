@@ -26,6 +26,7 @@ IMPORTS = {
         "lightning.fabric.utilities.distributed._init_dist_connection",
         "lightning.fabric.utilities.distributed._set_num_threads_if_needed",
         "lightning.pytorch.cli._InstantiatorFn",
+        "lightning.pytorch.core.optimizer._MockOptimizer",
         "lightning.pytorch.strategies.launchers.subprocess_script._SubprocessScriptLauncher",
     },
     "peft": {
@@ -38,6 +39,8 @@ IMPORTS = {
         "torch._C._distributed_c10d._create_work_from_future",
         "torch._subclasses.fake_tensor.FakeTensor",
         "torch._subclasses.fake_tensor.FakeTensorMode",
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
         "torch.distributed.fsdp._fully_shard._fsdp_common.DDPMeshInfo",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",

@@ -14,8 +14,9 @@ from typing import Any, Literal, TypedDict, get_args
 from torch.distributed.checkpoint.filesystem import FileSystem
 from typing_extensions import Buffer, override
 
-Verify = Literal["sizes", "full"]
 from lit_fsdp.weights.file_names import check_names
+
+Verify = Literal["sizes", "full"]
 
 MANIFEST = "complete.json"
 VERIFIED_BYTES = 1 << 24  # files up to this size are read to verify them in any case: it takes milliseconds

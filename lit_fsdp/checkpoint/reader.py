@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import AutoConfig, PreTrainedModel
 
 from lit_fsdp.checkpoint.latest import find_last_checkpoint
 from lit_fsdp.checkpoint.manifest import Verify, check_files
-from lit_fsdp.checkpoint.sharded import META, plain_errors, read_metadata
+from lit_fsdp.checkpoint.sharded import META, read_meta
+from lit_fsdp.checkpoint.single_file import read_single_file
+from lit_fsdp.checkpoint.untrusted import METADATA, load_state, read_metadata
 
 EXPORT = "export"  # in the metadata of a checkpoint: the small files of the folder, by name
 
@@ -40,8 +40,7 @@ class StoredCheckpoint:
         """Return whole tensors on the CPU, cast on the way to the dtype of ``wanted``."""
         tensors = {name: torch.empty_like(like, device="cpu") for name, like in wanted.items()}
         state = {f"{_STATE}{_MODEL}{name}": tensor for name, tensor in tensors.items()}
-        with plain_errors("read", self.path):
-            load(state, storage_reader=_Reader(self.path, self.metadata), no_dist=True)
+        load_state(self.path, self.metadata, state, no_dist=True)
         return tensors
 
     def describe(self, name: str) -> Tensor:
@@ -56,7 +55,7 @@ def resolve_checkpoint(path: Path) -> Path:
         raise ValueError(f"checkpoint: {path} does not exist: expected the folder of a checkpoint or of a run")
     if path.is_file():
         raise ValueError(f"checkpoint: {path} is a file: expected a folder that FSDP2Strategy has written")
-    if (path / META).is_file() or (path / ".metadata").is_file():
+    if (path / META).is_file() or (path / METADATA).is_file():
         return path.resolve()
     found = find_last_checkpoint([path, path / "checkpoints", *path.glob("version_*/checkpoints")])
     if found is None or found.is_file():
@@ -67,10 +66,20 @@ def resolve_checkpoint(path: Path) -> Path:
     return found
 
 
+def check_checkpoint(path: Path) -> None:
+    """Refuse a folder or single file that is damaged or cannot be read safely. Tensors are not read."""
+    if path.is_file():
+        read_single_file(path)
+        return
+    check_files(path, "sizes")
+    read_metadata(path)
+    read_meta(path)
+
+
 def open_checkpoint(path: Path, verify: Verify = "sizes") -> StoredCheckpoint:
     """Read what a checkpoint holds; refuse one that is not of our tasks, or damaged: see ``check_files``."""
     check_files(path, verify)  # reading alone would not notice damage
-    meta = torch.load(path / META, weights_only=True)
+    meta = read_meta(path)
     if EXPORT not in meta:
         raise ValueError(
             f"{path} holds no files to export: its task is not one of ours; a task of your own puts them into "
@@ -106,14 +115,3 @@ def find_run(checkpoint: Path) -> Path | None:
     """Return the folder of the run that wrote a checkpoint, if it lies where runs put them."""
     run = checkpoint.parent.parent
     return run if (run / "config.yaml").is_file() else None
-
-
-class _Reader(FileSystemReader):
-    """Does not read the metadata again for every tensor."""
-
-    def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__(path)
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        return self._metadata

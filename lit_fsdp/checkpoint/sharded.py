@@ -9,7 +9,6 @@ loaded, as is a changed byte in a small file, and with ``verify`` "full" in any 
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import shutil
 import warnings
 from collections import deque
@@ -26,8 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -35,12 +33,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lit_fsdp.checkpoint.manifest import ChecksumFileSystem, Verify, check_files, describe_files, write_manifest
 from lit_fsdp.checkpoint.staging import has_gpu_tensors
+from lit_fsdp.checkpoint.untrusted import load_plain, load_state, read_metadata
 from lit_fsdp.errors import join_names
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
@@ -64,9 +62,13 @@ def get_trained_state(model: nn.Module) -> dict[str, Any]:
 def join_states(
     model_state: Mapping[str, Any], optimizer_states: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Return the shards of model and optimizers, by parameter name, as one state that tools of torch can read."""
-    state = {"state_dict": dict(model_state)}
-    return state | {f"optimizer_{i}": dict(s) for i, s in enumerate(optimizer_states)}
+    """Return the shards of model and optimizers, by parameter name, as one state that tools of torch can read.
+
+    Raises:
+        TypeError: It holds what is neither a tensor nor a plain value, which no checkpoint is read with.
+    """
+    state = {"state_dict": model_state} | {f"optimizer_{i}": s for i, s in enumerate(optimizer_states)}
+    return {name: to_plain(part, name, copies=False) for name, part in state.items()}
 
 
 def save_checkpoint(
@@ -95,7 +97,7 @@ def save_checkpoint(
     # Without copies ahead where there is nothing to copy: they take a stream of the GPU, whose context they may open.
     writer = FileSystemWriter(beside, per_thread_copy_ahead=_COPY_AHEAD_BYTES if has_gpu_tensors(state) else 0)
     writer.fs = file_system = ChecksumFileSystem()
-    with plain_errors("written", path):
+    with _plain_errors(path):
         save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
 
     def write_rest() -> dict[str, Any]:
@@ -145,11 +147,12 @@ def load_checkpoint(
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     agree(lambda: check_files(path, verify, part=rank, num_parts=world_size))
     options = StateDictOptions(strict=strict)
-    stored = read_metadata(path).state_dict_metadata
+    metadata = read_metadata(path)
+    stored = metadata.state_dict_metadata
     count = len({key.split(".")[0] for key in stored if key.startswith("optimizer_")})
     if optimizers and count != len(optimizers):
         raise ValueError(f"{path} holds {count} optimizers, the run has {len(optimizers)}; resume it with as many")
-    meta: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=True)
+    meta = read_meta(path)
     is_part = meta.get(LEAVES_OUT_FROZEN, False)
     if is_part and not getattr(model, "restores_frozen", False):
         raise ValueError(
@@ -171,27 +174,23 @@ def load_checkpoint(
         state[EXTRA] = {n: value for n, value in (extra or {}).items() if f"{EXTRA}.{n}" in stored}
     # Without strict, parameters that are not stored keep their values.
     state["state_dict"] = {n: value for n, value in state["state_dict"].items() if f"state_dict.{n}" in stored}
-    with plain_errors("read", path):
-        load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    load_state(path, metadata, state)
     set_model_state_dict(model, state["state_dict"], options=StateDictOptions(strict=strict and not is_part))
     for i, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(model, optimizer, state[f"optimizer_{i}"], options=options)
     return meta
 
 
-def read_metadata(path: Path) -> Metadata:
-    """Return what tensors a checkpoint folder holds, and where they lie.
+def read_meta(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint folder holds beside tensors of model and optimizers: plain values.
 
     Raises:
-        ValueError: This torch cannot read it. Torch 2.15 writes what 2.13 and 2.14 cannot read.
+        ValueError: It holds anything else, or is damaged.
     """
-    try:
-        return FileSystemReader(path).read_metadata()
-    except (AttributeError, EOFError, TypeError, ValueError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"{path}: torch {torch.__version__} cannot read its .metadata ({error}): a newer torch wrote it, or it is "
-            "damaged; use torch 2.15 or later, or choose another checkpoint"
-        ) from error
+    meta = load_plain(path / META, path / META)
+    if not isinstance(meta, dict):
+        raise ValueError(f"{path / META} holds a {type(meta).__name__}: expected a mapping")
+    return meta
 
 
 def read_random_state(path: Path, rank: int, world_size: int) -> Callable[[], None]:
@@ -205,7 +204,8 @@ def read_random_state(path: Path, rank: int, world_size: int) -> Callable[[], No
         return lambda: None
     is_same = count == world_size
     file = path / _RANDOM.format(rank=rank if is_same else 0)
-    state = torch.load(file, map_location="cpu", weights_only=True)
+    state: dict[str, Any] = {}
+    agree(lambda: state.update(load_plain(file, file)))
     return partial(restore_random_state, state) if is_same else partial(reseed, state, rank)
 
 
@@ -235,26 +235,27 @@ def agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list
     return [result for _, result in boxes]
 
 
-def to_plain(value: Any, name: str = "checkpoint") -> Any:
+def to_plain(value: Any, name: str = "checkpoint", *, copies: bool = True) -> Any:
     """Return a copy of ``value`` that ``weights_only`` loading accepts on any machine; ``name`` is for errors.
 
-    Tensors are copied to the CPU, so what changes afterwards does not change the copy.
+    Tensors are copied to the CPU, so what changes afterwards does not change the copy; without ``copies`` they stay.
     """
+    plain = partial(to_plain, copies=copies)
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        return value.detach().to("cpu", copy=True) if copies else value
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {to_plain(k, f"a key of {name}"): to_plain(v, f"{name}.{k}") for k, v in value.items()}
+        return {plain(k, f"a key of {name}"): plain(v, f"{name}.{k}") for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset | deque):
-        items = [to_plain(v, f"{name}[{i}]") for i, v in enumerate(value)]
+        items = [plain(v, f"{name}[{i}]") for i, v in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value.copy())
     if isinstance(value, np.generic | Enum):
-        return to_plain(value.item() if isinstance(value, np.generic) else value.value, name)
+        return plain(value.item() if isinstance(value, np.generic) else value.value, name)
     for kind in (bool, int, float, str):  # a subclass of these
         if isinstance(value, kind):
             return kind(value)
@@ -285,15 +286,15 @@ def check_same_groups(path: Path, optimizer: Optimizer, count: int) -> None:
 
 
 @contextmanager
-def plain_errors(what: str, path: Path) -> Iterator[None]:
-    """Turn what ``torch.distributed.checkpoint`` raises into a ``RuntimeError`` of one line."""
+def _plain_errors(path: Path) -> Iterator[None]:
+    """Turn what ``torch.distributed.checkpoint`` raises when it writes into a ``RuntimeError`` of one line."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # meant: there is one process
             yield
     except CheckpointException as error:  # a BaseException: no `except Exception` would see it
         rank, (cause, _) = min(error.failures.items())
-        raise RuntimeError(f"{path} could not be {what}: rank {rank}: {cause}") from error
+        raise RuntimeError(f"{path} could not be written: rank {rank}: {cause}") from error
 
 
 def make_beside(path: Path) -> Path:
@@ -326,5 +327,7 @@ def _check_model(path: Path, state: Mapping[str, Any], stored: Mapping[str, Any]
             raise ValueError(f"{path} {what} {join_names(names)}: it was saved from another model")
     for name, value in state.items():
         there = getattr(stored.get(prefix + name), "size", None)
+        if there is None and isinstance(value, torch.Tensor) and prefix + name in stored:
+            raise ValueError(f"{path}: {name} is no tensor, and the model's is")
         if there is not None and isinstance(value, torch.Tensor) and there != value.shape:
             raise ValueError(f"{path}: {name} has shape {tuple(there)}, the model's {tuple(value.shape)}")

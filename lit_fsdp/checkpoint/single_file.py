@@ -5,7 +5,6 @@ Rank 0 holds the whole model and optimizer state in host memory while it writes 
 
 from __future__ import annotations
 
-import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 from lit_fsdp.checkpoint.manifest import Verify
 from lit_fsdp.checkpoint.sharded import agree, check_same_groups, check_same_optimizer, to_plain
+from lit_fsdp.checkpoint.untrusted import load_plain
 from lit_fsdp.errors import join_names
 from lit_fsdp.weights.shard_writer import get_local_shard
 
@@ -77,11 +77,13 @@ def load_single_file(
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     checkpoint: dict[str, Any] = {}
+    # First of all: it shards what a forward pass before has left gathered. Torch would not know those parameters from
+    # the optimizer's, seen in 2.13.
     weights = get_model_state_dict(model)
 
     def read() -> dict[str, Any]:
         if is_first:
-            checkpoint.update(_read(path, verify))
+            checkpoint.update(read_single_file(path, verify))
             _check(path, checkpoint, weights, optimizers, strict=strict)
         return {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
 
@@ -106,6 +108,28 @@ def load_single_file(
         state = {"state": _spread(states[i].get("state", {}), present[i]["state"]), "param_groups": groups[i]}
         set_optimizer_state_dict(model, optimizer, state)
     return found[0]
+
+
+def read_single_file(path: Path, verify: Verify = "sizes") -> dict[str, Any]:
+    """Return what a file holds; its tensors stay in the file until they are used.
+
+    Raises:
+        ValueError: It is no such file, is damaged, or holds more than tensors and plain values.
+    """
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is no checkpoint: expected a folder of ours or a file written by torch.save")
+    if verify == "full":
+        try:
+            with zipfile.ZipFile(path) as archive:
+                name = archive.testzip()
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{path} is damaged: {error}; choose another checkpoint") from error
+        if name is not None:
+            raise ValueError(f"{path} is damaged: the checksum of {name} differs; choose another checkpoint")
+    checkpoint: Any = load_plain(path, path, is_mapped=True)
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ValueError(f"{path} is no checkpoint of Lightning: it has no state_dict")
+    return checkpoint
 
 
 @torch.no_grad()
@@ -136,27 +160,6 @@ def _spread(stored: Any, own: Any) -> Any:
             dist.broadcast(whole.view(-1).view(torch.uint8), src=0)  # as bytes: not every backend knows every dtype
         local.copy_(whole[first : first + len(local)] if local.ndim else whole)
     return tree_unflatten(leaves, spec)
-
-
-def _read(path: Path, verify: Verify) -> dict[str, Any]:
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is no checkpoint: expected a folder of ours or a file written by torch.save")
-    if verify == "full":
-        try:
-            with zipfile.ZipFile(path) as archive:
-                name = archive.testzip()
-        except zipfile.BadZipFile as error:
-            raise ValueError(f"{path} is damaged: {error}; choose another checkpoint") from error
-        if name is not None:
-            raise ValueError(f"{path} is damaged: the checksum of {name} differs; choose another checkpoint")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{path} is no checkpoint that can be read safely: {reason}") from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        raise ValueError(f"{path} is no checkpoint of Lightning: it has no state_dict")
-    return checkpoint
 
 
 def _check(

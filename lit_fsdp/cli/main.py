@@ -122,7 +122,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if line is None or is_debugging():
             raise
         report_error(line)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1  # what the user gave, or what failed
 
 
 def format_help() -> str:

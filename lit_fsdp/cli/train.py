@@ -23,10 +23,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-import lit_fsdp.strategy.fsdp2  # registers `strategy: fsdp2`
 import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by its short name
 from lit_fsdp.callbacks import Preemption, ProgressBar
 from lit_fsdp.checkpoint.latest import describe_interruption, find_last_checkpoint
+from lit_fsdp.checkpoint.reader import check_checkpoint
 from lit_fsdp.cli.config_files import check_config_files, list_left_out, refuse_dropped_keys, refuse_left_out
 from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers
 from lit_fsdp.cli.messages import describe_exception, report_error
@@ -35,6 +35,7 @@ from lit_fsdp.errors import ConfigError, is_debugging, join_names, nearest, sugg
 from lit_fsdp.planning.auto_strategy import NAME
 from lit_fsdp.redaction import hide_secrets, hide_secrets_in_yaml
 from lit_fsdp.sharding.settings import PRESETS
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy  # registers `strategy: fsdp2`
 from lit_fsdp.strategy.launcher import describe_failed, stop_children
 from lit_fsdp.strategy.processes import choose_processes
 from lit_fsdp.strategy.trainer_settings import refuse_float16_on_cpu
@@ -251,6 +252,14 @@ class TrainerCLI(LightningCLI):
             guess = nearest(Path(given).name, [p.name for p in folder.glob("*")]) if folder.is_dir() else None
             hint = f"did you mean {folder / guess}?" if guess else "expected a checkpoint, last or best"
             raise ConfigError(f"ckpt_path: {given!r} does not exist: {hint}")
+        if command.get("weights_only") is None:
+            command["weights_only"] = True  # Lightning's default for addresses runs what is there, seen in 2.6.6
+        path = Path(command.get("ckpt_path") or "")
+        if path.exists() and path != Path() and isinstance(self.trainer.strategy, FSDP2Strategy):
+            try:
+                check_checkpoint(path)
+            except ValueError as error:  # before other ranks are started
+                raise ConfigError(f"ckpt_path: {error}") from error
 
     def before_fit(self) -> None:
         """Listen to signals before the other ranks are started."""

@@ -22,6 +22,7 @@ from lit_fsdp.adapters.inject import add_adapters
 from lit_fsdp.adapters.layers import clean_name, is_adapter_name, iterate_adapters
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, build_on_meta
+from lit_fsdp.checkpoint.untrusted import refuse_other_forms
 from lit_fsdp.errors import join_names
 from lit_fsdp.export.position_embeddings import ResizedCheckpoint
 from lit_fsdp.quantization.layers import iterate_quantized, quantize_model
@@ -146,13 +147,15 @@ class AdaptedWeights:
 
 def read_lora(checkpoint: StoredCheckpoint) -> LoRA:
     """Return the settings of the adapters in a checkpoint."""
-    return LoRA(**checkpoint.meta[LORA])
+    with refuse_other_forms():
+        return LoRA(**checkpoint.meta[LORA])
 
 
 def read_quantization(checkpoint: StoredCheckpoint) -> Quantization | None:
     """Return how the base of the adapters in a checkpoint was quantized."""
-    settings = checkpoint.meta[BASE]["quantization"]
-    return None if settings is None else Quantization(**settings)
+    with refuse_other_forms():
+        settings = checkpoint.meta[BASE]["quantization"]
+        return None if settings is None else Quantization(**settings)
 
 
 def open_base(checkpoint: StoredCheckpoint, base: str | None) -> Path:
@@ -161,11 +164,12 @@ def open_base(checkpoint: StoredCheckpoint, base: str | None) -> Path:
     Raises:
         ValueError: It is not there, or has other weights than those that the adapters were trained over.
     """
-    name = base or str(checkpoint.meta[BASE]["name"])
+    with refuse_other_forms():
+        trained, fingerprint = checkpoint.meta[BASE]["name"], checkpoint.meta[BASE]["fingerprint"]
+    name = base or str(trained)
     fetch_pretrained(name, "base")
     folder = get_pretrained_folder(name)
-    if compute_fingerprint(folder) != checkpoint.meta[BASE]["fingerprint"]:
-        trained = checkpoint.meta[BASE]["name"]
+    if compute_fingerprint(folder) != fingerprint:
         raise ValueError(
             f"base: got {name!r}: its weights are not those of {trained!r} that the adapters were trained over; set "
             "base to a copy of that model"

@@ -39,7 +39,7 @@ from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, regi
 from lit_fsdp.sharding.unit_table import print_plan
 from lit_fsdp.sharding.wrap import Unit, Wrap
 from lit_fsdp.strategy.launcher import Launcher
-from lit_fsdp.strategy.lightning_internals import forget_train_loader, keep_links
+from lit_fsdp.strategy.lightning_internals import forget_train_loader, is_no_optimizer, keep_links
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.strategy.process_group import init_process_group
 from lit_fsdp.strategy.trainer_settings import check_trainer, count_micro_batches
@@ -328,7 +328,8 @@ class FSDP2Strategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._writer.get_optimizer_state(self._module, getattr(optimizer, "_optimizer", optimizer))
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        return {} if is_no_optimizer(optimizer) else self._writer.get_optimizer_state(self._module, optimizer)
 
     @override
     def save_checkpoint(
@@ -350,11 +351,13 @@ class FSDP2Strategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        if weights_only is False:
+            raise ValueError("weights_only: got false: FSDP2Strategy reads tensors and plain values only; leave it out")
         path = Path(self.broadcast(str(checkpoint_path)))
         is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         extra = self.extra_state if is_fitting else {}  # an evaluation after fit leaves its state as it is
         load = load_single_file if path.is_file() else partial(load_checkpoint, extra=extra)
-        optimizers = self.optimizers if is_fitting else []
+        optimizers = [o for o in self.optimizers if not is_no_optimizer(o)] if is_fitting else []
         is_strict = self._module.strict_loading
         meta = load(path, self._module, optimizers, strict=is_strict, verify=self.verify_checkpoint)
         if is_fitting:

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from torch import Tensor
+from torch.optim import Optimizer
+
+
+def is_no_optimizer(optimizer: Optimizer) -> bool:
+    """Whether it stands for the ``None`` that ``configure_optimizers`` has returned: without parameters or state."""
+    return isinstance(optimizer, _MockOptimizer)
 
 
 def read_logged(trainer: pl.Trainer) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from lit_fsdp.adapters.layers import iterate_adapters
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.manifest import Verify
 from lit_fsdp.checkpoint.reader import EXPORT, StoredCheckpoint, open_checkpoint, resolve_checkpoint
+from lit_fsdp.checkpoint.untrusted import refuse_other_forms
 from lit_fsdp.quantization.layers import ABSMAX, NESTED
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.pretrained import check_adapters, read_tokenizer_files
@@ -141,24 +142,28 @@ def read_checkpoint(path: Path, base: str | None = None, verify: Verify = "sizes
     if SPEECH not in stored.meta:
         raise ValueError(f"checkpoint: {stored.path} was not written by TextToSpeech: expected one that was")
     about: dict[str, Any] = stored.meta[SPEECH]
+    with refuse_other_forms():
+        voices = {name: torch.tensor(voice) for name, voice in about["voices"].items()}
+        started_from, is_streaming = about["pretrained"], about["streaming"]
+        lora = LoRA(**stored.meta[LORA]) if LORA in stored.meta else None
     family, config = parse_family(json.loads(stored.files["config.json"]))
     weights = stored.read({name: stored.describe(name) for name in stored.tensors})
-    if base is not None and about["pretrained"] is None:
+    if base is not None and started_from is None:
         raise ValueError(f"base: got {base!r}: {stored.path} started from no model; leave it out")
     weights = _drop_quantized(weights, stored)
-    pretrained = base or about["pretrained"]
-    if LORA in stored.meta:
+    pretrained = base or started_from
+    if lora is not None:
         folder = _open_base(pretrained, stored) if BASE in stored.meta else None
-        weights = _merge(weights, LoRA(**stored.meta[LORA]), (family, config), folder)
+        weights = _merge(weights, lora, (family, config), folder)
     return SpeechCheckpoint(
         path=stored.path,
         weights=weights,
         family=family,
         config=config,
         files=stored.files,
-        voices={name: torch.tensor(voice) for name, voice in about["voices"].items()},
+        voices=voices,
         pretrained=pretrained,
-        is_streaming=about["streaming"],
+        is_streaming=is_streaming,
     )
 
 
@@ -177,9 +182,11 @@ def _open_base(name: str, stored: StoredCheckpoint) -> Path:
     """
     fetch_speech_model(name, "base")
     folder = find_speech_model(name)
-    if compute_fingerprint(folder) != stored.meta[BASE]["fingerprint"]:
+    with refuse_other_forms():
+        trained, fingerprint = stored.meta[BASE]["name"], stored.meta[BASE]["fingerprint"]
+    if compute_fingerprint(folder) != fingerprint:
         raise ValueError(
-            f"base: got {name!r}: its weights are not those of {stored.meta[BASE]['name']!r} that the adapters were "
+            f"base: got {name!r}: its weights are not those of {trained!r} that the adapters were "
             "trained over; set base to a copy of that model"
         )
     return folder

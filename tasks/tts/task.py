@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.checkpoint.untrusted import refuse_other_forms
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.planning.step_parts import MicroBatch
@@ -368,6 +369,7 @@ class TextToSpeech(Task):
         super().on_load_checkpoint(checkpoint)
         data: Any = getattr(self.trainer, "datamodule", None)
         trained = data if self.trainer.state.fn == "fit" else None
-        check_run(checkpoint, trained, **self._origin)
-        if SPEECH in checkpoint and hasattr(data, "restore_voices"):
-            data.restore_voices(checkpoint[SPEECH]["voices"])
+        with refuse_other_forms():
+            check_run(checkpoint, trained, **self._origin)
+            if SPEECH in checkpoint and hasattr(data, "restore_voices"):
+                data.restore_voices(checkpoint[SPEECH]["voices"])

@@ -103,15 +103,15 @@ def test_it_leaves_in_4_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ("options", "code", "expected"),
     [
         ("--merge=true --quantization.type=nf5", 2, "type: got 'nf5': expected one of nf4, fp4 or int8"),
-        ("--merge=true --quantization.block_size=7", 1, "quantization.block_size: got 7: expected one of 32, 64"),
-        ("--quantization.type=nf4", 1, "quantization: adapters are not quantized; set merge to true, or leave it"),
+        ("--merge=true --quantization.block_size=7", 2, "quantization.block_size: got 7: expected one of 32, 64"),
+        ("--quantization.type=nf4", 2, "quantization: adapters are not quantized; set merge to true, or leave it"),
         ("--merge=maybe", 2, "merge: got 'maybe': expected true or false"),
         (
             "--base=base",
             1,
             "base: got 'base': adapters of init_lora_weights 'default' are exported without it; leave it out",
         ),
-        ("--merge=true --base=nowhere", 1, "base: got 'nowhere': no such folder, and the Hub says: "),
+        ("--merge=true --base=nowhere", 2, "base: got 'nowhere': no such folder, and the Hub says: "),
         ("--merge=true --dtype=int8", 2, "dtype: got 'int8': expected one of keep, float32, bfloat16"),
     ],
 )

@@ -78,9 +78,9 @@ def test_the_model_card_says_what_it_is(run: Path, exported: Exported) -> None:
         ("--checkpoint={ckpt} --out=new --dtyp=bfloat16", 2, "dtyp: unknown key: did you mean dtype?"),
         ("--checkpoint={ckpt} --out=new --dtype=int8", 2, "dtype: got 'int8': expected one of keep, float32, bfloat16"),
         ("--checkpoint={ckpt} --out=new --max_shard_gb=big", 2, "max_shard_gb: got 'big': expected float"),
-        ("--checkpoint={ckpt} --out=new --max_shard_gb=-1", 1, "max_shard_gb: got -1.0: expected above 0"),
-        ("--checkpoint=nowhere --out=new", 1, "checkpoint: nowhere does not exist"),
-        ("--checkpoint={ckpt} --out={ckpt}", 1, "holds or lies in the checkpoint"),
+        ("--checkpoint={ckpt} --out=new --max_shard_gb=-1", 2, "max_shard_gb: got -1.0: expected above 0"),
+        ("--checkpoint=nowhere --out=new", 2, "checkpoint: nowhere does not exist"),
+        ("--checkpoint={ckpt} --out={ckpt}", 2, "holds or lies in the checkpoint"),
         ("{ckpt}", 2, "unexpected argument: expected --key=value"),
     ],
 )
