@@ -69,7 +69,7 @@ class Recorded:
 
 
 def check_refused(ranks: list[Ended], said: str) -> None:
-    assert [rank.code for rank in ranks] == [1, 1], ranks
+    assert [rank.code for rank in ranks] == [2, 2], ranks
     for rank in ranks:
         assert len(rank.errors) == 1, rank.err
         assert said in rank.errors[0]

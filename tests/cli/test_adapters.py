@@ -108,7 +108,7 @@ def test_it_leaves_in_4_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("--merge=maybe", 2, "merge: got 'maybe': expected true or false"),
         (
             "--base=base",
-            1,
+            2,
             "base: got 'base': adapters of init_lora_weights 'default' are exported without it; leave it out",
         ),
         ("--merge=true --base=nowhere", 2, "base: got 'nowhere': no such folder, and the Hub says: "),
