@@ -189,7 +189,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     """
     meta = load_plain(path / META, path / META)
     if not isinstance(meta, dict):
-        raise ValueError(f"{path / META} holds a {type(meta).__name__}: expected a mapping")
+        raise ValueError(f"{path / META} holds a {type(meta).__name__}: expected a mapping")  # noqa: TRY004  it is input
     return meta
 
 

@@ -16,6 +16,7 @@ def build(folder: Path, raw: dict[str, Any] = DIA, world_size: int = 1, rank: in
     data = build_data(folder, **{"shuffle": True, "text_dropout": None, **options})
     data.attach(build_task(raw).read_config())
     trainer: Any = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
         global_rank=rank, world_size=world_size, overfit_batches=0, accumulate_grad_batches=1,
         fit_loop=SimpleNamespace(_combined_loader_states_to_load=[]),
     )  # fmt: skip
