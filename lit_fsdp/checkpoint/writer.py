@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lit_fsdp.checkpoint.latest import SAVE_NUMBER, find_last_number, measure_age
+from lit_fsdp.checkpoint.leftovers import tidy_folders
 from lit_fsdp.checkpoint.sharded import (
     EXTRA,
     LEAVES_OUT_FROZEN,
@@ -71,6 +73,7 @@ class CheckpointWriter:
         self.timeout_s = timeout_s
         self.report = report
         self.skipped: set[Path] = set()  # for want of space; the same on all ranks
+        self.save_number = 0  # of the last save; only that of rank 0 is written
         self._group: dist.ProcessGroup | None = None
         self._stager = Stager()
         self._thread: threading.Thread | None = None
@@ -90,6 +93,15 @@ class CheckpointWriter:
                 "pretrained, or leave it out"
             )
         self._left_out = list_left_out(model, self.checkpoint_format, self.save_frozen)
+
+    def begin(self, folders: Collection[Path]) -> None:
+        """Tidy the folders of a run, and number its saves from the last one there on; rank 0 must call it."""
+        tidy_folders(folders, self.report)
+        self.save_number = max(self.save_number, find_last_number(folders))
+
+    def go_on_from(self, path: Path) -> None:
+        """Number saves from that of a checkpoint on, wherever it lies."""
+        self.save_number = max(self.save_number, measure_age(path).save_number)
 
     def get_model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the weights as they will be written; all ranks must call it."""
@@ -134,11 +146,12 @@ class CheckpointWriter:
             )
             return False
         self.skipped.discard(path)
+        self.save_number += 1
         if not self.is_async:
             if self.checkpoint_format == "sharded":
-                save_checkpoint(path, state, meta=meta)
+                save_checkpoint(path, state, meta=meta, save_number=self.save_number)
             else:
-                save_single_file(path, checkpoint)
+                save_single_file(path, {**checkpoint, SAVE_NUMBER: self.save_number})
             self._is_newest_missing = False
             return True
         if self._group is None and dist.is_initialized():
@@ -147,7 +160,7 @@ class CheckpointWriter:
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(
             target=self._write,
-            args=(path, staged, to_plain(meta), collect_random_state(), device),
+            args=(path, staged, to_plain(meta), self.save_number, collect_random_state(), device),
             name="checkpoint",
             daemon=True,
         )
@@ -185,13 +198,16 @@ class CheckpointWriter:
         path: Path,
         state: dict[str, Any],
         meta: dict[str, Any],
+        save_number: int,
         random_state: dict[str, Any],
         device: int | None,
     ) -> None:
         try:
             if device is not None:  # a thread begins on GPU 0, where each call to CUDA would open a context
                 torch.cuda.set_device(device)
-            save_checkpoint(path, state, meta=meta, random_state=random_state, group=self._group)
+            save_checkpoint(
+                path, state, meta=meta, save_number=save_number, random_state=random_state, group=self._group
+            )
         except Exception as error:  # noqa: BLE001  raised by wait(), in the training thread
             self._error = error
 

@@ -22,7 +22,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-import lit_fsdp.strategy.fsdp2  # registers `strategy: fsdp2`
 import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by its short name
 from lit_fsdp.callbacks import Preemption, ProgressBar
 from lit_fsdp.checkpoint.latest import describe_interruption, find_last_checkpoint
@@ -33,9 +32,10 @@ from lit_fsdp.cli.parser import OneLineParser, read_path
 from lit_fsdp.errors import ConfigError, is_debugging, nearest, suggest
 from lit_fsdp.planning.auto_strategy import NAME
 from lit_fsdp.sharding.settings import PRESETS
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.launcher import describe_failed, stop_children
 from lit_fsdp.strategy.processes import choose_processes
-from lit_fsdp.strategy.trainer_settings import refuse_float16_on_cpu
+from lit_fsdp.strategy.trainer_settings import list_checkpoint_folders, refuse_float16_on_cpu
 
 _KNOWN_WARNINGS = (
     ".*LightningCLI's args parameter.*",  # advice for scripts
@@ -239,15 +239,16 @@ class TrainerCLI(LightningCLI):
             raise ConfigError(f"ckpt_path: {given!r} does not exist: {hint}")
 
     def before_fit(self) -> None:
-        """Listen to signals before the other ranks are started."""
+        """Say where checkpoints lie, and listen to signals before the other ranks are started."""
+        if isinstance(self.trainer.strategy, FSDP2Strategy):
+            self.trainer.strategy.checkpoint_folders = self._list_checkpoint_folders()
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Preemption):
                 callback.listen(self.trainer)
 
     def _list_checkpoint_folders(self) -> list[Path]:
         """Return where runs of this configuration leave their checkpoints."""
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        own = [Path(folder) for callback in callbacks if (folder := getattr(callback, "dirpath", None))]
+        own = list_checkpoint_folders(self.trainer)
         # Without a logger there are no folders by version.
         plain = [] if self.trainer.loggers else [Path(self.trainer.default_root_dir) / "checkpoints"]
         return [*own, *plain, *self.run_root.glob("version_*/checkpoints")]

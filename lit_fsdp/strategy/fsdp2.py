@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.manifest import Verify, check_verify
+from lit_fsdp.checkpoint.places import follow
 from lit_fsdp.checkpoint.sharded import load_checkpoint, read_random_state
 from lit_fsdp.checkpoint.single_file import load_single_file
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
@@ -42,7 +43,7 @@ from lit_fsdp.strategy.launcher import Launcher
 from lit_fsdp.strategy.lightning_internals import forget_train_loader, keep_links
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.strategy.process_group import init_process_group
-from lit_fsdp.strategy.trainer_settings import check_trainer, count_micro_batches
+from lit_fsdp.strategy.trainer_settings import check_trainer, count_micro_batches, list_checkpoint_folders
 from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
 
 # What each module was sharded with: a second run of it may be under another strategy object.
@@ -125,6 +126,7 @@ class FSDP2Strategy(ParallelStrategy):
             timeout_s=timeout_s,
             report=rank_zero.rank_zero_warn,
         )
+        self.checkpoint_folders: list[Path] = []  # where earlier runs of this name have left theirs
         self._restore_random: Callable[[], None] | None = None  # from a checkpoint, until the first batch
         self.timeout_s = timeout_s
         self.verify_checkpoint = verify_checkpoint
@@ -261,6 +263,8 @@ class FSDP2Strategy(ParallelStrategy):
             self.settings.check_unchanged(get_used_settings(module), type(module).__name__)
         else:
             self._shard(module)
+        if is_fitting and self.is_global_zero:
+            self._writer.begin([*self.checkpoint_folders, *list_checkpoint_folders(trainer)])
         self._writer.choose_parameters(module)
         self._fill(module)
         self.barrier()
@@ -350,7 +354,7 @@ class FSDP2Strategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(str(checkpoint_path)))
+        path = follow(Path(self.broadcast(str(checkpoint_path))))
         is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         extra = self.extra_state if is_fitting else {}  # an evaluation after fit leaves its state as it is
         load = load_single_file if path.is_file() else partial(load_checkpoint, extra=extra)
@@ -358,6 +362,7 @@ class FSDP2Strategy(ParallelStrategy):
         is_strict = self._module.strict_loading
         meta = load(path, self._module, optimizers, strict=is_strict, verify=self.verify_checkpoint)
         if is_fitting:
+            self._writer.go_on_from(path)
             self._restore_random = read_random_state(path, self.global_rank, self.world_size)
             forget_train_loader(self._module.trainer)
         return meta

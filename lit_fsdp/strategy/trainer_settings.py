@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -38,6 +39,13 @@ def check_trainer(trainer: pl.Trainer) -> None:
             raise ValueError(  # noqa: TRY004  a setting, not a type in code
                 f"callbacks: got {name}: it copies the model before that is sharded; take lit_fsdp.callbacks.EMA"
             )
+
+
+def list_checkpoint_folders(trainer: pl.Trainer) -> list[Path]:
+    """Return where the callbacks of a Trainer put checkpoints, those that are folders of this machine."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    folders = [getattr(callback, "dirpath", None) for callback in callbacks]
+    return [Path(folder) for folder in folders if folder and "://" not in str(folder)]
 
 
 def refuse_overfit(trainer: pl.Trainer) -> None:
