@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -245,6 +246,14 @@ class TrainerCLI(LightningCLI):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Preemption):
                 callback.listen(self.trainer)
+
+    def after_fit(self) -> None:
+        """Let no run pass for a good one whose result is lost."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, FSDP2Strategy) and (path := strategy.missing_checkpoint) is not None:
+            if not self.trainer.is_global_zero:
+                sys.exit(1)
+            raise RuntimeError(f"training came to its end, but {path} could not be saved, see above: the disk is full")
 
     def _list_checkpoint_folders(self) -> list[Path]:
         """Return where runs of this configuration leave their checkpoints."""

@@ -27,6 +27,7 @@ from lit_fsdp.checkpoint.manifest import Verify, check_verify
 from lit_fsdp.checkpoint.places import follow
 from lit_fsdp.checkpoint.sharded import load_checkpoint, read_random_state
 from lit_fsdp.checkpoint.single_file import load_single_file
+from lit_fsdp.checkpoint.space import DiskSpace
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.buffers import has_statistics_of_ranks, sync_buffers
@@ -43,7 +44,12 @@ from lit_fsdp.strategy.launcher import Launcher
 from lit_fsdp.strategy.lightning_internals import forget_train_loader, keep_links
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.strategy.process_group import init_process_group
-from lit_fsdp.strategy.trainer_settings import check_trainer, count_micro_batches, list_checkpoint_folders
+from lit_fsdp.strategy.trainer_settings import (
+    check_trainer,
+    count_checkpoints,
+    count_micro_batches,
+    list_checkpoint_folders,
+)
 from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
 
 # What each module was sharded with: a second run of it may be under another strategy object.
@@ -126,12 +132,18 @@ class FSDP2Strategy(ParallelStrategy):
             timeout_s=timeout_s,
             report=rank_zero.rank_zero_warn,
         )
+        self.disk_space: DiskSpace | None = None  # when fit began
         self.checkpoint_folders: list[Path] = []  # where earlier runs of this name have left theirs
         self._restore_random: Callable[[], None] | None = None  # from a checkpoint, until the first batch
         self.timeout_s = timeout_s
         self.verify_checkpoint = verify_checkpoint
         self.device_mesh: DeviceMesh | None = None
         self.plan: list[Unit] = []
+
+    @property
+    def missing_checkpoint(self) -> Path | None:
+        """The newest checkpoint that was due, if it could not be saved."""
+        return self._writer.missing
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -277,12 +289,22 @@ class FSDP2Strategy(ParallelStrategy):
             reseed(collect_random_state(), self.global_rank)  # else dropout would drop the same on all ranks
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
+            self._check_disk(trainer)
         self.setup_precision_plugin()
 
     def _check_accumulation(self) -> None:
         num_micro_batches = count_micro_batches(self._module.trainer)
         is_automatic = self._module.automatic_optimization
         self.settings.check_accumulation(num_micro_batches=num_micro_batches, is_automatic=is_automatic)
+
+    def _check_disk(self, trainer: pl.Trainer) -> None:
+        folders, num_at_once = list_checkpoint_folders(trainer), count_checkpoints(trainer)
+        if not folders or not num_at_once:
+            return
+        self.disk_space = self._writer.measure_space(folders, num_at_once, self._module, self.optimizers)
+        self.disk_space.check()
+        if shortage := self.disk_space.describe_shortage():
+            rank_zero.rank_zero_warn(shortage)
 
     def _shard(self, module: pl.LightningModule) -> None:
         assert self.device_mesh is not None

@@ -107,7 +107,7 @@ def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
     before = {".folder.ckpt.incomplete", ".file.ckpt.incomplete", ".empty.ckpt.incomplete"}
     with claim(lock), claim(file):
         # A data worker that is forked now has both open, and outlives the writer.
-        worker = get_context("fork").Process(target=signal.pause)
+        worker = get_context("fork").Process(target=signal.pause, daemon=True)
         worker.start()
         tidy_folders([tmp_path], lambda _: None)
         assert {path.name for path in tmp_path.iterdir()} == before
