@@ -122,7 +122,7 @@ def _step_without_memory(optimizer: Optimizer) -> int | None:
             made.grad = torch.empty_like(made)
             copies[made] = _count_copies(parameter)
             parameters.append(made)
-        switches = {name: False for name in ("fused", "foreach", "capturable") if name in group}
+        switches: dict[str, Any] = {name: False for name in ("fused", "foreach", "capturable") if name in group}
         twin.param_groups.append({**group, **switches, "params": parameters})
     try:
         twin.step()

@@ -35,6 +35,7 @@ from lit_fsdp.planning.auto_strategy import NAME
 from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.launcher import describe_failed, stop_children
+from lit_fsdp.strategy.lightning_internals import list_waiting_monitors
 from lit_fsdp.strategy.processes import choose_processes
 from lit_fsdp.strategy.trainer_settings import list_checkpoint_folders, refuse_float16_on_cpu
 
@@ -222,6 +223,11 @@ class TrainerCLI(LightningCLI):
         given = command.get("ckpt_path")
         if given is None and self.subcommand == "fit" and int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0:
             given = "last"  # the same job, requeued
+        if given == "best":
+            raise ConfigError(
+                "ckpt_path: got 'best': only the process that trained knows its best checkpoint: expected its path, "
+                f"below {self.run_root}, or last"
+            )
         if given == "last":
             # Lightning would look into the folder of the new run only.
             found = find_last_checkpoint(self._list_checkpoint_folders(), report=rank_zero_info)
@@ -233,10 +239,10 @@ class TrainerCLI(LightningCLI):
                 )
             if found is None:
                 rank_zero_info(f"ckpt_path last: no run below {self.run_root} has a checkpoint: starting afresh")
-        elif given and given not in ("best", "hpc") and ":" not in given and not Path(given).exists():
+        elif given and given != "hpc" and ":" not in given and not Path(given).exists():
             folder = Path(given).parent
             guess = nearest(Path(given).name, [p.name for p in folder.glob("*")]) if folder.is_dir() else None
-            hint = f"did you mean {folder / guess}?" if guess else "expected a checkpoint, last or best"
+            hint = f"did you mean {folder / guess}?" if guess else "expected a checkpoint, or last"
             raise ConfigError(f"ckpt_path: {given!r} does not exist: {hint}")
 
     def before_fit(self) -> None:
@@ -250,10 +256,18 @@ class TrainerCLI(LightningCLI):
     def after_fit(self) -> None:
         """Let no run pass for a good one whose result is lost."""
         strategy = self.trainer.strategy
+        lost = None
         if isinstance(strategy, FSDP2Strategy) and (path := strategy.missing_checkpoint) is not None:
+            lost = f"{path} could not be saved, see above: the disk is full"
+        elif waiting := list_waiting_monitors(self.trainer):
+            lost = (
+                f"nothing was saved: ModelCheckpoint waited for {waiting[0]!r}, and no validation came to log it: set "
+                "val_check_interval lower, or monitor what training logs"
+            )
+        if lost is not None:
             if not self.trainer.is_global_zero:
-                sys.exit(1)
-            raise RuntimeError(f"training came to its end, but {path} could not be saved, see above: the disk is full")
+                sys.exit(1)  # the first rank says it
+            raise RuntimeError(f"training came to its end, but {lost}")
 
     def _list_checkpoint_folders(self) -> list[Path]:
         """Return where runs of this configuration leave their checkpoints."""

@@ -41,7 +41,7 @@ from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, regi
 from lit_fsdp.sharding.unit_table import print_plan
 from lit_fsdp.sharding.wrap import Unit, Wrap
 from lit_fsdp.strategy.launcher import Launcher
-from lit_fsdp.strategy.lightning_internals import forget_train_loader, keep_links
+from lit_fsdp.strategy.lightning_internals import check_monitors, forget_train_loader, keep_links, watch_monitors
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.strategy.process_group import init_process_group
 from lit_fsdp.strategy.trainer_settings import (
@@ -269,6 +269,7 @@ class FSDP2Strategy(ParallelStrategy):
         for loop in (val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         keep_links(trainer, self._writer.skipped)
+        watch_monitors(trainer)
         if is_fitting:
             self._check_accumulation()
         if find_roots(module):  # by its user, or in an earlier run
@@ -344,6 +345,11 @@ class FSDP2Strategy(ParallelStrategy):
         sync_buffers(self._module)
 
     on_test_start = on_predict_start = on_validation_start
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._module.trainer.sanity_checking:
+            check_monitors(self._module.trainer)
 
     # Checkpoints
 
