@@ -79,7 +79,9 @@ def watch_monitors(trainer: pl.Trainer) -> None:
     def watched(callback: ModelCheckpoint, trainer: pl.Trainer) -> dict[str, Tensor]:
         found = type(callback)._monitor_candidates(callback, trainer)
         name = callback.monitor
-        may_validate = trainer.enable_validation and sum(trainer.num_val_batches)  # type: ignore[arg-type]
+        # Before its first epoch with a validation, nobody knows what there is to validate.
+        is_unknown = trainer.fit_loop.epoch_loop.val_loop._combined_loader is None
+        may_validate = trainer.enable_validation and (is_unknown or any(trainer.num_val_batches))
         if name is None or name in found or not trainer.training or may_validate:
             return found
         if trainer.state.status == TrainerStatus.RUNNING:

@@ -9,9 +9,11 @@ from launches import Ended, fork_ranks, write_run
 CALLBACKS = "lightning.pytorch.callbacks"
 
 
-def run(folder: Path, callback: str, *, validates: bool = True, **settings: object) -> Ended:
+def run(
+    folder: Path, callback: str, more: dict[str, int] | None = None, *, validates: bool = True, **settings: object
+) -> Ended:
     callbacks = [{"class_path": f"{CALLBACKS}.{callback}", "init_args": settings}]
-    trainer = {"callbacks": callbacks, "limit_val_batches": 1, "val_check_interval": 2}
+    trainer = {"callbacks": callbacks, "limit_val_batches": 1, **(more or {"val_check_interval": 2})}
     if callback == "EarlyStopping":
         trainer["num_sanity_val_steps"] = 0
     write_run(folder, trainer=trainer, data={"validation": "train.jsonl"} if validates else {})
@@ -45,14 +47,12 @@ def test_a_metric_that_nothing_logs_is_refused_with_the_nearest_and_the_known(
     assert max((int(row["step"]) for row in rows), default=-1) < num_steps
 
 
-def test_a_run_that_waited_for_a_validation_that_never_came_does_not_end_well(tmp_path: Path) -> None:
-    write_settings = {"monitor": "val/accuracy", "every_n_train_steps": 1}
-    callbacks = [{"class_path": f"{CALLBACKS}.ModelCheckpoint", "init_args": write_settings}]
-    trainer = {"callbacks": callbacks, "val_check_interval": 10, "num_sanity_val_steps": 0}
-    write_run(tmp_path, trainer=trainer, data={"validation": "train.jsonl"})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        (ended,) = fork_ranks("fit", "--config=run.yaml", ranks=1)
+@pytest.mark.parametrize("when", [{"val_check_interval": 10}, {"check_val_every_n_epoch": 2}])
+def test_a_run_that_waited_for_a_validation_that_never_came_does_not_end_well(
+    tmp_path: Path, when: dict[str, int]
+) -> None:
+    settings = {"monitor": "val/accuracy", "every_n_train_steps": 1}
+    ended = run(tmp_path, "ModelCheckpoint", {"num_sanity_val_steps": 0, **when}, **settings)
     assert ended.code == 1, ended.err
     assert "nothing was saved: ModelCheckpoint waited for 'val/accuracy'" in ended.errors[0]
 
