@@ -230,6 +230,7 @@ class RunReport(StepCallback):
             "num_nodes": self._environment["num_nodes"],
             "strategy": type(trainer.strategy).__name__,
             "precision": str(trainer.precision),
+            "disk": run_facts.describe_disk(trainer),
         }
 
     def _find_name(self, trainer: Trainer) -> str:
@@ -257,6 +258,10 @@ class RunReport(StepCallback):
             numbers = self._units.numbers
             facts["parameters"] = f"{numbers['num_parameters']:,}"
             facts["trainable"] = f"{numbers['num_trainable']:,}"
+        if run["disk"] is not None:
+            facts["disk"] = run["disk"]["text"]
+            if run["disk"]["missing"]:
+                facts["NOT saved"] = run["disk"]["missing"]
         facts["ended"] = f"{ended:%Y-%m-%d %H:%M} UTC"
         facts["folder"] = run["folder"]
         return hide_paths(facts)

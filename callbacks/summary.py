@@ -19,6 +19,7 @@ from lit_fsdp.profiling.device_memory import read_peak_gib, reset_peak
 from lit_fsdp.reporting.metrics import has_dropped_last_step, read_count, read_metric, relative_to_here
 from lit_fsdp.reporting.rank_stats import Spread, gather_over_ranks
 from lit_fsdp.reporting.sections import Table, print_table
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
 
 class RunSummary(Callback):
@@ -111,6 +112,8 @@ class RunSummary(Callback):
         for name in ("train/loss", "val/loss"):
             if (loss := read_metric(trainer, name)) is not None:
                 rows[name] = f"{loss:.4f}"
+        if isinstance(trainer.strategy, FSDP2Strategy):
+            rows |= _describe_disk(trainer.strategy)
         checkpoint = trainer.checkpoint_callback
         if isinstance(checkpoint, ModelCheckpoint):
             for name, path in (("best", checkpoint.best_model_path), ("last", checkpoint.last_model_path)):
@@ -119,6 +122,13 @@ class RunSummary(Callback):
         if log_dir is not None and trainer.loggers:
             rows["logs"] = str(relative_to_here(log_dir))
         return rows
+
+
+def _describe_disk(strategy: FSDP2Strategy) -> dict[str, str]:
+    rows = {} if strategy.disk_space is None else {"disk": f"{strategy.disk_space} at the start"}
+    if strategy.missing_checkpoint is not None:
+        rows["NOT saved"] = str(relative_to_here(strategy.missing_checkpoint))
+    return rows
 
 
 def _print_metrics(trainer: Trainer, loop: Any, title: str) -> None:

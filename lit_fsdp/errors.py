@@ -39,3 +39,11 @@ def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
 def join_names(names: Sequence[str]) -> str:
     """Return names for an error: the first five, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def describe_unknown_metric(name: str, known: Iterable[str]) -> str:
+    """Return what is wrong with a metric that nothing logs."""
+    names = sorted(set(known))
+    guess = nearest(name, names)
+    hint = f"did you mean {guess}? Logged are" if guess else "expected one of"
+    return f"got {name!r}: nothing logs it: {hint} {', '.join(names)}"

@@ -79,10 +79,19 @@ def describe_files(paths: Iterable[Path]) -> dict[str, FileEntry]:
     return {path.name: {"bytes": path.stat().st_size, "crc32": compute_crc32(path)} for path in paths}
 
 
-def write_manifest(folder: Path, files: Mapping[str, FileEntry]) -> None:
-    """Mark a folder as complete."""
+def write_manifest(
+    folder: Path, files: Mapping[str, FileEntry], *, save_number: int = 0, step: int | None = None
+) -> None:
+    """Mark a folder as complete.
+
+    Args:
+        folder: The checkpoint.
+        files: What it holds.
+        save_number: Grows with every save of a run, also after it was resumed; 0 is none.
+        step: The step that the run has reached.
+    """
     with (folder / MANIFEST).open("w") as file:
-        json.dump({"files": files}, file, indent=1)
+        json.dump({"save_number": save_number, "step": step, "files": files}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
 
@@ -91,13 +100,26 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     """Return the files of a complete checkpoint; refuse a folder whose manifest is missing or damaged."""
     path = folder / MANIFEST
     try:
-        files = dict(json.loads(path.read_text())["files"])
+        stored = json.loads(path.read_text())["files"]
+        files: dict[str, FileEntry] = {
+            str(name): {"bytes": int(e["bytes"]), "crc32": int(e["crc32"])} for name, e in stored.items()
+        }
     except FileNotFoundError:
         raise ValueError(f"{folder} is no complete checkpoint: {MANIFEST} is missing; choose another one") from None
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         raise ValueError(f"{path} is damaged; choose another checkpoint") from None
     check_names(folder, files, source=path)
     return files
+
+
+def read_position(folder: Path) -> tuple[int, int | None] | None:
+    """Return the number of the save and its step, ``None`` if there is no manifest that has them."""
+    try:
+        found = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    number, step = (found.get("save_number"), found.get("step")) if isinstance(found, dict) else (None, None)
+    return (number, step if isinstance(step, int) else None) if isinstance(number, int) else None
 
 
 def check_verify(name: str, verify: Verify) -> None:

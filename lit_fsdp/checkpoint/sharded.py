@@ -9,11 +9,10 @@ loaded, as is a changed byte in a small file, and with ``verify`` "full" in any 
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
 from enum import Enum
 from functools import partial
@@ -37,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from lit_fsdp.checkpoint.manifest import ChecksumFileSystem, Verify, check_files, describe_files, write_manifest
+from lit_fsdp.checkpoint.places import LOCK, claim, make_beside, name_beside, replace_folder
 from lit_fsdp.checkpoint.staging import has_gpu_tensors
 from lit_fsdp.checkpoint.untrusted import load_plain, load_state, read_metadata
 from lit_fsdp.errors import join_names
@@ -76,6 +76,7 @@ def save_checkpoint(
     state: dict[str, Any],
     *,
     meta: Mapping[str, Any],
+    save_number: int = 0,
     random_state: Mapping[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -85,6 +86,7 @@ def save_checkpoint(
         path: The folder; one that exists is replaced.
         state: From ``join_states``.
         meta: Everything else; dataclasses, paths and enums in it become plain types. That of rank 0 is written.
+        save_number: Grows with every save of a run, so that the newest can be told; that of rank 0 counts.
         random_state: Of this rank's generators; the present one if not given.
         group: Through which ranks agree; the default group if not given. A thread needs a group of its own.
 
@@ -92,31 +94,38 @@ def save_checkpoint(
         RuntimeError: Writing failed on a rank; raised on all, and no folder of that name is left half-written.
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
-    beside = path.with_name(f".{path.name}.incomplete")
-    agree(lambda: make_beside(path) if rank == 0 else None, group)
-    # Without copies ahead where there is nothing to copy: they take a stream of the GPU, whose context they may open.
-    writer = FileSystemWriter(beside, per_thread_copy_ahead=_COPY_AHEAD_BYTES if has_gpu_tensors(state) else 0)
-    writer.fs = file_system = ChecksumFileSystem()
-    with _plain_errors(path):
-        save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+    beside = name_beside(path)
+    with ExitStack() as held:
 
-    def write_rest() -> dict[str, Any]:
-        small = [beside / _RANDOM.format(rank=rank)]
-        torch.save(to_plain(random_state or collect_random_state()), small[0])
-        if rank == 0:
-            small.append(beside / META)
-            torch.save(to_plain(meta), small[1])
-        return {**file_system.files, **describe_files(small)}
+        def begin() -> None:
+            if rank == 0:
+                held.enter_context(claim(make_beside(path) / LOCK))
 
-    parts = agree(write_rest, group)
-    files = {name: entry for part in parts for name, entry in part.items()}
+        agree(begin, group)
+        # Without copies ahead where there is nothing to copy: they take a stream, whose context they may open.
+        writer = FileSystemWriter(beside, per_thread_copy_ahead=_COPY_AHEAD_BYTES if has_gpu_tensors(state) else 0)
+        writer.fs = file_system = ChecksumFileSystem()
+        with _plain_errors(path):
+            save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
 
-    def finish() -> None:
-        if rank == 0:
-            write_manifest(beside, files)
-            replace_folder(path, beside)
+        def write_rest() -> dict[str, Any]:
+            small = [beside / _RANDOM.format(rank=rank)]
+            torch.save(to_plain(random_state or collect_random_state()), small[0])
+            if rank == 0:
+                small.append(beside / META)
+                torch.save(to_plain(meta), small[1])
+            return {**file_system.files, **describe_files(small)}
 
-    agree(finish, group)
+        parts = agree(write_rest, group)
+        files = {name: entry for part in parts for name, entry in part.items()}
+
+        def finish() -> None:
+            if rank == 0:
+                step = meta.get("global_step")
+                write_manifest(beside, files, save_number=save_number, step=step if isinstance(step, int) else None)
+                replace_folder(path, beside)
+
+        agree(finish, group)
 
 
 def load_checkpoint(
@@ -295,26 +304,6 @@ def _plain_errors(path: Path) -> Iterator[None]:
     except CheckpointException as error:  # a BaseException: no `except Exception` would see it
         rank, (cause, _) = min(error.failures.items())
         raise RuntimeError(f"{path} could not be written: rank {rank}: {cause}") from error
-
-
-def make_beside(path: Path) -> Path:
-    """Return an empty folder beside the place of one that is to be written."""
-    beside = path.with_name(f".{path.name}.incomplete")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    return beside
-
-
-def replace_folder(path: Path, beside: Path) -> None:
-    """Let a complete folder take the place of what is there, if anything."""
-    old = path.with_name(f".{path.name}.replaced")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        path.rename(old)
-    beside.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _check_model(path: Path, state: Mapping[str, Any], stored: Mapping[str, Any], *, strict: bool) -> None:

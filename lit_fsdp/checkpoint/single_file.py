@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
 from lit_fsdp.checkpoint.manifest import Verify
+from lit_fsdp.checkpoint.places import claim, name_beside
 from lit_fsdp.checkpoint.sharded import agree, check_same_groups, check_same_optimizer, to_plain
 from lit_fsdp.checkpoint.untrusted import load_plain
 from lit_fsdp.errors import join_names
@@ -52,9 +53,11 @@ def save_single_file(path: Path, checkpoint: Mapping[str, Any]) -> None:
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.incomplete")
-        torch.save(to_plain(checkpoint), beside)
-        beside.replace(path)
+        beside = name_beside(path)
+        with claim(beside), beside.open("r+b") as file:
+            torch.save(to_plain(checkpoint), file)
+            file.truncate()
+            beside.replace(path)
 
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     agree(lambda: write() if is_first else None)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
-import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lit_fsdp.checkpoint.latest import SAVE_NUMBER, find_last_number, measure_age
+from lit_fsdp.checkpoint.leftovers import tidy_folders
 from lit_fsdp.checkpoint.sharded import (
     EXTRA,
     LEAVES_OUT_FROZEN,
@@ -27,11 +26,11 @@ from lit_fsdp.checkpoint.sharded import (
     to_plain,
 )
 from lit_fsdp.checkpoint.single_file import gather_model_state, gather_optimizer_state, save_single_file
+from lit_fsdp.checkpoint.space import SPARE_BYTES, DiskSpace, count_bytes, estimate_state_bytes, measure_free
 from lit_fsdp.checkpoint.staging import Stager
 from lit_fsdp.sharding.random_state import collect_random_state
 
 CheckpointFormat = Literal["sharded", "single_file"]
-_SPARE_BYTES = 64 * 2**20  # for metadata, and so that the disk is not filled to the last byte
 
 
 class CheckpointWriter:
@@ -71,12 +70,14 @@ class CheckpointWriter:
         self.timeout_s = timeout_s
         self.report = report
         self.skipped: set[Path] = set()  # for want of space; the same on all ranks
+        self.save_number = 0  # of the last save; only that of rank 0 is written
         self._group: dist.ProcessGroup | None = None
         self._stager = Stager()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._to_remove: list[Callable[[], None]] = []
-        self._is_newest_missing = False
+        self._in_flight: Path | None = None
+        self.missing: Path | None = None  # the newest that was due, if it could not be saved
 
     def choose_parameters(self, model: nn.Module) -> None:
         """Choose which parameters to write; refuse to leave out those that the model would not get back.
@@ -90,6 +91,32 @@ class CheckpointWriter:
                 "pretrained, or leave it out"
             )
         self._left_out = list_left_out(model, self.checkpoint_format, self.save_frozen)
+
+    def begin(self, folders: Collection[Path]) -> None:
+        """Tidy the folders of a run, and number its saves from the last one there on; rank 0 must call it."""
+        tidy_folders(folders, self.report)
+        self.save_number = max(self.save_number, find_last_number(folders))
+
+    def go_on_from(self, path: Path) -> None:
+        """Number saves from that of a checkpoint on, wherever it lies."""
+        self.save_number = max(self.save_number, measure_age(path).save_number)
+
+    def measure_space(
+        self, folders: Sequence[Path], num_at_once: int, model: nn.Module, optimizers: Sequence[Optimizer]
+    ) -> DiskSpace:
+        """Return what checkpoints in these folders will take and what is free, the fullest; all ranks must call it."""
+        is_whole = self.checkpoint_format == "single_file"  # which is not gathered only to be counted
+        own = count_bytes(model.state_dict() if is_whole else self.get_model_state(model))
+        states = agree(lambda: (own, estimate_state_bytes(optimizers)))
+        frees = agree(lambda: [measure_free(folder) for folder in folders])
+        free, folder = min((min(found), folder) for folder, *found in zip(folders, *frees, strict=True))
+        return DiskSpace(
+            folder=folder,
+            checkpoint_bytes=sum(weights + (state or 0) for weights, state in states),
+            is_least=any(state is None for _, state in states),
+            num_at_once=num_at_once,
+            free_bytes=free,
+        )
 
     def get_model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the weights as they will be written; all ranks must call it."""
@@ -126,7 +153,7 @@ class CheckpointWriter:
         meta = {key: value for key, value in checkpoint.items() if key not in tensors}
         meta[LEAVES_OUT_FROZEN] = self._leaves_out_frozen
         if missing := self._compute_missing_bytes(path, state):
-            self._is_newest_missing = True
+            self.missing = path
             self.skipped.add(path)
             self.report(
                 f"checkpoint {path} was NOT saved: the disk has {missing / 2**30:.2f} GiB too little; training goes "
@@ -134,12 +161,13 @@ class CheckpointWriter:
             )
             return False
         self.skipped.discard(path)
+        self.save_number += 1
         if not self.is_async:
             if self.checkpoint_format == "sharded":
-                save_checkpoint(path, state, meta=meta)
+                save_checkpoint(path, state, meta=meta, save_number=self.save_number)
             else:
-                save_single_file(path, checkpoint)
-            self._is_newest_missing = False
+                save_single_file(path, {**checkpoint, SAVE_NUMBER: self.save_number})
+            self.missing = None
             return True
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
@@ -148,10 +176,11 @@ class CheckpointWriter:
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._thread = threading.Thread(
             target=self._write,
-            args=(path, staged, to_plain(meta), collect_random_state(), device),
+            args=(path, staged, to_plain(meta), self.save_number, collect_random_state(), device),
             name="checkpoint",
             daemon=True,
         )
+        self._in_flight = path
         self._thread.start()  # a daemon: a run that fails must not wait for ranks that are gone
         return True
 
@@ -159,7 +188,7 @@ class CheckpointWriter:
         """Remove an older checkpoint once the newest is safe: at once, after the one in flight, or not at all."""
         if self._thread is not None:
             self._to_remove.append(remove)
-        elif not self._is_newest_missing:
+        elif self.missing is None:
             remove()
 
     def wait(self) -> None:
@@ -170,7 +199,7 @@ class CheckpointWriter:
         self._thread = None
         error, self._error = self._error, None
         removals, self._to_remove = self._to_remove, []
-        self._is_newest_missing = error is not None
+        self.missing = None if error is None else self._in_flight
         if error is not None:
             raise RuntimeError(f"saving a checkpoint beside training failed: {error}") from error
         for remove in removals:
@@ -186,26 +215,24 @@ class CheckpointWriter:
         path: Path,
         state: dict[str, Any],
         meta: dict[str, Any],
+        save_number: int,
         random_state: dict[str, Any],
         device: int | None,
     ) -> None:
         try:
             if device is not None:  # a thread begins on GPU 0, where each call to CUDA would open a context
                 torch.cuda.set_device(device)
-            save_checkpoint(path, state, meta=meta, random_state=random_state, group=self._group)
+            save_checkpoint(
+                path, state, meta=meta, save_number=save_number, random_state=random_state, group=self._group
+            )
         except Exception as error:  # noqa: BLE001  raised by wait(), in the training thread
             self._error = error
 
     def _compute_missing_bytes(self, path: Path, state: dict[str, Any]) -> int:
         """Return how many bytes the disk lacks for this state; 0 if it fits. The same on all ranks."""
-        needed = sum(agree(lambda: _count_bytes(state))) + _SPARE_BYTES
+        needed = sum(agree(lambda: count_bytes(state))) + SPARE_BYTES
 
-        def measure_free() -> int:
-            folder = path.parent
-            folder.mkdir(parents=True, exist_ok=True)
-            return shutil.disk_usage(folder).free
-
-        return max(needed - min(agree(measure_free)), 0)
+        return max(needed - min(agree(lambda: measure_free(path.parent))), 0)
 
 
 def list_left_out(model: nn.Module, checkpoint_format: CheckpointFormat, save_frozen: bool | None) -> set[str]:
@@ -216,16 +243,3 @@ def list_left_out(model: nn.Module, checkpoint_format: CheckpointFormat, save_fr
 
 def _list_frozen(model: nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-
-
-def _count_bytes(node: Any) -> int:
-    """Return the bytes of the tensors in nested containers, of DTensors this rank's part of what is written."""
-    if isinstance(node, DTensor):
-        sizes = zip(node.placements, node.device_mesh.mesh.shape, strict=True)
-        num_copies = math.prod(size for placement, size in sizes if placement.is_replicate())
-        return _count_bytes(node.to_local()) // num_copies
-    if isinstance(node, Tensor):
-        return node.numel() * node.element_size()
-    if isinstance(node, Mapping):
-        return sum(_count_bytes(value) for value in node.values())
-    return sum(_count_bytes(value) for value in node) if isinstance(node, list | tuple) else 0

@@ -17,10 +17,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lit_fsdp.errors import describe_unknown_metric
 from lit_fsdp.redaction import hide_secrets
 
 _KILLED_WORKER = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: Killed")
 _LATE_CHECK = re.compile(r"`val_check_interval` \((\d+)\) must be .* number of the training batches \((\d+)\)")
+# Lightning refuses what is monitored when it first needs it.
+_MONITORS = (
+    re.compile(
+        r"`(?P<by>ModelCheckpoint)\(monitor='(?P<name>.*?)'\)` could not find .* metrics: (?P<known>.*?)\. HINT"
+    ),
+    re.compile(r"(?P<by>Early) stopping conditioned on metric `(?P<name>.*?)` .*the following: (?P<known>.*)"),
+)
 _EXTRAS = {"wandb": "wandb", "mlflow": "mlflow"}
 
 
@@ -83,6 +91,11 @@ def describe_exception(error: BaseException, *, trusted: Iterable[str] = ("lit_f
         for package, extra in _EXTRAS.items():
             if package in line.lower():
                 return f'the package {package} is not installed: pip install "lit_fsdp[{extra}]"'
+    for pattern in _MONITORS:
+        if found := pattern.search(line):
+            by = {"Early": "EarlyStopping"}.get(found["by"], found["by"])
+            known = re.findall(r"[^\s,`'\[\]]+", found["known"])
+            return f"{by}.monitor: {describe_unknown_metric(found['name'], known)}"
     names = {base.__name__ for base in type(error).__mro__}
     if "MisconfigurationException" in names:
         is_gpu_missing = line.startswith("No supported gpu backend")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,8 +38,9 @@ from lit_fsdp.redaction import hide_secrets, hide_secrets_in_yaml
 from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy  # registers `strategy: fsdp2`
 from lit_fsdp.strategy.launcher import describe_failed, stop_children
+from lit_fsdp.strategy.lightning_internals import list_waiting_monitors
 from lit_fsdp.strategy.processes import choose_processes
-from lit_fsdp.strategy.trainer_settings import refuse_float16_on_cpu
+from lit_fsdp.strategy.trainer_settings import list_checkpoint_folders, refuse_float16_on_cpu
 from lit_fsdp.weights.file_names import NAME_RULE, is_plain_name
 
 _KNOWN_WARNINGS = (
@@ -236,6 +238,11 @@ class TrainerCLI(LightningCLI):
         given = command.get("ckpt_path")
         if given is None and self.subcommand == "fit" and int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0:
             given = "last"  # the same job, requeued
+        if given == "best":
+            raise ConfigError(
+                "ckpt_path: got 'best': only the process that trained knows its best checkpoint: expected its path, "
+                f"below {self.run_root}, or last"
+            )
         if given == "last":
             # Lightning would look into the folder of the new run only.
             found = find_last_checkpoint(self._list_checkpoint_folders(), report=rank_zero_info)
@@ -247,10 +254,10 @@ class TrainerCLI(LightningCLI):
                 )
             if found is None:
                 rank_zero_info(f"ckpt_path last: no run below {self.run_root} has a checkpoint: starting afresh")
-        elif given and given not in ("best", "hpc") and ":" not in given and not Path(given).exists():
+        elif given and given != "hpc" and ":" not in given and not Path(given).exists():
             folder = Path(given).parent
             guess = nearest(Path(given).name, [p.name for p in folder.glob("*")]) if folder.is_dir() else None
-            hint = f"did you mean {folder / guess}?" if guess else "expected a checkpoint, last or best"
+            hint = f"did you mean {folder / guess}?" if guess else "expected a checkpoint, or last"
             raise ConfigError(f"ckpt_path: {given!r} does not exist: {hint}")
         if command.get("weights_only") is None:
             command["weights_only"] = True  # Lightning's default for addresses runs what is there, seen in 2.6.6
@@ -262,15 +269,32 @@ class TrainerCLI(LightningCLI):
                 raise ConfigError(f"ckpt_path: {error}") from error
 
     def before_fit(self) -> None:
-        """Listen to signals before the other ranks are started."""
+        """Say where checkpoints lie, and listen to signals before the other ranks are started."""
+        if isinstance(self.trainer.strategy, FSDP2Strategy):
+            self.trainer.strategy.checkpoint_folders = self._list_checkpoint_folders()
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Preemption):
                 callback.listen(self.trainer)
 
+    def after_fit(self) -> None:
+        """Let no run pass for a good one whose result is lost."""
+        strategy = self.trainer.strategy
+        lost = None
+        if isinstance(strategy, FSDP2Strategy) and (path := strategy.missing_checkpoint) is not None:
+            lost = f"{path} could not be saved, see above: the disk is full"
+        elif waiting := list_waiting_monitors(self.trainer):
+            lost = (
+                f"nothing was saved: ModelCheckpoint waited for {waiting[0]!r}, and no validation came to log it: set "
+                "val_check_interval lower, or monitor what training logs"
+            )
+        if lost is not None:
+            if not self.trainer.is_global_zero:
+                sys.exit(1)  # the first rank says it
+            raise RuntimeError(f"training came to its end, but {lost}")
+
     def _list_checkpoint_folders(self) -> list[Path]:
         """Return where runs of this configuration leave their checkpoints."""
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        own = [Path(folder) for callback in callbacks if (folder := getattr(callback, "dirpath", None))]
+        own = list_checkpoint_folders(self.trainer)
         # Without a logger there are no folders by version.
         plain = [] if self.trainer.loggers else [Path(self.trainer.default_root_dir) / "checkpoints"]
         return [*own, *plain, *self.run_root.glob("version_*/checkpoints")]

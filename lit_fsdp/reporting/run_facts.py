@@ -107,6 +107,19 @@ def describe_checkpoints(trainer: Trainer, folder: Path, since: float) -> Sectio
     return Section(title="Checkpoints", name="checkpoints", numbers={"files": list(found.values())}, tables=[table])
 
 
+def describe_disk(trainer: Trainer) -> dict[str, Any] | None:
+    """Return what one checkpoint takes, what was free when ``fit`` began, and which one could not be saved."""
+    if not isinstance(trainer.strategy, FSDP2Strategy) or (space := trainer.strategy.disk_space) is None:
+        return None
+    missing = trainer.strategy.missing_checkpoint
+    return {
+        "text": f"{space} at the start",
+        "checkpoint_gib": space.checkpoint_bytes / 2**30,
+        "free_gib": space.free_bytes / 2**30,
+        "missing": None if missing is None else shorten_path(missing),
+    }
+
+
 def describe_end(exception: BaseException, when: str) -> tuple[str, str]:
     """Return a word and a sentence for a run that ended by an exception."""
     if isinstance(exception, SIGTERMException):

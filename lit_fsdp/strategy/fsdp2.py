@@ -24,8 +24,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.manifest import Verify, check_verify
+from lit_fsdp.checkpoint.places import follow
 from lit_fsdp.checkpoint.sharded import load_checkpoint, read_random_state
 from lit_fsdp.checkpoint.single_file import load_single_file
+from lit_fsdp.checkpoint.space import DiskSpace
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.buffers import has_statistics_of_ranks, sync_buffers
@@ -39,10 +41,21 @@ from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, regi
 from lit_fsdp.sharding.unit_table import print_plan
 from lit_fsdp.sharding.wrap import Unit, Wrap
 from lit_fsdp.strategy.launcher import Launcher
-from lit_fsdp.strategy.lightning_internals import forget_train_loader, is_no_optimizer, keep_links
+from lit_fsdp.strategy.lightning_internals import (
+    check_monitors,
+    forget_train_loader,
+    is_no_optimizer,
+    keep_links,
+    watch_monitors,
+)
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.strategy.process_group import init_process_group
-from lit_fsdp.strategy.trainer_settings import check_trainer, count_micro_batches
+from lit_fsdp.strategy.trainer_settings import (
+    check_trainer,
+    count_checkpoints,
+    count_micro_batches,
+    list_checkpoint_folders,
+)
 from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
 
 # What each module was sharded with: a second run of it may be under another strategy object.
@@ -125,11 +138,18 @@ class FSDP2Strategy(ParallelStrategy):
             timeout_s=timeout_s,
             report=rank_zero.rank_zero_warn,
         )
+        self.disk_space: DiskSpace | None = None  # when fit began
+        self.checkpoint_folders: list[Path] = []  # where earlier runs of this name have left theirs
         self._restore_random: Callable[[], None] | None = None  # from a checkpoint, until the first batch
         self.timeout_s = timeout_s
         self.verify_checkpoint = verify_checkpoint
         self.device_mesh: DeviceMesh | None = None
         self.plan: list[Unit] = []
+
+    @property
+    def missing_checkpoint(self) -> Path | None:
+        """The newest checkpoint that was due, if it could not be saved."""
+        return self._writer.missing
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -255,12 +275,15 @@ class FSDP2Strategy(ParallelStrategy):
         for loop in (val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         keep_links(trainer, self._writer.skipped)
+        watch_monitors(trainer)
         if is_fitting:
             self._check_accumulation()
         if find_roots(module):  # by its user, or in an earlier run
             self.settings.check_unchanged(get_used_settings(module), type(module).__name__)
         else:
             self._shard(module)
+        if is_fitting and self.is_global_zero:
+            self._writer.begin([*self.checkpoint_folders, *list_checkpoint_folders(trainer)])
         self._writer.choose_parameters(module)
         self._fill(module)
         self.barrier()
@@ -273,12 +296,22 @@ class FSDP2Strategy(ParallelStrategy):
             reseed(collect_random_state(), self.global_rank)  # else dropout would drop the same on all ranks
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
+            self._check_disk(trainer)
         self.setup_precision_plugin()
 
     def _check_accumulation(self) -> None:
         num_micro_batches = count_micro_batches(self._module.trainer)
         is_automatic = self._module.automatic_optimization
         self.settings.check_accumulation(num_micro_batches=num_micro_batches, is_automatic=is_automatic)
+
+    def _check_disk(self, trainer: pl.Trainer) -> None:
+        folders, num_at_once = list_checkpoint_folders(trainer), count_checkpoints(trainer)
+        if not folders or not num_at_once:
+            return
+        self.disk_space = self._writer.measure_space(folders, num_at_once, self._module, self.optimizers)
+        self.disk_space.check()
+        if shortage := self.disk_space.describe_shortage():
+            rank_zero.rank_zero_warn(shortage)
 
     def _shard(self, module: pl.LightningModule) -> None:
         assert self.device_mesh is not None
@@ -319,6 +352,11 @@ class FSDP2Strategy(ParallelStrategy):
 
     on_test_start = on_predict_start = on_validation_start
 
+    @override
+    def on_validation_end(self) -> None:
+        if self._module.trainer.sanity_checking:
+            check_monitors(self._module.trainer)
+
     # Checkpoints
 
     @override
@@ -353,7 +391,7 @@ class FSDP2Strategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         if weights_only is False:
             raise ValueError("weights_only: got false: FSDP2Strategy reads tensors and plain values only; leave it out")
-        path = Path(self.broadcast(str(checkpoint_path)))
+        path = follow(Path(self.broadcast(str(checkpoint_path))))
         is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         extra = self.extra_state if is_fitting else {}  # an evaluation after fit leaves its state as it is
         load = load_single_file if path.is_file() else partial(load_checkpoint, extra=extra)
@@ -361,6 +399,7 @@ class FSDP2Strategy(ParallelStrategy):
         is_strict = self._module.strict_loading
         meta = load(path, self._module, optimizers, strict=is_strict, verify=self.verify_checkpoint)
         if is_fitting:
+            self._writer.go_on_from(path)
             self._restore_random = read_random_state(path, self.global_rank, self.world_size)
             forget_train_loader(self._module.trainer)
         return meta

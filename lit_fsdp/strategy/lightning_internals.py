@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lit_fsdp.errors import describe_unknown_metric
 
 
 def is_no_optimizer(optimizer: Optimizer) -> bool:
@@ -67,17 +72,65 @@ def keep_links(trainer: pl.Trainer, skipped: Collection[Path]) -> None:
         if Path(trainer.strategy.broadcast(filepath)) not in skipped:
             linker(trainer, filepath, linkpath)
 
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            linker = type(callback)._link_checkpoint
-            callback._link_checkpoint = partial(link, linker)  # type: ignore[method-assign]
+    for callback in _list_model_checkpoints(trainer):
+        linker = type(callback)._link_checkpoint
+        callback._link_checkpoint = partial(link, linker)  # type: ignore[method-assign]
+
+
+def watch_monitors(trainer: pl.Trainer) -> None:
+    """Refuse a ``monitor`` of a ``ModelCheckpoint`` that nothing logs, when a save is due and no validation may log it.
+
+    Left alone it would put off every save until a validation that never comes. With one, Lightning refuses it then.
+    """
+
+    def watched(callback: ModelCheckpoint, trainer: pl.Trainer) -> dict[str, Tensor]:
+        found = type(callback)._monitor_candidates(callback, trainer)
+        name = callback.monitor
+        # Before its first epoch with a validation, nobody knows what there is to validate.
+        is_unknown = trainer.fit_loop.epoch_loop.val_loop._combined_loader is None
+        may_validate = trainer.enable_validation and (is_unknown or any(trainer.num_val_batches))
+        if name is None or name in found or not trainer.training or may_validate:
+            return found
+        if trainer.state.status == TrainerStatus.RUNNING:
+            at_epoch_end = {metric.meta.name for metric in trainer.fit_loop.epoch_loop._results.values()}
+            if name.removesuffix("_epoch") not in at_epoch_end:
+                _refuse_monitor(name, found)
+        return found
+
+    for callback in _list_model_checkpoints(trainer):
+        callback._monitor_candidates = partial(watched, callback)  # type: ignore[method-assign]
+
+
+def check_monitors(trainer: pl.Trainer) -> None:
+    """Refuse, after the sanity check, a ``monitor`` of a ``ModelCheckpoint`` that is a letter off what is logged.
+
+    Others may be logged in training, or by a later validation.
+    """
+    for callback in _list_model_checkpoints(trainer):
+        known, name = trainer.callback_metrics, callback.monitor
+        if name is not None and name not in known and get_close_matches(name, known, n=1, cutoff=0.87):
+            _refuse_monitor(name, known)
+
+
+def list_waiting_monitors(trainer: pl.Trainer) -> list[str]:
+    """Return for which metrics a ``ModelCheckpoint`` still waits that has saved nothing."""
+    callbacks = _list_model_checkpoints(trainer)
+    waiting = [c for c in callbacks if c._defer_save_until_validation and not (c.best_model_path or c.last_model_path)]
+    return [callback.monitor for callback in waiting if callback.monitor is not None]
+
+
+def _refuse_monitor(name: str, known: Collection[str]) -> NoReturn:
+    raise ValueError(f"ModelCheckpoint.monitor: {describe_unknown_metric(name, known)}")
+
+
+def _list_model_checkpoints(trainer: pl.Trainer) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
 def mark_saved(trainer: pl.Trainer) -> None:
     """Keep every ``ModelCheckpoint`` from saving this step: somebody else did."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            callback._last_global_step_saved = trainer.global_step
+    for callback in _list_model_checkpoints(trainer):
+        callback._last_global_step_saved = trainer.global_step
 
 
 def leave_signals_alone(trainer: pl.Trainer) -> Callable[[], None]:

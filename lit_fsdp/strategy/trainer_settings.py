@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 
 
@@ -38,6 +44,23 @@ def check_trainer(trainer: pl.Trainer) -> None:
             raise ValueError(  # noqa: TRY004  a setting, not a type in code
                 f"callbacks: got {name}: it copies the model before that is sharded; take lit_fsdp.callbacks.EMA"
             )
+
+
+def list_checkpoint_folders(trainer: pl.Trainer) -> list[Path]:
+    """Return where the callbacks of a Trainer put checkpoints, those that are folders of this machine."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    folders = [getattr(callback, "dirpath", None) for callback in callbacks]
+    return [Path(folder) for folder in folders if folder and "://" not in str(folder)]
+
+
+def count_checkpoints(trainer: pl.Trainer) -> int:
+    """Return how many checkpoints lie on the disk at once: those kept and the one that is written; 0 without any."""
+    num_kept = 0
+    callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
+    for callback in callbacks:
+        num_kept += max(callback.save_top_k, 1) if callback.save_top_k else 0  # -1 keeps all, nobody knows how many
+        num_kept += bool(callback.save_last is True or (callback.save_last and not callback.save_top_k))
+    return num_kept + 1 if num_kept and not trainer.fast_dev_run else 0  # type: ignore[attr-defined]
 
 
 def refuse_overfit(trainer: pl.Trainer) -> None:

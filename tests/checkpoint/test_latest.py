@@ -5,16 +5,16 @@ from pathlib import Path
 
 import torch
 
-from lit_fsdp.checkpoint.latest import find_last_checkpoint
+from lit_fsdp.checkpoint.latest import SAVE_NUMBER, find_last_checkpoint, find_last_number
 from lit_fsdp.checkpoint.manifest import MANIFEST, describe_files, write_manifest
 
 
-def make(path: Path, second: int, *, is_whole: bool = True) -> Path:
+def make(path: Path, second: int, *, is_whole: bool = True, save_number: int = 0, step: int | None = None) -> Path:
     path.mkdir(parents=True)
     (path / "part").write_text("content")
     dated = path
     if is_whole:
-        write_manifest(path, describe_files([path / "part"]))
+        write_manifest(path, describe_files([path / "part"]), save_number=save_number, step=step)
         dated = path / MANIFEST
     os.utime(dated, (second, second))
     return path
@@ -63,3 +63,43 @@ def test_a_single_file_counts_if_it_is_not_cut_short(tmp_path: Path) -> None:
     os.utime(tmp_path / "whole.ckpt", (1, 1))
     (tmp_path / "cut.ckpt").write_bytes((tmp_path / "whole.ckpt").read_bytes()[:-30])
     assert find_last_checkpoint([tmp_path], lambda _: None) == tmp_path / "whole.ckpt"
+
+
+def test_the_number_of_the_save_counts_whatever_clocks_and_copies_make_of_the_time(tmp_path: Path) -> None:
+    make(tmp_path / "step=90.ckpt", 9, save_number=4, step=90)  # copied later
+    newest = make(tmp_path / "went_back.ckpt", 1, save_number=5, step=50)  # after a resume from an earlier step
+    make(tmp_path / "step=99.ckpt", 8)  # written before there were numbers
+    (tmp_path / "last.ckpt").symlink_to("step=90.ckpt")
+    said: list[str] = []
+    assert find_last_checkpoint([tmp_path], said.append) == newest
+    assert said == []
+    assert find_last_number([tmp_path]) == 5
+    later = make(tmp_path / "other.ckpt", 1, save_number=5, step=51)  # of a run beside it
+    assert find_last_checkpoint([tmp_path]) == later
+    single = tmp_path / "single.ckpt"
+    torch.save({"state_dict": {}, "global_step": 3, SAVE_NUMBER: 6}, single)
+    os.utime(single, (0, 0))
+    assert find_last_checkpoint([tmp_path]) == single
+    make(tmp_path / "cut.ckpt", 10, is_whole=False)
+    (make(tmp_path / "short.ckpt", 1, save_number=7) / "part").write_text("")
+    assert find_last_checkpoint([tmp_path], said.append) == single
+    assert [Path(line.split(" is not complete")[0]).name for line in said] == ["cut.ckpt", "short.ckpt"]
+
+
+def test_what_was_complete_when_its_writer_was_killed_counts_under_its_hidden_name(tmp_path: Path) -> None:
+    make(tmp_path / ".last.ckpt.replaced", 1, save_number=1)
+    newest = make(tmp_path / ".last.ckpt.incomplete", 1, save_number=2)
+    make(tmp_path / ".other.ckpt.incomplete", 1, is_whole=False)
+    said: list[str] = []
+    assert find_last_checkpoint([tmp_path], said.append) == newest
+    assert said == []
+
+
+def test_a_link_to_itself_and_a_manifest_that_is_none_are_passed_over(tmp_path: Path) -> None:
+    good = make(tmp_path / "good.ckpt", 1)
+    (tmp_path / "last.ckpt").symlink_to("last.ckpt")
+    for name, text in (("list", "[]"), ("number", "7"), ("deep", "[" * 100_000), ("files", '{"files": {"part": 3}}')):
+        (make(tmp_path / f"{name}.ckpt", 2) / MANIFEST).write_text(text)
+    said: list[str] = []
+    assert find_last_checkpoint([tmp_path], said.append) == good
+    assert len(said) == 5

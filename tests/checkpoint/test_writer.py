@@ -23,10 +23,17 @@ from training import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import lit_fsdp.checkpoint.writer as checkpoint_writer
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.checkpoint import manifest
-from lit_fsdp.checkpoint.manifest import Verify, check_files, check_sizes, describe_files, is_complete, write_manifest
+from lit_fsdp.checkpoint.manifest import (
+    Verify,
+    check_files,
+    check_sizes,
+    describe_files,
+    is_complete,
+    read_position,
+    write_manifest,
+)
 from lit_fsdp.checkpoint.sharded import agree, save_checkpoint
 from lit_fsdp.checkpoint.writer import CheckpointWriter
 from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
@@ -256,16 +263,30 @@ def test_a_full_disk_skips_the_save_keeps_older_ones_and_the_run_goes_on(
     assert writer.save(tmp_path / "first", state)
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_writer.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
         assert not writer.save(tmp_path / "second", state)
         writer.remove(lambda: removed.append("first"))
     assert "second was NOT saved: the disk has 0.06 GiB too little" in reports[0]
     assert removed == []
+    assert writer.missing == tmp_path / "second"
     assert is_complete(tmp_path / "first")
     assert not (tmp_path / "second").exists()
     assert writer.save(tmp_path / "third", state)
+    assert writer.missing is None
     writer.remove(lambda: removed.append("first"))
     assert removed == ["first"]
+
+
+def test_saves_are_numbered_from_the_last_one_of_the_run_on(tmp_path: Path) -> None:
+    state = {"state_dict": {"weight": torch.ones(3)}, "global_step": 7}
+    for folder, is_async in (("version_0", False), ("version_1", True)):
+        writer = CheckpointWriter(is_async=is_async, report=print)
+        writer.begin([tmp_path / "version_0", tmp_path / "missing"])
+        for name in ("a.ckpt", "b.ckpt"):
+            assert writer.save(tmp_path / folder / name, state)
+        writer.close()
+    found = [read_position(tmp_path / folder / "b.ckpt") for folder in ("version_0", "version_1")]
+    assert found == [(2, 7), (4, 7)]
 
 
 def fail_beside_training(folder: Path) -> None:

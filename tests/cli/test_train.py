@@ -287,6 +287,13 @@ def test_ckpt_path_last_finds_the_earlier_run_and_the_command_line_wins_over_its
     assert saved["model"]["init_args"]["size"]["width"] == 9
 
 
+def test_the_best_checkpoint_of_another_process_is_refused_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("fit", "validate"):
+        assert main([command, "--config=run.yaml", "--ckpt_path=best"]) == 2
+        (line,) = errors_in(capsys.readouterr().err)
+        assert "ckpt_path: got 'best': only the process that trained knows its best checkpoint" in line
+
+
 def test_progress_bar_summary_and_monitoring_can_be_switched_off(capfd: pytest.CaptureFixture[str]) -> None:
     off = ["--run_summary=false", "--trainer.enable_progress_bar=false", "--monitoring=false"]
     off += ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]

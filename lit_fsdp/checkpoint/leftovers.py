@@ -1,0 +1,53 @@
+"""What killed saves left: put back in place if it is complete, else removed, as it has the size of a checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from lit_fsdp.checkpoint.latest import is_whole, measure_age
+from lit_fsdp.checkpoint.places import get_place, is_being_written, name_beside, name_replaced, replace_folder
+
+
+def tidy_folders(folders: Iterable[Path], report: Callable[[str], None]) -> None:
+    """Put back or remove what saves left in these folders whose process is gone; one process must call it.
+
+    What a living process writes is left alone, also one of another run, see Note [Claims].
+
+    Args:
+        folders: Where checkpoints lie; they need not exist.
+        report: Called with a line about each that is put back or removed.
+    """
+    for folder in dict.fromkeys(folders):
+        places = {get_place(path) for path in folder.glob(".*.ckpt.*")} - {None}
+        for place in sorted(filter(None, places)):
+            _tidy_place(place, report)
+
+
+def _tidy_place(place: Path, report: Callable[[str], None]) -> None:
+    beside, old = name_beside(place), name_replaced(place)
+    present = [path for path in (place, beside, old) if path.exists()]
+    if any(is_being_written(path) for path in present):
+        return
+    whole = [path for path in present if is_whole(path)]
+    newest = max(whole, key=lambda path: measure_age(path).key, default=None)
+    if newest == beside:
+        if beside.is_dir():
+            replace_folder(place, beside)
+        else:
+            beside.replace(place)
+    elif newest == old and not place.exists():
+        old.rename(place)
+    if newest in (beside, old):
+        report(f"{place}: the save of it was interrupted when it was complete: put in its place")
+    # The older one goes only where a whole one is left.
+    for path in (beside, *([old] if is_whole(place) else [])):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.exists():
+            path.unlink()
+        else:
+            continue
+        if path == beside:
+            report(f"{path}: a save that was interrupted: removed")

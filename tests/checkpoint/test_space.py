@@ -1,0 +1,118 @@
+"""A run knows before its first step whether its checkpoints fit, and does not end well if the last one did not."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launches import fork_ranks, write_run
+from lightning_utilities.core import rank_zero
+from torch import nn
+
+from lit_fsdp.checkpoint.space import DiskSpace, estimate_state_bytes
+from lit_fsdp.checkpoint.writer import CheckpointWriter
+from lit_fsdp.optim.adafactor import Adafactor
+from lit_fsdp.optim.adamw_8bit import AdamW8bit
+
+Build = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Build] = {
+    "adamw": torch.optim.AdamW,
+    "fused": lambda p: torch.optim.AdamW(p, fused=True, amsgrad=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adafactor": Adafactor,
+    "8bit": lambda p: AdamW8bit(p, lr=0.1),
+}
+
+
+def count(optimizer: torch.optim.Optimizer) -> int:
+    return sum(v.nbytes for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_an_optimizer_will_keep_is_known_without_a_step(name: str) -> None:
+    model = nn.Linear(1024, 64)
+    model.weight.requires_grad_(name != "adamw")
+    optimizer = OPTIMIZERS[name](model.parameters())
+    called: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: called.append(1))
+    before = model.weight.clone()
+    estimate = estimate_state_bytes([optimizer])
+    assert not optimizer.state
+    assert not called
+    assert torch.equal(model.weight, before)
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    assert estimate == pytest.approx(count(optimizer), abs=8)  # but for the counts of steps
+    assert estimate_state_bytes([optimizer]) == count(optimizer)
+
+
+def test_what_only_a_step_can_tell_is_said() -> None:
+    assert estimate_state_bytes([torch.optim.LBFGS(nn.Linear(2, 2).parameters())]) is None
+    space = DiskSpace(folder=Path("a"), checkpoint_bytes=2**30, is_least=True, num_at_once=3, free_bytes=2**31)
+    assert str(space) == "a checkpoint takes at least 1.00 GiB, 2.00 GiB are free"
+    assert "up to 3 lie there at once" in (space.describe_shortage() or "")
+
+
+def run(folder: Path, frees: list[int], *options: str) -> tuple[list[Any], list[Path]]:
+    """Run two ranks that are told these numbers of free bytes one after the other, the last for ever."""
+    usage = shutil.disk_usage(folder)
+    write_run(folder, trainer={"max_steps": 3})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(rank_zero, "rank_zero_warn", rank_zero.rank_zero_info)  # pytest keeps warnings of forked ranks
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=frees.pop(0) if len(frees) > 1 else frees[0]))
+        ranks = fork_ranks("fit", "--config=run.yaml", *options)
+    return ranks, [
+        path for path in folder.glob("runs/run/version_*/checkpoints/*") if path.is_dir() and not path.is_symlink()
+    ]
+
+
+def test_a_disk_that_gets_full_ends_the_run_with_a_line_and_an_exit_code(tmp_path: Path) -> None:
+    ranks, checkpoints = run(tmp_path, [2**40, 1000], "--monitoring=true")
+    assert [rank.code for rank in ranks] == [1, 1]
+    assert checkpoints == []
+    (line,) = [line for rank in ranks for line in rank.errors]
+    assert "step=3.ckpt could not be saved" in line
+    assert "3 (now at 3)" in ranks[0].out  # the summary
+    assert "1024.00 GiB are free at the start" in ranks[0].out
+    assert "NOT saved" in ranks[0].out
+    (report,) = tmp_path.glob("runs/run/version_0/report.html")
+    assert "NOT saved" in report.read_text()
+
+
+def test_a_disk_without_room_for_one_checkpoint_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    ranks, checkpoints = run(tmp_path, [1000])
+    assert [rank.code for rank in ranks] == [1, 1]
+    assert checkpoints == []
+    assert "is too full for one: a checkpoint takes 0.00 GiB" in ranks[0].errors[0]
+    assert "free 0.06 GiB, set dirpath" in ranks[0].errors[0]
+    assert "Run summary" not in ranks[0].out
+    ranks, _ = run(tmp_path, [1000], "--trainer.enable_checkpointing=false")
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].err
+
+
+def test_the_estimate_is_what_is_written(tmp_path: Path) -> None:
+    model = nn.Linear(1024, 2048)
+    model.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    writer = CheckpointWriter(is_async=False, report=print)
+    space = writer.measure_space([tmp_path / "not" / "there"], 2, model, [optimizer])
+    assert not (tmp_path / "not").exists()
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    states = [writer.get_optimizer_state(model, optimizer)]
+    assert writer.save(tmp_path / "a", {"state_dict": writer.get_model_state(model), "optimizer_states": states})
+    written = sum(file.stat().st_size for file in (tmp_path / "a").glob("*.distcp"))
+    assert space.checkpoint_bytes == pytest.approx(written, rel=0.01)
+
+
+def test_a_disk_with_room_for_one_but_not_for_all_is_said_once(tmp_path: Path) -> None:
+    size = ["--model.init_args.config.hidden_size=256"]
+    ranks, checkpoints = run(tmp_path, [72 * 2**20], *size)  # 7.5 MiB each
+    assert [rank.code for rank in ranks] == [0, 0], ranks[0].err
+    assert len(checkpoints) == 1
+    assert [rank.err.count("may get too full") for rank in ranks] == [1, 0]
+    assert "up to 2 lie there at once" in ranks[0].err
