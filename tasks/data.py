@@ -115,7 +115,9 @@ class TaskData(LightningDataModule):
         also = ", or set validation_fraction" if split == "validation" else ""
         return ValueError(f"{split}: not set; name {self.source_kinds}{also}")
 
-    def load_train(self, rows: Rows, collate: Callable[[Any], Any], what: str) -> ResumableLoader:
+    def load_train(
+        self, rows: Rows, collate: Callable[[Any], Any], what: str, fingerprint: str = ""
+    ) -> ResumableLoader:
         """Return a loader of training rows with the settings of this data; see :func:`build_train_loader`."""
         return build_train_loader(
             rows,
@@ -126,6 +128,7 @@ class TaskData(LightningDataModule):
             num_workers=self.num_workers,
             trainer=self.trainer,
             what=what,
+            fingerprint=fingerprint,
         )
 
     def load_eval(self, rows: Rows, collate: Callable[[Any], Any]) -> DataLoader[Any]:

@@ -29,7 +29,11 @@ class Part(ABC):
 
     @abstractmethod
     def identify(self) -> Any:
-        """Return what changes if and only if the rows may have changed, as JSON."""
+        """Return what changes if the rows may have changed, besides the contents of files, as JSON."""
+
+    def list_files(self) -> list[Path]:
+        """Return the files that the rows are read from."""
+        return []
 
     @abstractmethod
     def read(self) -> Iterator[Row]:
@@ -38,15 +42,18 @@ class Part(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class FilePart(Part):
-    """A local file, known by its path, size and time of change."""
+    """A local file, known by its path and contents."""
 
     path: Path
     txt_documents: TxtDocuments
 
     @override
     def identify(self) -> Any:
-        state = self.path.stat()
-        return [str(self.path.resolve()), state.st_size, state.st_mtime_ns, self.txt_documents]
+        return [str(self.path.resolve()), self.txt_documents]
+
+    @override
+    def list_files(self) -> list[Path]:
+        return [self.path]
 
     @override
     def read(self) -> Iterator[Row]:
@@ -63,8 +70,11 @@ class DatasetPart(Part):
 
     @override
     def identify(self) -> Any:
-        files = [Path(file["filename"]) for file in self.dataset.cache_files]
-        return [self.name, len(self.dataset), *([str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files)]
+        return [self.name, len(self.dataset)]
+
+    @override
+    def list_files(self) -> list[Path]:
+        return [Path(file["filename"]) for file in self.dataset.cache_files]
 
     @override
     def read(self) -> Iterator[Row]:
