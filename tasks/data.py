@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -140,6 +140,12 @@ class TaskData(LightningDataModule):
             num_workers=self.num_workers,
             trainer=self.trainer,
         )
+
+
+def find_twice(names: Iterable[str]) -> str | None:
+    """Return the first name of a column that is there twice, of which a reader would keep the last alone."""
+    names = [name for name in names if name]
+    return next((name for name in names if names.count(name) > 1), None)
 
 
 def check_least(least: int, **settings: int | None) -> None:

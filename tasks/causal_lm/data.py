@@ -77,7 +77,7 @@ class TextData(TaskData):
             ``train``.
         chat_template: Jinja text, or a ``.jinja`` file, to render chats by instead of the tokenizer's own template. It
             is exported with the tokenizer.
-        seq_length: Tokens in a packed row; longest row otherwise.
+        seq_length: Tokens in a packed row, 2 or more; longest row otherwise.
         packing: Join documents into rows of exactly ``seq_length``, so that no compute goes into padding.
             Attention stays inside each document, but one that crosses the end of a row is split there. If
             false, each document is a row, cut at ``seq_length`` and padded to the longest of its batch.
@@ -135,7 +135,8 @@ class TextData(TaskData):
             shuffle=shuffle,
             seed=seed,
         )
-        check_least(1, seq_length=seq_length, pad_to_multiple_of=pad_to_multiple_of)
+        check_least(2, seq_length=seq_length)  # of a row of one token nothing is predicted
+        check_least(1, pad_to_multiple_of=pad_to_multiple_of)
         if pad_to_multiple_of != 1 and packing and predict is None:
             raise ValueError(
                 f"pad_to_multiple_of: got {pad_to_multiple_of}: packed rows have no padding; leave it out, or set "

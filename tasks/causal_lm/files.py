@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lit_fsdp.tasks.causal_lm.rows import Row, describe
+from lit_fsdp.tasks.data import find_twice
 
 
 def read_file(path: Path, *, txt_documents: str) -> Iterator[Row]:
@@ -116,6 +117,9 @@ def _read_csv(path: Path) -> Iterator[Row]:
         reader = csv.DictReader(file, strict=True)
         begin = 2
         try:
+            if twice := find_twice(reader.fieldnames or []):
+                yield _bad(f"{path} line 1", f"the header names {twice!r} twice; rename one of them, or remove it")
+                return
             for fields in reader:
                 where, begin = f"{path} line {begin}", reader.line_num + 1
                 num_extra, num_missing = len(fields.get(None) or []), list(fields.values()).count(None)

@@ -113,8 +113,8 @@ class ImageData(TaskData):
             shuffle=shuffle,
             seed=seed,
         )
-        if classes is not None and (len(set(classes)) != len(classes) or not classes):
-            raise ValueError(f"classes: got {classes}: expected names, each once")
+        if classes is not None and (len(set(classes)) != len(classes) or len(classes) < 2):
+            raise ValueError(f"classes: got {classes}: expected names, each once, and two or more")
         if isinstance(processor, Pixels):
             processor.check()
         if augmentation is not None:
@@ -191,6 +191,11 @@ class ImageData(TaskData):
             self._open(self.get_source_split(split))
         if self._classes is None:
             self._classes = self.given_classes or self._get_classes()
+        if stage == "fit" and len(self._classes) < 2:
+            raise ValueError(
+                f"train: {self.sources['train'][0]}: all images are of the class {self._classes[0]!r}: expected two "
+                "classes or more"
+            )
         for split, images in self._images.items():
             self._check_labels(split, images)
 

@@ -169,11 +169,20 @@ def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
             raise ValueError(f"{path} row {number}: {fields.image} is {name!r}: expected the path of an image")
         if has_labels and needs_labels and (label is None or label == ""):
             raise ValueError(f"{path} row {number}: {fields.label} is missing: expected the name of a class")
+        if has_labels and needs_labels and not _is_class(label):
+            raise ValueError(
+                f"{path} row {number}: {fields.label} is {label!r}: expected one class: a name or a number"
+            )
         paths.append(path.parent / name)
         labels.append(str(label))
     if not paths:
         raise ValueError(f"{path}: has no rows")
     return _open_files(paths, labels if has_labels and needs_labels else None)
+
+
+def _is_class(label: object) -> bool:
+    """Whether a label can name one class: lists are several, and true and false would be names of their own."""
+    return isinstance(label, str | int | float) and not isinstance(label, bool)
 
 
 # Data sets
@@ -204,7 +213,11 @@ def _open_data_set(source: str, rows: Any, *, fields: Fields, needs_labels: bool
             raise ValueError(
                 f"{source} row {missing + 1}: {fields.label} is missing: expected a class, or leave the row out"
             )
-        if missing is None:
+        strange = next((i for i, v in enumerate(values) if not _is_class(v)), None) if missing is None else None
+        if strange is not None and needs_labels:
+            what = f"{fields.label} is {values[strange]!r}: expected one class: a name or a number"
+            raise ValueError(f"{source} row {strange + 1}: {what}")
+        if missing is None and strange is None:
             labels = [str(value) if class_names is None else class_names[value] for value in values]
     images = rows.select_columns([fields.image])
 

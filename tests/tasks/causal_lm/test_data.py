@@ -354,6 +354,7 @@ def test_the_command_line_takes_a_trained_or_a_named_tokenizer() -> None:
     ("options", "reason"),
     [
         ({"batch_size": 0}, "batch_size: got 0: expected 1 or more"),
+        ({"seq_length": 1}, "seq_length: got 1: expected 2 or more"),
         ({"validation_fraction": 1.0}, "validation_fraction: got 1.0: expected 0 to below 1"),
         ({"test_split": "test"}, "test_split: not used, as test names no data set"),
     ],

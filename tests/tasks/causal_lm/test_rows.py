@@ -47,6 +47,8 @@ BROKEN: list[tuple[str, bytes, str, dict[str, Any]]] = [
     ("p.jsonl", b'{"messages": [{"role": "user"}]}\n', 'line 1: message 1: "content" must be a string, it is null', {}),
     ("q.jsonl", b'{"prompt": "p", "completion": ""}\n', 'line 1: "completion" is empty; remove the row or set bad_rows: skip', {}),
     ("r.jsonl", GOOD.encode(), "line 1: plain text has no completion; set loss_on: auto, or use prompt and completion", {"loss_on": "completion"}),
+    ("u.csv", b"text,text\nlost,kept\n", "line 1: the header names 'text' twice; rename one of them, or remove it", {}),
+    ("v.csv", b"text,more\na,b,c\n", "line 2: has 3 fields, the header has 2", {}),
     ("s.csv", b"text\n", "the file has no rows", {}),
 ]  # fmt: skip
 

@@ -175,6 +175,15 @@ def usual_field_limit() -> Iterator[None]:
         ({"t.csv": "image,label\nx.png,\n"}, "t.csv", r"t\.csv row 1: label is missing"),
         ({"t.jsonl": '{"image": 3}\n'}, "t.jsonl", r"row 1: image is 3: expected the path"),
         ({"t.jsonl": "{\n"}, "t.jsonl", r"line 1: not valid JSON"),
+        (
+            {"t.csv": "image,label,label\nx.png,a,b\n"},
+            "t.csv",
+            r"t\.csv line 1: the header names 'label' twice; rename",
+        ),
+        ({"t.csv": "image,label\nx.png,a\ny.png,a,b\n"}, "t.csv", r"line 3: has 3 fields, the header has 2; quote"),
+        ({"t.csv": "image,label\nx.png\n"}, "t.csv", r"t\.csv line 2: has 1 fields, the header has 2; quote"),
+        ({"t.jsonl": '{"image": "x", "label": ["a"]}\n'}, "t.jsonl", r"row 1: label is \['a'\]: expected one class"),
+        ({"t.jsonl": '{"image": "x", "label": true}\n'}, "t.jsonl", r"row 1: label is True: expected one class"),
         ({"t.csv": "image,label\na.png,\udce4\n"}, "t.csv", r"t\.csv: not in UTF-8 from byte 18 on: save it"),
         ({"t.jsonl": "\udce4\n"}, "t.jsonl", r"t\.jsonl: not in UTF-8 from byte 0 on"),
         (
@@ -246,6 +255,16 @@ def test_a_row_without_a_class_is_no_class_and_only_predicted(tmp_path: Path, no
     with pytest.raises(ValueError, match="row 2: label is missing: expected a class"):
         open_images(source, split=None, split_of="train", fields=FIELDS)
     assert open_images(source, split=None, split_of="predict", fields=FIELDS).labels is None
+
+
+@pytest.mark.parametrize("label", [[["a"], ["b"]], [True, False], [{"a": 1}, {"a": 2}]])
+def test_a_label_of_a_data_set_is_one_class(tmp_path: Path, label: list[Any]) -> None:
+    import datasets
+
+    rows = {"image": [{"bytes": b"", "path": None}] * 2, "label": label}
+    datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(ValueError, match=r"saved train row 1: label is .*: expected one class"):
+        find(tmp_path / "saved")
 
 
 @pytest.mark.parametrize("name", ["typo.csv", "typo.jsonl", "typo.parquet", "typo.tar", "typo.png"])
