@@ -12,7 +12,7 @@ import torch
 from lit_fsdp.cli.main import main
 from lit_fsdp.tasks.tts.codec.formants import SENTENCES, VOICES, build_small_codec, synthesize
 from lit_fsdp.tasks.tts.preparation import runners
-from lit_fsdp.tasks.tts.preparation.audio import Limits, read_audio
+from lit_fsdp.tasks.tts.preparation.audio import AudioError, Limits, read_audio
 from lit_fsdp.tasks.tts.preparation.prepared import read_rows, write_text
 from lit_fsdp.tasks.tts.preparation.preparer import Preparer
 from lit_fsdp.tasks.tts.preparation.runners import Prepared, prepare_shards
@@ -214,6 +214,44 @@ def test_an_interrupted_run_goes_on_where_it_was(clips: Path, tmp_path: Path, mo
     assert (done.num_rows, done.num_resumed) == (5, 1)
     assert made[0].stat().st_mtime_ns == before
     assert len(read_rows(tmp_path)) == 5
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("summary.json", "was not prepared to the end; start the same"),
+        ("shard-00001.parquet", "has 3 rows of 5 that were prepared; start the same"),
+    ],
+)
+def test_a_folder_that_was_not_prepared_to_the_end_is_not_trained_on(
+    clips: Path, tmp_path: Path, lost: str, message: str
+) -> None:
+    prepare(clips / "in.jsonl", tmp_path)
+    (tmp_path / lost).unlink()
+    with pytest.raises(ValueError, match=message):
+        read_rows(tmp_path)
+    prepare(clips / "in.jsonl", tmp_path)
+    assert len(read_rows(tmp_path)) == 5
+
+
+@pytest.mark.parametrize("ending", ["wav", "mp3", "flac"])
+@pytest.mark.parametrize("share", [0.5, 0.95])
+def test_a_file_that_was_cut_is_rejected(tmp_path: Path, ending: str, share: float) -> None:
+    path = tmp_path / f"a.{ending}"
+    soundfile.write(path, np.tile(speak(0), 3), 24000)
+    assert len(read_audio(path, 24000)) == 3 * len(speak(0))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(AudioError, match=r"cut short|cannot be read"):
+        read_audio(path, 24000)
+
+
+def test_a_wav_file_that_was_written_to_a_pipe_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.wav"
+    soundfile.write(path, speak(0), 24000)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + b"\xff" * 4 + whole[8:40] + b"\xff" * 4 + whole[44:])
+    assert len(read_audio(path, 24000)) == len(speak(0))
 
 
 @pytest.mark.parametrize("damage", ["lost", "cut", "changed", "summary cut"])
