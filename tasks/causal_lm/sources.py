@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lit_fsdp.tasks.causal_lm.files import READERS, read_file
 from lit_fsdp.tasks.causal_lm.rows import Row
+from lit_fsdp.tasks.data import refuse_special_file
 
 TxtDocuments = Literal["file", "line", "paragraph"]
 Source = str | list[str]
@@ -156,6 +157,7 @@ def _find_files(source: str, path: Path) -> list[Path] | None:
         if not found:
             raise ValueError(f"no file matches {source}; the pattern is taken from {Path.cwd()}")
         return [p for one in found for p in _find_files(str(one), one) or []]
+    refuse_special_file(path, source)
     if path.suffix in READERS or path.is_absolute() or source.startswith(("~", ".")) or source.count("/") > 1:
         names = [other.name for other in path.parent.glob("*") if other.is_dir() or other.suffix in READERS]
         near = get_close_matches(path.name, names, n=1)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.tasks.data import find_twice
+from lit_fsdp.tasks.data import find_twice, parse_json
 
 MANIFESTS = (".csv", ".jsonl", ".parquet")
 
@@ -55,7 +55,7 @@ def _read_jsonl(path: Path) -> Table:
     for number, line in enumerate(_read_text(path).split("\n"), start=1):  # no other separator: JSON may hold them
         if line.strip():
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path} line {number}: not valid JSON: {error.msg}") from error
             if not isinstance(row, dict):

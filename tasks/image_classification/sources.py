@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split
+from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split, refuse_special_file
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, read_table
 from lit_fsdp.tasks.image_classification.shards import is_url, read_shards
@@ -55,6 +55,7 @@ def open_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
         return _open_data_set(name, rows, fields=fields, needs_labels=split_of != "predict")
     if split is not None:
         raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
+    refuse_special_file(path, source)
     if not path.exists() and not any(c in source for c in "*{"):
         raise ValueError(f"{source}: no such file")
     if path.is_dir() and not any(path.glob("*.tar")):

@@ -13,6 +13,7 @@ from typing import IO, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lit_fsdp.tasks.data import parse_json
 from lit_fsdp.tasks.tts.utterance import Codes
 
 ShardFormat = Literal["parquet", "jsonl"]
@@ -194,7 +195,7 @@ def _read_plain(shard: Path) -> list[dict[str, Any]]:
 
 def _parse_line(line: str, where: str) -> dict[str, Any]:
     try:
-        fields = json.loads(line)
+        fields = parse_json(line)
     except ValueError as error:
         raise ValueError(f"{where}: no JSON: {error}: expected rows that `lit_fsdp prepare tts` wrote") from error
     if not isinstance(fields, dict):

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -282,3 +283,12 @@ def test_one_image_may_be_predicted(folder: Path) -> None:
     images = open_images(str(folder / "cat" / "000.png"), split=None, split_of="predict", fields=FIELDS)
     assert (len(images), images.labels) == (1, None)
     assert np.array_equal(np.asarray(images.read(0)), np.asarray(find(folder).read(0)))
+
+
+def test_pipes_and_links_to_nothing_are_no_sources(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "link.csv").symlink_to("gone.csv")
+    with pytest.raises(ValueError, match=r"pipe\.csv: is a pipe, a socket or a device"):
+        find(tmp_path / "pipe.csv")
+    with pytest.raises(ValueError, match=r"link\.csv: is a link to gone\.csv, which is not there"):
+        find(tmp_path / "link.csv")

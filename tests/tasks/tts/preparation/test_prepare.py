@@ -166,6 +166,15 @@ def test_a_clip_that_fails_in_a_way_nobody_foresaw_is_rejected_too(
     assert reasons[1] == "ValueError: Unsupported language: sichuan_dialect"
 
 
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"audio": "0.wav", "text": "a\\ud800"}', f'{{"a": {"1" * 5000}}}'])
+def test_a_line_that_python_cannot_hold_stops_nothing(clips: Path, tmp_path: Path, line: str) -> None:
+    good = json.dumps({"audio": str(clips / "0.wav"), "text": "good"})
+    (tmp_path / "in.jsonl").write_text(f"{line}\n{good}\n")
+    done = prepare(tmp_path / "in.jsonl", tmp_path / "out")
+    assert (done.num_rows, done.num_rejected) == (1, 1)
+    assert '"reason": "no JSON: ' in (tmp_path / "out" / "rejects.jsonl").read_text()
+
+
 def test_a_manifest_may_hold_breaks_of_other_kinds(clips: Path, tmp_path: Path) -> None:
     line = json.dumps({"audio": str(clips / "0.wav"), "text": "a\u2028b"}, ensure_ascii=False)
     (tmp_path / "in.jsonl").write_text(f"\ufeff{line}\r\n", encoding="utf-8")
@@ -334,6 +343,7 @@ def test_clips_without_text_are_transcribed(clips: Path, tmp_path: Path, monkeyp
         ('{"text": "a", "audio_codes": [[1]], "speaker_embedding": [[1], [1, 2]]}', "row 1: speaker_embedding"),
         ('{"text": "a", "audio_codes": [[1]], "speaker": 7}', "row 1: speaker: got 7: expected text"),
         ('{"text": "a", "audio_co', "row 1: no JSON: Unterminated string"),
+        ("[" * 100_000, "row 1: no JSON: nested too deeply"),
         ("[1]", "row 1: got list: expected a JSON object"),
     ],
 )
