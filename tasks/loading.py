@@ -7,12 +7,13 @@ every optimizer step. A place in the epoch is one number, ``samples_seen``, that
 size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import xxhash
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -128,6 +129,8 @@ class ResumableLoader(DataLoader[Any]):
         sampler: Holds the place in the epoch.
         on_restore: Called with the sampler if the loaded state was saved under another global batch size, so
             that who counts batches can correct the count.
+        fingerprint: Of the rows, as text; a place in the middle of an epoch is only taken up with the same. Empty
+            compares nothing.
         options: Further arguments of ``DataLoader``.
     """
 
@@ -136,9 +139,11 @@ class ResumableLoader(DataLoader[Any]):
         dataset: Rows,
         sampler: GlobalSampler,
         on_restore: Callable[[GlobalSampler], None] | None = None,
+        fingerprint: str = "",
         **options: Any,
     ) -> None:
         self.on_restore = on_restore
+        self.fingerprint = fingerprint
         # Called with each batch and the place at which it begins; returns what is handed out in its stead.
         self.annotate: Callable[[Any, tuple[int, int]], Any] | None = None
         options = {"batch_size": sampler.batch_size, "drop_last": sampler.drop_last, **options}
@@ -164,7 +169,7 @@ class ResumableLoader(DataLoader[Any]):
         """Return which samples this rank's micro-batch at a ``last_place`` has. Costs as much as starting an epoch."""
         return self._sampler.list_samples(*place)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the place in the epoch and what it depends on; the same on every rank."""
         place = self._sampler
         return {
@@ -174,14 +179,19 @@ class ResumableLoader(DataLoader[Any]):
             **self._order,
         }
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a saved place. Refuses a place in the middle of an order that cannot be drawn again."""
         place = self._sampler
-        saved_order = {name: state_dict[name] for name in self._order}
+        # What only one side knows is not compared.
+        saved_order = {name: state_dict.get(name, own) for name, own in self._order.items()}
         old_batch_size, seen = state_dict["global_batch_size"], state_dict["samples_seen"]
         is_over = saved_order["num_samples"] - seen < old_batch_size
         if seen and not is_over and saved_order != self._order:
-            changed = ", ".join(f"{k} {v}, now {self._order[k]}" for k, v in saved_order.items() if v != self._order[k])
+            changed = ", ".join(
+                "the rows are others" if name == "fingerprint" else f"{name} {value}, now {self._order[name]}"
+                for name, value in saved_order.items()
+                if value != self._order[name]
+            )
             raise ValueError(
                 f"the checkpoint was saved {seen} samples into an epoch whose order has changed since "
                 f"({changed}); restore what it was, or start a new run from its weights: python -m lit_fsdp export "
@@ -198,9 +208,10 @@ class ResumableLoader(DataLoader[Any]):
         return self.sampler
 
     @property
-    def _order(self) -> dict[str, int]:
+    def _order(self) -> dict[str, Any]:
         place = self._sampler
-        return {"num_samples": place.dataset_size, "seed": place.seed, "shuffle": int(place.shuffle)}
+        order = {"num_samples": place.dataset_size, "seed": place.seed, "shuffle": int(place.shuffle)}
+        return {**order, "fingerprint": self.fingerprint} if self.fingerprint else order
 
 
 class IndexedRows(Dataset[tuple[int, Any]]):
@@ -216,6 +227,14 @@ class IndexedRows(Dataset[tuple[int, Any]]):
         return index, self.rows[max(index, 0)]
 
 
+def hash_rows(rows: Iterable[object]) -> str:
+    """Return a digest of rows in their order, for ``fingerprint``: of the bytes of each, or its ``repr``."""
+    digest = xxhash.xxh3_128()
+    for row in rows:
+        digest.update(row if isinstance(row, bytes) else repr(row).encode())
+    return digest.hexdigest()
+
+
 def build_train_loader(
     rows: Rows,
     *,
@@ -226,6 +245,7 @@ def build_train_loader(
     num_workers: int = 0,
     trainer: Trainer | None = None,
     what: str = "the training data",
+    fingerprint: str = "",
 ) -> ResumableLoader:
     """Return a loader for this rank that drops the last incomplete micro-batch and resumes exactly.
 
@@ -238,6 +258,8 @@ def build_train_loader(
         num_workers: Processes that read ahead; 0 reads in the main process.
         trainer: Gives rank and world size; without it there is one rank.
         what: Names the data in errors.
+        fingerprint: Tells the rows from others, such as a digest of them: a checkpoint in the middle of an epoch is
+            not resumed with other rows.
     """
     if trainer is not None:
         refuse_overfit(trainer)
@@ -264,6 +286,7 @@ def build_train_loader(
         rows,
         sampler,
         on_restore,
+        fingerprint,
         collate_fn=collate,
         num_workers=num_workers,
         pin_memory=is_on_gpu(trainer),

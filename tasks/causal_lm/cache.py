@@ -1,4 +1,4 @@
-"""Work done once, on disk: by the first process that comes, while all others wait.
+"""Work done once, on disk: by the first process that comes, while all others wait. Checked whenever it is used again.
 
 No rank waits in a collective, which would time out after minutes; they wait for a file lock, as long as it
 takes.
@@ -11,15 +11,19 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from filelock import FileLock, Timeout
 
 log = logging.getLogger(__name__)
 
-COMPLETE = "complete"  # the last file written; a folder without it is never read
+# The last file written, with the digests of all others; a folder without it, or with other contents, is never read.
+COMPLETE = "complete"
+_DIGESTS = "digests.json"
+_BLOCK_BYTES = 1 << 22
 
 
 def get_cache_dir(cache_dir: str | None) -> Path:
@@ -32,17 +36,42 @@ def make_key(**facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
+def hash_files(cache_dir: Path, paths: Sequence[Path]) -> list[str]:
+    """Return digests of the contents of files, each read by one process, and again only after a change.
+
+    Raises:
+        ValueError: One cannot be read.
+    """
+    # Anyone may set the size and the time of a change back to what they were, but not the time of a status change.
+    states = [
+        (str(path.resolve()), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+        for path in paths
+        for s in [path.stat()]
+    ]
+
+    def build(folder: Path) -> None:
+        (folder / _DIGESTS).write_text(json.dumps([_hash_file(path) for path in paths]))
+
+    return list(json.loads((build_once(cache_dir / "digests" / make_key(files=states), build) / _DIGESTS).read_text()))
+
+
+def read_digests(folder: Path) -> dict[str, str]:
+    """Return what tells the contents of a folder of :func:`build_once` from others: a digest of each file, by name."""
+    return dict(json.loads((folder / COMPLETE).read_text()))
+
+
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """Return ``folder``, filled by ``build`` in exactly one of the processes that call this at the same time.
 
     If the one that builds fails, those that waited for it raise the same ``ValueError``. If it is killed, the
-    next one builds. Whoever comes later tries again.
+    next one builds. Whoever comes later tries again. A folder that was damaged since is built anew, with a warning;
+    to see that, all of it is read, at several GB/s where it is in memory.
 
     Args:
         folder: Must lie on a disk with file locks, shared by all processes that should share the work.
         build: Called with an empty folder beside ``folder``, which is renamed when all is written.
     """
-    if (folder / COMPLETE).exists():
+    if _is_whole(folder):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -51,8 +80,10 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     failure = folder.with_name(f"{folder.name}.failed")
     known_failure = _read_failure(failure)
     with _locked(folder):
-        if (folder / COMPLETE).exists():
+        if _is_whole(folder):
             return folder
+        if (folder / COMPLETE).exists():
+            log.warning("%s is damaged and made again", folder)
         new_failure = _read_failure(failure)
         if new_failure is not None and new_failure != known_failure:  # it happened while this process waited
             raise ValueError(new_failure["reason"])
@@ -81,16 +112,40 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
         build(temporary)
-        (temporary / COMPLETE).touch()
+        (temporary / COMPLETE).write_text(json.dumps(_hash_folder(temporary)))
         for path in temporary.rglob("*"):
             if path.is_file():
                 _write_through(path)
-        if folder.exists():  # without the marker, or build_once had returned
+        if folder.exists():  # not whole, or build_once had returned
             shutil.rmtree(folder)
         temporary.rename(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether all files of a folder are as they were written."""
+    try:
+        return read_digests(folder) == _hash_folder(folder)
+    except (OSError, ValueError, TypeError):  # not there, cut, or being replaced just now
+        return False
+
+
+def _hash_folder(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / COMPLETE)
+    return {str(path.relative_to(folder)): _hash_file(path) for path in files}
+
+
+def _hash_file(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
 
 
 def _write_through(path: Path) -> None:

@@ -22,7 +22,7 @@ from lit_fsdp.tasks.causal_lm.batches import (
     PromptRows,
     stack_rows,
 )
-from lit_fsdp.tasks.causal_lm.cache import build_once, get_cache_dir, make_key
+from lit_fsdp.tasks.causal_lm.cache import build_once, get_cache_dir, hash_files, make_key, read_digests
 from lit_fsdp.tasks.causal_lm.rows import Format, LossOn, Row, RowError, RowFormat, list_texts, parse_row
 from lit_fsdp.tasks.causal_lm.sources import Part, Source, TxtDocuments, check_source, list_parts, read_parts
 from lit_fsdp.tasks.causal_lm.tokenizer import (
@@ -33,7 +33,7 @@ from lit_fsdp.tasks.causal_lm.tokenizer import (
     read_chat_template,
     train_tokenizer,
 )
-from lit_fsdp.tasks.causal_lm.tokens import TokenStore, write_tokens
+from lit_fsdp.tasks.causal_lm.tokens import ENDS, LEARN, TOKENS, TokenStore, write_tokens
 from lit_fsdp.tasks.data import DEFAULT_SPLITS, SPLITS_OF_STAGE, Split, TaskData, check_least
 from lit_fsdp.tasks.loading import ResumableLoader
 
@@ -77,7 +77,7 @@ class TextData(TaskData):
             ``train``.
         chat_template: Jinja text, or a ``.jinja`` file, to render chats by instead of the tokenizer's own template. It
             is exported with the tokenizer.
-        seq_length: Tokens in a packed row; longest row otherwise.
+        seq_length: Tokens in a packed row, 2 or more; longest row otherwise.
         packing: Join documents into rows of exactly ``seq_length``, so that no compute goes into padding.
             Attention stays inside each document, but one that crosses the end of a row is split there. If
             false, each document is a row, cut at ``seq_length`` and padded to the longest of its batch.
@@ -135,7 +135,8 @@ class TextData(TaskData):
             shuffle=shuffle,
             seed=seed,
         )
-        check_least(1, seq_length=seq_length, pad_to_multiple_of=pad_to_multiple_of)
+        check_least(2, seq_length=seq_length)  # of a row of one token nothing is predicted
+        check_least(1, pad_to_multiple_of=pad_to_multiple_of)
         if pad_to_multiple_of != 1 and packing and predict is None:
             raise ValueError(
                 f"pad_to_multiple_of: got {pad_to_multiple_of}: packed rows have no padding; leave it out, or set "
@@ -201,7 +202,9 @@ class TextData(TaskData):
         store = self._stores["train"]
         kind = f"rows of {self.seq_length} tokens" if self.packing else "rows"
         what = f"train ({len(store)} documents, {int(store.ends[-1])} tokens, as {kind})"
-        return self.load_train(rows, self._collate, what)
+        digests = read_digests(store.folder)
+        fingerprint = make_key(tokens=[digests[name] for name in (TOKENS, LEARN, ENDS)])
+        return self.load_train(rows, self._collate, what, fingerprint)
 
     def make_example_batch(self) -> Batch:
         """Return a micro-batch of the largest size that training can have, without reading data.
@@ -292,6 +295,7 @@ class TextData(TaskData):
             cache_version=CACHE_VERSION,
             versions=[version(name) for name in ("tokenizers", "transformers")],
             sources=[part.identify() for part in parts],
+            contents=hash_files(self.cache_dir, [path for part in parts for path in part.list_files()]),
             format=vars(self.row_format),
             skips_bad_rows=self.skips_bad_rows,
             **facts,

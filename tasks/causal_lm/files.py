@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lit_fsdp.tasks.causal_lm.rows import Row, describe
+from lit_fsdp.tasks.data import find_twice, parse_json
 
 
 def read_file(path: Path, *, txt_documents: str) -> Iterator[Row]:
@@ -74,7 +75,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             yield _bad(where, problem)
         elif text.strip():
             try:
-                yield _check_object(where, json.loads(text))
+                yield _check_object(where, parse_json(text))
             except json.JSONDecodeError as error:
                 yield _bad(where, f"not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
 
@@ -97,7 +98,7 @@ def _read_json(path: Path) -> Iterator[Row]:
         yield from _read_jsonl(path)  # many tools write JSON lines under this suffix
         return
     try:
-        values = json.loads(whole)
+        values = parse_json(whole)
     except json.JSONDecodeError as error:
         reason = f"not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
         yield _bad(f"{path} line {error.lineno}", reason)
@@ -116,6 +117,9 @@ def _read_csv(path: Path) -> Iterator[Row]:
         reader = csv.DictReader(file, strict=True)
         begin = 2
         try:
+            if twice := find_twice(reader.fieldnames or []):
+                yield _bad(f"{path} line 1", f"the header names {twice!r} twice; rename one of them, or remove it")
+                return
             for fields in reader:
                 where, begin = f"{path} line {begin}", reader.line_num + 1
                 num_extra, num_missing = len(fields.get(None) or []), list(fields.values()).count(None)

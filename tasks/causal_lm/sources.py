@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lit_fsdp.tasks.causal_lm.files import READERS, read_file
 from lit_fsdp.tasks.causal_lm.rows import Row
+from lit_fsdp.tasks.data import refuse_special_file
 
 TxtDocuments = Literal["file", "line", "paragraph"]
 Source = str | list[str]
@@ -29,7 +30,11 @@ class Part(ABC):
 
     @abstractmethod
     def identify(self) -> Any:
-        """Return what changes if and only if the rows may have changed, as JSON."""
+        """Return what changes if the rows may have changed, besides the contents of files, as JSON."""
+
+    def list_files(self) -> list[Path]:
+        """Return the files that the rows are read from."""
+        return []
 
     @abstractmethod
     def read(self) -> Iterator[Row]:
@@ -38,15 +43,18 @@ class Part(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class FilePart(Part):
-    """A local file, known by its path, size and time of change."""
+    """A local file, known by its path and contents."""
 
     path: Path
     txt_documents: TxtDocuments
 
     @override
     def identify(self) -> Any:
-        state = self.path.stat()
-        return [str(self.path.resolve()), state.st_size, state.st_mtime_ns, self.txt_documents]
+        return [str(self.path.resolve()), self.txt_documents]
+
+    @override
+    def list_files(self) -> list[Path]:
+        return [self.path]
 
     @override
     def read(self) -> Iterator[Row]:
@@ -63,8 +71,11 @@ class DatasetPart(Part):
 
     @override
     def identify(self) -> Any:
-        files = [Path(file["filename"]) for file in self.dataset.cache_files]
-        return [self.name, len(self.dataset), *([str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files)]
+        return [self.name, len(self.dataset)]
+
+    @override
+    def list_files(self) -> list[Path]:
+        return [Path(file["filename"]) for file in self.dataset.cache_files]
 
     @override
     def read(self) -> Iterator[Row]:
@@ -146,6 +157,7 @@ def _find_files(source: str, path: Path) -> list[Path] | None:
         if not found:
             raise ValueError(f"no file matches {source}; the pattern is taken from {Path.cwd()}")
         return [p for one in found for p in _find_files(str(one), one) or []]
+    refuse_special_file(path, source)
     if path.suffix in READERS or path.is_absolute() or source.startswith(("~", ".")) or source.count("/") > 1:
         names = [other.name for other in path.parent.glob("*") if other.is_dir() or other.suffix in READERS]
         near = get_close_matches(path.name, names, n=1)

@@ -25,7 +25,7 @@ from lit_fsdp.tasks.image_classification.sources import (
     open_images,
     sort_labels,
 )
-from lit_fsdp.tasks.loading import PADDING, GlobalSampler, ResumableLoader
+from lit_fsdp.tasks.loading import PADDING, GlobalSampler, ResumableLoader, hash_rows
 from lit_fsdp.weights.base_weights import PROCESSOR, fetch_pretrained
 
 Batch = dict[str, Any]
@@ -113,8 +113,8 @@ class ImageData(TaskData):
             shuffle=shuffle,
             seed=seed,
         )
-        if classes is not None and (len(set(classes)) != len(classes) or not classes):
-            raise ValueError(f"classes: got {classes}: expected names, each once")
+        if classes is not None and (len(set(classes)) != len(classes) or len(classes) < 2):
+            raise ValueError(f"classes: got {classes}: expected names, each once, and two or more")
         if isinstance(processor, Pixels):
             processor.check()
         if augmentation is not None:
@@ -191,13 +191,19 @@ class ImageData(TaskData):
             self._open(self.get_source_split(split))
         if self._classes is None:
             self._classes = self.given_classes or self._get_classes()
+        if stage == "fit" and len(self._classes) < 2:
+            raise ValueError(
+                f"train: {self.sources['train'][0]}: all images are of the class {self._classes[0]!r}: expected two "
+                "classes or more"
+            )
         for split, images in self._images.items():
             self._check_labels(split, images)
 
     def train_dataloader(self) -> ResumableLoader:
         """Return this rank's training batches; the loader's place is part of every checkpoint."""
-        rows = _TrainRows(self._build_rows("train"), self.preprocessing, self.seed)
-        loader = self.load_train(rows, collate, f"train ({len(rows)} images)")
+        images = self._build_rows("train")
+        rows = _TrainRows(images, self.preprocessing, self.seed)
+        loader = self.load_train(rows, collate, f"train ({len(rows)} images)", images.compute_fingerprint())
         rows.sampler = loader.sampler  # type: ignore[assignment]
         return loader
 
@@ -260,6 +266,11 @@ class _Rows:
     chosen: np.ndarray
     labels: np.ndarray
     skips_bad: bool
+
+    def compute_fingerprint(self) -> str:
+        """Return a digest of names and classes; folders may move, and images are not read."""
+        names = (self.images.locate(int(i)).rpartition("/")[2] for i in self.chosen)
+        return hash_rows([self.labels.tobytes(), *names])
 
     def read(self, index: int) -> tuple[Image.Image | None, str]:
         """Return an image, or what is wrong with it."""

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_fsdp.tasks.data import find_twice, parse_json
+
 MANIFESTS = (".csv", ".jsonl", ".parquet")
 
 Table = tuple[Sequence[str], Sequence[dict[str, Any]] | None]  # names of columns, rows
@@ -26,14 +28,25 @@ def read_table(path: Path, *, image: str, label: str) -> Table:
 
 def _read_csv(path: Path) -> Table:
     reader = csv.DictReader(io.StringIO(_read_text(path), newline=""))
+    rows = []
+    begin = 2
     try:
-        rows = list(reader)
+        for row in reader:
+            num_extra, num_missing = len(row.get(None) or []), list(row.values()).count(None)
+            if num_extra or num_missing:
+                num_columns = len(reader.fieldnames or [])
+                what = f"has {num_columns + num_extra - num_missing} fields, the header has {num_columns}"
+                raise ValueError(f"{path} line {begin}: {what}; quote values that hold commas")
+            rows.append(row)
+            begin = reader.line_num + 1
     except csv.Error as error:
         raise ValueError(f"{path} after line {reader.line_num}: not readable as CSV: {error}") from error
     names = list(reader.fieldnames or [])
     for separator, called in ((";", "semicolons"), ("\t", "tabs")):
         if len(names) == 1 and separator in names[0]:
             raise ValueError(f"{path}: its columns are separated by {called}: save it with commas")
+    if twice := find_twice(names):
+        raise ValueError(f"{path} line 1: the header names {twice!r} twice; rename one of them, or remove it")
     return names, rows
 
 
@@ -42,7 +55,7 @@ def _read_jsonl(path: Path) -> Table:
     for number, line in enumerate(_read_text(path).split("\n"), start=1):  # no other separator: JSON may hold them
         if line.strip():
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path} line {number}: not valid JSON: {error.msg}") from error
             if not isinstance(row, dict):

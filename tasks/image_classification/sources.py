@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split
+from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split, refuse_special_file
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, read_table
 from lit_fsdp.tasks.image_classification.shards import is_url, read_shards
@@ -55,6 +55,7 @@ def open_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
         return _open_data_set(name, rows, fields=fields, needs_labels=split_of != "predict")
     if split is not None:
         raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
+    refuse_special_file(path, source)
     if not path.exists() and not any(c in source for c in "*{"):
         raise ValueError(f"{source}: no such file")
     if path.is_dir() and not any(path.glob("*.tar")):
@@ -169,11 +170,20 @@ def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
             raise ValueError(f"{path} row {number}: {fields.image} is {name!r}: expected the path of an image")
         if has_labels and needs_labels and (label is None or label == ""):
             raise ValueError(f"{path} row {number}: {fields.label} is missing: expected the name of a class")
+        if has_labels and needs_labels and not _is_class(label):
+            raise ValueError(
+                f"{path} row {number}: {fields.label} is {label!r}: expected one class: a name or a number"
+            )
         paths.append(path.parent / name)
         labels.append(str(label))
     if not paths:
         raise ValueError(f"{path}: has no rows")
     return _open_files(paths, labels if has_labels and needs_labels else None)
+
+
+def _is_class(label: object) -> bool:
+    """Whether a label can name one class: lists are several, and true and false would be names of their own."""
+    return isinstance(label, str | int | float) and not isinstance(label, bool)
 
 
 # Data sets
@@ -204,7 +214,11 @@ def _open_data_set(source: str, rows: Any, *, fields: Fields, needs_labels: bool
             raise ValueError(
                 f"{source} row {missing + 1}: {fields.label} is missing: expected a class, or leave the row out"
             )
-        if missing is None:
+        strange = next((i for i, v in enumerate(values) if not _is_class(v)), None) if missing is None else None
+        if strange is not None and needs_labels:
+            what = f"{fields.label} is {values[strange]!r}: expected one class: a name or a number"
+            raise ValueError(f"{source} row {strange + 1}: {what}")
+        if missing is None and strange is None:
             labels = [str(value) if class_names is None else class_names[value] for value in values]
     images = rows.select_columns([fields.image])
 

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
-from lit_fsdp.tasks.loading import PADDING, ResumableLoader, build_eval_loader, build_train_loader
+from lit_fsdp.tasks.loading import PADDING, ResumableLoader, build_eval_loader, build_train_loader, hash_rows
 from lit_fsdp.tasks.tts.batch_places import StepCounts, TextDropout
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN, make_corpus
 from lit_fsdp.tasks.tts.evaluation.prompts import PromptRow, read_prompts
@@ -195,6 +195,7 @@ class SpeechData(LightningDataModule):
             num_workers=self.num_workers,
             trainer=trainer,
             what=f"train ({len(rows)} clips)",
+            fingerprint=hash_rows(part for row in rows for part in (row.speaker, row.text, row.codes.tobytes())),
         )
         counts = StepCounts(loader, lengths, trainer, predicts_ends=self.family.predicts_ends)
         dropout = TextDropout(loader, self.family, self.text_dropout) if self.text_dropout else None

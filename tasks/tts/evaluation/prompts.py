@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from lit_fsdp.tasks.data import parse_json
 from lit_fsdp.tasks.tts.preparation.manifest import read_lines
 
 
@@ -35,7 +35,7 @@ def read_prompts(path: Path, setting: str = "predict") -> list[PromptRow]:
     for i, line in lines:
         where = f"{setting}: {path} line {i}"
         try:
-            fields = json.loads(line)
+            fields = parse_json(line)
             found = {name: fields.get(name) for name in ("text", "speaker", "language")}
         except (ValueError, AttributeError) as error:
             raise ValueError(f"{where}: no JSON object: {error}") from error

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_NO_SIZE = 0x7FFFF000  # and above: what writers to a pipe put where a size belongs
 Audio = NDArray[np.float32]  # [samples], mono, between -1 and 1
 
 
@@ -56,18 +57,22 @@ def read_audio(path: Path, sample_rate: int, max_seconds: float | None = None) -
         max_seconds: Refuse longer ones before they take memory.
 
     Raises:
-        AudioError: It cannot be read, is too long, or has nothing in it.
+        AudioError: It cannot be read, ends before its end, is too long, or has nothing in it.
     """
     soundfile, soxr = import_libraries()
     if not path.is_file():
         raise AudioError(f"no such file: {path}")
     try:
-        seconds = soundfile.info(path).duration
+        _check_wav_is_whole(path)
+        info = soundfile.info(path)
+        seconds = info.duration
         if max_seconds is not None and seconds > max_seconds:
             raise AudioError(f"too long: {seconds:.2f} s, at most {max_seconds:g} s")
         samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
     except soundfile.LibsndfileError as error:
         raise AudioError(f"cannot be read: {error.error_string}") from error
+    if len(samples) < info.frames:
+        raise AudioError(f"cut short: {len(samples) / rate:.2f} s of {seconds:.2f} s are there")
     mono = samples.mean(axis=1, dtype=np.float32)
     if not len(mono):
         raise AudioError("no samples in it")
@@ -76,6 +81,16 @@ def read_audio(path: Path, sample_rate: int, max_seconds: float | None = None) -
     if rate != sample_rate:
         mono = soxr.resample(mono, rate, sample_rate, quality="HQ")
     return np.ascontiguousarray(mono, dtype=np.float32)
+
+
+def _check_wav_is_whole(path: Path) -> None:
+    """Refuse a WAV file that is shorter than it says: libsndfile reads what is there, and its text says more."""
+    with path.open("rb") as file:
+        header = file.read(8)
+    size, num_bytes = path.stat().st_size, 8 + int.from_bytes(header[4:], "little")
+    # One less: some leave the last padding byte out.
+    if header[:4] == b"RIFF" and size < num_bytes - 1 and num_bytes < _NO_SIZE:
+        raise AudioError(f"cut short: {size} bytes of {num_bytes} are there")
 
 
 def check_audio(audio: Audio, sample_rate: int, limits: Limits) -> None:

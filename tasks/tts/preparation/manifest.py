@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+
+from lit_fsdp.tasks.data import parse_json, refuse_special_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,7 @@ def read_lines(path: Path, setting: str) -> list[str]:
     Raises:
         ValueError: It cannot be read.
     """
+    refuse_special_file(path, f"{setting}: {path}")
     try:
         return path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -71,7 +73,7 @@ def read_lines(path: Path, setting: str) -> list[str]:
 
 def _parse(line: str, number: int, folder: Path) -> ManifestRow:
     try:
-        fields = json.loads(line)
+        fields = parse_json(line)
     except ValueError as error:
         return ManifestRow(line=number, problem=f"no JSON: {error}")
     if not isinstance(fields, dict) or not isinstance(fields.get("audio"), str) or not fields["audio"]:

@@ -13,10 +13,12 @@ from typing import IO, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lit_fsdp.tasks.data import parse_json
 from lit_fsdp.tasks.tts.utterance import Codes
 
 ShardFormat = Literal["parquet", "jsonl"]
-SUMMARY = "summary.json"
+SUMMARY = "summary.json"  # the last file written
+PLAN = ".prepare.json"  # the first: what the shards in a folder are made of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +159,24 @@ def read_rows(source: str | Path) -> list[PreparedRow]:
     rows = [parse_row(f, f"{shard} row {i}") for shard in shards for i, f in enumerate(_read_plain(shard))]
     if not rows:
         raise ValueError(f"{source}: its files have no rows; see rejects.jsonl there for the reasons")
+    if path.is_dir():
+        _check_finished(path, len(rows))
     return rows
+
+
+def _check_finished(folder: Path, num_rows: int) -> None:
+    """Refuse what an interrupted preparation left; a folder of other origin has neither of the two files."""
+    again = "start the same `lit_fsdp prepare tts` again, which makes what is missing"
+    try:
+        num_prepared = int(json.loads((folder / SUMMARY).read_text())["num_rows"])
+    except FileNotFoundError:
+        if (folder / PLAN).exists():
+            raise ValueError(f"{folder}: was not prepared to the end; {again}") from None
+        return
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / SUMMARY}: damaged: {error!r}; {again}") from error
+    if num_rows < num_prepared:
+        raise ValueError(f"{folder}: has {num_rows} rows of {num_prepared} that were prepared; {again}")
 
 
 def _read_plain(shard: Path) -> list[dict[str, Any]]:
@@ -176,7 +195,7 @@ def _read_plain(shard: Path) -> list[dict[str, Any]]:
 
 def _parse_line(line: str, where: str) -> dict[str, Any]:
     try:
-        fields = json.loads(line)
+        fields = parse_json(line)
     except ValueError as error:
         raise ValueError(f"{where}: no JSON: {error}: expected rows that `lit_fsdp prepare tts` wrote") from error
     if not isinstance(fields, dict):

@@ -17,13 +17,12 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from lit_fsdp.checkpoint.manifest import describe_files
 from lit_fsdp.export.out_folder import lock_out
 from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow, read_manifest
-from lit_fsdp.tasks.tts.preparation.prepared import SUMMARY, ShardFormat, write_shard, write_text
+from lit_fsdp.tasks.tts.preparation.prepared import PLAN, SUMMARY, ShardFormat, write_shard, write_text
 from lit_fsdp.tasks.tts.preparation.preparer import Preparer, Rejected
 from lit_fsdp.tasks.tts.preparation.ray_runner import Job, run_on_ray
 from lit_fsdp.weights.file_names import join_name
 
 REJECTS = "rejects.jsonl"
-_PLAN = "prepare.json"  # what the shards in a folder were made of
 _LOCK = ".prepare.lock"
 
 
@@ -147,7 +146,7 @@ def _check_plan(
     lines = hashlib.sha256("\n".join(repr(asdict(row)) for row in rows).encode()).hexdigest()
     plan = {"manifest": lines, "rows_per_shard": rows_per_shard, "format": shard_format, **asdict(preparer)}
     plan["contents"] = preparer.describe_models()
-    path = out / f".{_PLAN}"
+    path = out / PLAN
     if not path.is_file():
         write_text(path, json.dumps(plan))
         return

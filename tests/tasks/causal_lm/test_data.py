@@ -77,6 +77,9 @@ def test_a_second_setup_reads_the_cache_until_something_that_matters_changes(
     assert tokenizations(TrainTokenizer(vocab_size=280)) == 1
     assert tokenizations(TrainTokenizer(vocab_size=280)) == 0
     os.utime(source, ns=(1, 1))
+    assert tokenizations() == 0
+    source.write_text(source.read_text().replace("says", "SAYS"))
+    os.utime(source, ns=(1, 1))  # of the same size and time as before
     assert tokenizations() == 1
     with source.open("a") as file:
         file.write('{"text": "one more"}\n')
@@ -132,6 +135,39 @@ def test_tokens_of_a_killed_process_are_never_taken_as_complete(tmp_path: Path, 
         TEXTS[i] + "<|endoftext|>" for i in (0, 39)
     ]
     assert not list((cache / "tokens").glob("*.tmp"))
+
+
+@pytest.mark.parametrize("name", [tokens.TOKENS, tokens.LEARN, tokens.ENDS, tokens.SUMMARY, COMPLETE])
+@pytest.mark.parametrize("damage", ["changed", "cut", "lost"])
+def test_damaged_tokens_are_made_again(
+    tmp_path: Path, source: Path, tokenizer: str, num_tokenized: list[int], name: str, damage: str
+) -> None:
+    def read() -> list[list[int]]:
+        data = make(source, tokenizer, tmp_path / "cache")
+        data.setup("fit")
+        rows = data.train_dataloader().dataset
+        return [rows[i]["labels"].tolist() for i in range(len(rows))]
+
+    before = read()
+    (path,) = (tmp_path / "cache" / "tokens").glob(f"*/{name}")
+    whole = path.read_bytes()
+    path.unlink()
+    if damage != "lost":
+        path.write_bytes(whole[:-1] if damage == "cut" else bytes([whole[0] ^ 1]) + whole[1:])
+    assert read() == before
+    assert len(num_tokenized) == 2
+    assert path.read_bytes() == whole
+
+
+def test_shuffled_lines_are_refused_in_the_middle_of_an_epoch(tmp_path: Path, source: Path, tokenizer: str) -> None:
+    path = tmp_path / "saved.ckpt"
+    run(make(source, tokenizer, tmp_path / "cache"), Seen(), max_steps=1).save_checkpoint(path)
+    lines = source.read_text().splitlines(keepends=True)
+    source.write_text("".join(reversed(lines)))
+    with pytest.raises(ValueError, match=r"saved 4 samples into an epoch .* changed since \(the rows are others\)"):
+        run(make(source, tokenizer, tmp_path / "cache"), Seen(), resume=path)
+    source.write_text("".join(lines))
+    run(make(source, tokenizer, tmp_path / "cache"), Seen(), resume=path)
 
 
 def test_a_packed_batch_has_positions_and_no_mask_and_a_padded_one_the_opposite(
@@ -318,6 +354,7 @@ def test_the_command_line_takes_a_trained_or_a_named_tokenizer() -> None:
     ("options", "reason"),
     [
         ({"batch_size": 0}, "batch_size: got 0: expected 1 or more"),
+        ({"seq_length": 1}, "seq_length: got 1: expected 2 or more"),
         ({"validation_fraction": 1.0}, "validation_fraction: got 1.0: expected 0 to below 1"),
         ({"test_split": "test"}, "test_split: not used, as test names no data set"),
     ],
@@ -329,7 +366,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path: Path, options: Any, reaso
 
 def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path, source: Path, tokenizer: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"cache_dir: cannot make the folder .*file/tokens: Not a directory"):
+    with pytest.raises(ValueError, match=r"cache_dir: cannot make the folder .*file/digests: Not a directory"):
         make(source, tokenizer, tmp_path / "file").setup("fit")
 
 

@@ -1,5 +1,6 @@
 # ruff: noqa: E501  (a table of broken files and messages)
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,12 @@ BROKEN: list[tuple[str, bytes, str, dict[str, Any]]] = [
     ("p.jsonl", b'{"messages": [{"role": "user"}]}\n', 'line 1: message 1: "content" must be a string, it is null', {}),
     ("q.jsonl", b'{"prompt": "p", "completion": ""}\n', 'line 1: "completion" is empty; remove the row or set bad_rows: skip', {}),
     ("r.jsonl", GOOD.encode(), "line 1: plain text has no completion; set loss_on: auto, or use prompt and completion", {"loss_on": "completion"}),
+    ("u.csv", b"text,text\nlost,kept\n", "line 1: the header names 'text' twice; rename one of them, or remove it", {}),
+    ("v.csv", b"text,more\na,b,c\n", "line 2: has 3 fields, the header has 2", {}),
+    ("w.jsonl", GOOD.encode() + b'{"text": "a\\ud800"}\n', "line 2: not valid JSON: a \\ud... escape without its other half is no character", {}),
+    ("x.jsonl", GOOD.encode() + b"[" * 100_000, "line 2: not valid JSON: nested too deeply", {}),
+    ("y.json", b"[" * 100_000, "line 1: not valid JSON: nested too deeply", {}),
+    ("z.jsonl", b'{"text": ' + b"1" * 5000 + b"}", "line 1: not valid JSON: a number of thousands of digits", {}),
     ("s.csv", b"text\n", "the file has no rows", {}),
 ]  # fmt: skip
 
@@ -91,6 +98,8 @@ def test_a_broken_file_gives_one_line_with_file_line_and_reason(
             "'no/such-dataset' is neither a file or folder here .* nor a data set that could be loaded",
         ),
         ([], "the list of sources is empty"),
+        ("pipe.jsonl", "pipe.jsonl: is a pipe, a socket or a device; write it to a file first"),
+        ("link.jsonl", "link.jsonl: is a link to gone.jsonl, which is not there; mend the link"),
     ],
 )
 def test_a_source_that_is_not_there_is_named(
@@ -99,6 +108,8 @@ def test_a_source_that_is_not_there_is_named(
     (tmp_path / "empty").mkdir()
     (tmp_path / "image.png").touch()
     (tmp_path / "chats.jsonl").touch()
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=reason):
         setup(source, tokenizer, tmp_path / "c")

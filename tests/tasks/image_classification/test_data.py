@@ -266,3 +266,19 @@ def test_processors_that_training_could_not_follow_are_refused() -> None:
     assert Preprocessing(Flipped(), None).size == (8, 8)
     with pytest.raises(ValueError, match=r"processor: Unsized makes images of \(48, 64\) and \(64, 48\)"):
         Preprocessing(Unsized(), None)
+
+
+def test_a_checkpoint_knows_the_order_of_the_images(folder: Path, tmp_path: Path) -> None:
+    lines = [f"{path},{path.parent.name}\n" for path in sorted(folder.rglob("*.png"))]
+    found = []
+    for order in (lines, lines[::-1], lines):
+        (tmp_path / "train.csv").write_text("image,label\n" + "".join(order))
+        found.append(build(tmp_path / "train.csv").train_dataloader().state_dict()["fingerprint"])
+    assert found[0] == found[2] != found[1]
+
+
+def test_one_class_is_nothing_to_learn(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"train: .*all images are of the class 'cat': expected two classes or more"):
+        build(write_folder(tmp_path, {"cat": 5}))
+    with pytest.raises(ValueError, match=r"classes: got \['cat'\]: expected names, each once, and two or more"):
+        build(tmp_path, classes=["cat"])

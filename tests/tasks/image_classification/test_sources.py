@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,15 @@ def usual_field_limit() -> Iterator[None]:
         ({"t.csv": "image,label\nx.png,\n"}, "t.csv", r"t\.csv row 1: label is missing"),
         ({"t.jsonl": '{"image": 3}\n'}, "t.jsonl", r"row 1: image is 3: expected the path"),
         ({"t.jsonl": "{\n"}, "t.jsonl", r"line 1: not valid JSON"),
+        (
+            {"t.csv": "image,label,label\nx.png,a,b\n"},
+            "t.csv",
+            r"t\.csv line 1: the header names 'label' twice; rename",
+        ),
+        ({"t.csv": "image,label\nx.png,a\ny.png,a,b\n"}, "t.csv", r"line 3: has 3 fields, the header has 2; quote"),
+        ({"t.csv": "image,label\nx.png\n"}, "t.csv", r"t\.csv line 2: has 1 fields, the header has 2; quote"),
+        ({"t.jsonl": '{"image": "x", "label": ["a"]}\n'}, "t.jsonl", r"row 1: label is \['a'\]: expected one class"),
+        ({"t.jsonl": '{"image": "x", "label": true}\n'}, "t.jsonl", r"row 1: label is True: expected one class"),
         ({"t.csv": "image,label\na.png,\udce4\n"}, "t.csv", r"t\.csv: not in UTF-8 from byte 18 on: save it"),
         ({"t.jsonl": "\udce4\n"}, "t.jsonl", r"t\.jsonl: not in UTF-8 from byte 0 on"),
         (
@@ -248,6 +258,16 @@ def test_a_row_without_a_class_is_no_class_and_only_predicted(tmp_path: Path, no
     assert open_images(source, split=None, split_of="predict", fields=FIELDS).labels is None
 
 
+@pytest.mark.parametrize("label", [[["a"], ["b"]], [True, False], [{"a": 1}, {"a": 2}]])
+def test_a_label_of_a_data_set_is_one_class(tmp_path: Path, label: list[Any]) -> None:
+    import datasets
+
+    rows = {"image": [{"bytes": b"", "path": None}] * 2, "label": label}
+    datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(ValueError, match=r"saved train row 1: label is .*: expected one class"):
+        find(tmp_path / "saved")
+
+
 @pytest.mark.parametrize("name", ["typo.csv", "typo.jsonl", "typo.parquet", "typo.tar", "typo.png"])
 def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -263,3 +283,12 @@ def test_one_image_may_be_predicted(folder: Path) -> None:
     images = open_images(str(folder / "cat" / "000.png"), split=None, split_of="predict", fields=FIELDS)
     assert (len(images), images.labels) == (1, None)
     assert np.array_equal(np.asarray(images.read(0)), np.asarray(find(folder).read(0)))
+
+
+def test_pipes_and_links_to_nothing_are_no_sources(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "link.csv").symlink_to("gone.csv")
+    with pytest.raises(ValueError, match=r"pipe\.csv: is a pipe, a socket or a device"):
+        find(tmp_path / "pipe.csv")
+    with pytest.raises(ValueError, match=r"link\.csv: is a link to gone\.csv, which is not there"):
+        find(tmp_path / "link.csv")

@@ -287,6 +287,19 @@ def test_rows_are_read_as_they_were_written(prepared: Path) -> None:
         np.testing.assert_allclose(own.speaker_embedding, row.speaker_embedding, rtol=1e-6)
 
 
+def test_a_checkpoint_knows_the_codes_of_its_rows(tmp_path: Path) -> None:
+    found = []
+    for codes in (None, 1, None):
+        rows = make_rows()
+        rows[-1].codes[0, 0] = rows[-1].codes[0, 0] if codes is None else (rows[-1].codes[0, 0] + codes) % 8
+        write_shard(tmp_path / "mine.jsonl", rows)
+        data = build_data(tmp_path, batch_size=1)
+        data.attach(parse_config(make_config()))
+        data.setup("fit")
+        found.append(data.train_dataloader().state_dict()["fingerprint"])
+    assert found[0] == found[2] != found[1]
+
+
 def fit_in_bf16(folder: Path, out: Path) -> None:
     pl.seed_everything(0, verbose=False)
     trainer = build_trainer(max_steps=1, precision="bf16-true")

@@ -13,7 +13,7 @@ from lit_fsdp.cli.main import main
 from lit_fsdp.export.out_folder import lock_out
 from lit_fsdp.tasks.tts.codec.formants import SENTENCES, VOICES, build_small_codec, synthesize
 from lit_fsdp.tasks.tts.preparation import runners
-from lit_fsdp.tasks.tts.preparation.audio import Limits, read_audio
+from lit_fsdp.tasks.tts.preparation.audio import AudioError, Limits, read_audio
 from lit_fsdp.tasks.tts.preparation.prepared import read_rows, write_text
 from lit_fsdp.tasks.tts.preparation.preparer import Preparer
 from lit_fsdp.tasks.tts.preparation.runners import Prepared, prepare_shards
@@ -173,6 +173,15 @@ def test_a_clip_that_fails_in_a_way_nobody_foresaw_is_rejected_too(
     assert reasons[1] == "ValueError: Unsupported language: sichuan_dialect"
 
 
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"audio": "0.wav", "text": "a\\ud800"}', f'{{"a": {"1" * 5000}}}'])
+def test_a_line_that_python_cannot_hold_stops_nothing(clips: Path, tmp_path: Path, line: str) -> None:
+    good = json.dumps({"audio": str(clips / "0.wav"), "text": "good"})
+    (tmp_path / "in.jsonl").write_text(f"{line}\n{good}\n")
+    done = prepare(tmp_path / "in.jsonl", tmp_path / "out")
+    assert (done.num_rows, done.num_rejected) == (1, 1)
+    assert '"reason": "no JSON: ' in (tmp_path / "out" / "rejects.jsonl").read_text()
+
+
 def test_a_manifest_may_hold_breaks_of_other_kinds(clips: Path, tmp_path: Path) -> None:
     line = json.dumps({"audio": str(clips / "0.wav"), "text": "a\u2028b"}, ensure_ascii=False)
     (tmp_path / "in.jsonl").write_text(f"\ufeff{line}\r\n", encoding="utf-8")
@@ -221,6 +230,44 @@ def test_an_interrupted_run_goes_on_where_it_was(clips: Path, tmp_path: Path, mo
     assert (done.num_rows, done.num_resumed) == (5, 1)
     assert made[0].stat().st_mtime_ns == before
     assert len(read_rows(tmp_path)) == 5
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("summary.json", "was not prepared to the end; start the same"),
+        ("shard-00001.parquet", "has 3 rows of 5 that were prepared; start the same"),
+    ],
+)
+def test_a_folder_that_was_not_prepared_to_the_end_is_not_trained_on(
+    clips: Path, tmp_path: Path, lost: str, message: str
+) -> None:
+    prepare(clips / "in.jsonl", tmp_path)
+    (tmp_path / lost).unlink()
+    with pytest.raises(ValueError, match=message):
+        read_rows(tmp_path)
+    prepare(clips / "in.jsonl", tmp_path)
+    assert len(read_rows(tmp_path)) == 5
+
+
+@pytest.mark.parametrize("ending", ["wav", "mp3", "flac"])
+@pytest.mark.parametrize("share", [0.5, 0.95])
+def test_a_file_that_was_cut_is_rejected(tmp_path: Path, ending: str, share: float) -> None:
+    path = tmp_path / f"a.{ending}"
+    soundfile.write(path, np.tile(speak(0), 3), 24000)
+    assert len(read_audio(path, 24000)) == 3 * len(speak(0))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(AudioError, match=r"cut short|cannot be read"):
+        read_audio(path, 24000)
+
+
+def test_a_wav_file_that_was_written_to_a_pipe_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.wav"
+    soundfile.write(path, speak(0), 24000)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + b"\xff" * 4 + whole[8:40] + b"\xff" * 4 + whole[44:])
+    assert len(read_audio(path, 24000)) == len(speak(0))
 
 
 @pytest.mark.parametrize("damage", ["lost", "cut", "changed", "summary cut"])
@@ -303,6 +350,7 @@ def test_clips_without_text_are_transcribed(clips: Path, tmp_path: Path, monkeyp
         ('{"text": "a", "audio_codes": [[1]], "speaker_embedding": [[1], [1, 2]]}', "row 1: speaker_embedding"),
         ('{"text": "a", "audio_codes": [[1]], "speaker": 7}', "row 1: speaker: got 7: expected text"),
         ('{"text": "a", "audio_co', "row 1: no JSON: Unterminated string"),
+        ("[" * 100_000, "row 1: no JSON: nested too deeply"),
         ("[1]", "row 1: got list: expected a JSON object"),
     ],
 )
