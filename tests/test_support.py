@@ -26,6 +26,7 @@ IMPORTS = {
         "lightning.fabric.utilities.distributed._init_dist_connection",
         "lightning.fabric.utilities.distributed._set_num_threads_if_needed",
         "lightning.pytorch.cli._InstantiatorFn",
+        "lightning.pytorch.core.optimizer._MockOptimizer",
         "lightning.pytorch.strategies.launchers.subprocess_script._SubprocessScriptLauncher",
     },
     "peft": {

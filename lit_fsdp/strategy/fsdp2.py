@@ -39,9 +39,10 @@ from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, regi
 from lit_fsdp.sharding.unit_table import print_plan
 from lit_fsdp.sharding.wrap import Unit, Wrap
 from lit_fsdp.strategy.launcher import Launcher
-from lit_fsdp.strategy.lightning_internals import forget_train_loader, keep_links
+from lit_fsdp.strategy.lightning_internals import forget_train_loader, is_placeholder, keep_links
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.strategy.process_group import init_process_group
+from lit_fsdp.strategy.rebinding import rebind_optimizers, remember_parameters
 from lit_fsdp.strategy.trainer_settings import check_trainer, count_micro_batches
 from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
 
@@ -135,6 +136,10 @@ class FSDP2Strategy(ParallelStrategy):
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
+
+    @property
+    def _real_optimizers(self) -> list[Optimizer]:
+        return [optimizer for optimizer in self.optimizers if not is_placeholder(optimizer)]
 
     # What Lightning wants to know
 
@@ -273,6 +278,7 @@ class FSDP2Strategy(ParallelStrategy):
             reseed(collect_random_state(), self.global_rank)  # else dropout would drop the same on all ranks
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
+            rebind_optimizers(module, self._real_optimizers)
         self.setup_precision_plugin()
 
     def _check_accumulation(self) -> None:
@@ -282,6 +288,7 @@ class FSDP2Strategy(ParallelStrategy):
 
     def _shard(self, module: pl.LightningModule) -> None:
         assert self.device_mesh is not None
+        remember_parameters(module)
         is_shown = self.prints_plan and self.is_global_zero and module.trainer.state.fn == TrainerFn.FITTING
         self.plan = shard_module(
             module,
@@ -328,7 +335,8 @@ class FSDP2Strategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._writer.get_optimizer_state(self._module, getattr(optimizer, "_optimizer", optimizer))
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        return {} if is_placeholder(optimizer) else self._writer.get_optimizer_state(self._module, optimizer)
 
     @override
     def save_checkpoint(
@@ -354,7 +362,7 @@ class FSDP2Strategy(ParallelStrategy):
         is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         extra = self.extra_state if is_fitting else {}  # an evaluation after fit leaves its state as it is
         load = load_single_file if path.is_file() else partial(load_checkpoint, extra=extra)
-        optimizers = self.optimizers if is_fitting else []
+        optimizers = self._real_optimizers if is_fitting else []
         is_strict = self._module.strict_loading
         meta = load(path, self._module, optimizers, strict=is_strict, verify=self.verify_checkpoint)
         if is_fitting:

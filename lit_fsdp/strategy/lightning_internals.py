@@ -8,7 +8,9 @@ from pathlib import Path
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from torch import Tensor
+from torch.optim import Optimizer
 
 
 def read_logged(trainer: pl.Trainer) -> dict[str, Tensor]:
@@ -48,6 +50,11 @@ def forget_train_loader(trainer: pl.Trainer) -> None:
     the run would see rows of the epoch again, and others not at all. To be called when both have happened.
     """
     trainer.fit_loop._combined_loader = None
+
+
+def is_placeholder(optimizer: Optimizer) -> bool:
+    """Whether Lightning put it in the place of the ``None`` that ``configure_optimizers`` returned."""
+    return isinstance(optimizer, _MockOptimizer)
 
 
 def keep_links(trainer: pl.Trainer, skipped: Collection[Path]) -> None:
