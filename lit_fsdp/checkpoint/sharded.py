@@ -43,7 +43,12 @@ from lit_fsdp.checkpoint.manifest import ChecksumFileSystem, Verify, check_files
 from lit_fsdp.checkpoint.staging import has_gpu_tensors
 from lit_fsdp.errors import join_names
 from lit_fsdp.quantization.layers import iterate_quantized
-from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
+from lit_fsdp.sharding.random_state import (
+    collect_random_state,
+    reseed,
+    restore_common_random_state,
+    restore_random_state,
+)
 
 META = "meta.pt"  # everything that is not a tensor of model or optimizer: plain types, loads with weights_only
 LEAVES_OUT_FROZEN = "leaves_out_frozen"  # in meta: whether frozen parameters are left out
@@ -194,19 +199,20 @@ def read_metadata(path: Path) -> Metadata:
         ) from error
 
 
-def read_random_state(path: Path, rank: int, world_size: int) -> Callable[[], None]:
-    """Return what makes this rank draw as it would have without the interruption.
+def read_random_state(path: Path, rank: int, world_size: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return what makes this rank draw as it would have without the interruption: in steps, and outside of them.
 
-    Saved by another number of ranks, there is no such thing: then all ranks start generators that depend on the
-    checkpoint and on the rank.
+    Saved by another number of ranks, there is no such thing for steps: then all ranks start generators that depend on
+    the checkpoint and on the rank.
     """
     count = len(list(path.glob(_RANDOM.format(rank="*"))))
     if not count:
-        return lambda: None
+        return (lambda: None), (lambda: None)
     is_same = count == world_size
     file = path / _RANDOM.format(rank=rank if is_same else 0)
     state = torch.load(file, map_location="cpu", weights_only=True)
-    return partial(restore_random_state, state) if is_same else partial(reseed, state, rank)
+    own = partial(restore_random_state, state) if is_same else partial(reseed, state, rank)
+    return own, partial(restore_common_random_state, state)
 
 
 def agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:

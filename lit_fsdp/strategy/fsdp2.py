@@ -12,15 +12,17 @@ from weakref import WeakKeyDictionary
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core import rank_zero
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.manifest import Verify, check_verify
@@ -33,7 +35,7 @@ from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.mesh import Mesh, build_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.parallelize import shard_module
-from lit_fsdp.sharding.random_state import collect_random_state, reseed
+from lit_fsdp.sharding.random_state import collect_random_state, own_generators, split_generators
 from lit_fsdp.sharding.settings import PRESETS, Settings
 from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, register_steps
 from lit_fsdp.sharding.unit_table import print_plan
@@ -126,7 +128,9 @@ class FSDP2Strategy(ParallelStrategy):
             timeout_s=timeout_s,
             report=rank_zero.rank_zero_warn,
         )
-        self._restore_random: Callable[[], None] | None = None  # from a checkpoint, until the first batch
+        # From a checkpoint: until the first step, and until the training loader is there.
+        self._restore_own: Callable[[], None] | None = None
+        self._restore_common: Callable[[], None] | None = None
         self.timeout_s = timeout_s
         self.verify_checkpoint = verify_checkpoint
         self.device_mesh: DeviceMesh | None = None
@@ -275,7 +279,7 @@ class FSDP2Strategy(ParallelStrategy):
                     "BatchNorm: each rank normalizes by statistics of its own batch; running statistics are averaged "
                     "before an evaluation and a checkpoint"
                 )
-            reseed(collect_random_state(), self.global_rank)  # else dropout would drop the same on all ranks
+            split_generators(self.broadcast(collect_random_state()), self.global_rank)  # see Note [Two streams]
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             rebind_optimizers(module, self._real_optimizers)
@@ -326,6 +330,63 @@ class FSDP2Strategy(ParallelStrategy):
 
     on_test_start = on_predict_start = on_validation_start
 
+    # Which random numbers: this rank's in steps, else those that all ranks have in common
+
+    @contextmanager
+    def _own_generators(self) -> Iterator[None]:
+        # Not when loading: our data loader draws its seed in between, as it did before the checkpoint.
+        if self._restore_own is not None:
+            self._restore_own()
+            self._restore_own = None
+        with own_generators():
+            yield
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        # Once the training loader was built, before anything is drawn from it.
+        if self._restore_common is not None and self._module.trainer.training:
+            self._restore_common()
+            self._restore_common = None
+        if isinstance(dataloader, DataLoader) and dataloader.num_workers and dataloader.worker_init_fn is None:
+            # Torch seeds workers by a number that is drawn outside of steps: the same on all ranks.
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.global_rank)
+        return dataloader
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        with self._own_generators():  # users augment in its hooks
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._own_generators():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._own_generators():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._own_generators():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._own_generators():
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        with self._own_generators():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        with self._own_generators():
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
     # Checkpoints
 
     @override
@@ -366,16 +427,10 @@ class FSDP2Strategy(ParallelStrategy):
         is_strict = self._module.strict_loading
         meta = load(path, self._module, optimizers, strict=is_strict, verify=self.verify_checkpoint)
         if is_fitting:
-            self._restore_random = read_random_state(path, self.global_rank, self.world_size)
+            found = read_random_state(path, self.global_rank, self.world_size)
+            self._restore_own, self._restore_common = found
             forget_train_loader(self._module.trainer)
         return meta
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        # Not when loading: the data loader draws its seed in between, as it did before the checkpoint.
-        if self._restore_random is not None:
-            self._restore_random()
-            self._restore_random = None
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -1,11 +1,13 @@
 """What users of Lightning write works under ``FSDP2Strategy`` as under DDP, or is refused."""
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,7 +33,12 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
         return NUM_ROWS
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"number": torch.tensor(index), "x": self.x[index], "y": self.x[index].sum().sin()[None]}
+        return {
+            "number": torch.tensor(index),
+            "drawn": torch.rand(()),
+            "x": self.x[index],
+            "y": self.x[index].sum().sin()[None],
+        }
 
 
 class Plain(pl.LightningModule):
@@ -144,3 +151,79 @@ def test_a_module_without_an_optimizer_is_saved_and_resumed(checkpoint_format: s
     run_ranks(saving, WithoutOptimizer, tmp_path / "half", True)
     run_ranks(partial(train, strategy=settings, resume=tmp_path / "c"), WithoutOptimizer, tmp_path / "resumed", True)
     assert_same(tmp_path / "half", tmp_path / "resumed", 0.0)
+
+
+class GlobalShuffle(torch.utils.data.Sampler[int]):
+    """A sampler as users write it, which Lightning splits over ranks: it draws from the global generators."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(NUM_ROWS).numpy()
+        np.random.shuffle(order)  # noqa: NPY002
+        numbers = order.tolist()
+        random.shuffle(numbers)
+        return iter(numbers)
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+
+class Shuffled(Plain):
+    """Takes rows in an order from the global generators, drops out, and writes down what it saw and drew."""
+
+    def __init__(self, out: Path, num_workers: int = 0) -> None:
+        super().__init__()
+        self.out, self.num_workers = out, num_workers
+        self.dropout = nn.Dropout()
+        self.seen: list[list[int]] = []
+        self.drawn: list[list[float]] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.seen.append([])
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        self.seen[-1] += batch["number"].tolist()
+        self.drawn.append([float(torch.rand(())), np.random.rand(), random.random()])  # noqa: NPY002
+        if self.num_workers:
+            self.drawn[-1] += batch["drawn"].tolist()
+        return nn.functional.mse_loss(self.net(self.dropout(batch["x"])), batch["y"])
+
+    def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+        return {**batch, "x": batch["x"] + 0.1 * torch.randn_like(batch["x"])}
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Rows(), batch_size=4, sampler=GlobalShuffle(), num_workers=self.num_workers)
+
+    def on_train_end(self) -> None:
+        self.out.mkdir(exist_ok=True)
+        torch.save((self.seen, self.drawn), self.out / f"{dist.get_rank()}.pt")
+
+
+def read_seen(folder: Path) -> tuple[list[list[list[int]]], list[Any]]:
+    """Return the rows of each rank and epoch, and what each rank drew in each step."""
+    seen, drawn = zip(*(torch.load(folder / f"{rank}.pt") for rank in range(2)), strict=True)
+    for epoch in zip(*seen, strict=True):
+        assert sorted(number for rank in epoch for number in rank) == list(range(NUM_ROWS))
+    assert not set(np.array(drawn[0]).flat) & set(np.array(drawn[1]).flat)  # by torch, NumPy and Python
+    return list(seen), list(drawn)
+
+
+def test_samplers_on_the_global_generators_lose_no_row_and_go_on_after_a_resume(tmp_path: Path) -> None:
+    for name, options in {
+        "whole": {"max_epochs": 3},
+        "half": {"max_epochs": 2, "save": tmp_path / "c"},
+        "resumed": {"max_epochs": 3, "resume": tmp_path / "c"},
+    }.items():
+        run_ranks(partial(train, **options), partial(Shuffled, tmp_path / f"{name}_seen"), tmp_path / name, True)
+    seen, drawn = read_seen(tmp_path / "whole_seen")
+    resumed_seen, resumed_drawn = read_seen(tmp_path / "resumed_seen")
+    for rank in range(2):
+        assert seen[rank][0] != seen[rank][1]
+        assert resumed_seen[rank][-1] == seen[rank][-1]
+        assert resumed_drawn[rank] == drawn[rank][-len(resumed_drawn[rank]) :]
+    assert_same(tmp_path / "whole", tmp_path / "resumed", 0.0)
+
+
+@pytest.mark.full
+def test_workers_of_two_ranks_draw_other_numbers(tmp_path: Path) -> None:
+    run_ranks(train, partial(Shuffled, tmp_path / "seen", num_workers=1), tmp_path / "out", True)
+    read_seen(tmp_path / "seen")
