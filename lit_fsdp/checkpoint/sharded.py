@@ -169,6 +169,7 @@ def load_checkpoint(
         state_by_name = state[f"optimizer_{i}"]["state"]
         names = (f"{name}.{key}" for name, values in state_by_name.items() for key in values)
         prefix = f"optimizer_{i}.param_groups."
+        _drop_settings_of_schedules(state[f"optimizer_{i}"], optimizer, stored, prefix)
         check_same_groups(path, optimizer, len({k.split(".")[2] for k in stored if k.startswith(prefix)}))
         present = {key.removeprefix(f"optimizer_{i}.state.") for key in stored}
         check_same_optimizer(path, optimizer, (name for name in names if name not in present))
@@ -320,6 +321,19 @@ def replace_folder(path: Path, beside: Path) -> None:
         path.rename(old)
     beside.rename(path)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _drop_settings_of_schedules(
+    state: dict[str, Any], optimizer: Optimizer, stored: Mapping[str, Any], prefix: str
+) -> None:
+    """Leave out what a learning rate schedule has put into groups since, such as ``initial_lr``.
+
+    Lightning's ``LearningRateFinder`` saves before it has a schedule, and loads after.
+    """
+    for number, group in enumerate(state["param_groups"]):
+        for key in group.keys() - optimizer.defaults.keys() - {"params"}:
+            if f"{prefix}{number}.{key}" not in stored:
+                del group[key]
 
 
 def _check_model(path: Path, state: Mapping[str, Any], stored: Mapping[str, Any], *, strict: bool) -> None:

@@ -156,6 +156,13 @@ def broadcast_parameters(model: nn.Module) -> None:
             dist.broadcast(tensor.data, src=0)
 
 
+def reshard(model: nn.Module) -> None:
+    """Let go of all gathered parameters; whatever needs them next gathers them again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def register_steps(root: nn.Module, names: Iterable[str]) -> None:
     """Let these methods of a sharded root gather and reshard like its ``forward``; once, however often it is called."""
     if isinstance(root, FSDPModule) and root not in _WITH_STEPS:  # each registration wraps a method once more

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -32,12 +32,12 @@ from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.buffers import has_statistics_of_ranks, sync_buffers
 from lit_fsdp.sharding.cpu_offload import CPUOffload
-from lit_fsdp.sharding.mesh import Mesh, build_mesh
+from lit_fsdp.sharding.mesh import Mesh, build_mesh, make_module_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.random_state import collect_random_state, own_generators, split_generators
 from lit_fsdp.sharding.settings import PRESETS, Settings
-from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, register_steps
+from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, register_steps, reshard
 from lit_fsdp.sharding.unit_table import print_plan
 from lit_fsdp.sharding.wrap import Unit, Wrap
 from lit_fsdp.strategy.launcher import Launcher
@@ -233,13 +233,14 @@ class FSDP2Strategy(ParallelStrategy):
         self._build_mesh()
 
     def _build_mesh(self) -> None:
-        self.device_mesh = self._module._device_mesh = build_mesh(
+        self.device_mesh = build_mesh(
             self.settings.mesh,
             device_type=self.root_device.type,
             world_size=self.world_size,
             ranks_per_node=self.num_processes,
             timeout_s=self.timeout_s,
         )
+        self._module._device_mesh = make_module_mesh(self.device_mesh)
 
     # From the user's model to shards
 
@@ -283,7 +284,18 @@ class FSDP2Strategy(ParallelStrategy):
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             rebind_optimizers(module, self._real_optimizers)
+            if not module.automatic_optimization:
+                self._reshard_when_toggled(module)
         self.setup_precision_plugin()
+
+    def _reshard_when_toggled(self, module: pl.LightningModule) -> None:
+        # Gathered parameters learn whether they need a gradient when they are gathered, and root units stay gathered.
+        def toggle(name: str, optimizer: Any) -> None:
+            getattr(type(module), name)(module, optimizer)
+            reshard(module)
+
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
+            setattr(module, name, partial(toggle, name))
 
     def _check_accumulation(self) -> None:
         num_micro_batches = count_micro_batches(self._module.trainer)
@@ -325,10 +337,38 @@ class FSDP2Strategy(ParallelStrategy):
             yield
 
     @override
+    def on_train_start(self) -> None:
+        self._check_even("train_dataloader", [self._module.trainer.num_training_batches])
+
+    @override
     def on_validation_start(self) -> None:
+        trainer = self._module.trainer
+        is_short = trainer.sanity_checking
+        self._check_even("val_dataloader", trainer.num_sanity_val_batches if is_short else trainer.num_val_batches)
         sync_buffers(self._module)
 
-    on_test_start = on_predict_start = on_validation_start
+    @override
+    def on_test_start(self) -> None:
+        self._check_even("test_dataloader", self._module.trainer.num_test_batches)
+        sync_buffers(self._module)
+
+    @override
+    def on_predict_start(self) -> None:
+        self._check_even("predict_dataloader", self._module.trainer.num_predict_batches)
+        sync_buffers(self._module)
+
+    def _check_even(self, name: str, num_batches: Sequence[int | float]) -> None:
+        """Refuse loaders of which one rank has more batches: it would wait for others to gather parameters with it."""
+        if self.world_size == 1:
+            return
+        counts: list[Any] = [None] * self.world_size
+        dist.all_gather_object(counts, list(num_batches))
+        for by_rank in zip(*counts, strict=True):
+            if min(by_rank) != max(by_rank):
+                raise ValueError(
+                    f"{name}: got {min(by_rank)} batches on one rank and {max(by_rank)} on another: sharded models "
+                    "need as many on each; leave trainer.use_distributed_sampler on, or cut or pad the longer ones"
+                )
 
     # Which random numbers: this rank's in steps, else those that all ranks have in common
 

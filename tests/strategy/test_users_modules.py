@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 from training import build_trainer
 
@@ -82,7 +84,7 @@ def train(build: Callable[[], pl.LightningModule], out: Path, is_sharded: bool, 
     pl.seed_everything(0, verbose=False)
     module = build()
     saved, resume, own = options.pop("save", None), options.pop("resume", None), options.pop("strategy", {})
-    strategy: Any = FSDP2Strategy(print_plan=False, **own) if is_sharded else DDPStrategy(process_group_backend="gloo")
+    strategy: Any = FSDP2Strategy(print_plan=False, **own) if is_sharded else DDPStrategy(find_unused_parameters=True)
     settings = {"gradient_clip_val": None, "use_distributed_sampler": True, "max_steps": -1, "max_epochs": 2, **options}
     trainer = build_trainer(strategy, **settings)
     trainer.fit(module, ckpt_path=resume)
@@ -227,3 +229,86 @@ def test_samplers_on_the_global_generators_lose_no_row_and_go_on_after_a_resume(
 def test_workers_of_two_ranks_draw_other_numbers(tmp_path: Path) -> None:
     run_ranks(train, partial(Shuffled, tmp_path / "seen", num_workers=1), tmp_path / "out", True)
     read_seen(tmp_path / "seen")
+
+
+class Adversaries(Plain):
+    """Two networks, of which one trains at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def configure_optimizers(self) -> Any:
+        networks = (self.net, self.judge)
+        return [torch.optim.SGD(network.parameters(), lr=0.1) for network in networks], []
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> None:
+        for optimizer, sign in zip(self.optimizers(), (1, -1), strict=True):  # type: ignore[arg-type]
+            self.toggle_optimizer(optimizer)
+            made = self.net(batch["x"])
+            loss = self.judge(batch["y"]).mean() - sign * self.judge(made).mean()
+            self.manual_backward(loss)
+            idle = self.judge if sign > 0 else self.net
+            assert all(p.grad is None for p in idle.parameters()), "a network that does not train got gradients"
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+
+def test_toggled_optimizers_train_one_network_at_a_time(tmp_path: Path) -> None:
+    compare(Adversaries, tmp_path)
+
+
+class WithRate(Plain):
+    """Has a learning rate that can be found."""
+
+    lr = 1e-3
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-4)
+
+
+def find_rate(folder: Path) -> None:
+    finder = LearningRateFinder(num_training_steps=24, early_stop_threshold=None)
+    train(WithRate, folder / "out", True, callbacks=[finder], default_root_dir=folder, max_epochs=8)
+    assert finder.optimal_lr is not None
+    suggested = finder.optimal_lr.suggestion()
+    assert suggested is not None
+    assert suggested != WithRate.lr
+    assert list(folder.glob("*lr_find*")) == []
+
+
+def test_the_learning_rate_finder_restores_the_weights_from_a_folder(tmp_path: Path) -> None:
+    run_ranks(find_rate, tmp_path)
+
+
+class OwnPlan(Plain):
+    """Shards itself as Lightning's ``ModelParallelStrategy`` asks for."""
+
+    def configure_model(self) -> None:
+        if self.device_mesh is None:  # under DDP
+            return
+        for layer in (self.net[0], self.net[2]):
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+def test_code_for_model_parallel_strategy_finds_its_mesh(tmp_path: Path) -> None:
+    compare(OwnPlan, tmp_path)
+
+
+class Uneven(Plain):
+    """Has more rows to validate on the first rank than on the second."""
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Rows(), batch_size=8 + 8 * dist.get_rank())
+
+    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        self.net(batch["x"])
+
+
+def test_uneven_validation_batches_are_refused_instead_of_waiting_for_ever(tmp_path: Path) -> None:
+    refusal = r"val_dataloader: got 2 batches on one rank and 4 on another: .*as many on each"
+    with pytest.raises(RankError, match=refusal):
+        run_ranks(partial(train, use_distributed_sampler=False), Uneven, tmp_path / "out", True, timeout_s=60)
