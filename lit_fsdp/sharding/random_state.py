@@ -52,10 +52,10 @@ def _swap() -> None:
     assert _Streams.waiting is not None
     torch_state, python_state, numpy_generator = _Streams.waiting
     # NumPy's state takes 0.3 ms to read and write, its generator nothing to exchange.
-    _Streams.waiting = torch.get_rng_state(), random.getstate(), np.random.get_bit_generator()
+    _Streams.waiting = torch.get_rng_state(), random.getstate(), np.random.mtrand.get_bit_generator()
     torch.set_rng_state(torch_state)
     random.setstate(python_state)
-    np.random.set_bit_generator(numpy_generator)
+    np.random.mtrand.set_bit_generator(numpy_generator)
     _Streams.is_own = not _Streams.is_own
 
 

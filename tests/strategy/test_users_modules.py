@@ -312,3 +312,61 @@ def test_uneven_validation_batches_are_refused_instead_of_waiting_for_ever(tmp_p
     refusal = r"val_dataloader: got 2 batches on one rank and 4 on another: .*as many on each"
     with pytest.raises(RankError, match=refusal):
         run_ranks(partial(train, use_distributed_sampler=False), Uneven, tmp_path / "out", True, timeout_s=60)
+
+
+class Scaled(Plain):
+    """Has parameters of no dimension, one of its own and one in a child, used and limited as CLIP's are."""
+
+    def __init__(self, is_meta: bool = False) -> None:
+        super().__init__()
+        self.is_meta = is_meta
+        if not is_meta:
+            self.build()
+
+    def build(self) -> None:
+        self.shift = nn.Parameter(torch.tensor(0.5))
+        self.net.scale = nn.Parameter(torch.tensor(1.0))
+
+    def configure_model(self) -> None:
+        if self.is_meta and not hasattr(self, "shift"):
+            with torch.device("meta"):
+                self.build()
+                self.net[0] = nn.Linear(6, 15)
+
+    def configure_weights(self) -> None:
+        with torch.no_grad():
+            self.shift.fill_(0.5)
+            self.net.scale.fill_(1.0)
+            for value in self.net[0].parameters():
+                value.fill_(0.1)
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        with torch.no_grad():
+            self.net.scale.clamp_(min=0.99)
+        return nn.functional.mse_loss(self.net(batch["x"]) * self.net.scale.exp() + self.shift, batch["y"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4, fused=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_of_no_dimension_train_and_resume(world_size: int, tmp_path: Path) -> None:
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
+    compare(Scaled, tmp_path, world_size=world_size, **options)
+    weights = torch.load(tmp_path / "sharded")
+    assert weights["shift"].shape == weights["net.scale"].shape == ()
+    assert 0.97 < weights["net.scale"] < 1.0
+    for checkpoint_format in ("sharded", "single_file"):
+        settings = {**options, "strategy": {"checkpoint_format": checkpoint_format}}
+        checkpoint = tmp_path / f"{checkpoint_format}.ckpt"
+        saving = partial(train, max_epochs=1, save=checkpoint, **settings)
+        run_ranks(saving, Scaled, tmp_path / "half", True, world_size=world_size)
+        resuming = partial(train, resume=checkpoint, **settings)
+        run_ranks(resuming, Scaled, tmp_path / "resumed", True, world_size=world_size)
+        assert_same(tmp_path / "resumed", tmp_path / "sharded", 0.0)
+
+
+@pytest.mark.full
+def test_parameters_of_no_dimension_may_be_built_on_the_meta_device(tmp_path: Path) -> None:
+    run_ranks(train, partial(Scaled, is_meta=True), tmp_path / "out", True)
+    assert 0.0 < float((torch.load(tmp_path / "out")["shift"] - 0.5).abs()) < 0.2
