@@ -190,7 +190,8 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
 
 def list_quantizable(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of a model that could be quantized, by name."""
-    return {n: m for n, m in model.named_modules() if _is_linear(type(m)) or _is_experts(m)}
+    kinds: dict[str, Any] = {name: type(module) for name, module in model.named_modules()}
+    return {n: m for n, m in model.named_modules() if _is_linear(kinds[n]) or _is_experts(m)}
 
 
 def iterate_quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedLayer]]:
@@ -248,7 +249,7 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 @cache
-def _is_linear(kind: type[nn.Module]) -> bool:
+def _is_linear(kind: Any) -> bool:
     """Whether layers of a class do what ``nn.Linear`` does: itself, and subclasses that only write it otherwise.
 
     Falcon's does. Those with a constructor of their own are left alone: they may hold more, or others read them.

@@ -28,12 +28,13 @@ def replicate_scalars(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
                 made[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
             module.register_parameter(name, made[parameter])
         if own:
-            module.__class__ = _read_plainly(type(module), tuple(own))
+            kind: Any = type(module)
+            module.__class__ = _read_plainly(kind, tuple(own))
     return set(made.values())
 
 
 @cache
-def _read_plainly(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _read_plainly(kind: Any, names: tuple[str, ...]) -> Any:
     """Return a class like ``kind``, with attributes that are the plain tensors of these parameters."""
     return type(
         kind.__name__, (kind,), {"__module__": kind.__module__, **{n: property(_make_reader(n)) for n in names}}

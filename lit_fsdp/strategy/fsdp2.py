@@ -29,6 +29,7 @@ from lit_fsdp.checkpoint.manifest import Verify, check_verify
 from lit_fsdp.checkpoint.sharded import load_checkpoint, read_random_state
 from lit_fsdp.checkpoint.single_file import load_single_file
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
+from lit_fsdp.errors import join_names
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.buffers import has_statistics_of_ranks, sync_buffers
 from lit_fsdp.sharding.cpu_offload import CPUOffload
@@ -305,6 +306,11 @@ class FSDP2Strategy(ParallelStrategy):
     def _shard(self, module: pl.LightningModule) -> None:
         assert self.device_mesh is not None
         remember_parameters(module)
+        if limited := [n for n, m in module.named_modules() if getattr(m, "max_norm", None) and hasattr(m, "weight")]:
+            rank_zero.rank_zero_warn(
+                f"max_norm of {join_names(limited)} has no lasting effect: it changes gathered copies of the weights; "
+                "see docs/limits.md"
+            )
         is_shown = self.prints_plan and self.is_global_zero and module.trainer.state.fn == TrainerFn.FITTING
         self.plan = shard_module(
             module,
@@ -464,6 +470,11 @@ class FSDP2Strategy(ParallelStrategy):
         extra = self.extra_state if is_fitting else {}  # an evaluation after fit leaves its state as it is
         load = load_single_file if path.is_file() else partial(load_checkpoint, extra=extra)
         optimizers = self._real_optimizers if is_fitting else []
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+            raise ValueError(
+                f"{path}: a run with LBFGS cannot be resumed: its history belongs to no parameter, so it cannot be "
+                "sharded; start a new run from the weights, or train with another optimizer"
+            )
         is_strict = self._module.strict_loading
         meta = load(path, self._module, optimizers, strict=is_strict, verify=self.verify_checkpoint)
         if is_fitting:

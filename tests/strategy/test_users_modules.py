@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -370,3 +371,45 @@ def test_parameters_of_no_dimension_train_and_resume(world_size: int, tmp_path: 
 def test_parameters_of_no_dimension_may_be_built_on_the_meta_device(tmp_path: Path) -> None:
     run_ranks(train, partial(Scaled, is_meta=True), tmp_path / "out", True)
     assert 0.0 < float((torch.load(tmp_path / "out")["shift"] - 0.5).abs()) < 0.2
+
+
+class SecondOrder(Plain):
+    """Trains with an optimizer that runs the step many times and keeps a history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=3)
+
+
+def test_a_run_with_lbfgs_trains_and_is_not_resumed(tmp_path: Path) -> None:
+    compare(SecondOrder, tmp_path, world_size=1, save=tmp_path / "c.ckpt")
+    with pytest.raises(RankError, match=r"a run with LBFGS cannot be resumed: .* start a new run from the weights"):
+        run_ranks(partial(train, resume=tmp_path / "c.ckpt"), SecondOrder, tmp_path / "resumed", True, world_size=1)
+
+
+class Limited(Plain):
+    """Limits the rows of an embedding, and says what became of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(NUM_ROWS, 6, max_norm=0.1)
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch["x"] + self.table(batch["number"])), batch["y"])
+
+
+def train_limited(out: Path) -> None:
+    with (
+        pytest.warns(UserWarning, match="max_norm of table has no lasting effect")
+        if not dist.get_rank()
+        else nullcontext()
+    ):
+        train(Limited, out, True)
+
+
+def test_embeddings_with_a_maximal_norm_are_warned_about_and_not_limited(tmp_path: Path) -> None:
+    run_ranks(train_limited, tmp_path / "out")
+    assert float(torch.load(tmp_path / "out")["table.weight"].norm(dim=1).min()) > 0.1
