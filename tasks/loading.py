@@ -17,8 +17,10 @@ import xxhash
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lit_fsdp.sharding.random_state import own_generators
 from lit_fsdp.strategy.trainer_settings import refuse_overfit
 
+_NO_BATCH = object()
 PADDING = -1  # stands for "no sample" where the last batch of an evaluation is not full
 
 
@@ -153,7 +155,14 @@ class ResumableLoader(DataLoader[Any]):
     # between.
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         place = self._sampler
-        for batch in super().__iter__():
+        # Its order has a seed of its own, so what else is drawn may differ between ranks: augmentations should.
+        with own_generators():
+            batches = super().__iter__()
+        while True:
+            with own_generators():
+                batch = next(batches, _NO_BATCH)
+            if batch is _NO_BATCH:
+                break
             begin = place.epoch, place.samples_seen
             place.samples_seen += place.global_batch_size
             yield batch if self.annotate is None else self.annotate(batch, begin)

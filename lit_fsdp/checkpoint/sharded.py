@@ -41,7 +41,12 @@ from lit_fsdp.checkpoint.staging import has_gpu_tensors
 from lit_fsdp.checkpoint.untrusted import load_plain, load_state, read_metadata
 from lit_fsdp.errors import join_names
 from lit_fsdp.quantization.layers import iterate_quantized
-from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
+from lit_fsdp.sharding.random_state import (
+    collect_random_state,
+    reseed,
+    restore_common_random_state,
+    restore_random_state,
+)
 
 META = "meta.pt"  # everything that is not a tensor of model or optimizer: plain types, loads with weights_only
 LEAVES_OUT_FROZEN = "leaves_out_frozen"  # in meta: whether frozen parameters are left out
@@ -176,6 +181,7 @@ def load_checkpoint(
         state_by_name = state[f"optimizer_{i}"]["state"]
         names = (f"{name}.{key}" for name, values in state_by_name.items() for key in values)
         prefix = f"optimizer_{i}.param_groups."
+        _drop_settings_of_schedules(state[f"optimizer_{i}"], optimizer, stored, prefix)
         check_same_groups(path, optimizer, len({k.split(".")[2] for k in stored if k.startswith(prefix)}))
         present = {key.removeprefix(f"optimizer_{i}.state.") for key in stored}
         check_same_optimizer(path, optimizer, (name for name in names if name not in present))
@@ -202,20 +208,21 @@ def read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def read_random_state(path: Path, rank: int, world_size: int) -> Callable[[], None]:
-    """Return what makes this rank draw as it would have without the interruption.
+def read_random_state(path: Path, rank: int, world_size: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return what makes this rank draw as it would have without the interruption: in steps, and outside of them.
 
-    Saved by another number of ranks, there is no such thing: then all ranks start generators that depend on the
-    checkpoint and on the rank.
+    Saved by another number of ranks, there is no such thing for steps: then all ranks start generators that depend on
+    the checkpoint and on the rank.
     """
     count = len(list(path.glob(_RANDOM.format(rank="*"))))
     if not count:
-        return lambda: None
+        return (lambda: None), (lambda: None)
     is_same = count == world_size
     file = path / _RANDOM.format(rank=rank if is_same else 0)
     state: dict[str, Any] = {}
     agree(lambda: state.update(load_plain(file, file)))
-    return partial(restore_random_state, state) if is_same else partial(reseed, state, rank)
+    own = partial(restore_random_state, state) if is_same else partial(reseed, state, rank)
+    return own, partial(restore_common_random_state, state)
 
 
 def agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
@@ -304,6 +311,19 @@ def _plain_errors(path: Path) -> Iterator[None]:
     except CheckpointException as error:  # a BaseException: no `except Exception` would see it
         rank, (cause, _) = min(error.failures.items())
         raise RuntimeError(f"{path} could not be written: rank {rank}: {cause}") from error
+
+
+def _drop_settings_of_schedules(
+    state: dict[str, Any], optimizer: Optimizer, stored: Mapping[str, Any], prefix: str
+) -> None:
+    """Leave out what a learning rate schedule has put into groups since, such as ``initial_lr``.
+
+    Lightning's ``LearningRateFinder`` saves before it has a schedule, and loads after.
+    """
+    for number, group in enumerate(state["param_groups"]):
+        for key in group.keys() - optimizer.defaults.keys() - {"params"}:
+            if f"{prefix}{number}.{key}" not in stored:
+                del group[key]
 
 
 def _check_model(path: Path, state: Mapping[str, Any], stored: Mapping[str, Any], *, strict: bool) -> None:

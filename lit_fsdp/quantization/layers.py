@@ -191,7 +191,8 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
 
 def list_quantizable(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of a model that could be quantized, by name."""
-    return {n: m for n, m in model.named_modules() if type(m) is nn.Linear or _is_experts(m)}
+    kinds: dict[str, Any] = {name: type(module) for name, module in model.named_modules()}
+    return {n: m for n, m in model.named_modules() if _is_linear(kinds[n]) or _is_experts(m)}
 
 
 def iterate_quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedLayer]]:
@@ -246,6 +247,25 @@ def _is_named(name: str, patterns: Sequence[str]) -> bool:
 def _is_experts(module: nn.Module) -> bool:
     """Whether Transformers could run it with any of its implementations of experts; seen in 5.23."""
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
+
+
+@cache
+def _is_linear(kind: Any) -> bool:
+    """Whether layers of a class do what ``nn.Linear`` does: itself, and subclasses that only write it otherwise.
+
+    Falcon's does. Those with a constructor of their own are left alone: they may hold more, or others read them.
+    """
+    if kind is nn.Linear or not issubclass(kind, nn.Linear) or kind.__init__ is not nn.Linear.__init__:
+        return kind is nn.Linear
+    weight, x = torch.arange(6.0).view(2, 3) - 2.5, torch.tensor([[1.0, -2.0, 4.0]])
+    for bias in (None, torch.tensor([0.5, -1.5])):
+        with torch.device("cpu"):
+            layer = kind(3, 2, bias=bias is not None)
+        values = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        layer.load_state_dict(values)
+        if not torch.equal(layer(x), nn.functional.linear(x, weight, bias)):
+            return False
+    return True
 
 
 def _is_weight(key: str, parameter: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,6 +51,31 @@ class Mesh:
                 f"started; set replicate={near} shard={world_size // near} or start {needed} ranks"
             )
         return replicate, shard
+
+
+class ModuleMesh(DeviceMesh):
+    """The mesh as a LightningModule sees it, where ``mesh["data_parallel"]`` is all of it.
+
+    So code that was written for Lightning's ``ModelParallelStrategy`` can shard itself.
+    """
+
+    def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
+        if mesh_dim_names == "data_parallel":
+            return self
+        if "tensor_parallel" in (mesh_dim_names, *mesh_dim_names):
+            raise ValueError(
+                'device_mesh["tensor_parallel"]: FSDP2Strategy has no tensor parallelism; its dimensions are '
+                f"{', '.join(self.mesh_dim_names or ())}, and data_parallel for all of them"
+            )
+        return super().__getitem__(mesh_dim_names)
+
+
+def make_module_mesh(mesh: DeviceMesh) -> ModuleMesh:
+    """Return a mesh with the same groups and the names that ``ModuleMesh`` adds."""
+    twin = copy(mesh)
+    twin.__class__ = ModuleMesh
+    assert isinstance(twin, ModuleMesh)
+    return twin
 
 
 def build_mesh(

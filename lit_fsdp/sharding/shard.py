@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from lit_fsdp.sharding.scalars import replicate_scalars
 from lit_fsdp.sharding.wrap import Unit
 
 _WITH_STEPS: WeakSet[nn.Module] = WeakSet()
@@ -111,6 +112,8 @@ def shard_model(
     modules = dict(model.named_modules())
     _check_dtypes(model, plan)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy, "offload_policy": offload_policy}
+    if scalars := replicate_scalars(model, mesh):
+        options["ignored_params"] = scalars
     for unit in sorted(plan, key=_get_depth, reverse=True):
         members = [modules[name] for name in unit.names]
         # Head and root are used at the end of forward and the beginning of backward, nothing comes between.
@@ -154,6 +157,13 @@ def broadcast_parameters(model: nn.Module) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             dist.broadcast(tensor.data, src=0)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of all gathered parameters; whatever needs them next gathers them again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def register_steps(root: nn.Module, names: Iterable[str]) -> None:
@@ -206,6 +216,7 @@ def _check_dtypes(model: nn.Module, plan: Sequence[Unit]) -> None:
     parameters = dict(model.named_parameters())
     for unit in plan:
         trained = {name: parameters[name] for name in unit.parameters if parameters[name].requires_grad}
+        trained = {name: p for name, p in trained.items() if p.ndim}
         first = next(iter(trained), "")
         for name, parameter in trained.items():
             if parameter.dtype != trained[first].dtype:

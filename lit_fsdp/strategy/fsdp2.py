@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,15 +12,17 @@ from weakref import WeakKeyDictionary
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core import rank_zero
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.manifest import Verify, check_verify
@@ -29,27 +31,29 @@ from lit_fsdp.checkpoint.sharded import load_checkpoint, read_random_state
 from lit_fsdp.checkpoint.single_file import load_single_file
 from lit_fsdp.checkpoint.space import DiskSpace
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
+from lit_fsdp.errors import join_names
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.buffers import has_statistics_of_ranks, sync_buffers
 from lit_fsdp.sharding.cpu_offload import CPUOffload
-from lit_fsdp.sharding.mesh import Mesh, build_mesh
+from lit_fsdp.sharding.mesh import Mesh, build_mesh, make_module_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.parallelize import shard_module
-from lit_fsdp.sharding.random_state import collect_random_state, reseed
+from lit_fsdp.sharding.random_state import collect_random_state, own_generators, split_generators
 from lit_fsdp.sharding.settings import PRESETS, Settings
-from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, register_steps
+from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, register_steps, reshard
 from lit_fsdp.sharding.unit_table import print_plan
 from lit_fsdp.sharding.wrap import Unit, Wrap
 from lit_fsdp.strategy.launcher import Launcher
 from lit_fsdp.strategy.lightning_internals import (
     check_monitors,
     forget_train_loader,
-    is_no_optimizer,
+    is_placeholder,
     keep_links,
     watch_monitors,
 )
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.strategy.process_group import init_process_group
+from lit_fsdp.strategy.rebinding import rebind_optimizers, remember_parameters
 from lit_fsdp.strategy.trainer_settings import (
     check_trainer,
     count_checkpoints,
@@ -140,7 +144,9 @@ class FSDP2Strategy(ParallelStrategy):
         )
         self.disk_space: DiskSpace | None = None  # when fit began
         self.checkpoint_folders: list[Path] = []  # where earlier runs of this name have left theirs
-        self._restore_random: Callable[[], None] | None = None  # from a checkpoint, until the first batch
+        # From a checkpoint: until the first step, and until the training loader is there.
+        self._restore_own: Callable[[], None] | None = None
+        self._restore_common: Callable[[], None] | None = None
         self.timeout_s = timeout_s
         self.verify_checkpoint = verify_checkpoint
         self.device_mesh: DeviceMesh | None = None
@@ -155,6 +161,10 @@ class FSDP2Strategy(ParallelStrategy):
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
+
+    @property
+    def _real_optimizers(self) -> list[Optimizer]:
+        return [optimizer for optimizer in self.optimizers if not is_placeholder(optimizer)]
 
     # What Lightning wants to know
 
@@ -244,13 +254,14 @@ class FSDP2Strategy(ParallelStrategy):
         self._build_mesh()
 
     def _build_mesh(self) -> None:
-        self.device_mesh = self._module._device_mesh = build_mesh(
+        self.device_mesh = build_mesh(
             self.settings.mesh,
             device_type=self.root_device.type,
             world_size=self.world_size,
             ranks_per_node=self.num_processes,
             timeout_s=self.timeout_s,
         )
+        self._module._device_mesh = make_module_mesh(self.device_mesh)
 
     # From the user's model to shards
 
@@ -293,11 +304,23 @@ class FSDP2Strategy(ParallelStrategy):
                     "BatchNorm: each rank normalizes by statistics of its own batch; running statistics are averaged "
                     "before an evaluation and a checkpoint"
                 )
-            reseed(collect_random_state(), self.global_rank)  # else dropout would drop the same on all ranks
+            split_generators(self.broadcast(collect_random_state()), self.global_rank)  # see Note [Two streams]
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
+            rebind_optimizers(module, self._real_optimizers)
             self._check_disk(trainer)
+            if not module.automatic_optimization:
+                self._reshard_when_toggled(module)
         self.setup_precision_plugin()
+
+    def _reshard_when_toggled(self, module: pl.LightningModule) -> None:
+        # Gathered parameters learn whether they need a gradient when they are gathered, and root units stay gathered.
+        def toggle(name: str, optimizer: Any) -> None:
+            getattr(type(module), name)(module, optimizer)
+            reshard(module)
+
+        for name in ("toggle_optimizer", "untoggle_optimizer"):
+            setattr(module, name, partial(toggle, name))
 
     def _check_accumulation(self) -> None:
         num_micro_batches = count_micro_batches(self._module.trainer)
@@ -315,6 +338,12 @@ class FSDP2Strategy(ParallelStrategy):
 
     def _shard(self, module: pl.LightningModule) -> None:
         assert self.device_mesh is not None
+        remember_parameters(module)
+        if limited := [n for n, m in module.named_modules() if getattr(m, "max_norm", None) and hasattr(m, "weight")]:
+            rank_zero.rank_zero_warn(
+                f"max_norm of {join_names(limited)} has no lasting effect: it changes gathered copies of the weights; "
+                "see docs/limits.md"
+            )
         is_shown = self.prints_plan and self.is_global_zero and module.trainer.state.fn == TrainerFn.FITTING
         self.plan = shard_module(
             module,
@@ -347,10 +376,95 @@ class FSDP2Strategy(ParallelStrategy):
             yield
 
     @override
+    def on_train_start(self) -> None:
+        self._check_even("train_dataloader", [self._module.trainer.num_training_batches])
+
+    @override
     def on_validation_start(self) -> None:
+        trainer = self._module.trainer
+        is_short = trainer.sanity_checking
+        self._check_even("val_dataloader", trainer.num_sanity_val_batches if is_short else trainer.num_val_batches)
         sync_buffers(self._module)
 
-    on_test_start = on_predict_start = on_validation_start
+    @override
+    def on_test_start(self) -> None:
+        self._check_even("test_dataloader", self._module.trainer.num_test_batches)
+        sync_buffers(self._module)
+
+    @override
+    def on_predict_start(self) -> None:
+        self._check_even("predict_dataloader", self._module.trainer.num_predict_batches)
+        sync_buffers(self._module)
+
+    def _check_even(self, name: str, num_batches: Sequence[int | float]) -> None:
+        """Refuse loaders of which one rank has more batches: it would wait for others to gather parameters with it."""
+        if self.world_size == 1:
+            return
+        counts: list[Any] = [None] * self.world_size
+        dist.all_gather_object(counts, list(num_batches))
+        for by_rank in zip(*counts, strict=True):
+            if min(by_rank) != max(by_rank):
+                raise ValueError(
+                    f"{name}: got {min(by_rank)} batches on one rank and {max(by_rank)} on another: sharded models "
+                    "need as many on each; leave trainer.use_distributed_sampler on, or cut or pad the longer ones"
+                )
+
+    # Which random numbers: this rank's in steps, else those that all ranks have in common
+
+    @contextmanager
+    def _own_generators(self) -> Iterator[None]:
+        # Not when loading: our data loader draws its seed in between, as it did before the checkpoint.
+        if self._restore_own is not None:
+            self._restore_own()
+            self._restore_own = None
+        with own_generators():
+            yield
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        # Once the training loader was built, before anything is drawn from it.
+        if self._restore_common is not None and self._module.trainer.training:
+            self._restore_common()
+            self._restore_common = None
+        if isinstance(dataloader, DataLoader) and dataloader.num_workers and dataloader.worker_init_fn is None:
+            # Torch seeds workers by a number that is drawn outside of steps: the same on all ranks.
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.global_rank)
+        return dataloader
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        with self._own_generators():  # users augment in its hooks
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._own_generators():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._own_generators():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._own_generators():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._own_generators():
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        with self._own_generators():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        with self._own_generators():
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     @override
     def on_validation_end(self) -> None:
@@ -367,7 +481,7 @@ class FSDP2Strategy(ParallelStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        return {} if is_no_optimizer(optimizer) else self._writer.get_optimizer_state(self._module, optimizer)
+        return {} if is_placeholder(optimizer) else self._writer.get_optimizer_state(self._module, optimizer)
 
     @override
     def save_checkpoint(
@@ -395,21 +509,20 @@ class FSDP2Strategy(ParallelStrategy):
         is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         extra = self.extra_state if is_fitting else {}  # an evaluation after fit leaves its state as it is
         load = load_single_file if path.is_file() else partial(load_checkpoint, extra=extra)
-        optimizers = [o for o in self.optimizers if not is_no_optimizer(o)] if is_fitting else []
+        optimizers = self._real_optimizers if is_fitting else []
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+            raise ValueError(
+                f"{path}: a run with LBFGS cannot be resumed: its history belongs to no parameter, so it cannot be "
+                "sharded; start a new run from the weights, or train with another optimizer"
+            )
         is_strict = self._module.strict_loading
         meta = load(path, self._module, optimizers, strict=is_strict, verify=self.verify_checkpoint)
         if is_fitting:
             self._writer.go_on_from(path)
-            self._restore_random = read_random_state(path, self.global_rank, self.world_size)
+            found = read_random_state(path, self.global_rank, self.world_size)
+            self._restore_own, self._restore_common = found
             forget_train_loader(self._module.trainer)
         return meta
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        # Not when loading: the data loader draws its seed in between, as it did before the checkpoint.
-        if self._restore_random is not None:
-            self._restore_random()
-            self._restore_random = None
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -18,11 +18,6 @@ from torch.optim import Optimizer
 from lit_fsdp.errors import describe_unknown_metric
 
 
-def is_no_optimizer(optimizer: Optimizer) -> bool:
-    """Whether it stands for the ``None`` that ``configure_optimizers`` has returned: without parameters or state."""
-    return isinstance(optimizer, _MockOptimizer)
-
-
 def read_logged(trainer: pl.Trainer) -> dict[str, Tensor]:
     """Return what the loop that runs has logged by now, in a step or, at its end, over an epoch.
 
@@ -60,6 +55,11 @@ def forget_train_loader(trainer: pl.Trainer) -> None:
     the run would see rows of the epoch again, and others not at all. To be called when both have happened.
     """
     trainer.fit_loop._combined_loader = None
+
+
+def is_placeholder(optimizer: Optimizer) -> bool:
+    """Whether Lightning put it in the place of the ``None`` that ``configure_optimizers`` returned."""
+    return isinstance(optimizer, _MockOptimizer)
 
 
 def keep_links(trainer: pl.Trainer, skipped: Collection[Path]) -> None:

@@ -7,10 +7,17 @@ import torch
 from models import build_language_model, make_tokens
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp.profiling.flops import FlopCounter
 from lit_fsdp.quantization import layers
-from lit_fsdp.quantization.layers import QuantizedExperts, QuantizedLinear, iterate_quantized, quantize_model
+from lit_fsdp.quantization.layers import (
+    QuantizedExperts,
+    QuantizedLinear,
+    iterate_quantized,
+    list_quantizable,
+    quantize_model,
+)
 from lit_fsdp.quantization.quantize import Quantization, dequantize
 from lit_fsdp.weights.load import init_weights, materialize
 
@@ -82,6 +89,28 @@ def test_names_parts_of_names_and_patterns_are_skipped(skip: list[str], expected
     model = build_language_model("llama", **WIDE)
     quantize_model(model, Quantization(skip_modules=skip))
     assert list_quantized(model) == expected
+
+
+def test_linear_layers_that_are_only_written_otherwise_are_quantized() -> None:
+    """Those of Falcon are of a class of their own."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 67}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("falcon", **sizes))
+    assert any(type(m) is not nn.Linear for m in model.modules() if isinstance(m, nn.Linear))
+    quantize_model(model, Quantization(type="int8"))
+    assert list_quantized(model) == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
+
+
+class Doubled(nn.Linear):
+    """Does something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_layers_that_compute_something_else_are_not() -> None:
+    modules = nn.ModuleDict({"doubled": Doubled(64, 64), "attention": nn.MultiheadAttention(64, 2)})
+    assert list_quantizable(modules) == {}
 
 
 def test_a_name_to_skip_that_is_none_gets_the_nearest() -> None:

@@ -1,0 +1,415 @@
+"""What users of Lightning write works under ``FSDP2Strategy`` as under DDP, or is refused."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+from training import build_trainer
+
+from lit_fsdp import FSDP2Strategy
+from ranks import RankError, run_ranks
+
+NUM_ROWS = 32
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Rows that know their number."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(NUM_ROWS, 6, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {
+            "number": torch.tensor(index),
+            "drawn": torch.rand(()),
+            "x": self.x[index],
+            "y": self.x[index].sum().sin()[None],
+        }
+
+
+class Plain(pl.LightningModule):
+    """What a user writes who has not heard of sharding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(6, 15), nn.Tanh(), nn.Linear(15, 1))
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Rows(), batch_size=NUM_ROWS // dist.get_world_size() // 4)
+
+
+class BuiltEarly(Plain):
+    """Builds its optimizer before sharding, in groups."""
+
+    def __init__(self, build: Callable[..., torch.optim.Optimizer]) -> None:
+        super().__init__()
+        first, last = self.net[0].parameters(), self.net[2].parameters()
+        self.optimizer = build([{"params": first, "lr": 2e-2}, {"params": last}], lr=1e-2)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+def gather(module: nn.Module) -> dict[str, Tensor]:
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, Tensor] = get_model_state_dict(module, options=options)
+    return {name.removeprefix("module."): value for name, value in state.items()}
+
+
+def train(build: Callable[[], pl.LightningModule], out: Path, is_sharded: bool, **options: Any) -> None:
+    """Train on this rank; rank 0 writes the weights. Checkpoints ``save`` and ``resume`` are options."""
+    pl.seed_everything(0, verbose=False)
+    module = build()
+    saved, resume, own = options.pop("save", None), options.pop("resume", None), options.pop("strategy", {})
+    strategy: Any = FSDP2Strategy(print_plan=False, **own) if is_sharded else DDPStrategy(find_unused_parameters=True)
+    settings = {"gradient_clip_val": None, "use_distributed_sampler": True, "max_steps": -1, "max_epochs": 2, **options}
+    trainer = build_trainer(strategy, **settings)
+    trainer.fit(module, ckpt_path=resume)
+    if saved is not None:
+        trainer.save_checkpoint(saved)
+    weights = gather(module)
+    if dist.get_rank() == 0:
+        torch.save(weights, out)
+
+
+def compare(build: Callable[[], pl.LightningModule], folder: Path, *, world_size: int = 2, **options: Any) -> None:
+    """Compare the weights after training with those of DDP."""
+    for name in ("sharded", "ddp"):
+        run_ranks(partial(train, **options), build, folder / name, name == "sharded", world_size=world_size)
+    assert_same(folder / "sharded", folder / "ddp", 2e-5)
+
+
+def assert_same(path: Path, other: Path, tolerance: float) -> None:
+    weights, expected = torch.load(path), torch.load(other)
+    assert weights.keys() == expected.keys()
+    assert max(float((weights[name] - value).abs().max()) for name, value in expected.items()) <= tolerance
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "build",
+    [
+        partial(torch.optim.AdamW, eps=1e-4),
+        pytest.param(partial(torch.optim.Adagrad, initial_accumulator_value=0.1), marks=pytest.mark.full),
+    ],
+    ids=["adamw", "adagrad"],  # that one has state from the beginning
+)
+def test_an_optimizer_built_in_init_trains_the_sharded_parameters(
+    build: Callable[..., torch.optim.Optimizer], world_size: int, tmp_path: Path
+) -> None:
+    module = partial(BuiltEarly, build)
+    compare(module, tmp_path, world_size=world_size)
+    run_ranks(partial(train, max_epochs=1, save=tmp_path / "c"), module, tmp_path / "half", True, world_size=world_size)
+    run_ranks(partial(train, resume=tmp_path / "c"), module, tmp_path / "resumed", True, world_size=world_size)
+    assert_same(tmp_path / "resumed", tmp_path / "sharded", 0.0)
+
+
+class Replaced(BuiltEarly):
+    """Replaces the parameters that its optimizer holds."""
+
+    def configure_model(self) -> None:
+        self.net[2] = nn.Linear(15, 1)
+
+
+def test_an_optimizer_of_parameters_that_the_module_does_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"optimizer 0 \(SGD\) holds a parameter of shape \(1, 15\) that the module"):
+        run_ranks(train, partial(Replaced, torch.optim.SGD), tmp_path / "out", True, world_size=1)
+
+
+class WithoutOptimizer(Plain):
+    """Measures, and trains nothing."""
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("checkpoint_format", ["sharded", "single_file"])
+def test_a_module_without_an_optimizer_is_saved_and_resumed(checkpoint_format: str, tmp_path: Path) -> None:
+    settings = {"checkpoint_format": checkpoint_format}
+    saving = partial(train, strategy=settings, max_epochs=1, save=tmp_path / "c")
+    run_ranks(saving, WithoutOptimizer, tmp_path / "half", True)
+    run_ranks(partial(train, strategy=settings, resume=tmp_path / "c"), WithoutOptimizer, tmp_path / "resumed", True)
+    assert_same(tmp_path / "half", tmp_path / "resumed", 0.0)
+
+
+class GlobalShuffle(torch.utils.data.Sampler[int]):
+    """A sampler as users write it, which Lightning splits over ranks: it draws from the global generators."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(NUM_ROWS).numpy()
+        np.random.shuffle(order)  # noqa: NPY002
+        numbers = order.tolist()
+        random.shuffle(numbers)
+        return iter(numbers)
+
+    def __len__(self) -> int:
+        return NUM_ROWS
+
+
+class Shuffled(Plain):
+    """Takes rows in an order from the global generators, drops out, and writes down what it saw and drew."""
+
+    def __init__(self, out: Path, num_workers: int = 0) -> None:
+        super().__init__()
+        self.out, self.num_workers = out, num_workers
+        self.dropout = nn.Dropout()
+        self.seen: list[list[int]] = []
+        self.drawn: list[list[float]] = []
+
+    def on_train_epoch_start(self) -> None:
+        self.seen.append([])
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        self.seen[-1] += batch["number"].tolist()
+        self.drawn.append([float(torch.rand(())), np.random.rand(), random.random()])  # noqa: NPY002
+        if self.num_workers:
+            self.drawn[-1] += batch["drawn"].tolist()
+        return nn.functional.mse_loss(self.net(self.dropout(batch["x"])), batch["y"])
+
+    def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+        return {**batch, "x": batch["x"] + 0.1 * torch.randn_like(batch["x"])}
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Rows(), batch_size=4, sampler=GlobalShuffle(), num_workers=self.num_workers)
+
+    def on_train_end(self) -> None:
+        self.out.mkdir(exist_ok=True)
+        torch.save((self.seen, self.drawn), self.out / f"{dist.get_rank()}.pt")
+
+
+def read_seen(folder: Path) -> tuple[list[list[list[int]]], list[Any]]:
+    """Return the rows of each rank and epoch, and what each rank drew in each step."""
+    seen, drawn = zip(*(torch.load(folder / f"{rank}.pt") for rank in range(2)), strict=True)
+    for epoch in zip(*seen, strict=True):
+        assert sorted(number for rank in epoch for number in rank) == list(range(NUM_ROWS))
+    assert not set(np.array(drawn[0]).flat) & set(np.array(drawn[1]).flat)  # by torch, NumPy and Python
+    return list(seen), list(drawn)
+
+
+def test_samplers_on_the_global_generators_lose_no_row_and_go_on_after_a_resume(tmp_path: Path) -> None:
+    for name, options in {
+        "whole": {"max_epochs": 3},
+        "half": {"max_epochs": 2, "save": tmp_path / "c"},
+        "resumed": {"max_epochs": 3, "resume": tmp_path / "c"},
+    }.items():
+        run_ranks(partial(train, **options), partial(Shuffled, tmp_path / f"{name}_seen"), tmp_path / name, True)
+    seen, drawn = read_seen(tmp_path / "whole_seen")
+    resumed_seen, resumed_drawn = read_seen(tmp_path / "resumed_seen")
+    for rank in range(2):
+        assert seen[rank][0] != seen[rank][1]
+        assert resumed_seen[rank][-1] == seen[rank][-1]
+        assert resumed_drawn[rank] == drawn[rank][-len(resumed_drawn[rank]) :]
+    assert_same(tmp_path / "whole", tmp_path / "resumed", 0.0)
+
+
+@pytest.mark.full
+def test_workers_of_two_ranks_draw_other_numbers(tmp_path: Path) -> None:
+    run_ranks(train, partial(Shuffled, tmp_path / "seen", num_workers=1), tmp_path / "out", True)
+    read_seen(tmp_path / "seen")
+
+
+class Adversaries(Plain):
+    """Two networks, of which one trains at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def configure_optimizers(self) -> Any:
+        networks = (self.net, self.judge)
+        return [torch.optim.SGD(network.parameters(), lr=0.1) for network in networks], []
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> None:
+        for optimizer, sign in zip(self.optimizers(), (1, -1), strict=True):  # type: ignore[arg-type]
+            self.toggle_optimizer(optimizer)
+            made = self.net(batch["x"])
+            loss = self.judge(batch["y"]).mean() - sign * self.judge(made).mean()
+            self.manual_backward(loss)
+            idle = self.judge if sign > 0 else self.net
+            assert all(p.grad is None for p in idle.parameters()), "a network that does not train got gradients"
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+
+def test_toggled_optimizers_train_one_network_at_a_time(tmp_path: Path) -> None:
+    compare(Adversaries, tmp_path)
+
+
+class WithRate(Plain):
+    """Has a learning rate that can be found."""
+
+    lr = 1e-3
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-4)
+
+
+def find_rate(folder: Path) -> None:
+    finder = LearningRateFinder(num_training_steps=24, early_stop_threshold=None)
+    train(WithRate, folder / "out", True, callbacks=[finder], default_root_dir=folder, max_epochs=8)
+    assert finder.optimal_lr is not None
+    suggested = finder.optimal_lr.suggestion()
+    assert suggested is not None
+    assert suggested != WithRate.lr
+    assert list(folder.glob("*lr_find*")) == []
+
+
+def test_the_learning_rate_finder_restores_the_weights_from_a_folder(tmp_path: Path) -> None:
+    run_ranks(find_rate, tmp_path)
+
+
+class OwnPlan(Plain):
+    """Shards itself as Lightning's ``ModelParallelStrategy`` asks for."""
+
+    def configure_model(self) -> None:
+        if self.device_mesh is None:  # under DDP
+            return
+        for layer in (self.net[0], self.net[2]):
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+def test_code_for_model_parallel_strategy_finds_its_mesh(tmp_path: Path) -> None:
+    compare(OwnPlan, tmp_path)
+
+
+class Uneven(Plain):
+    """Has more rows to validate on the first rank than on the second."""
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Rows(), batch_size=8 + 8 * dist.get_rank())
+
+    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        self.net(batch["x"])
+
+
+def test_uneven_validation_batches_are_refused_instead_of_waiting_for_ever(tmp_path: Path) -> None:
+    refusal = r"val_dataloader: got 2 batches on one rank and 4 on another: .*as many on each"
+    with pytest.raises(RankError, match=refusal):
+        run_ranks(partial(train, use_distributed_sampler=False), Uneven, tmp_path / "out", True, timeout_s=60)
+
+
+class Scaled(Plain):
+    """Has parameters of no dimension, one of its own and one in a child, used and limited as CLIP's are."""
+
+    def __init__(self, is_meta: bool = False) -> None:
+        super().__init__()
+        self.is_meta = is_meta
+        if not is_meta:
+            self.build()
+
+    def build(self) -> None:
+        self.shift = nn.Parameter(torch.tensor(0.5))
+        self.net.scale = nn.Parameter(torch.tensor(1.0))
+
+    def configure_model(self) -> None:
+        if self.is_meta and not hasattr(self, "shift"):
+            with torch.device("meta"):
+                self.build()
+                self.net[0] = nn.Linear(6, 15)
+
+    def configure_weights(self) -> None:
+        with torch.no_grad():
+            self.shift.fill_(0.5)
+            self.net.scale.fill_(1.0)
+            for value in self.net[0].parameters():
+                value.fill_(0.1)
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        with torch.no_grad():
+            self.net.scale.clamp_(min=0.99)
+        return nn.functional.mse_loss(self.net(batch["x"]) * self.net.scale.exp() + self.shift, batch["y"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4, fused=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parameters_of_no_dimension_train_and_resume(world_size: int, tmp_path: Path) -> None:
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
+    compare(Scaled, tmp_path, world_size=world_size, **options)
+    weights = torch.load(tmp_path / "sharded")
+    assert weights["shift"].shape == weights["net.scale"].shape == ()
+    assert 0.97 < weights["net.scale"] < 1.0
+    for checkpoint_format in ("sharded", "single_file"):
+        settings = {**options, "strategy": {"checkpoint_format": checkpoint_format}}
+        checkpoint = tmp_path / f"{checkpoint_format}.ckpt"
+        saving = partial(train, max_epochs=1, save=checkpoint, **settings)
+        run_ranks(saving, Scaled, tmp_path / "half", True, world_size=world_size)
+        resuming = partial(train, resume=checkpoint, **settings)
+        run_ranks(resuming, Scaled, tmp_path / "resumed", True, world_size=world_size)
+        assert_same(tmp_path / "resumed", tmp_path / "sharded", 0.0)
+
+
+@pytest.mark.full
+def test_parameters_of_no_dimension_may_be_built_on_the_meta_device(tmp_path: Path) -> None:
+    run_ranks(train, partial(Scaled, is_meta=True), tmp_path / "out", True)
+    assert 0.0 < float((torch.load(tmp_path / "out")["shift"] - 0.5).abs()) < 0.2
+
+
+class SecondOrder(Plain):
+    """Trains with an optimizer that runs the step many times and keeps a history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=3)
+
+
+def test_a_run_with_lbfgs_trains_and_is_not_resumed(tmp_path: Path) -> None:
+    compare(SecondOrder, tmp_path, world_size=1, save=tmp_path / "c.ckpt")
+    with pytest.raises(RankError, match=r"a run with LBFGS cannot be resumed: .* start a new run from the weights"):
+        run_ranks(partial(train, resume=tmp_path / "c.ckpt"), SecondOrder, tmp_path / "resumed", True, world_size=1)
+
+
+class Limited(Plain):
+    """Limits the rows of an embedding, and says what became of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(NUM_ROWS, 6, max_norm=0.1)
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch["x"] + self.table(batch["number"])), batch["y"])
+
+
+def train_limited(out: Path) -> None:
+    with (
+        pytest.warns(UserWarning, match="max_norm of table has no lasting effect")
+        if not dist.get_rank()
+        else nullcontext()
+    ):
+        train(Limited, out, True)
+
+
+def test_embeddings_with_a_maximal_norm_are_warned_about_and_not_limited(tmp_path: Path) -> None:
+    run_ranks(train_limited, tmp_path / "out")
+    assert float(torch.load(tmp_path / "out")["table.weight"].norm(dim=1).min()) > 0.1
