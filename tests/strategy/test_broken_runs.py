@@ -181,8 +181,8 @@ def test_torchrun_ends_with_that_line(option: str, expected: str) -> None:
     assert lines.pop().startswith(f"error: {expected}")
 
 
-def check_second_failed_alone(first: Ended, second: Ended, cause: str) -> None:
-    assert (first.code, second.code) == (1, 1), first.err + second.err
+def check_second_failed_alone(first: Ended, second: Ended, cause: str, code: int) -> None:
+    assert (first.code, second.code) == (1, code), first.err + second.err
     assert cause in second.err
     assert "Traceback" not in first.err
     assert len(first.errors) == 1
@@ -191,13 +191,13 @@ def check_second_failed_alone(first: Ended, second: Ended, cause: str) -> None:
 
 def test_a_refusal_on_one_rank_ends_the_other_one() -> None:
     ranks = fork_ranks("fit", "--config=run.yaml", "--data.class_path=lone.LoneData")
-    check_second_failed_alone(*ranks, cause="rows do not fill one global batch of 2000")
+    check_second_failed_alone(*ranks, cause="rows do not fill one global batch of 2000", code=2)
     assert len(ranks[1].errors) == 1
 
 
 def test_an_error_of_the_users_code_on_one_rank_ends_the_other_one() -> None:
     ranks = fork_ranks("fit", "--config=run.yaml", "--model.class_path=lone.LoneTask")
-    check_second_failed_alone(*ranks, cause="ValueError: raised by the code of the user")
+    check_second_failed_alone(*ranks, cause="ValueError: raised by the code of the user", code=1)
 
 
 @pytest.mark.full
