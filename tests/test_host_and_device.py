@@ -5,6 +5,7 @@ goes on from there to the same weights.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,11 @@ import torch
 from gpu_cases import CASES, save_start, train_and_go_on
 from stand_in_gpu import TooEarlyError, WrongPlaceError, find_place, run_as_gpus
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from lit_fsdp.checkpoint import single_file
+from lit_fsdp.sharding.mixed_precision import ShardedGradScaler
+from ranks import RankError
 
 
 def add(first: Tensor, second: Tensor) -> None:
@@ -86,3 +92,37 @@ def test_the_stand_in_refuses_what_mixes_and_what_comes_too_early() -> None:
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_run_keeps_host_and_device_apart_and_resumes_exactly(name: str, tmp_path: Path) -> None:
     run_as_gpus(train_and_go_on, save_start(tmp_path / "start", name), name, 0.0, world_size=2)
+
+
+def unscale_too_early(folder: Path, name: str) -> None:
+    unscale = ShardedGradScaler._unscale_grads_
+
+    def copy_first(self: Any, optimizer: Any, inv_scale: Tensor, *rest: Any) -> Any:
+        return unscale(self, optimizer, inv_scale.to("cpu", non_blocking=True), *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedGradScaler, "_unscale_grads_", copy_first)
+        train_and_go_on(folder, name, 0.0)
+
+
+def load_by_torch(folder: Path, name: str) -> None:
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(single_file, "_spread", lambda stored, _: stored)
+        patch.setattr(single_file, "set_model_state_dict", partial(set_model_state_dict, options=options))
+        train_and_go_on(folder, name, 0.0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("body", "name", "message"),
+    [
+        (unscale_too_early, "float16 offloaded, one file", "TooEarlyError"),
+        (load_by_torch, "nf4 offloaded, one file", "Multiple devices found"),
+    ],
+)
+def test_a_run_with_a_known_fault_is_stopped(
+    body: Callable[..., None], name: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RankError, match=message):
+        run_as_gpus(body, save_start(tmp_path / "start", name), name, world_size=2)
