@@ -172,7 +172,7 @@ def test_an_older_checkpoint_is_replaced_whole(tmp_path: Path) -> None:
 def test_a_save_that_fails_keeps_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "last"
     save_stack(path, meta={"epoch": 1})
-    monkeypatch.setattr("lit_fsdp.checkpoint.sharded.to_plain", lambda _: 1 / 0)
+    monkeypatch.setattr("lit_fsdp.checkpoint.sharded.describe_files", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         save_stack(path, meta={"epoch": 2})
     monkeypatch.undo()

@@ -275,20 +275,18 @@ def fail_beside_training(folder: Path) -> None:
     writer.wait()
     assert is_complete(path)
     removed: list[int] = []
-    assert writer.save(path.with_name("next"), {"state_dict": {"weight": _Unsavable()}})
-    writer.remove(lambda: removed.append(1))
-    with pytest.raises(RuntimeError, match="saving a checkpoint beside training failed"):
-        writer.wait()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChecksumFileSystem, "create_stream", fail_to_write)
+        assert writer.save(path.with_name("next"), {"state_dict": {"weight": torch.ones(3)}})
+        writer.remove(lambda: removed.append(1))
+        with pytest.raises(RuntimeError, match="saving a checkpoint beside training failed.*no space left"):
+            writer.wait()
     assert removed == []  # the older one is all there is
     assert not path.with_name("next").exists()
 
 
-class _Unsavable:
-    def __deepcopy__(self, memo: Any) -> "_Unsavable":
-        return self
-
-    def __reduce__(self) -> Any:
-        raise OSError("no space left on this imaginary device")
+def fail_to_write(*_: Any) -> Any:
+    raise OSError("no space left on this imaginary device")
 
 
 def test_an_error_beside_training_surfaces_and_keeps_the_older_checkpoint(tmp_path: Path) -> None:
