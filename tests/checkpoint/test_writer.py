@@ -26,7 +26,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import lit_fsdp.checkpoint.writer as checkpoint_writer
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.checkpoint import manifest
-from lit_fsdp.checkpoint.manifest import Verify, check_files, check_sizes, describe_files, is_complete, write_manifest
+from lit_fsdp.checkpoint.manifest import (
+    ChecksumFileSystem,
+    Verify,
+    check_files,
+    check_sizes,
+    describe_files,
+    is_complete,
+    write_manifest,
+)
 from lit_fsdp.checkpoint.sharded import agree, save_checkpoint
 from lit_fsdp.checkpoint.writer import CheckpointWriter
 from lit_fsdp.sharding.random_state import collect_random_state, reseed, restore_random_state
@@ -279,7 +287,7 @@ def fail_beside_training(folder: Path) -> None:
         patch.setattr(ChecksumFileSystem, "create_stream", fail_to_write)
         assert writer.save(path.with_name("next"), {"state_dict": {"weight": torch.ones(3)}})
         writer.remove(lambda: removed.append(1))
-        with pytest.raises(RuntimeError, match="saving a checkpoint beside training failed.*no space left"):
+        with pytest.raises(RuntimeError, match=r"saving a checkpoint beside training failed.*no space left"):
             writer.wait()
     assert removed == []  # the older one is all there is
     assert not path.with_name("next").exists()
