@@ -204,7 +204,8 @@ def read_meta(path: Path) -> dict[str, Any]:
     """
     meta = load_plain(path / META, path / META)
     if not isinstance(meta, dict):
-        raise ValueError(f"{path / META} holds a {type(meta).__name__}: expected a mapping")  # noqa: TRY004  it is input
+        kind = type(meta).__name__
+        raise ValueError(f"{path / META} holds a {kind}: expected a mapping; choose another checkpoint")  # noqa: TRY004
     return meta
 
 

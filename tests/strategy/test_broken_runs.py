@@ -42,8 +42,8 @@ CONFIGS = {
     ),
     "--trainer.max_steps=-1 --trainer.max_epochs=-1": "model.init_args.lr_scheduler: the run has no end",
     "--ckpt_path=incomplet.ckpt": "ckpt_path: 'incomplet.ckpt' does not exist: did you mean incomplete.ckpt?",
-    "--ckpt_path=incomplete.ckpt": "incomplete.ckpt is no complete checkpoint: complete.json is missing",
-    "--ckpt_path=train.jsonl": "train.jsonl is no checkpoint: expected a folder",
+    "--ckpt_path=incomplete.ckpt": "ckpt_path: incomplete.ckpt is no complete checkpoint: complete.json is missing",
+    "--ckpt_path=train.jsonl": "ckpt_path: train.jsonl is no checkpoint: expected a folder",
 }  # fmt: skip
 
 DATA: dict[str, tuple[str | bytes, str]] = {
