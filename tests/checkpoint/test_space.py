@@ -85,7 +85,7 @@ def test_a_disk_that_gets_full_ends_the_run_with_a_line_and_an_exit_code(tmp_pat
 
 def test_a_disk_without_room_for_one_checkpoint_is_refused_before_the_first_step(tmp_path: Path) -> None:
     ranks, checkpoints = run(tmp_path, [1000])
-    assert [rank.code for rank in ranks] == [1, 1]
+    assert [rank.code for rank in ranks] == [2, 2]
     assert checkpoints == []
     assert "is too full for one: a checkpoint takes 0.00 GiB" in ranks[0].errors[0]
     assert "free 0.06 GiB, set dirpath" in ranks[0].errors[0]

@@ -310,7 +310,7 @@ def test_what_our_code_refuses_while_running_is_one_line_unless_debugging(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = ["fit", "--config=run.yaml", "--model.refusing_rank=all"]
-    assert main(args) == 1
+    assert main(args) == 2
     assert errors_in(capfd.readouterr().err) == [f"error: {REFUSAL}"]
     monkeypatch.setenv("LIT_FSDP_DEBUG", "1")
     with pytest.raises(ValueError, match="expected 1 or more"):
