@@ -309,12 +309,19 @@ def test_one_task_can_be_run_many_times(tmp_path: Path) -> None:
 
 
 def test_ranks_drop_different_units(tmp_path: Path) -> None:
+    drawn: list[torch.Tensor] = []
+
+    class Drawing(CausalLM):
+        def training_step(self, *args: Any) -> Any:
+            drawn.append(torch.rand(4))
+            return super().training_step(*args)
+
     def body() -> None:
         torch.manual_seed(0)
         trainer = build_trainer(FSDP2Strategy(print_plan=False), max_steps=1)
-        trainer.fit(CausalLM(config=TINY), datamodule=make_data(tmp_path))
+        trainer.fit(Drawing(config=TINY), datamodule=make_data(tmp_path))
         draws = [torch.empty(4) for _ in range(2)]
-        torch.distributed.all_gather(draws, torch.rand(4))
+        torch.distributed.all_gather(draws, drawn[0])
         assert not torch.equal(*draws)
 
     run_ranks(body)
