@@ -105,7 +105,7 @@ def test_peft_loads_it_over_the_same_base_with_the_logits_of_the_training_model(
     path = runs.get(name)
     family, _, quantization = RUNS[name]
     exported = export_model(path / "last.ckpt", tmp_path / "out")
-    assert exported.files == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    assert exported.files == ["README.md", "adapter_config.json", "adapter_model.safetensors", "export_manifest.json"]
     base = load_stock(runs.get_base(family), quantization)
     plain = run_model(base)
     model = PeftModel.from_pretrained(base, tmp_path / "out")
