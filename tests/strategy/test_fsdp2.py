@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from training import EVEN, Recorder, Rows, build_task, build_trainer, gather_weights, save_model
 
 from lit_fsdp import ActivationCheckpointing, CPUOffload, FSDP2Strategy, Mesh, MixedPrecision, Sharding, Wrap
-from lit_fsdp.checkpoint import writer as checkpoint_writer
 from lit_fsdp.checkpoint.manifest import is_complete
 from lit_fsdp.sharding.wrap import Unit, plan_units
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision
@@ -151,7 +150,7 @@ def train_until_the_disk_is_full(folder: Path) -> None:
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step == 3:
                 usage = shutil.disk_usage(folder)
-                checkpoint_writer.shutil.disk_usage = lambda _: usage._replace(free=0)  # type: ignore[attr-defined,assignment]
+                shutil.disk_usage = lambda _: usage._replace(free=0)  # type: ignore[assignment]
 
     keeper = ModelCheckpoint(folder / "kept", every_n_train_steps=1, save_last="link")
     trainer = build_trainer(FSDP2Strategy(print_plan=False), callbacks=[Fill(), keeper], enable_checkpointing=True)
