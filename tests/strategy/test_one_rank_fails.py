@@ -57,7 +57,7 @@ class LoneData(TextData):
     def train_dataloader(self):
         loader = super().train_dataloader()
         if self.trainer.lightning_module.place == "worker" and self.trainer.global_rank == 1:
-            return torch.utils.data.DataLoader(Broken(len(loader)), num_workers=1)
+            return torch.utils.data.DataLoader(Broken(2 * len(loader)), num_workers=1)  # for two ranks
         return loader
 """
 
