@@ -453,6 +453,7 @@ def _patch_cuda(index: int, num_devices: int) -> None:
         "is_bf16_supported": lambda *_: True,
         "device": lambda *_: nullcontext(),
         "_is_in_bad_fork": lambda: False,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=none_of, cudaHostUnregister=none_of),
     }
     new |= dict.fromkeys(("set_device", "empty_cache", "set_rng_state", "manual_seed", "manual_seed_all"), nothing)
     new |= dict.fromkeys(("reset_peak_memory_stats", "_lazy_init", "init", "ipc_collect"), nothing)
