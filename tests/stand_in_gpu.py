@@ -50,6 +50,9 @@ class TooEarlyError(RuntimeError):
 class Stream:
     """The copies that somebody waits for who waits for this stream."""
 
+    stream_id = device_index = 0
+    device_type = 1  # what FSDP2 of torch 2.15 hands to an operator that does nothing on CUDA
+
     def __init__(self, *_: Any, **__: Any) -> None:
         self.copies: set[int] = set()
 
