@@ -84,7 +84,8 @@ def test_a_fit_on_the_cpu_starts_no_cuda_but_where_bitsandbytes_is_imported(
     assert all("bitsandbytes/cuda_specs.py" in stack for stack in starts), "\n".join(starts)
 
 
-@pytest.mark.parametrize("way", ["nf4", pytest.param("full", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["nf4", "full"])
 def test_the_command_line_hides_the_gpus_from_all_ranks_of_a_run_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
