@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from lit_fsdp.cli.messages import describe_exception, hide_secrets_in_logs, print_traceback, report_error
+from lit_fsdp.cli.messages import describe_exception, hide_secrets_in_logs, is_refusal, print_traceback, report_error
 from lit_fsdp.errors import ConfigError, is_debugging, suggest
 
 
@@ -122,7 +122,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if line is None or is_debugging():
             raise
         report_error(line)
-        return 2 if isinstance(error, ValueError) else 1  # what the user gave, or what failed
+        return 2 if is_refusal(error) else 1  # what the user gave, or what failed
 
 
 def format_help() -> str:

@@ -76,6 +76,12 @@ def hide_secrets_in_logs() -> None:
     warnings.formatwarning = format_plain_warning
 
 
+def is_refusal(error: BaseException) -> bool:
+    """Whether an error that ``describe_exception`` tells in one line is about what the user gave."""
+    is_misconfigured = any(base.__name__ == "MisconfigurationException" for base in type(error).__mro__)
+    return isinstance(error, ValueError) or is_misconfigured or any(p.search(str(error)) for p in _MONITORS)
+
+
 def describe_exception(error: BaseException, *, trusted: Iterable[str] = ("lit_fsdp",)) -> str | None:
     """Return the one line that tells a user all, or ``None`` where the traceback is needed.
 

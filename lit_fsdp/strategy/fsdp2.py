@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,17 +12,15 @@ from weakref import WeakKeyDictionary
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core import rank_zero
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.manifest import Verify, check_verify
@@ -38,7 +36,7 @@ from lit_fsdp.sharding.cpu_offload import CPUOffload
 from lit_fsdp.sharding.mesh import Mesh, build_mesh, make_module_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.parallelize import shard_module
-from lit_fsdp.sharding.random_state import collect_random_state, own_generators, split_generators
+from lit_fsdp.sharding.random_state import collect_random_state, split_generators
 from lit_fsdp.sharding.settings import PRESETS, Settings
 from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, register_steps, reshard
 from lit_fsdp.sharding.unit_table import print_plan
@@ -53,6 +51,7 @@ from lit_fsdp.strategy.lightning_internals import (
 )
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.strategy.process_group import init_process_group
+from lit_fsdp.strategy.random_streams import RandomStreams
 from lit_fsdp.strategy.rebinding import rebind_optimizers, remember_parameters
 from lit_fsdp.strategy.trainer_settings import (
     check_trainer,
@@ -72,7 +71,7 @@ def get_used_settings(module: pl.LightningModule) -> Settings:
     return _SHARDED_WITH.get(module, Settings())
 
 
-class FSDP2Strategy(ParallelStrategy):
+class FSDP2Strategy(RandomStreams):
     """Shards parameters, gradients and optimizer state with FSDP2 (``fully_shard``).
 
     The LightningModule becomes the root FSDP unit, the modules that ``wrap`` finds become units inside it. Build
@@ -144,9 +143,6 @@ class FSDP2Strategy(ParallelStrategy):
         )
         self.disk_space: DiskSpace | None = None  # when fit began
         self.checkpoint_folders: list[Path] = []  # where earlier runs of this name have left theirs
-        # From a checkpoint: until the first step, and until the training loader is there.
-        self._restore_own: Callable[[], None] | None = None
-        self._restore_common: Callable[[], None] | None = None
         self.timeout_s = timeout_s
         self.verify_checkpoint = verify_checkpoint
         self.device_mesh: DeviceMesh | None = None
@@ -409,63 +405,6 @@ class FSDP2Strategy(ParallelStrategy):
                     "need as many on each; leave trainer.use_distributed_sampler on, or cut or pad the longer ones"
                 )
 
-    # Which random numbers: this rank's in steps, else those that all ranks have in common
-
-    @contextmanager
-    def _own_generators(self) -> Iterator[None]:
-        # Not when loading: our data loader draws its seed in between, as it did before the checkpoint.
-        if self._restore_own is not None:
-            self._restore_own()
-            self._restore_own = None
-        with own_generators():
-            yield
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        # Once the training loader was built, before anything is drawn from it.
-        if self._restore_common is not None and self._module.trainer.training:
-            self._restore_common()
-            self._restore_common = None
-        if isinstance(dataloader, DataLoader) and dataloader.num_workers and dataloader.worker_init_fn is None:
-            # Torch seeds workers by a number that is drawn outside of steps: the same on all ranks.
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.global_rank)
-        return dataloader
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        with self._own_generators():  # users augment in its hooks
-            return super().batch_to_device(batch, device, dataloader_idx)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._own_generators():
-            return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._own_generators():
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        with self._own_generators():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._own_generators():
-            return super().predict_step(*args, **kwargs)
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with self._own_generators():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        with self._own_generators():
-            return super().optimizer_step(optimizer, closure, *args, **kwargs)
-
     @override
     def on_validation_end(self) -> None:
         if self._module.trainer.sanity_checking:
@@ -519,8 +458,7 @@ class FSDP2Strategy(ParallelStrategy):
         meta = load(path, self._module, optimizers, strict=is_strict, verify=self.verify_checkpoint)
         if is_fitting:
             self._writer.go_on_from(path)
-            found = read_random_state(path, self.global_rank, self.world_size)
-            self._restore_own, self._restore_common = found
+            self.restore_random_later(*read_random_state(path, self.global_rank, self.world_size))
             forget_train_loader(self._module.trainer)
         return meta
 

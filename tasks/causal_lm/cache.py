@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 log = logging.getLogger(__name__)
 
-# The last file written, with the digests of all others; a folder without it, or with other contents, is never read.
+# The last file written, with digest and state of the others; a folder without it, or with other contents, is not read.
 COMPLETE = "complete"
 _DIGESTS = "digests.json"
 _BLOCK_BYTES = 1 << 22
@@ -42,30 +42,25 @@ def hash_files(cache_dir: Path, paths: Sequence[Path]) -> list[str]:
     Raises:
         ValueError: One cannot be read.
     """
-    # Anyone may set the size and the time of a change back to what they were, but not the time of a status change.
-    states = [
-        (str(path.resolve()), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
-        for path in paths
-        for s in [path.stat()]
-    ]
+    states = [(str(path.resolve()), *_read_state(path)) for path in paths]
 
     def build(folder: Path) -> None:
-        (folder / _DIGESTS).write_text(json.dumps([_hash_file(path) for path in paths]))
+        (folder / _DIGESTS).write_text(json.dumps([hash_file(path) for path in paths]))
 
     return list(json.loads((build_once(cache_dir / "digests" / make_key(files=states), build) / _DIGESTS).read_text()))
 
 
 def read_digests(folder: Path) -> dict[str, str]:
     """Return what tells the contents of a folder of :func:`build_once` from others: a digest of each file, by name."""
-    return dict(json.loads((folder / COMPLETE).read_text()))
+    return {name: digest for name, (digest, _) in json.loads((folder / COMPLETE).read_text()).items()}
 
 
 def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """Return ``folder``, filled by ``build`` in exactly one of the processes that call this at the same time.
 
     If the one that builds fails, those that waited for it raise the same ``ValueError``. If it is killed, the
-    next one builds. Whoever comes later tries again. A folder that was damaged since is built anew, with a warning;
-    to see that, all of it is read, at several GB/s where it is in memory.
+    next one builds. Whoever comes later tries again. A folder that was damaged since is built anew, with a warning.
+    Files are read again only if something has touched them since they were written, as for a folder that was copied.
 
     Args:
         folder: Must lie on a disk with file locks, shared by all processes that should share the work.
@@ -112,7 +107,8 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
         build(temporary)
-        (temporary / COMPLETE).write_text(json.dumps(_hash_folder(temporary)))
+        written = {name: (hash_file(path), _read_state(path)) for name, path in _list_files(temporary).items()}
+        (temporary / COMPLETE).write_text(json.dumps(written))
         for path in temporary.rglob("*"):
             if path.is_file():
                 _write_through(path)
@@ -127,17 +123,28 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
 def _is_whole(folder: Path) -> bool:
     """Whether all files of a folder are as they were written."""
     try:
-        return read_digests(folder) == _hash_folder(folder)
-    except (OSError, ValueError, TypeError):  # not there, cut, or being replaced just now
+        written, files = json.loads((folder / COMPLETE).read_text()), _list_files(folder)
+        return written.keys() == files.keys() and all(
+            state == _read_state(files[name]) or digest == hash_file(files[name])
+            for name, (digest, state) in written.items()
+        )
+    except (AttributeError, OSError, ValueError, TypeError):  # not there, cut, or being replaced just now
         return False
 
 
-def _hash_folder(folder: Path) -> dict[str, str]:
+def _list_files(folder: Path) -> dict[str, Path]:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / COMPLETE)
-    return {str(path.relative_to(folder)): _hash_file(path) for path in files}
+    return {str(path.relative_to(folder)): path for path in files}
 
 
-def _hash_file(path: Path) -> str:
+def _read_state(path: Path) -> list[int]:
+    """Return what changes with a file. Anyone may set size and time back, but not the time of a status change."""
+    stat = path.stat()
+    return [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def hash_file(path: Path) -> str:
+    """Return a digest of the contents of a file; raise a ``ValueError`` if it cannot be read."""
     digest = xxhash.xxh3_128()
     try:
         with path.open("rb") as file:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from models import Stack
+from torch.distributed.fsdp import fully_shard
 from training import EVEN, TIED, Recorder, Result, Rows, build_task, build_trainer, gather_weights, save_model
 from transformers import AutoModelForCausalLM
 
@@ -108,6 +110,29 @@ def test_a_changed_byte_in_one_file_is_found_on_demand(tmp_path: Path) -> None:
     assert load_single_file(path, model, [], strict=True) == {"epoch": 3}
     with pytest.raises(ValueError, match=r"some\.ckpt is damaged: the checksum of .*/data/\d differs"):
         load_single_file(path, model, [], strict=True, verify="full")
+
+
+def load_what_was_never_stepped(path: Path) -> None:
+    make: Any = lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)  # noqa: E731
+    whole = Stack()
+    whole.last.requires_grad_(requires_grad=False)
+    optimizer = make(whole)
+    whole(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    names = [name for name, _ in whole.named_parameters()]
+    stored = {"state_dict": whole.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+    if torch.distributed.get_rank() == 0:
+        torch.save(stored, path)
+    torch.distributed.barrier()
+    sharded = fully_shard(Stack())
+    own = make(sharded)
+    load_single_file(path, sharded, [own], strict=True)
+    steps = {name: float(own.state[parameter]["step"]) for name, parameter in sharded.named_parameters()}
+    assert steps == {name: 0.0 if name.startswith("last.") else 1.0 for name in names}
+
+
+def test_the_state_of_parameters_that_were_never_stepped_begins_at_zero(tmp_path: Path) -> None:
+    run_ranks(load_what_was_never_stepped, tmp_path / "run.ckpt")
 
 
 def test_one_file_is_not_written_beside_training() -> None:

@@ -37,7 +37,7 @@ def test_a_metric_that_nothing_logs_is_refused_with_the_nearest_and_the_known(
     tmp_path: Path, callback: str, settings: dict[str, object], word: str, num_steps: int
 ) -> None:
     ended = run(tmp_path, callback, **settings)  # type: ignore[arg-type]
-    assert ended.code in (1, 2), ended.err  # 1 where Lightning refuses it
+    assert ended.code == 2, ended.err
     assert len(ended.errors) == 1, ended.err
     assert f"{callback}.monitor: got {settings['monitor']!r}: nothing logs it: {word}" in ended.errors[0]
     assert "/loss" in ended.errors[0].split("nothing logs it")[1]

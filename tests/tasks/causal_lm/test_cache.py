@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from waiting import count_waiting, run_forks, tell_of_waiting, wait_until
 
+from lit_fsdp.tasks.causal_lm import cache
 from lit_fsdp.tasks.causal_lm.cache import COMPLETE, build_once, get_cache_dir, make_key
 
 FORK = multiprocessing.get_context("fork")
@@ -118,3 +119,18 @@ def test_a_key_changes_with_every_fact_and_the_cache_lies_where_it_is_told(
     assert get_cache_dir("here") == Path("here")
     monkeypatch.delenv("LIT_FSDP_CACHE")
     assert get_cache_dir(None) == Path.home() / ".cache" / "lit_fsdp"
+
+
+def test_contents_are_read_again_only_where_something_has_touched_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read = tmp_path / "key", []
+    build_once(folder, lambda inside: [(inside / name).write_text(name) for name in ("one", "two")] and None)
+    whole = cache.hash_file
+    monkeypatch.setattr(cache, "hash_file", lambda path: read.append(path.name) or whole(path))
+    build_once(folder, lambda _: pytest.fail("built again"))
+    assert read == []
+    stat = (folder / "two").stat()
+    os.utime(folder / "two", ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as it was, but for the time of the change
+    build_once(folder, lambda _: pytest.fail("built again"))
+    assert read == ["two"]

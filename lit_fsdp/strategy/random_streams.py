@@ -1,0 +1,90 @@
+"""Which random numbers Lightning's hooks draw: this rank's in steps, else those that all ranks have in common.
+
+See Note [Two streams] in ``lit_fsdp/sharding/random_state.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lit_fsdp.sharding.random_state import own_generators
+
+
+class RandomStreams(ParallelStrategy):
+    """A strategy whose steps draw from the stream of the rank."""
+
+    # From a checkpoint: until the first step, and until the training loader is there.
+    _restore_own: Callable[[], None] | None = None
+    _restore_common: Callable[[], None] | None = None
+
+    def restore_random_later(self, own: Callable[[], None], common: Callable[[], None]) -> None:
+        """Call ``own`` before the first step, and ``common`` when the training loader was built."""
+        self._restore_own, self._restore_common = own, common
+
+    @contextmanager
+    def _own_generators(self) -> Iterator[None]:
+        # Not when loading: our data loader draws its seed in between, as it did before the checkpoint.
+        if self._restore_own is not None:
+            self._restore_own()
+            self._restore_own = None
+        with own_generators():
+            yield
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        # Once the training loader was built, before anything is drawn from it.
+        module = self.lightning_module
+        if self._restore_common is not None and module is not None and module.trainer.training:
+            self._restore_common()
+            self._restore_common = None
+        if isinstance(dataloader, DataLoader) and dataloader.num_workers and dataloader.worker_init_fn is None:
+            # Torch seeds workers by a number that is drawn outside of steps: the same on all ranks.
+            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.global_rank)
+        return dataloader
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        with self._own_generators():  # users augment in its hooks
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._own_generators():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._own_generators():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._own_generators():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._own_generators():
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        with self._own_generators():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        with self._own_generators():
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
