@@ -90,7 +90,7 @@ def claim(path: Path) -> Iterator[None]:
 def is_being_written(path: Path) -> bool:
     """Whether a living process writes this folder or file; in doubt it does."""
     try:
-        file = os.open(path / LOCK if path.is_dir() else path, os.O_RDWR)  # over NFS, only writers may lock
+        file = os.open(path / LOCK if path.is_dir() else path, os.O_RDONLY)
     except FileNotFoundError:
         return path.is_dir() and not any(path.iterdir())
     except OSError:
@@ -98,7 +98,7 @@ def is_being_written(path: Path) -> bool:
     try:
         if not os.fstat(file).st_size:
             return True
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: all ranks look at once
     except OSError:
         return True
     else:

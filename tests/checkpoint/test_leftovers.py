@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -115,6 +116,15 @@ def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".empty.ckpt.incomplete"]
     worker.kill()
     worker.join()
+
+
+def test_ranks_that_look_at_once_see_the_same(tmp_path: Path) -> None:
+    beside = tmp_path / ".a.ckpt.incomplete"
+    beside.mkdir()
+    (beside / LOCK).write_text("the process is gone")
+    with ThreadPoolExecutor(4) as ranks:
+        seen = ranks.map(lambda _: [is_being_written(beside) for _ in range(2000)], range(4))
+    assert not any(any(rank) for rank in seen)
 
 
 def test_where_locks_cannot_be_had_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
