@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -19,6 +20,7 @@ from typing_extensions import override
 
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import EXPORT
+from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.checkpoint.untrusted import refuse_other_forms
 from lit_fsdp.export.adapter import describe_adapters
 from lit_fsdp.export.folder import ADAPTER_CONFIG
@@ -26,7 +28,15 @@ from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.base import Task, refuse_quantized_training
 from lit_fsdp.tasks.lr_schedule import LRSchedule
-from lit_fsdp.weights.base_weights import BASE, CONFIG, LORA, describe_base, fetch_pretrained, get_pretrained_folder
+from lit_fsdp.weights.base_weights import (
+    BASE,
+    CONFIG,
+    LORA,
+    describe_base,
+    fetch_pretrained,
+    get_pretrained_folder,
+    is_base,
+)
 from lit_fsdp.weights.load import init_weights, load_weights
 from lit_fsdp.weights.prequantized import read_quantization
 
@@ -258,16 +268,19 @@ def check_adapters(
     Warns of adapters that were trained over other roundings of the model.
     """
     if BASE in checkpoint and pretrained is not None:
-        stored, own = checkpoint[BASE], describe_base(pretrained, quantization)
-        if stored["fingerprint"] != own["fingerprint"]:
+        stored, own = checkpoint[BASE], None if quantization is None else asdict(quantization)
+        name, fingerprint = stored["name"], str(stored["fingerprint"])
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        # One rank reads all files, for all.
+        if not agree(lambda: not is_first or is_base(fingerprint, get_pretrained_folder(pretrained)))[0]:
             raise ValueError(
-                f"pretrained: got {pretrained!r}: the checkpoint holds adapters of {stored['name']!r}, whose weights "
+                f"pretrained: got {pretrained!r}: the checkpoint holds adapters of {name!r}, whose weights "
                 "are other ones; set pretrained to that model"
             )
-        if stored["quantization"] != own["quantization"]:
+        if stored["quantization"] != own:
             rank_zero_warn(
                 f"quantization: the adapters of the checkpoint were trained with {stored['quantization']}, this run "
-                f"has {own['quantization']}: losses will differ"
+                f"has {own}: losses will differ"
             )
     if LORA not in checkpoint or lora is None:
         return

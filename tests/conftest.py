@@ -16,6 +16,7 @@ os.environ.update(
     HF_DATASETS_OFFLINE="1",
     HF_HOME=_CACHE.name,
     HF_HUB_OFFLINE="1",
+    LIT_FSDP_CACHE=f"{_CACHE.name}/lit_fsdp",
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",  # its threads do not survive the fork of the ranks
 )

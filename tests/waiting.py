@@ -29,7 +29,7 @@ def tell_of_waiting(folder: Path) -> None:
             if record.getMessage().startswith("waiting for another process"):
                 (folder / f"{os.getpid()}.waits").touch()
 
-    log = logging.getLogger("lit_fsdp.tasks.causal_lm.cache")
+    log = logging.getLogger("lit_fsdp.cache")
     log.setLevel(logging.INFO)
     log.addHandler(Tell())
 

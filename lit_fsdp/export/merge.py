@@ -27,10 +27,9 @@ from lit_fsdp.errors import join_names
 from lit_fsdp.export.position_embeddings import ResizedCheckpoint
 from lit_fsdp.quantization.layers import iterate_quantized, quantize_model
 from lit_fsdp.quantization.quantize import Quantization, requantize
-from lit_fsdp.weights.base_weights import BASE, LORA, fetch_pretrained, get_pretrained_folder
+from lit_fsdp.weights.base_weights import BASE, LORA, fetch_pretrained, get_pretrained_folder, is_base
 from lit_fsdp.weights.convert import convert_rows, plan_conversions
 from lit_fsdp.weights.prequantized import QuantizedFiles
-from lit_fsdp.weights.safetensors_io import compute_fingerprint
 
 
 class BaseWeights:
@@ -169,7 +168,7 @@ def open_base(checkpoint: StoredCheckpoint, base: str | None) -> Path:
     name = base or str(trained)
     fetch_pretrained(name, "base")
     folder = get_pretrained_folder(name)
-    if compute_fingerprint(folder) != fingerprint:
+    if not is_base(fingerprint, folder):
         raise ValueError(
             f"base: got {name!r}: its weights are not those of {trained!r} that the adapters were trained over; set "
             "base to a copy of that model"

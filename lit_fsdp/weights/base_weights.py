@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from lit_fsdp.errors import nearest
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.weights.safetensors_io import compute_fingerprint
+from lit_fsdp.weights.safetensors_io import FULL, compute_fingerprint, sample_fingerprint
 
 BASE = "base"  # in the metadata of a checkpoint: the model below its adapters
 LORA = "lora"  # there too: the settings of the adapters
@@ -20,6 +21,8 @@ IMAGE_SIZE = "image_size"  # there too: height and width to which position embed
 WEIGHTS = ("model*.safetensors", "*.json")  # the files of a model, without copies in other layouts
 CONFIG = ("config.json",)
 PROCESSOR = ("preprocessor_config.json", "processor_config.json", "config.json")  # how it wants its images
+
+log = logging.getLogger(__name__)
 
 
 def fetch_pretrained(pretrained: str, setting: str = "pretrained", patterns: Sequence[str] = WEIGHTS) -> None:
@@ -62,6 +65,14 @@ def describe_base(pretrained: str, quantization: Quantization | None) -> dict[st
         "fingerprint": compute_fingerprint(get_pretrained_folder(pretrained)),
         "quantization": None if quantization is None else asdict(quantization),
     }
+
+
+def is_base(fingerprint: str, folder: Path) -> bool:
+    """Whether a model has the weights that ``describe_base`` has seen."""
+    if fingerprint.startswith(FULL):
+        return compute_fingerprint(folder) == fingerprint
+    log.warning("%s: compared by samples of its weights only: the checkpoint is of an earlier release", folder)
+    return sample_fingerprint(folder) == fingerprint
 
 
 def _is_meant_locally(pretrained: str) -> bool:

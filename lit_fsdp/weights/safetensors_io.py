@@ -8,28 +8,35 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 # Private, seen in safetensors 0.8: what its names of dtypes mean.
 from safetensors.torch import _TYPES
 from torch import Tensor
 
+from lit_fsdp.cache import CacheFolderError, compute_once, get_cache_dir
 from lit_fsdp.weights.file_names import check_names, join_name
 
 DTYPES: dict[str, torch.dtype] = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # What is read at once where it cannot be read into place: small beside a model, large enough for any disk.
 MAX_BLOCK_BYTES = 32 * 2**20
+FULL = "xxh3:"  # before a fingerprint of all values
 _SAMPLE_BYTES = 4 * 2**10
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +137,20 @@ def split_rows(begin: int, end: int, row_bytes: int) -> Iterator[tuple[int, int]
 
 
 def compute_fingerprint(folder: Path) -> str:
-    """Return a digest that tells models apart: of names, shapes and dtypes, and of samples of the values.
+    """Return a digest that tells models apart: of names, shapes, dtypes and all values, however files divide them.
 
-    Reads a row or about 4 KiB from the middle of each tensor, so it is quick for a model of any size.
+    Every file is read in full once; a digest of each tensor is kept in the cache folder until the file changes.
     """
+    tensors = TensorFiles(folder).tensors
+    found: dict[str, str] = {}
+    for path in sorted({tensor.path for tensor in tensors.values()}):
+        found |= _hash_once(path)
+    lines = (f"{name} {t.shape} {t.dtype} {found[name]}\n" for name, t in sorted(tensors.items()))
+    return FULL + xxhash.xxh3_128("".join(lines).encode()).hexdigest()
+
+
+def sample_fingerprint(folder: Path) -> str:
+    """Return what checkpoints of earlier releases hold as the fingerprint: it knows a few values of each tensor."""
     digest = hashlib.sha256()
     with TensorFiles(folder) as files:
         for name in sorted(files.tensors):
@@ -144,6 +161,32 @@ def compute_fingerprint(folder: Path) -> str:
             if tensor.shape and 0 < tensor.row_bytes <= MAX_BLOCK_BYTES:
                 digest.update(files.read_rows(name, begin, begin + num_rows).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _hash_once(path: Path) -> dict[str, str]:
+    compute = partial(_hash_tensors, path)
+    try:
+        return dict(compute_once(get_cache_dir(None), "tensors", [path], compute))
+    except (OSError, CacheFolderError) as error:  # a full or read-only disk: what is kept only saves time
+        log.warning("%s: its digest cannot be kept, and is computed each time: %s", path, error)
+        return compute()
+
+
+def _hash_tensors(path: Path) -> dict[str, str]:
+    """Return a digest of the bytes of each tensor in a file, read from its begin to its end."""
+    found = {}
+    with path.open("rb", buffering=0) as file:
+        for name, tensor in sorted(_read_header(path).items(), key=lambda item: item[1].begin):
+            digest, left = xxhash.xxh3_128(), tensor.num_rows * tensor.row_bytes
+            file.seek(tensor.begin)
+            while left:
+                block = file.read(min(left, MAX_BLOCK_BYTES))
+                if not block:
+                    raise ValueError(f"{path}: ends inside {name}: it was changed while it was read")
+                digest.update(block)
+                left -= len(block)
+            found[name] = digest.hexdigest()
+    return found
 
 
 def _list_files(folder: Path) -> dict[Path, list[str]]:

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
+from lit_fsdp.cache import build_once, get_cache_dir, hash_files, make_key, read_digests
 from lit_fsdp.tasks.causal_lm.batches import (
     Batch,
     DocumentRows,
@@ -22,7 +23,6 @@ from lit_fsdp.tasks.causal_lm.batches import (
     PromptRows,
     stack_rows,
 )
-from lit_fsdp.tasks.causal_lm.cache import build_once, get_cache_dir, hash_files, make_key, read_digests
 from lit_fsdp.tasks.causal_lm.rows import Format, LossOn, Row, RowError, RowFormat, list_texts, parse_row
 from lit_fsdp.tasks.causal_lm.sources import Part, Source, TxtDocuments, check_source, list_parts, read_parts
 from lit_fsdp.tasks.causal_lm.tokenizer import (

@@ -24,9 +24,9 @@ from lit_fsdp.tasks.pretrained import check_adapters, read_tokenizer_files
 from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig
 from lit_fsdp.tasks.tts.families.model_types import parse_family
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
-from lit_fsdp.weights.base_weights import BASE, LORA, describe_base
+from lit_fsdp.weights.base_weights import BASE, LORA, describe_base, is_base
 from lit_fsdp.weights.load import materialize
-from lit_fsdp.weights.safetensors_io import TensorFiles, compute_fingerprint
+from lit_fsdp.weights.safetensors_io import TensorFiles
 
 SPEECH = "speech"
 GENERATION = "generation_config.json"
@@ -184,7 +184,7 @@ def _open_base(name: str, stored: StoredCheckpoint) -> Path:
     folder = find_speech_model(name)
     with refuse_other_forms():
         trained, fingerprint = stored.meta[BASE]["name"], stored.meta[BASE]["fingerprint"]
-    if compute_fingerprint(folder) != fingerprint:
+    if not is_base(fingerprint, folder):
         raise ValueError(
             f"base: got {name!r}: its weights are not those of {trained!r} that the adapters were "
             "trained over; set base to a copy of that model"

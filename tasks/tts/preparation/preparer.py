@@ -168,7 +168,7 @@ def _load_encoder(name: str, device: str) -> SpeakerEncoder | None:
 
 
 def _describe_folder(folder: Path) -> str:
-    """Return a digest of the configuration and samples of all tensors: quick, and other for any other training."""
+    """Return a digest of the configuration and all tensors."""
     read_raw_config(folder)  # says what is wrong with it
     digest = hashlib.sha256((folder / CONFIG).read_bytes())
     digest.update(compute_fingerprint(folder).encode())

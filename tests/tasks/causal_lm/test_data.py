@@ -14,8 +14,8 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule, Trainer
 from waiting import count_waiting, run_forks, tell_of_waiting, wait_until
 
+from lit_fsdp.cache import COMPLETE, read_digests
 from lit_fsdp.tasks.causal_lm import tokens
-from lit_fsdp.tasks.causal_lm.cache import COMPLETE, read_digests
 from lit_fsdp.tasks.causal_lm.data import TextData
 from lit_fsdp.tasks.causal_lm.tokenizer import TrainTokenizer, train_tokenizer
 

@@ -20,10 +20,15 @@ from filelock import FileLock, Timeout
 
 log = logging.getLogger(__name__)
 
+
 # The last file written, with digest and state of the others; a folder without it, or with other contents, is not read.
 COMPLETE = "complete"
-_DIGESTS = "digests.json"
+_FOUND = "found.json"
 _BLOCK_BYTES = 1 << 22
+
+
+class CacheFolderError(ValueError):
+    """The folder cannot be made."""
 
 
 def get_cache_dir(cache_dir: str | None) -> Path:
@@ -42,12 +47,24 @@ def hash_files(cache_dir: Path, paths: Sequence[Path]) -> list[str]:
     Raises:
         ValueError: One cannot be read.
     """
-    states = [(str(path.resolve()), *_read_state(path)) for path in paths]
+    return list(compute_once(cache_dir, "digests", paths, lambda: [hash_file(path) for path in paths]))
+
+
+def compute_once(cache_dir: Path, name: str, paths: Sequence[Path], compute: Callable[[], Any]) -> Any:
+    """Return what ``compute`` finds in files: by one process, and again only after one of them has changed.
+
+    Args:
+        cache_dir: Where it is kept.
+        name: What it is, a folder there.
+        paths: The files.
+        compute: Its result must be JSON.
+    """
+    states = [(str(path.resolve()), *read_state(path)) for path in paths]
 
     def build(folder: Path) -> None:
-        (folder / _DIGESTS).write_text(json.dumps([hash_file(path) for path in paths]))
+        (folder / _FOUND).write_text(json.dumps(compute()))
 
-    return list(json.loads((build_once(cache_dir / "digests" / make_key(files=states), build) / _DIGESTS).read_text()))
+    return json.loads((build_once(cache_dir / name / make_key(files=states), build) / _FOUND).read_text())
 
 
 def read_digests(folder: Path) -> dict[str, str]:
@@ -71,7 +88,7 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:  # a file is in its place, or it may not be written to
-        raise ValueError(f"cache_dir: cannot make the folder {folder.parent}: {error.strerror}") from error
+        raise CacheFolderError(f"cache_dir: cannot make the folder {folder.parent}: {error.strerror}") from error
     failure = folder.with_name(f"{folder.name}.failed")
     known_failure = _read_failure(failure)
     with _locked(folder):
@@ -107,7 +124,7 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".tmp", dir=folder.parent))
     try:
         build(temporary)
-        written = {name: (hash_file(path), _read_state(path)) for name, path in _list_files(temporary).items()}
+        written = {name: (hash_file(path), read_state(path)) for name, path in _list_files(temporary).items()}
         (temporary / COMPLETE).write_text(json.dumps(written))
         for path in temporary.rglob("*"):
             if path.is_file():
@@ -125,7 +142,7 @@ def _is_whole(folder: Path) -> bool:
     try:
         written, files = json.loads((folder / COMPLETE).read_text()), _list_files(folder)
         return written.keys() == files.keys() and all(
-            state == _read_state(files[name]) or digest == hash_file(files[name])
+            state == read_state(files[name]) or digest == hash_file(files[name])
             for name, (digest, state) in written.items()
         )
     except (AttributeError, OSError, ValueError, TypeError):  # not there, cut, or being replaced just now
@@ -137,7 +154,7 @@ def _list_files(folder: Path) -> dict[str, Path]:
     return {str(path.relative_to(folder)): path for path in files}
 
 
-def _read_state(path: Path) -> list[int]:
+def read_state(path: Path) -> list[int]:
     """Return what changes with a file. Anyone may set size and time back, but not the time of a status change."""
     stat = path.stat()
     return [stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from waiting import count_waiting, run_forks, tell_of_waiting, wait_until
 
-from lit_fsdp.tasks.causal_lm import cache
-from lit_fsdp.tasks.causal_lm.cache import COMPLETE, build_once, get_cache_dir, make_key
+from lit_fsdp import cache
+from lit_fsdp.cache import COMPLETE, build_once, get_cache_dir, make_key
 
 FORK = multiprocessing.get_context("fork")
 
