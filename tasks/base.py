@@ -317,7 +317,10 @@ class Task(LightningModule):
                 f"lr_scheduler: {warmup} warm-up steps in a run of {int(num_steps)}: it ends before the peak"
             )
         factor = partial(settings.compute_factor, num_warmup_steps=warmup, num_steps=int(num_steps))
-        return ConfiguredLR(optimizer, factor)
+        shape: dict[str, str | float] = {"lr_scheduler.type": settings.type, "warm-up steps": warmup}
+        if settings.type != "constant":
+            shape |= {"steps of the run": num_steps, "lr_scheduler.min_lr_rate": settings.min_lr_rate}
+        return ConfiguredLR(optimizer, factor, shape)
 
     # Checkpoints
 

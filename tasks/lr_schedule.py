@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
+
+from lit_fsdp.strategy.run_settings import is_same, warn_of_changes
 
 _HYPERPARAMETERS = ("weight_decay", "betas", "eps", "fused")  # of any of our optimizers
 
@@ -69,9 +70,15 @@ class ConfiguredLR(LambdaLR):
     Args:
         optimizer: Whose groups have the configured settings.
         factor: What the learning rates are multiplied with, by step.
+        shape: What makes the factor, to be compared with that of the checkpoint.
     """
 
-    def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
+    keeps_configuration = True
+
+    def __init__(
+        self, optimizer: Optimizer, factor: Callable[[int], float], shape: Mapping[str, str | float] | None = None
+    ) -> None:
+        self.shape = dict(shape or {})
         self._configured = [{n: group[n] for n in _HYPERPARAMETERS if n in group} for group in optimizer.param_groups]
         super().__init__(optimizer, factor)
 
@@ -84,11 +91,14 @@ class ConfiguredLR(LambdaLR):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the step of a checkpoint. The optimizer has to be loaded before."""
         configured = self.base_lrs
-        changes: dict[str, str] = {}
+        own: dict[str, Any] = dict(self.shape)
         super().load_state_dict(state_dict)
-        for saved, rate in zip(self.base_lrs, configured, strict=True):
-            if saved != rate:
-                changes.setdefault("learning_rate", f"{saved:g} -> {rate:g}")
+        saved = dict(state_dict.get("shape", {}))
+        self.shape = dict(own)
+        for before, rate in zip(self.base_lrs, configured, strict=True):
+            if before != rate:
+                saved.setdefault("optimizer.learning_rate", before)
+                own.setdefault("optimizer.learning_rate", rate)
         self.base_lrs = configured
         self._last_lr = [
             base * factor(self.last_epoch) for base, factor in zip(configured, self.lr_lambdas, strict=True)
@@ -97,15 +107,14 @@ class ConfiguredLR(LambdaLR):
             self.optimizer.param_groups, self._configured, configured, self._last_lr, strict=True
         ):
             for name, value in settings.items():
-                if _as_list(group[name]) != _as_list(value):
-                    changes.setdefault(name, f"{group[name]} -> {value}")
+                if not is_same(group[name], value):
+                    saved.setdefault(f"optimizer.{name}", group[name])
+                    own.setdefault(f"optimizer.{name}", value)
             is_moved = group.get("fused") != settings.get("fused")
             group.update(settings, initial_lr=base, lr=rate)
             if is_moved:
                 _place_counters(self.optimizer, group)
-        if changes:
-            found = ", ".join(f"{name} {change}" for name, change in changes.items())
-            rank_zero_warn(f"resume: optimizer settings differ from those of the checkpoint, and are used: {found}")
+        warn_of_changes(saved, own)
 
 
 def _place_counters(optimizer: Optimizer, group: dict[str, Any]) -> None:
@@ -114,7 +123,3 @@ def _place_counters(optimizer: Optimizer, group: dict[str, Any]) -> None:
         state = optimizer.state.get(parameter, {})
         if isinstance(state.get("step"), Tensor):
             state["step"] = state["step"].to(parameter.device if group["fused"] else "cpu")
-
-
-def _as_list(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple | list) else value

@@ -53,6 +53,7 @@ from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precisi
 from lit_fsdp.strategy.process_group import init_process_group
 from lit_fsdp.strategy.random_streams import RandomStreams
 from lit_fsdp.strategy.rebinding import rebind_optimizers, remember_parameters
+from lit_fsdp.strategy.run_settings import RUN_SETTINGS, collect_run_settings, warn_of_changes
 from lit_fsdp.strategy.trainer_settings import (
     check_trainer,
     count_checkpoints,
@@ -145,6 +146,7 @@ class FSDP2Strategy(RandomStreams):
         self.checkpoint_folders: list[Path] = []  # where earlier runs of this name have left theirs
         self.timeout_s = timeout_s
         self.verify_checkpoint = verify_checkpoint
+        self._saved_settings: dict[str, Any] = {}  # of the run that saved the checkpoint
         self.device_mesh: DeviceMesh | None = None
         self.plan: list[Unit] = []
 
@@ -373,7 +375,11 @@ class FSDP2Strategy(RandomStreams):
 
     @override
     def on_train_start(self) -> None:
-        self._check_even("train_dataloader", [self._module.trainer.num_training_batches])
+        trainer = self._module.trainer
+        self._check_even("train_dataloader", [trainer.num_training_batches])
+        if self._saved_settings:  # compared here, as the loader is there
+            warn_of_changes(self._saved_settings, collect_run_settings(trainer, self.settings.mixed_precision))
+            self._saved_settings = {}
 
     @override
     def on_validation_start(self) -> None:
@@ -428,8 +434,10 @@ class FSDP2Strategy(RandomStreams):
     ) -> None:
         if storage_options is not None:
             raise TypeError("storage_options: FSDP2Strategy writes folders with torch.distributed.checkpoint")
+        trainer = self._module.trainer
+        checkpoint[RUN_SETTINGS] = collect_run_settings(trainer, self.settings.mixed_precision)
         self._writer.save(Path(self.broadcast(str(filepath))), checkpoint)
-        if self._module.trainer.state.finished:  # the user saves, after the run has waited for earlier saves
+        if trainer.state.finished:  # the user saves, after the run has waited for earlier saves
             self._writer.close()
 
     @override
@@ -458,6 +466,7 @@ class FSDP2Strategy(RandomStreams):
         meta = load(path, self._module, optimizers, strict=is_strict, verify=self.verify_checkpoint)
         if is_fitting:
             self._writer.go_on_from(path)
+            self._saved_settings = meta.get(RUN_SETTINGS, {})
             self.restore_random_later(*read_random_state(path, self.global_rank, self.world_size))
             forget_train_loader(self._module.trainer)
         return meta
