@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -14,7 +16,9 @@ from typing import Any
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from lit_fsdp.cache import hash_file, read_state
 from lit_fsdp.checkpoint.manifest import describe_files
+from lit_fsdp.errors import join_names
 from lit_fsdp.export.out_folder import lock_out
 from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow, read_manifest
 from lit_fsdp.tasks.tts.preparation.prepared import PLAN, SUMMARY, ShardFormat, write_shard, write_text
@@ -24,6 +28,8 @@ from lit_fsdp.weights.file_names import join_name
 
 REJECTS = "rejects.jsonl"
 _LOCK = ".prepare.lock"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +86,9 @@ def prepare_shards(
     with lock_out(out, out / _LOCK):
         _check_plan(out, rows, preparer, rows_per_shard=rows_per_shard, shard_format=shard_format)
         paths = [out / f"shard-{i:05}.{shard_format}" for i in range(len(shards))]
-        missing = [i for i, path in enumerate(paths) if not _is_whole(path)]
+        missing = [i for i, path in enumerate(paths) if not _is_whole(path, shards[i])]
+        if missing:  # until they are there, the folder must not look finished
+            (out / SUMMARY).unlink(missing_ok=True)
         jobs = [(preparer, shards[i], paths[i]) for i in missing]
         num_rows = len(rows) - sum(len(shards[i]) for i in missing)
         with tqdm(total=len(rows), initial=num_rows, desc="preparing", unit=" clips", disable=not show_progress) as bar:
@@ -91,13 +99,18 @@ def prepare_shards(
 
 def prepare_shard(preparer: Preparer, rows: Sequence[ManifestRow], path: Path) -> int:
     """Prepare the lines of one shard and write it, what was rejected beside it; return how many lines there were."""
+    # Before they are decoded: what is replaced in between is found by a resume.
+    inputs = {}
+    for name, file in _list_inputs(rows).items():
+        with suppress(OSError, ValueError):  # may not be read; its line is rejected
+            inputs[name] = (read_state(file), hash_file(file))
     good, rejected = preparer(rows)
     path.unlink(missing_ok=True)
     if good:
         write_shard(path, good)
     summary = {"num_rows": len(good), "seconds": sum(row.seconds for row in good)}
     files = describe_files([path] if good else [])
-    text = {**summary, "rejected": [asdict(r) for r in rejected], "files": files}
+    text = {**summary, "rejected": [asdict(r) for r in rejected], "files": files, "inputs": inputs}
     write_text(_name_summary(path), json.dumps(text, ensure_ascii=False))  # last: it says what is complete
     return len(rows)
 
@@ -129,14 +142,39 @@ def _name_summary(path: Path) -> Path:
     return path.with_name(f".{path.stem}.json")
 
 
-def _is_whole(path: Path) -> bool:
-    """Tell whether a shard is as it was written, byte for byte; one without good rows is where its summary is."""
+def _is_whole(path: Path, rows: Sequence[ManifestRow]) -> bool:
+    """Tell whether a shard is as it was written, byte for byte, of files that are still the same.
+
+    One without good rows is where its summary is. What was prepared of a file that is gone stays.
+    """
     try:
         summary = json.loads(_name_summary(path).read_text(encoding="utf-8"))
         paths = [join_name(path.parent, name, source=path) for name in summary["files"]]
-        return bool(summary["files"] == describe_files(paths)) and path.is_file() == bool(paths)
+        if summary["files"] != describe_files(paths) or path.is_file() != bool(paths):
+            return False
+        known = summary["inputs"]
+        changed = [name for name, file in _list_inputs(rows).items() if _is_other(file, known.get(name))]
     except (OSError, ValueError, KeyError, TypeError):  # not there, cut, or of an earlier release
         return False
+    if changed:
+        log.warning("%s is made again: changed since it was prepared: %s", path.name, join_names(changed))
+    return not changed
+
+
+def _list_inputs(rows: Iterable[ManifestRow]) -> dict[str, Path]:
+    """Return the audio files of lines that are regular files, by their names in the manifest."""
+    found = {}
+    for row in rows:
+        for name in filter(None, (row.audio, row.ref_audio)):
+            with suppress(OSError, ValueError, RuntimeError):  # no name of a file; its line is rejected
+                if (path := row.resolve(name)).is_file():
+                    found[name] = path
+    return found
+
+
+def _is_other(file: Path, known: tuple[list[int], str] | None) -> bool:
+    """Tell whether a file is another one than that of this state and digest, or was not there."""
+    return known is None or (read_state(file) != known[0] and hash_file(file) != known[1])
 
 
 def _check_plan(
@@ -158,7 +196,8 @@ def _check_plan(
         name = changed[0]
         was = f"{name} ({stored.get(name)!r})"
         if name in ("manifest", "contents"):
-            was = "manifest: its lines have changed" if name == "manifest" else "model: its files have changed"
+            was = "model: its files have changed, or an earlier release began it"
+            was = "manifest: its lines have changed" if name == "manifest" else was
         raise ValueError(
             f"out: {out} holds shards made with another {was}: expected the same to go on, or another folder"
         )

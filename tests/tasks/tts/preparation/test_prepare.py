@@ -1,6 +1,8 @@
 """From audio files to rows: the same in any grouping, never stopped by one bad file, resumed where it was."""
 
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,37 @@ def test_bad_files_are_rejected_with_the_reason_and_stop_nothing(clips: Path, tm
     assert [row["line"] for row in found] == list(range(2, 14))
     for row, reason in zip(found, reasons, strict=True):
         assert row["reason"].startswith(reason), row
+
+
+def test_audio_that_was_replaced_is_prepared_again_and_named(
+    clips: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for clip in clips.iterdir():
+        shutil.copy(clip, tmp_path)
+    manifest, out = tmp_path / "in.jsonl", tmp_path / "out"
+    (tmp_path / "4.ogg").rename(tmp_path / "later.ogg")
+    assert prepare(manifest, out).num_rejected == 1
+    assert prepare(manifest, out).num_resumed == 3
+    before = read_rows(out)
+    times = (tmp_path / "2.wav").stat()
+    shutil.copy(tmp_path / "2.wav", tmp_path / "copy.wav")
+    (tmp_path / "copy.wav").replace(tmp_path / "2.wav")  # the same again
+    (tmp_path / "3.mp3").unlink()  # no longer needed
+    assert prepare(manifest, out).num_resumed == 3
+
+    samples, rate = soundfile.read(tmp_path / "0.wav")
+    soundfile.write(tmp_path / "0.wav", samples[::-1], rate)
+    os.utime(tmp_path / "0.wav", ns=(times.st_atime_ns, times.st_mtime_ns))
+    (tmp_path / "later.ogg").rename(tmp_path / "4.ogg")
+    done = prepare(manifest, out)
+    assert (done.num_rows, done.num_rejected, done.num_resumed) == (5, 0, 1)
+    after = read_rows(out)
+    assert not np.array_equal(after[0].codes, before[0].codes)
+    assert [row.to_plain() for row in after[1:4]] == [row.to_plain() for row in before[1:4]]
+    assert caplog.messages == [
+        "shard-00000.parquet is made again: changed since it was prepared: 0.wav",
+        "shard-00002.parquet is made again: changed since it was prepared: 4.ogg",
+    ]
 
 
 def test_of_two_that_prepare_into_one_folder_the_later_is_refused(clips: Path, tmp_path: Path) -> None:
