@@ -141,6 +141,7 @@ def load_checkpoint(
     strict: bool = True,
     verify: Verify = "sizes",
     extra: Mapping[str, torch.Tensor] | None = None,
+    prepare: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint folder into a sharded model and its optimizers; return the rest. All ranks must call it.
 
@@ -154,6 +155,7 @@ def load_checkpoint(
         strict: Refuse a checkpoint that lacks parameters of the model or holds others.
         verify: ``full`` reads all files to compare their checksums, ``sizes`` only small ones.
         extra: Tensors to fill with what was saved beside model and optimizers, if anything was.
+        prepare: Called with what is returned, before the optimizers are compared with those of the checkpoint.
 
     Raises:
         ValueError: It is not complete, damaged, or of another model or number of optimizers; on all ranks.
@@ -173,6 +175,8 @@ def load_checkpoint(
             f"{path} holds only trainable parameters, and this model has no other weights; set pretrained "
             "and lora as in the run that saved it"
         )
+    if prepare is not None:
+        prepare(meta)
     state: dict[str, Any] = {"state_dict": get_trained_state(model) if is_part else get_model_state_dict(model)}
     for i, optimizer in enumerate(optimizers):
         state[f"optimizer_{i}"] = get_optimizer_state_dict(model, optimizer, options=options)

@@ -6,7 +6,7 @@ Rank 0 holds the whole model and optimizer state in host memory while it writes 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,13 @@ def save_single_file(path: Path, checkpoint: Mapping[str, Any]) -> None:
 
 
 def load_single_file(
-    path: Path, model: nn.Module, optimizers: Sequence[Optimizer], *, strict: bool, verify: Verify = "sizes"
+    path: Path,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    strict: bool,
+    verify: Verify = "sizes",
+    prepare: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Load a file into a sharded model and its optimizers; return the rest. All ranks must call it.
 
@@ -74,6 +80,7 @@ def load_single_file(
         optimizers: With parameters in the order they had when the file was written; empty loads the model alone.
         strict: Refuse missing and unknown parameters.
         verify: ``full`` reads the file once more, to compare the checksums that ``torch.save`` puts into it.
+        prepare: Called with what is returned, before the optimizers are compared with those of the file.
 
     Raises:
         ValueError: It is no such file, or of another model or number of optimizers; on all ranks.
@@ -90,7 +97,9 @@ def load_single_file(
             _check(path, checkpoint, weights, optimizers, strict=strict)
         return {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
 
-    found = agree(read)
+    meta = agree(read)[0]
+    if prepare is not None:
+        prepare(meta)
     # A collective for some optimizers, so on every rank.
     present: list[Any] = [get_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
     states: list[dict[str, Any]] = [{} for _ in optimizers]
@@ -110,7 +119,7 @@ def load_single_file(
     for i, optimizer in enumerate(optimizers):
         state = {"state": _spread(states[i].get("state", {}), present[i]["state"]), "param_groups": groups[i]}
         set_optimizer_state_dict(model, optimizer, state)
-    return found[0]
+    return meta
 
 
 def read_single_file(path: Path, verify: Verify = "sizes") -> dict[str, Any]:

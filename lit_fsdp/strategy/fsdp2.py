@@ -41,6 +41,7 @@ from lit_fsdp.sharding.settings import PRESETS, Settings
 from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, register_steps, reshard
 from lit_fsdp.sharding.unit_table import print_plan
 from lit_fsdp.sharding.wrap import Unit, Wrap
+from lit_fsdp.strategy.finetuning import restore_groups
 from lit_fsdp.strategy.launcher import Launcher
 from lit_fsdp.strategy.lightning_internals import (
     check_monitors,
@@ -463,7 +464,8 @@ class FSDP2Strategy(RandomStreams):
                 "sharded; start a new run from the weights, or train with another optimizer"
             )
         is_strict = self._module.strict_loading
-        meta = load(path, self._module, optimizers, strict=is_strict, verify=self.verify_checkpoint)
+        prepare = partial(restore_groups, self._module.trainer, self._module) if is_fitting else None
+        meta = load(path, self._module, optimizers, strict=is_strict, verify=self.verify_checkpoint, prepare=prepare)
         if is_fitting:
             self._writer.go_on_from(path)
             self._saved_settings = meta.get(RUN_SETTINGS, {})

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 from training import build_trainer
 
-from lit_fsdp import FSDP2Strategy
+from lit_fsdp import ActivationCheckpointing, FSDP2Strategy, Wrap
 from ranks import RankError, run_ranks
 
 NUM_ROWS = 32
@@ -371,6 +371,63 @@ def test_parameters_of_no_dimension_train_and_resume(world_size: int, tmp_path: 
 def test_parameters_of_no_dimension_may_be_built_on_the_meta_device(tmp_path: Path) -> None:
     run_ranks(train, partial(Scaled, is_meta=True), tmp_path / "out", True)
     assert 0.0 < float((torch.load(tmp_path / "out")["shift"] - 0.5).abs()) < 0.2
+
+
+class WithBackbone(pl.LightningModule):
+    """Trains its head first."""
+
+    def __init__(self, has_norm: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        norm = nn.BatchNorm1d(16) if has_norm else nn.LayerNorm(16)
+        self.backbone = nn.Sequential(nn.Linear(6, 16), norm, nn.Tanh())
+        self.head = nn.Linear(16, 1)
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        return nn.functional.mse_loss(self.head(self.backbone(batch["x"])), batch["y"])
+
+    def configure_optimizers(self) -> Any:
+        parameters = filter(lambda p: p.requires_grad, self.parameters())
+        return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
+
+    train_dataloader = Plain.train_dataloader
+
+
+def train_backbone(out: Path, *, is_sharded: bool = True, has_norm: bool = False, **options: Any) -> None:
+    callback = BackboneFinetuning(1, train_bn=False, backbone_initial_ratio_lr=0.5)
+    options = {"max_epochs": 4, **options}
+    train(partial(WithBackbone, has_norm), out, is_sharded, callbacks=[callback], **options)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_format", "world_size", "options"),
+    [
+        ("sharded", 2, {}),
+        ("single_file", 1, {"has_norm": True}),
+        pytest.param("sharded", 1, {"has_norm": True}, marks=pytest.mark.full),
+    ],
+)
+def test_a_run_that_has_unfrozen_its_backbone_is_resumed(
+    checkpoint_format: str, world_size: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    run = partial(run_ranks, world_size=world_size)
+    strategy = {"checkpoint_format": checkpoint_format, "wrap": Wrap(module_classes=["Linear"])}
+    sharded: dict[str, Any] = {**options, "strategy": strategy}
+    # On one rank: with more, DDP never averages gradients of what was frozen when it wrapped the module.
+    run_ranks(lambda: train_backbone(tmp_path / "ddp", is_sharded=False, **options), world_size=1)
+    run(lambda: train_backbone(tmp_path / "whole", **sharded))
+    assert_same(tmp_path / "whole", tmp_path / "ddp", 2e-5)
+    run(lambda: train_backbone(tmp_path / "half", save=tmp_path / "c", **{**sharded, "max_epochs": 3}))
+    resume = partial(train_backbone, tmp_path / "resumed", resume=tmp_path / "c")
+    run(lambda: resume(**sharded))
+    assert_same(tmp_path / "resumed", tmp_path / "whole", 0.0)
+    before, after = torch.load(tmp_path / "half"), torch.load(tmp_path / "resumed")
+    assert not torch.equal(before["backbone.0.weight"], after["backbone.0.weight"])
+
+    # Other names of parameters, and in the first case another number of ranks.
+    checkpointing = {**strategy, "activation_checkpointing": ActivationCheckpointing(mode="full")}
+    run_ranks(lambda: resume(**{**sharded, "strategy": checkpointing}), world_size=1)
+    assert_same(tmp_path / "resumed", tmp_path / "whole", 1e-6)
 
 
 class SecondOrder(Plain):
