@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
+from lit_fsdp.checkpoint.space import count_bytes
 from lit_fsdp.optim.sharded_optimizer import to_local
 from lit_fsdp.reporting.step_callback import StepCallback
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
@@ -59,6 +60,11 @@ class EMA(StepCallback):
                 raise ValueError(
                     "EMA: save_weights_only: true would save the weights and not the average; leave it out"
                 )
+
+    def estimate_checkpoint_bytes(self, module: nn.Module) -> int:
+        """Return what this rank adds to a checkpoint: weights in ``float32``, and averages of those in 16 bits."""
+        trained = [parameter.detach() for parameter in _list_trained(module).values()]
+        return sum(count_bytes(p) // p.element_size() * (4 if p.dtype == torch.float32 else 8) for p in trained)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

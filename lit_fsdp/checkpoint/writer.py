@@ -102,12 +102,25 @@ class CheckpointWriter:
         self.save_number = max(self.save_number, measure_age(path).save_number)
 
     def measure_space(
-        self, folders: Sequence[Path], num_at_once: int, model: nn.Module, optimizers: Sequence[Optimizer]
+        self,
+        folders: Sequence[Path],
+        num_at_once: int,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        extra_bytes: int = 0,
     ) -> DiskSpace:
-        """Return what checkpoints in these folders will take and what is free, the fullest; all ranks must call it."""
+        """Return what checkpoints in these folders will take and what is free, the fullest; all ranks must call it.
+
+        Args:
+            folders: Where they go.
+            num_at_once: How many there will be at once.
+            model: Sharded.
+            optimizers: Of the run.
+            extra_bytes: What this rank will write beside model and optimizers.
+        """
         is_whole = self.checkpoint_format == "single_file"  # which is not gathered only to be counted
         own = count_bytes(model.state_dict() if is_whole else self.get_model_state(model))
-        states = agree(lambda: (own, estimate_state_bytes(optimizers)))
+        states = agree(lambda: (own + extra_bytes, estimate_state_bytes(optimizers)))
         frees = agree(lambda: [measure_free(folder) for folder in folders])
         free, folder = min((min(found), folder) for folder, *found in zip(folders, *frees, strict=True))
         return DiskSpace(

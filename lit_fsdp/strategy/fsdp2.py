@@ -330,7 +330,9 @@ class FSDP2Strategy(RandomStreams):
         folders, num_at_once = list_checkpoint_folders(trainer), count_checkpoints(trainer)
         if not folders or not num_at_once:
             return
-        self.disk_space = self._writer.measure_space(folders, num_at_once, self._module, self.optimizers)
+        counts = [getattr(callback, "estimate_checkpoint_bytes", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+        extra_bytes = sum(count(self._module) for count in counts if count is not None)
+        self.disk_space = self._writer.measure_space(folders, num_at_once, self._module, self.optimizers, extra_bytes)
         self.disk_space.check()
         if shortage := self.disk_space.describe_shortage():
             rank_zero.rank_zero_warn(shortage)

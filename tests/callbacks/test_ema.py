@@ -212,6 +212,42 @@ def test_a_checkpoint_of_a_validation_and_tests_after_a_fit_have_the_right_weigh
     run_ranks(preempt, save_model(tmp_path / "model", **sizes), tmp_path, sizes, world_size=1)
 
 
+class Wide(pl.LightningModule):
+    """Large enough to be more than what describes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(256, 512), nn.Linear(512, 256)
+        self.first.weight.requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.last(self.first(batch)).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.1, momentum=0.9)
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.zeros(8, 256), batch_size=4)  # type: ignore[arg-type]
+
+
+def measure(folder: Path, precision: str) -> None:
+    """Compare what a checkpoint was said to take with what it takes."""
+    strategy = FSDP2Strategy(print_plan=False)
+    saving = pl.callbacks.ModelCheckpoint(folder / precision, every_n_train_steps=1)
+    options: dict[str, Any] = {"enable_checkpointing": True, "precision": precision, "max_steps": 1}
+    trainer = build_trainer(strategy, callbacks=[EMA(), saving], gradient_clip_val=None, **options)
+    trainer.fit(Wide())
+    if trainer.is_global_zero:
+        written = sum(file.stat().st_size for file in (folder / precision).rglob("*.distcp"))
+        assert strategy.disk_space is not None
+        assert strategy.disk_space.checkpoint_bytes == pytest.approx(written, rel=0.04)
+
+
+def test_what_a_checkpoint_takes_is_known_before_the_first_step(tmp_path: Path) -> None:
+    for precision in ("32-true", "bf16-true"):
+        run_ranks(measure, tmp_path, precision)
+
+
 def test_settings_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match=r"decay: got 1: expected above 0, below 1"):
         EMA(decay=1)
