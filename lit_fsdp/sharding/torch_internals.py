@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 # The memory-efficient kernel of GPUs, the only one for float32, takes grouped heads; drop it when we need 2.14.
 SHARES_HEADS_IN_FLOAT32: bool = torch.__version__ >= "2.14"
@@ -67,3 +68,23 @@ def list_unreduced_gradients(parameter: Any) -> list[Tensor]:
     gradient, held = None if gathered is None else gathered.grad, parameter.unsharded_accumulated_grad
     # In torch 2.13 and 2.14 what no_sync adds up is another tensor; in 2.15 it is the gradient itself.
     return [tensor for tensor in (gradient, None if held is gradient else held) if tensor is not None]
+
+
+def list_edited(model: nn.Module) -> list[str]:
+    """Return the parameters whose gathered form a forward has changed in place, or replaced: the shards know nothing.
+
+    FSDP2 fills them past their version counters. Changes through ``.data`` or ``detach()`` have counters of their own.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = []
+    for _, parameter in iterate_sharded(model):
+        gathered = getattr(parameter, "_unsharded_param", None)
+        if gathered is None:  # not in this forward
+            continue
+        sources, shard = list_gathered(parameter), cast("DTensor", get_shard(parameter))
+        # A shard that says itself how it is gathered may make another tensor of what was sent.
+        is_own = len(sources) != 1 or hasattr(shard.to_local(), "fsdp_post_all_gather")
+        local = gathered.to_local() if isinstance(gathered, DTensor) else gathered
+        if local._version or not (is_own or local.data_ptr() == sources[0].data_ptr()):
+            found.append(names.get(id(gathered)) or names.get(id(shard)) or "a parameter")
+    return found

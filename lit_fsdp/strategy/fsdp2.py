@@ -17,8 +17,9 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core import rank_zero
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -39,6 +40,7 @@ from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.random_state import collect_random_state, split_generators
 from lit_fsdp.sharding.settings import PRESETS, Settings
 from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, register_steps, reshard
+from lit_fsdp.sharding.torch_internals import list_edited
 from lit_fsdp.sharding.unit_table import print_plan
 from lit_fsdp.sharding.wrap import Unit, Wrap
 from lit_fsdp.strategy.finetuning import restore_groups
@@ -148,6 +150,7 @@ class FSDP2Strategy(RandomStreams):
         self.timeout_s = timeout_s
         self.verify_checkpoint = verify_checkpoint
         self._saved_settings: dict[str, Any] = {}  # of the run that saved the checkpoint
+        self._has_seen_step = False
         self.device_mesh: DeviceMesh | None = None
         self.plan: list[Unit] = []
 
@@ -340,7 +343,7 @@ class FSDP2Strategy(RandomStreams):
     def _shard(self, module: pl.LightningModule) -> None:
         assert self.device_mesh is not None
         remember_parameters(module)
-        if limited := [n for n, m in module.named_modules() if getattr(m, "max_norm", None) and hasattr(m, "weight")]:
+        if limited := _list_limited(module):
             rank_zero.rank_zero_warn(
                 f"max_norm of {join_names(limited)} has no lasting effect: it changes gathered copies of the weights; "
                 "see docs/limits.md"
@@ -377,7 +380,21 @@ class FSDP2Strategy(RandomStreams):
             yield
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output = super().training_step(*args, **kwargs)
+        if not self._has_seen_step:
+            self._has_seen_step = True
+            limited = {f"{name}.weight" for name in _list_limited(self._module)}  # warned of already
+            if edited := [name for name in list_edited(self._module) if name not in limited]:
+                rank_zero.rank_zero_warn(
+                    f"training_step changes {join_names(edited)}: this changes gathered copies of the weights, not "
+                    "the weights; do it in on_train_batch_end, see docs/limits.md"
+                )
+        return output
+
+    @override
     def on_train_start(self) -> None:
+        self._has_seen_step = False
         trainer = self._module.trainer
         self._check_even("train_dataloader", [trainer.num_training_batches])
         if self._saved_settings:  # compared here, as the loader is there
@@ -513,6 +530,10 @@ class FSDP2Strategy(RandomStreams):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+
+
+def _list_limited(module: nn.Module) -> list[str]:
+    return [n for n, m in module.named_modules() if getattr(m, "max_norm", None) and hasattr(m, "weight")]
 
 
 for _name, (_description, _settings) in PRESETS.items():

@@ -1,6 +1,7 @@
 """What users of Lightning write works under ``FSDP2Strategy`` as under DDP, or is refused."""
 
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -470,3 +471,37 @@ def train_limited(out: Path) -> None:
 def test_embeddings_with_a_maximal_norm_are_warned_about_and_not_limited(tmp_path: Path) -> None:
     run_ranks(train_limited, tmp_path / "out")
     assert float(torch.load(tmp_path / "out")["table.weight"].norm(dim=1).min()) > 0.1
+
+
+class Edited(Plain):
+    """Changes its weights in a step, one of them whole, and others between steps."""
+
+    def __init__(self, edits: bool) -> None:
+        super().__init__()
+        self.edits = edits
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if self.edits:
+            with torch.no_grad():
+                self.net[2].weight.clamp_(-0.1, 0.1)
+            self.net[2].bias.data = torch.zeros(1)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.net[0].weight.clamp_(-0.3, 0.3)
+
+
+def train_edited(out: Path, edits: bool) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(partial(Edited, edits), out, True, accumulate_grad_batches=2)
+    said = [str(w.message) for w in caught if "training_step changes" in str(w.message)]
+    names = "net.2.weight, net.2.bias: this changes gathered copies of the weights"
+    assert len(said) == (edits and dist.get_rank() == 0)
+    assert all(line.startswith(f"training_step changes {names}") for line in said)
+
+
+@pytest.mark.parametrize("edits", [True, False])
+def test_weights_that_are_changed_inside_a_step_are_warned_about_once(edits: bool, tmp_path: Path) -> None:
+    run_ranks(train_edited, tmp_path / "out", edits)
