@@ -227,6 +227,47 @@ def test_samplers_on_the_global_generators_lose_no_row_and_go_on_after_a_resume(
     assert_same(tmp_path / "whole", tmp_path / "resumed", 0.0)
 
 
+class Resumed(Shuffled):
+    """Goes on inside an epoch, which begins no new one."""
+
+    def on_train_start(self) -> None:
+        self.seen.append([])
+
+
+class SaveInside(pl.Callback):
+    """Saves inside the second epoch, of four batches."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 6:
+            trainer.save_checkpoint(self.path)
+
+
+def resume_inside(folder: Path, num_workers: int) -> None:
+    """Go on inside an epoch whose loader cannot be told where."""
+    saving = partial(Shuffled, folder / "whole_seen", num_workers)
+    train(saving, folder / "out", True, callbacks=[SaveInside(folder / "c")])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(partial(Resumed, folder / "seen", num_workers), folder / "out", True, max_epochs=3, resume=folder / "c")
+    said = [str(w.message) for w in caught]
+    assert any("your dataloader is not resumable" in line for line in said) == (dist.get_rank() == 0)
+
+
+@pytest.mark.parametrize("num_workers", [1, pytest.param(0, marks=pytest.mark.full)])
+def test_inside_an_epoch_a_users_sampler_begins_again_on_all_ranks_alike_which_is_said(
+    num_workers: int, tmp_path: Path
+) -> None:
+    run_ranks(resume_inside, tmp_path, num_workers)
+    seen = [torch.load(tmp_path / "seen" / f"{rank}.pt")[0] for rank in range(2)]
+    assert [[len(epoch) for epoch in rank] for rank in seen] == [[8, 16]] * 2  # the rest of one, and another
+    for first, second in zip(*seen, strict=True):
+        assert not set(first) & set(second)
+        assert len({*first, *second}) == len(first) + len(second)
+
+
 @pytest.mark.full
 def test_workers_of_two_ranks_draw_other_numbers(tmp_path: Path) -> None:
     run_ranks(train, partial(Shuffled, tmp_path / "seen", num_workers=1), tmp_path / "out", True)
