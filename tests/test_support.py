@@ -107,8 +107,18 @@ ATTRIBUTES = {
     },
     "torch: process groups": {"_set_pg_timeout"},
     "torch: tensors, modules, autograd, allocator": {
-        *("_C", "_apply", "_autograd", "_buffers", "_cdata", "_compiled_call_impl", "_current_graph_task_id"),
-        *("_dump_snapshot", "_is_functional_tensor", "_is_view", "_non_persistent_buffers_set", "_parameters"),
+        *(
+            "_C",
+            "_apply",
+            "_autograd",
+            "_backward_hooks",
+            "_buffers",
+            "_cdata",
+            "_compiled_call_impl",
+            "_current_graph_task_id",
+        ),
+        *("_dataset_fetcher", "_dump_snapshot", "_get_iterator", "_is_functional_tensor", "_is_view"),
+        *("_non_persistent_buffers_set", "_parameters", "_post_accumulate_grad_hooks"),
         *("_record_memory_history", "_top_saved_tensors_default_hooks", "_type"),
     },
     "transformers": {

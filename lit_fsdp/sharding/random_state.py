@@ -2,8 +2,8 @@
 
 Note [Two streams]: dropout must differ between ranks, but a sampler that draws from the global generator must draw the
 same on all of them, or rows get lost. So Python, NumPy and torch on the host have two streams: one of this rank, in use
-inside ``own_generators``, and one that is the same on all ranks, in use otherwise. A GPU's generator is always the
-rank's. Checkpoints hold both.
+inside ``own_generators`` (in steps, and where rows are read), and one that is the same on all ranks, in use otherwise.
+A GPU's generator is always the rank's. Checkpoints hold both.
 """
 
 from __future__ import annotations

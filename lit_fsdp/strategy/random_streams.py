@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from lit_fsdp.sharding.random_state import own_generators
@@ -49,10 +49,33 @@ class RandomStreams(ParallelStrategy):
         if self._restore_common is not None and module is not None and module.trainer.training:
             self._restore_common()
             self._restore_common = None
-        if isinstance(dataloader, DataLoader) and dataloader.num_workers and dataloader.worker_init_fn is None:
-            # Torch seeds workers by a number that is drawn outside of steps: the same on all ranks.
-            dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.global_rank)
+        if isinstance(dataloader, DataLoader):
+            if dataloader.num_workers and dataloader.worker_init_fn is None:
+                # Torch seeds workers by a number that is drawn outside of steps: the same on all ranks.
+                dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.global_rank)
+            elif not dataloader.num_workers and not isinstance(dataloader.dataset, IterableDataset):
+                self._read_rows_in_own_stream(dataloader)
         return dataloader
+
+    def _read_rows_in_own_stream(self, dataloader: Any) -> None:
+        """Let rows be read in the stream of the rank, while the sampler goes on drawing from the common one.
+
+        Rows that draw more or less than others, as random crops do, would lead the samplers of the ranks apart.
+        """
+        get_iterator = type(dataloader)._get_iterator  # private, seen in torch 2.13
+
+        def get_iterator_in_two_streams() -> Any:
+            iterator = get_iterator(dataloader)
+            fetch = iterator._dataset_fetcher.fetch
+
+            def fetch_in_own_stream(numbers: Any) -> Any:
+                with self._own_generators():
+                    return fetch(numbers)
+
+            iterator._dataset_fetcher.fetch = fetch_in_own_stream
+            return iterator
+
+        dataloader._get_iterator = get_iterator_in_two_streams
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -1,30 +1,75 @@
-"""Optimizers that were built before sharding, which replaces the parameters they hold."""
+"""What knew the parameters before sharding, which replaces them: their own attributes, optimizers, lists of modules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
+from lit_fsdp.errors import join_names
 from lit_fsdp.weights.shard_writer import get_local_shard
 
-# By id of the parameter before sharding: itself, the module that holds it, and its name there. All weak: only an
-# optimizer may keep the memory of an unsharded parameter.
-_Places = dict[int, tuple["ref[Tensor]", "ref[nn.Module]", str]]
-_PLACES: WeakKeyDictionary[nn.Module, _Places] = WeakKeyDictionary()
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """A parameter before sharding. Weak: only an optimizer may keep the memory of an unsharded one."""
+
+    parameter: ref[Tensor]
+    module: ref[nn.Module]
+    name: str
+    attributes: dict[str, Any]
+
+    def find_new(self) -> nn.Parameter | None:
+        module = self.module()
+        return None if module is None else dict(module.named_parameters(recurse=False)).get(self.name)
+
+
+_PLACES: WeakKeyDictionary[nn.Module, dict[int, _Place]] = WeakKeyDictionary()  # by id of the parameter
 
 
 def remember_parameters(model: nn.Module) -> None:
-    """Note where the parameters are, for ``rebind_optimizers``. Before sharding."""
+    """Note where the parameters are, and what their users gave them. Before sharding.
+
+    Hooks on gradients and lists of parameters, which do not outlive sharding, are named in a warning each.
+    """
     _PLACES[model] = {
-        id(parameter): (ref(parameter), ref(module), name)
+        id(parameter): _Place(parameter=ref(parameter), module=ref(module), name=name, attributes=dict(vars(parameter)))
         for module in model.modules()
         for name, parameter in module.named_parameters(recurse=False)
     }
+    hooked = [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+    if hooked:
+        rank_zero_warn(
+            f"hooks on {join_names(hooked)} do not outlive sharding: change gradients in on_before_optimizer_step"
+        )
+    listed = [f"{name}.{key}".lstrip(".") for name, module in model.named_modules() for key in _find_lists(module)]
+    if listed:
+        rank_zero_warn(
+            f"{join_names(listed)}: parameters in plain lists stay as they were before sharding, so what reads them "
+            "there does not see them train; use nn.ParameterList"
+        )
+
+
+def _find_lists(module: nn.Module) -> list[str]:
+    """Return the attributes that are plain containers of parameters."""
+    plain = {key: value for key, value in vars(module).items() if isinstance(value, list | tuple | dict)}
+    del plain["_parameters"]
+    items = {key: value.values() if isinstance(value, dict) else value for key, value in plain.items()}
+    return [key for key, values in items.items() if any(isinstance(value, nn.Parameter) for value in values)]
+
+
+def keep_attributes(model: nn.Module) -> None:
+    """Give sharded parameters the attributes that their users gave them, such as ``_no_weight_decay``."""
+    for place in _PLACES.get(model, {}).values():
+        if place.attributes and (new := place.find_new()) is not None:
+            vars(new).update({key: value for key, value in place.attributes.items() if key not in vars(new)})
 
 
 def rebind_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
@@ -33,7 +78,8 @@ def rebind_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None
     Without it they would step parameters that no forward uses.
 
     Raises:
-        ValueError: An optimizer holds a parameter that the model does not have, so it would train nothing.
+        ValueError: An optimizer holds a parameter that the model does not have, so it would train nothing; also in an
+            attribute of its own.
     """
     present = {id(parameter) for parameter in model.parameters()}
     for number, optimizer in enumerate(optimizers):
@@ -41,7 +87,8 @@ def rebind_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None
             for i, old in enumerate(group["params"]):
                 if id(old) in present:
                     continue
-                new = _find_new(model, old)
+                place = _find_place(model, old)
+                new = None if place is None else place.find_new()
                 if new is None:
                     raise ValueError(
                         f"configure_optimizers: optimizer {number} ({type(optimizer).__name__}) holds a parameter of "
@@ -52,14 +99,21 @@ def rebind_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> None
                 if old in optimizer.state:  # such as the sums that Adagrad begins with
                     state: Any = optimizer.state.pop(old)
                     optimizer.state[new] = {key: _shard_state(value, old, new) for key, value in state.items()}
+        others = {key: value for key, value in vars(optimizer).items() if key not in ("param_groups", "state")}
+        for key, value in others.items():
+            held = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            if any(id(tensor) not in present and _find_place(model, tensor) is not None for tensor in held):
+                raise ValueError(
+                    f"configure_optimizers: optimizer {number} ({type(optimizer).__name__}) holds parameters from "
+                    f"before sharding in its attribute {key}, so it would not train them; build the optimizer in "
+                    "configure_optimizers, from self.parameters()"
+                )
 
 
-def _find_new(model: nn.Module, old: Tensor) -> nn.Parameter | None:
-    parameter, module, name = _PLACES.get(model, {}).get(id(old), (None, None, ""))
+def _find_place(model: nn.Module, old: Tensor) -> _Place | None:
+    place = _PLACES.get(model, {}).get(id(old))
     # An id is given again once its owner is gone.
-    if parameter is None or module is None or parameter() is not old:
-        return None
-    return dict(holder.named_parameters(recurse=False)).get(name) if (holder := module()) is not None else None
+    return place if place is not None and place.parameter() is old else None
 
 
 @torch.no_grad()

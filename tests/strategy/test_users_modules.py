@@ -39,7 +39,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {
             "number": torch.tensor(index),
-            "drawn": torch.rand(()),
+            "drawn": torch.rand(1 + index % 3)[0],  # as random crops do that try again
             "x": self.x[index],
             "y": self.x[index].sum().sin()[None],
         }
@@ -141,6 +141,60 @@ def test_an_optimizer_of_parameters_that_the_module_does_not_have_is_refused(tmp
         run_ranks(train, partial(Replaced, torch.optim.SGD), tmp_path / "out", True, world_size=1)
 
 
+class KeepsList(torch.optim.SGD):
+    """Steps what it was given, as optimizers from papers do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.mine = [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+def test_an_optimizer_with_a_list_of_its_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"optimizer 0 \(KeepsList\) holds parameters from before .* attribute mine"):
+        run_ranks(train, partial(BuiltEarly, KeepsList), tmp_path / "out", True, world_size=1)
+
+
+class Marked(Plain):
+    """Chooses what decays by an attribute of parameters, as Mamba's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight._no_weight_decay = True
+
+    def configure_optimizers(self) -> Any:
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for parameter in self.parameters():
+            groups[getattr(parameter, "_no_weight_decay", False)].append(parameter)
+        kept = {"params": groups[True], "weight_decay": 0.0}
+        return torch.optim.AdamW([{"params": groups[False]}, kept], lr=1e-2, eps=1e-4, weight_decay=1.0)
+
+
+def test_parameters_keep_the_attributes_that_a_module_gave_them(tmp_path: Path) -> None:
+    compare(Marked, tmp_path)
+
+
+class Hooked(Plain):
+    """Has what sharding cannot keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(lambda gradient: gradient * 0)
+        self.held = (self.net[2].bias,)
+
+
+def warn_of_what_is_lost(out: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(Hooked, out, True)
+    said = " ".join(str(warning.message) for warning in caught)
+    assert "hooks on net.0.weight do not outlive sharding" in said
+    assert "held: parameters in plain lists stay as they were" in said
+
+
+def test_hooks_and_lists_of_parameters_are_named(tmp_path: Path) -> None:
+    run_ranks(warn_of_what_is_lost, tmp_path / "out", world_size=1)
+
+
 class WithoutOptimizer(Plain):
     """Measures, and trains nothing."""
 
@@ -187,8 +241,7 @@ class Shuffled(Plain):
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
         self.seen[-1] += batch["number"].tolist()
         self.drawn.append([float(torch.rand(())), np.random.rand(), random.random()])  # noqa: NPY002
-        if self.num_workers:
-            self.drawn[-1] += batch["drawn"].tolist()
+        self.drawn[-1] += batch["drawn"].tolist()
         return nn.functional.mse_loss(self.net(self.dropout(batch["x"])), batch["y"])
 
     def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
