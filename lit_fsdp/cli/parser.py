@@ -22,13 +22,19 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import jsonargparse
 from jsonargparse._typehints import get_all_subclass_paths  # private, seen in 4.53
+from jsonargparse.typing import register_type
 from typing_extensions import override
 
+from lit_fsdp.checkpoint.remote import locate_local
 from lit_fsdp.cli.renamed import RENAMED, rename_key
 from lit_fsdp.errors import ConfigError, nearest, suggest
 
 _BASES = ("LightningModule", "LightningDataModule")  # what model and data are without a class
 _TYPE_WORDS = {type(None): "null", bool: "true or false", collections.abc.Iterable: "list", dict: "mapping"}
+
+
+# Of every setting that is a path of this machine: an address would become a folder named after its scheme.
+register_type(Path, str, locate_local, fail_already_registered=False)
 
 
 class OneLineParser(jsonargparse.ArgumentParser):
