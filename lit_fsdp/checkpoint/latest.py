@@ -125,7 +125,7 @@ def _measure_written_ns(entry: Location) -> int:
 
 def _list_entries(folder: Location) -> list[Location]:
     """Return what may be a checkpoint; of hidden names only what is whole and has no living writer."""
-    hidden = (e for e in folder.glob(".*.ckpt.*") if get_place(e) is not None)
+    hidden = (e for e in folder.glob(".*.ckpt.*") if isinstance(e, Path) and get_place(e) is not None)
     shown = (e for e in folder.glob("*.ckpt") if not e.name.startswith("."))
     return [*shown, *(e for e in hidden if is_whole(e) and not is_being_written(e))]
 

@@ -33,8 +33,8 @@ def tidy_folders(folders: Iterable[Location], report: Callable[[str], None]) -> 
             for checkpoint in folder.glob("*.ckpt"):
                 _tidy_saves(checkpoint, report)
             continue
-        places = {get_place(path) for path in folder.glob(".*.ckpt.*")} - {None}
-        for place in sorted(filter(None, places)):
+        places = {place for path in folder.glob(".*.ckpt.*") if (place := get_place(path)) is not None}
+        for place in sorted(places):
             _tidy_place(place, report)
 
 

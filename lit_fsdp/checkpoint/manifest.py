@@ -89,6 +89,8 @@ class ChecksumFileSystem(LocationFileSystem):
 class _ChecksumFile(io.BufferedWriter):
     """A file that is written from its beginning to its end."""
 
+    _is_done = False
+
     def __init__(self, path: Location) -> None:
         raw: Any = path.open("wb") if isinstance(path, RemotePath) else io.FileIO(path, "wb")
         super().__init__(raw)
@@ -99,6 +101,12 @@ class _ChecksumFile(io.BufferedWriter):
         num_bytes = super().write(data)  # all of them
         self.entry = {"bytes": self.entry["bytes"] + num_bytes, "crc32": zlib.crc32(data, self.entry["crc32"])}
         return num_bytes
+
+    @override
+    def close(self) -> None:
+        if not self._is_done:  # files of some stores never say that they are closed
+            self._is_done = True
+            super().close()
 
     @override
     def seek(self, *_: Any) -> int:
@@ -147,7 +155,7 @@ def read_manifest(folder: Location) -> dict[str, FileEntry]:
         raise ValueError(f"{folder} is no complete checkpoint: {MANIFEST} is missing; choose another one") from None
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         raise ValueError(f"{path} is damaged; choose another checkpoint") from None
-    check_names(folder, files, source=path)
+    check_names(files, source=str(path))
     return files
 
 

@@ -56,7 +56,7 @@ def enter(path: Location) -> Location:
     return next(filter(is_complete, list_saves(path)), path)
 
 
-def get_place(path: Location) -> Location | None:
+def get_place(path: Path) -> Path | None:
     """Return the place that a hidden folder or file is meant for, or comes from; ``None`` if it is neither."""
     found = _HIDDEN.fullmatch(path.name)
     return path.with_name(found[1]) if found else None
@@ -64,7 +64,7 @@ def get_place(path: Location) -> Location | None:
 
 def follow(path: Location) -> Location:
     """Return where a checkpoint lies now that was found under a hidden name and put back in place since."""
-    place = get_place(path)
+    place = get_place(path) if isinstance(path, Path) else None
     return place if place is not None and place.exists() and not path.exists() else path
 
 

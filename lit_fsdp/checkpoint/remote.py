@@ -127,8 +127,10 @@ class RemotePath:
             fs, path = self._open_store()
             if mode == "wb":
                 make_folder(self.parent)
-                return fs.open(path, "wb")  # type: ignore[no-any-return]
-            return fs.open(path, mode, block_size=_READ_BYTES)  # type: ignore[no-any-return]
+                stream: IO[Any] = fs.open(path, "wb")
+            else:
+                stream = fs.open(path, mode, block_size=_READ_BYTES)
+        return stream
 
     @contextmanager
     def replace_contents(self) -> Iterator[IO[bytes]]:
@@ -194,6 +196,8 @@ def locate(given: str | os.PathLike[str] | RemotePath) -> Location:
     if isinstance(given, RemotePath):
         return given
     text = os.fspath(given)
+    if "::" in text and "://" in text:
+        raise ValueError(f"got {text!r}: expected one address, without ::")
     found = _ADDRESS.fullmatch(text)
     if found is None:
         if mangled := _find_mangled(text):
@@ -205,8 +209,6 @@ def locate(given: str | os.PathLike[str] | RemotePath) -> Location:
     scheme, rest = found[1], found[2].rstrip("/")
     if scheme in ("file", "local"):
         raise ValueError(f"got {text!r}: this machine: expected the path alone, without {scheme}://")
-    if "::" in text:
-        raise ValueError(f"got {text!r}: expected one address, without ::")
     _import_store(scheme, text)
     if not rest.strip("/"):
         raise ValueError(f"got {text!r}: expected an address with a name, such as {scheme}://bucket/run")

@@ -313,7 +313,8 @@ class _Writer(FileSystemWriter):
         # Objects are safe once they are written: syncing would wait for all disks of this machine.
         is_here = not isinstance(path, RemotePath)
         super().__init__(path.name, sync_files=is_here, per_thread_copy_ahead=copy_ahead_bytes)
-        self.fs, self.path = file_system, path
+        self.fs = file_system
+        self.path: Any = path
 
     @property
     @override

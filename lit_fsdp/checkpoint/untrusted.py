@@ -102,7 +102,7 @@ def read_metadata(path: Location) -> Metadata:
             f"{path}: torch {torch.__version__} cannot read its {METADATA} ({_shorten(error)}): a newer torch wrote "
             "it, or it is damaged; use torch 2.15 or later, or choose another checkpoint"
         ) from error
-    check_names(path, (place.relative_path for place in metadata.storage_data.values()), source=path / METADATA)
+    check_names((place.relative_path for place in metadata.storage_data.values()), source=str(path / METADATA))
     return metadata
 
 
@@ -151,7 +151,8 @@ class _Reader(FileSystemReader):
 
     def __init__(self, path: Location, metadata: Metadata) -> None:
         super().__init__(path.name)
-        self.fs, self.path = LocationFileSystem(), path
+        self.fs = LocationFileSystem()
+        self.path: Any = path
         self._metadata = metadata
 
     @override

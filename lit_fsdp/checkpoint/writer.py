@@ -110,7 +110,12 @@ class CheckpointWriter:
         """
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         addresses = dict.fromkeys(folder for folder in folders if isinstance(folder, RemotePath))
-        agree(lambda: [check_writable(address) for address in addresses if is_first])
+
+        def check() -> None:
+            for address in addresses if is_first else ():
+                check_writable(address)
+
+        agree(check)
         here = [folder for folder in folders if not isinstance(folder, RemotePath)]
         if not here:
             return None
