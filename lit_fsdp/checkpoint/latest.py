@@ -15,7 +15,7 @@ import torch
 from torch.serialization import skip_data
 
 from lit_fsdp.checkpoint.manifest import MANIFEST, is_complete, read_position
-from lit_fsdp.checkpoint.places import enter, get_place, is_being_written
+from lit_fsdp.checkpoint.places import enter, get_place, get_save_number, is_being_written, list_saves
 from lit_fsdp.checkpoint.remote import Location, RemotePath
 
 SAVE_NUMBER = "save_number"  # in a single file
@@ -93,6 +93,8 @@ def measure_age(entry: Location) -> Age:
     folder = enter(entry)
     position = read_position(folder) if folder.is_dir() else _read_single_file(entry)
     name = entry.name if isinstance(entry, RemotePath) else os.path.basename(os.path.realpath(entry))  # noqa: PTH119  of a link to itself
+    if position is None and (saves := list_saves(entry)):
+        position = get_save_number(saves[0]), None  # it is not complete
     in_name = re.search(r"step=(\d+)", name)
     number, step = position or (0, None)
     if step is None:

@@ -42,8 +42,13 @@ def name_replaced(path: Path) -> Path:
 
 def list_saves(path: Location) -> list[Location]:
     """Return the folders of saves in one, the newest first, see Note [Remote checkpoints]."""
-    found = [(match, inner) for inner in path.glob("save-*") if (match := _SAVE.fullmatch(inner.name))]
-    return [inner for match, inner in sorted(found, key=lambda pair: (int(pair[0][1]), pair[0][0]), reverse=True)]
+    found = [inner for inner in path.glob("save-*") if _SAVE.fullmatch(inner.name)]
+    return sorted(found, key=lambda inner: (get_save_number(inner), inner.name), reverse=True)
+
+
+def get_save_number(save: Location) -> int:
+    """Return the number in the name of the folder of a save."""
+    return int(save.name.split("-")[1])
 
 
 def enter(path: Location) -> Location:
@@ -147,9 +152,9 @@ def is_being_written(path: Location) -> bool:
 
 def _remove_older(path: Location, newest: Location) -> None:
     """Remove what a complete save has replaced; leave what was begun after it."""
-    number = int(newest.name.split("-")[1])
+    number = get_save_number(newest)
     for inner in list_saves(path):
-        if isinstance(inner, RemotePath) and inner != newest and int(inner.name.split("-")[1]) <= number:
+        if isinstance(inner, RemotePath) and inner != newest and get_save_number(inner) <= number:
             inner.remove()
 
 

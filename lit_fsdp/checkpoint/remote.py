@@ -223,11 +223,16 @@ def locate_local(given: str | os.PathLike[str] | RemotePath) -> Path:
     """
     text = str(given)
     if _ADDRESS.fullmatch(text) or _find_mangled(text):
-        raise ValueError(
-            f"got {text!r}: only checkpoints can lie at an address (dirpath of ModelCheckpoint, ckpt_path): expected a "
-            "folder or file of this machine"
-        )
+        raise ValueError(describe_local_only(text))
     return Path(text)
+
+
+def describe_local_only(given: str) -> str:
+    """Return what is wrong with an address where only a path of this machine can be."""
+    return (
+        f"got {given!r}: only checkpoints can lie at an address (dirpath of ModelCheckpoint, ckpt_path): expected a "
+        "folder or file of this machine"
+    )
 
 
 def is_remote(given: object) -> bool:

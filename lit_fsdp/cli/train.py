@@ -319,6 +319,7 @@ class TrainerCLI(LightningCLI):
         is_data = issubclass(class_type, LightningDataModule)
         key = "model" if issubclass(class_type, LightningModule) else "data" if is_data else None
         try:
+            _check_places(kwargs)
             if key is None:
                 return class_type(*args, **kwargs)
             build = _InstantiatorFn(cli=self, key=key)
@@ -368,6 +369,16 @@ class TrainerCLI(LightningCLI):
 
 def _is_no_advertisement(record: logging.LogRecord) -> bool:
     return "Tip: For seamless" not in record.getMessage()  # Lightning's own, for its paid service
+
+
+def _check_places(settings: Mapping[str, Any]) -> None:
+    """Refuse addresses that a callback or logger could not use, before it makes a local folder of their name."""
+    for name, check in (("dirpath", locate), ("save_dir", locate_local)):
+        if (given := settings.get(name)) is not None:
+            try:
+                check(given)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
 
 
 def _locate_checkpoint(given: str) -> Location:
