@@ -274,6 +274,7 @@ def test_a_run_goes_on_from_s3_on_another_machine_as_if_it_had_never_stopped(
     assert (exported / "model.safetensors").is_file()
 
 
+@pytest.mark.full
 def test_a_run_that_is_killed_before_the_manifest_goes_on_from_the_checkpoint_before(
     s3: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
