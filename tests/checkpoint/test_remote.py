@@ -316,7 +316,11 @@ REFUSED = (
     ("ckpt_path: got 'foo://bucket/x.ckpt': fsspec knows no scheme", "--ckpt_path", "foo://bucket/x.ckpt"),
     ("ckpt_path: 'memory://bucket/x.ckpt' does not exist", "--ckpt_path", "memory://bucket/x.ckpt"),
     ("trainer.default_root_dir: got 's3://bucket/x': only", "--trainer.default_root_dir", "s3://bucket/x"),
-    ("trainer.logger.init_args.save_dir: got 's3://bucket/x': only", "--trainer.logger.init_args.save_dir", "s3://bucket/x"),
+    (
+        "trainer.logger.init_args.save_dir: got 's3://bucket/x': only",
+        "--trainer.logger.init_args.save_dir",
+        "s3://bucket/x",
+    ),
     ("checkpoint: got 'foo://bucket/run': fsspec knows no scheme", "--checkpoint", "foo://bucket/run"),
     ("out: got 's3://bucket/run': only checkpoints", "--out", "s3://bucket/run"),
 )
