@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -16,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lit_fsdp.checkpoint.remote import locate
 from lit_fsdp.reporting.metrics import find_checkpoint_folder
 from lit_fsdp.reporting.rank_stats import AsyncRankStats, gather_over_ranks
 from lit_fsdp.reporting.step_callback import StepCallback
@@ -138,9 +138,9 @@ class Preemption(StepCallback):
         if not order:
             return
         self._stats.finish()
-        folder = Path(self.dirpath) if self.dirpath is not None else find_checkpoint_folder(trainer)
+        folder = locate(self.dirpath) if self.dirpath is not None else find_checkpoint_folder(trainer)
         path = folder / f"preempted-step={trainer.global_step}.ckpt"
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(str(path))
         trainer.strategy.on_train_end()  # where FSDP2Strategy waits for a checkpoint that is written beside training
         if not trainer.strategy.broadcast(path.exists()):
             raise RuntimeError(f"preempted at step {trainer.global_step}, but {path} could not be saved, see above")

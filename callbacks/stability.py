@@ -273,7 +273,7 @@ class StabilityMonitor(StepCallback):
         if is_trial(trainer):
             return
         path = find_checkpoint_folder(trainer) / f"unstable-step={trainer.global_step}.ckpt"
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(str(path))
         trainer.strategy.on_train_end()  # where FSDP2Strategy waits for a checkpoint that is written beside training
         mark_saved(trainer)
         self._error = f"{self._error}; weights of before are saved in {path}, which --ckpt_path takes to go on"

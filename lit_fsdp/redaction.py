@@ -95,7 +95,9 @@ def hide_hosts(text: str) -> str:
 
 
 def shorten_path(path: str | Path) -> str:
-    """Return a path below the current folder as seen from there, any other as ``…/name``."""
+    """Return a path below the current folder as seen from there, any other as ``…/name``; an address as it is."""
+    if "://" in str(path):
+        return str(path)
     path = Path(path)
     if not path.is_absolute():
         return str(path)

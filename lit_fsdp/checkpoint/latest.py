@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import skip_data
 
 from lit_fsdp.checkpoint.manifest import MANIFEST, is_complete, read_position
-from lit_fsdp.checkpoint.places import get_place, is_being_written
+from lit_fsdp.checkpoint.places import enter, get_place, get_save_number, is_being_written, list_saves
+from lit_fsdp.checkpoint.remote import Location, RemotePath
 
 SAVE_NUMBER = "save_number"  # in a single file
 
@@ -37,7 +39,7 @@ class Age:
         return self.save_number, 0 if self.save_number else self.written_ns, self.step, self.written_ns
 
 
-def find_last_checkpoint(folders: Iterable[Path], report: Callable[[str], None] = print) -> Path | None:
+def find_last_checkpoint(folders: Iterable[Location], report: Callable[[str], None] = print) -> Location | None:
     """Return the newest complete checkpoint in these folders, ``None`` if there is none.
 
     Newest is what was saved last, by the number of the save, see ``Age``. Links such as ``last.ckpt`` count as what
@@ -50,7 +52,7 @@ def find_last_checkpoint(folders: Iterable[Path], report: Callable[[str], None] 
     """
     ages = {entry: measure_age(entry) for folder in folders for entry in _list_entries(folder)}
 
-    def sort_key(entry: Path) -> tuple[Any, ...]:
+    def sort_key(entry: Location) -> tuple[Any, ...]:
         # A link after its target, so that only a link that leads nowhere is reported.
         return (*ages[entry].key, not entry.is_symlink(), str(entry))
 
@@ -70,52 +72,75 @@ def find_last_checkpoint(folders: Iterable[Path], report: Callable[[str], None] 
     return None if found is None else found.resolve()
 
 
-def find_last_number(folders: Iterable[Path]) -> int:
+def find_last_number(folders: Iterable[Location]) -> int:
     """Return the highest number of a save in these folders, 0 if there is none."""
     ages = (measure_age(entry) for folder in folders for entry in _list_entries(folder))
     return max((age.save_number for age in ages), default=0)
 
 
-def describe_interruption(folders: Iterable[Path]) -> str:
+def describe_interruption(folders: Iterable[Location]) -> str:
     """Return what a run that its user has ended leaves, and how to go on."""
     found = find_last_checkpoint(folders, report=lambda _: None)
     if found is None:
         return "interrupted before there was a checkpoint"
-    path = found.relative_to(Path.cwd()) if found.is_relative_to(Path.cwd()) else found
+    is_below = isinstance(found, Path) and found.is_relative_to(Path.cwd())
+    path = found.relative_to(Path.cwd()) if isinstance(found, Path) and is_below else found
     return f"interrupted: --ckpt_path last goes on from {path}"
 
 
-def measure_age(entry: Path) -> Age:
+def measure_age(entry: Location) -> Age:
     """Return how old a checkpoint is, whole or not."""
-    position = read_position(entry) if entry.is_dir() else _read_single_file(entry)
-    in_name = re.search(r"step=(\d+)", os.path.basename(os.path.realpath(entry)))  # noqa: PTH119  of a link to itself
-    marker = entry / MANIFEST
-    dated = marker if marker.is_file() else entry
-    stat = dated.stat() if dated.exists() else entry.lstat()
+    folder = enter(entry)
+    position = read_position(folder) if folder.is_dir() else _read_single_file(entry)
+    name = entry.name if isinstance(entry, RemotePath) else os.path.basename(os.path.realpath(entry))  # noqa: PTH119  of a link to itself
+    if position is None and (saves := list_saves(entry)):
+        position = get_save_number(saves[0]), None  # it is not complete
+    in_name = re.search(r"step=(\d+)", name)
     number, step = position or (0, None)
     if step is None:
         step = int(in_name[1]) if in_name else -1
-    return Age(save_number=number, step=step, written_ns=stat.st_mtime_ns)
+    return Age(save_number=number, step=step, written_ns=_measure_written_ns(folder))
 
 
-def is_whole(entry: Path) -> bool:
+def is_whole(entry: Location) -> bool:
     """Whether a folder has all its files, or a single file its end."""
     # A single file is what torch.save writes, with the table of its contents last.
-    return is_complete(entry) if entry.is_dir() else entry.is_file() and zipfile.is_zipfile(entry)
+    return is_complete(enter(entry)) if entry.is_dir() else entry.is_file() and has_end(entry)
 
 
-def _list_entries(folder: Path) -> list[Path]:
+def has_end(path: Location) -> bool:
+    """Whether a file ends as ``torch.save`` ends it, with the table of its contents."""
+    if not isinstance(path, RemotePath):
+        return zipfile.is_zipfile(path)
+    with path.open("rb") as file:
+        return zipfile.is_zipfile(file)
+
+
+def _measure_written_ns(entry: Location) -> int:
+    marker = entry / MANIFEST
+    if isinstance(entry, RemotePath) or isinstance(marker, RemotePath):
+        dated = marker if marker.is_file() else entry
+        return dated.get_written_ns() if isinstance(dated, RemotePath) else 0
+    dated = marker if marker.is_file() else entry
+    return (dated.stat() if dated.exists() else entry.lstat()).st_mtime_ns
+
+
+def _list_entries(folder: Location) -> list[Location]:
     """Return what may be a checkpoint; of hidden names only what is whole and has no living writer."""
-    hidden = (e for e in folder.glob(".*.ckpt.*") if get_place(e) is not None)
+    hidden = (e for e in folder.glob(".*.ckpt.*") if isinstance(e, Path) and get_place(e) is not None)
     shown = (e for e in folder.glob("*.ckpt") if not e.name.startswith("."))
     return [*shown, *(e for e in hidden if is_whole(e) and not is_being_written(e))]
 
 
-def _read_single_file(path: Path) -> tuple[int, int | None] | None:
-    if not path.is_file() or not zipfile.is_zipfile(path):
+def _read_single_file(path: Location) -> tuple[int, int | None] | None:
+    if not path.is_file() or not has_end(path):
         return None
     try:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # maps the tensors only
+        if isinstance(path, RemotePath):
+            with path.open("rb") as file, skip_data():  # reads no tensor
+                checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        else:
+            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # maps the tensors only
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError):
         return None
     found = checkpoint if isinstance(checkpoint, dict) else {}

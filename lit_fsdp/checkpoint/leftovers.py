@@ -7,10 +7,19 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from lit_fsdp.checkpoint.latest import is_whole, measure_age
-from lit_fsdp.checkpoint.places import get_place, is_being_written, name_beside, name_replaced, replace_folder
+from lit_fsdp.checkpoint.manifest import is_complete
+from lit_fsdp.checkpoint.places import (
+    get_place,
+    is_being_written,
+    list_saves,
+    name_beside,
+    name_replaced,
+    replace_folder,
+)
+from lit_fsdp.checkpoint.remote import Location, RemotePath
 
 
-def tidy_folders(folders: Iterable[Path], report: Callable[[str], None]) -> None:
+def tidy_folders(folders: Iterable[Location], report: Callable[[str], None]) -> None:
     """Put back or remove what saves left in these folders whose process is gone; one process must call it.
 
     What a living process writes is left alone, also one of another run, see Note [Claims].
@@ -20,9 +29,25 @@ def tidy_folders(folders: Iterable[Path], report: Callable[[str], None]) -> None
         report: Called with a line about each that is put back or removed.
     """
     for folder in dict.fromkeys(folders):
-        places = {get_place(path) for path in folder.glob(".*.ckpt.*")} - {None}
-        for place in sorted(filter(None, places)):
+        if isinstance(folder, RemotePath):
+            for checkpoint in folder.glob("*.ckpt"):
+                _tidy_saves(checkpoint, report)
+            continue
+        places = {place for path in folder.glob(".*.ckpt.*") if (place := get_place(path)) is not None}
+        for place in sorted(places):
             _tidy_place(place, report)
+
+
+def _tidy_saves(checkpoint: RemotePath, report: Callable[[str], None]) -> None:
+    """Leave the newest complete save at an address, and those that somebody may still write."""
+    has_newest = False
+    for save in list_saves(checkpoint):
+        whole = is_complete(save)
+        if isinstance(save, RemotePath) and not (whole and not has_newest) and not is_being_written(save):
+            save.remove()
+            if not whole:
+                report(f"{save}: a save that was interrupted: removed")
+        has_newest |= whole
 
 
 def _tidy_place(place: Path, report: Callable[[str], None]) -> None:

@@ -8,12 +8,12 @@ import os
 import zlib
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 from typing_extensions import Buffer, override
 
+from lit_fsdp.checkpoint.remote import Location, RemotePath, make_folder
 from lit_fsdp.weights.file_names import check_names
 
 Verify = Literal["sizes", "full"]
@@ -30,7 +30,37 @@ class FileEntry(TypedDict):
     crc32: int
 
 
-class ChecksumFileSystem(FileSystem):
+class LocationFileSystem(FileSystem):
+    """What ``torch.distributed.checkpoint`` opens files with, here or at an address."""
+
+    @contextmanager
+    @override
+    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
+        with path.open(mode) as stream:
+            yield stream
+
+    @override
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        return path / suffix
+
+    @override
+    def init_path(self, path: Any) -> Any:
+        return path
+
+    @override
+    def mkdir(self, path: Any) -> None:
+        make_folder(path)
+
+    @override
+    def exists(self, path: Any) -> bool:
+        return bool(path.exists())
+
+    @override
+    def rename(self, path: Any, new_path: Any) -> None:
+        path.rename(new_path)
+
+
+class ChecksumFileSystem(LocationFileSystem):
     """What ``torch.distributed.checkpoint`` writes files with; computes their checksums on the way.
 
     ``files`` has the entries of what was written, by name.
@@ -41,26 +71,29 @@ class ChecksumFileSystem(FileSystem):
 
     @contextmanager
     @override
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
         with _ChecksumFile(path) as file:
             yield file  # torch closes it
-        self.files[Path(path).name] = file.entry
+        self.files[path.name] = file.entry
 
     @override
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+    def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
-        self.files[Path(new_path).name] = self.files.pop(Path(path).name)
+        self.files[new_path.name] = self.files.pop(path.name)
 
 
 class _ChecksumFile(io.BufferedWriter):
     """A file that is written from its beginning to its end."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(io.FileIO(path, "wb"))
+    _is_done = False
+
+    def __init__(self, path: Location) -> None:
+        raw: Any = path.open("wb") if isinstance(path, RemotePath) else io.FileIO(path, "wb")
+        super().__init__(raw)
         self.entry: FileEntry = {"bytes": 0, "crc32": 0}
 
     @override
@@ -70,17 +103,27 @@ class _ChecksumFile(io.BufferedWriter):
         return num_bytes
 
     @override
+    def close(self) -> None:
+        if not self._is_done:  # files of some stores never say that they are closed
+            self._is_done = True
+            super().close()
+
+    @override
     def seek(self, *_: Any) -> int:
         raise io.UnsupportedOperation("the checksum is of bytes in the order of the file")
 
 
-def describe_files(paths: Iterable[Path]) -> dict[str, FileEntry]:
+def describe_files(paths: Iterable[Location]) -> dict[str, FileEntry]:
     """Return size and checksum of files, by name. Reads them once: for small ones."""
-    return {path.name: {"bytes": path.stat().st_size, "crc32": compute_crc32(path)} for path in paths}
+    files: dict[str, FileEntry] = {}
+    for path in paths:
+        size = path.parent.measure_files()[path.name] if isinstance(path, RemotePath) else path.stat().st_size
+        files[path.name] = {"bytes": size or 0, "crc32": compute_crc32(path)}
+    return files
 
 
 def write_manifest(
-    folder: Path, files: Mapping[str, FileEntry], *, save_number: int = 0, step: int | None = None
+    folder: Location, files: Mapping[str, FileEntry], *, save_number: int = 0, step: int | None = None
 ) -> None:
     """Mark a folder as complete.
 
@@ -90,13 +133,17 @@ def write_manifest(
         save_number: Grows with every save of a run, also after it was resumed; 0 is none.
         step: The step that the run has reached.
     """
+    content = {"save_number": save_number, "step": step, "files": files}
+    if isinstance(folder, RemotePath):
+        (folder / MANIFEST).write_bytes(json.dumps(content, indent=1).encode())
+        return
     with (folder / MANIFEST).open("w") as file:
-        json.dump({"save_number": save_number, "step": step, "files": files}, file, indent=1)
+        json.dump(content, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
 
 
-def read_manifest(folder: Path) -> dict[str, FileEntry]:
+def read_manifest(folder: Location) -> dict[str, FileEntry]:
     """Return the files of a complete checkpoint; refuse a folder whose manifest is missing or damaged."""
     path = folder / MANIFEST
     try:
@@ -108,11 +155,11 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
         raise ValueError(f"{folder} is no complete checkpoint: {MANIFEST} is missing; choose another one") from None
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         raise ValueError(f"{path} is damaged; choose another checkpoint") from None
-    check_names(folder, files, source=path)
+    check_names(files, source=str(path))
     return files
 
 
-def read_position(folder: Path) -> tuple[int, int | None] | None:
+def read_position(folder: Location) -> tuple[int, int | None] | None:
     """Return the number of the save and its step, ``None`` if there is no manifest that has them."""
     try:
         found = json.loads((folder / MANIFEST).read_text())
@@ -128,12 +175,13 @@ def check_verify(name: str, verify: Verify) -> None:
         raise ValueError(f"{name}: got {verify!r}: expected one of {', '.join(get_args(Verify))}")
 
 
-def check_sizes(folder: Path) -> dict[str, FileEntry]:
+def check_sizes(folder: Location) -> dict[str, FileEntry]:
     """Return the files of a checkpoint; refuse one with a file missing or cut short. Takes milliseconds."""
     files = read_manifest(folder)
+    there = folder.measure_files() if isinstance(folder, RemotePath) else {}  # one question instead of one a file
     for name, entry in files.items():
         path = folder / name
-        size = path.stat().st_size if path.is_file() else None
+        size = there.get(name) if isinstance(path, RemotePath) else path.stat().st_size if path.is_file() else None
         if size is None:
             raise ValueError(f"{path} is missing; choose another checkpoint")
         if size != entry["bytes"]:
@@ -141,7 +189,7 @@ def check_sizes(folder: Path) -> dict[str, FileEntry]:
     return files
 
 
-def check_files(folder: Path, verify: Verify, *, part: int = 0, num_parts: int = 1) -> None:
+def check_files(folder: Location, verify: Verify, *, part: int = 0, num_parts: int = 1) -> None:
     """Refuse a checkpoint with a file missing, cut short or changed.
 
     Args:
@@ -158,7 +206,7 @@ def check_files(folder: Path, verify: Verify, *, part: int = 0, num_parts: int =
             raise ValueError(f"{folder / name} is damaged: its checksum differs; choose another checkpoint")
 
 
-def is_complete(folder: Path) -> bool:
+def is_complete(folder: Location) -> bool:
     """Whether all files of a checkpoint are there in full length."""
     try:
         check_sizes(folder)
@@ -167,7 +215,7 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
-def compute_crc32(path: Path) -> int:
+def compute_crc32(path: Location) -> int:
     """Read a file and return its checksum."""
     value = 0
     with path.open("rb") as file:

@@ -3,6 +3,9 @@
 Note [Claims]: rank 0 holds a lock on a file for as long as it writes: ``writer.lock`` in a folder, or the file of a
 single-file checkpoint itself. The kernel lets go of it when the process dies, however it dies. So what nobody holds
 was left by a killed process. A file that is still empty is left alone: its writer may be about to lock it.
+
+Stores at an address have no locks: there the file says on which machine which process writes. What another machine
+writes is taken for abandoned only when nothing was added to it for a day. See also Note [Remote checkpoints].
 """
 
 from __future__ import annotations
@@ -10,16 +13,21 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lit_fsdp.checkpoint.manifest import is_complete
+from lit_fsdp.checkpoint.manifest import MANIFEST, is_complete
+from lit_fsdp.checkpoint.remote import Location, RemotePath
 
 LOCK = "writer.lock"
 _HIDDEN = re.compile(r"\.(.+)\.(incomplete|replaced)")
+_SAVE = re.compile(r"save-(\d+)-[0-9a-f]{8}")
+_ABANDONED_S = 86400.0
 
 
 def name_beside(path: Path) -> Path:
@@ -32,23 +40,46 @@ def name_replaced(path: Path) -> Path:
     return path.with_name(f".{path.name}.replaced")
 
 
+def list_saves(path: Location) -> list[Location]:
+    """Return the folders of saves in one, the newest first, see Note [Remote checkpoints]."""
+    found = [inner for inner in path.glob("save-*") if _SAVE.fullmatch(inner.name)]
+    return sorted(found, key=lambda inner: (get_save_number(inner), inner.name), reverse=True)
+
+
+def get_save_number(save: Location) -> int:
+    """Return the number in the name of the folder of a save."""
+    return int(save.name.split("-")[1])
+
+
+def enter(path: Location) -> Location:
+    """Return the folder that has the files of a checkpoint: its newest complete save, or ``path`` itself.
+
+    Folders of saves are also entered where they were copied to this machine.
+    """
+    if path.is_file() or (path / MANIFEST).is_file():
+        return path
+    return next(filter(is_complete, list_saves(path)), path)
+
+
 def get_place(path: Path) -> Path | None:
     """Return the place that a hidden folder or file is meant for, or comes from; ``None`` if it is neither."""
     found = _HIDDEN.fullmatch(path.name)
     return path.with_name(found[1]) if found else None
 
 
-def follow(path: Path) -> Path:
+def follow(path: Location) -> Location:
     """Return where a checkpoint lies now that was found under a hidden name and put back in place since."""
-    place = get_place(path)
+    place = get_place(path) if isinstance(path, Path) else None
     return place if place is not None and place.exists() and not path.exists() else path
 
 
-def make_beside(path: Path) -> Path:
-    """Return an empty folder beside the place of one that is to be written.
+def make_beside(path: Location, save_number: int = 0) -> Location:
+    """Return an empty folder beside the place of one that is to be written; at an address, inside that place.
 
     One that was complete when its writer was killed takes its place first: it may be all there is.
     """
+    if isinstance(path, RemotePath):
+        return path / f"save-{save_number}-{secrets.token_hex(4)}"
     beside = name_beside(path)
     if is_complete(beside):
         replace_folder(path, beside)
@@ -59,8 +90,11 @@ def make_beside(path: Path) -> Path:
     return beside
 
 
-def replace_folder(path: Path, beside: Path) -> None:
+def replace_folder(path: Location, beside: Location) -> None:
     """Let a complete folder take the place of what is there, if anything."""
+    if isinstance(path, RemotePath) or isinstance(beside, RemotePath):
+        _remove_older(path, beside)
+        return
     old = name_replaced(path)
     if path.is_symlink() or path.is_file():
         path.unlink()
@@ -73,8 +107,15 @@ def replace_folder(path: Path, beside: Path) -> None:
 
 
 @contextmanager
-def claim(path: Path) -> Iterator[None]:
+def claim(path: Location) -> Iterator[None]:
     """Hold the lock on a file, which is created, see Note [Claims]. Without a lock, it stays empty."""
+    if isinstance(path, RemotePath):
+        path.write_bytes(f"{socket.gethostname()} {os.getpid()}\n".encode())
+        try:
+            yield
+        finally:
+            path.remove()
+        return
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         with suppress(OSError):  # a file system without locks, where nothing can be told from what is being written
@@ -87,8 +128,10 @@ def claim(path: Path) -> Iterator[None]:
         os.close(file)
 
 
-def is_being_written(path: Path) -> bool:
+def is_being_written(path: Location) -> bool:
     """Whether a living process writes this folder or file; in doubt it does."""
+    if isinstance(path, RemotePath):
+        return _is_claimed(path)
     try:
         file = os.open(path / LOCK if path.is_dir() else path, os.O_RDONLY)
     except FileNotFoundError:
@@ -105,3 +148,28 @@ def is_being_written(path: Path) -> bool:
         return False
     finally:
         os.close(file)
+
+
+def _remove_older(path: Location, newest: Location) -> None:
+    """Remove what a complete save has replaced; leave what was begun after it."""
+    number = get_save_number(newest)
+    for inner in list_saves(path):
+        if isinstance(inner, RemotePath) and inner != newest and get_save_number(inner) <= number:
+            inner.remove()
+
+
+def _is_claimed(folder: RemotePath) -> bool:
+    try:
+        host, _, process = (folder / LOCK).read_text().partition(" ")
+    except FileNotFoundError:
+        return False
+    if host != socket.gethostname() or not process.strip().isdecimal():
+        written_ns = max((inner.get_written_ns() for inner in folder.glob("*")), default=0)
+        return time.time() - written_ns / 1e9 < _ABANDONED_S
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import torch
 import transformers
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.serialization import skip_data
 from transformers import AutoConfig, PreTrainedModel
 
 from lit_fsdp.checkpoint.latest import find_last_checkpoint
 from lit_fsdp.checkpoint.manifest import Verify, check_files
+from lit_fsdp.checkpoint.places import enter
+from lit_fsdp.checkpoint.remote import Location, RemotePath, locate
 from lit_fsdp.checkpoint.sharded import META, read_meta
 from lit_fsdp.checkpoint.single_file import read_single_file
 from lit_fsdp.checkpoint.untrusted import METADATA, load_state, read_metadata
@@ -30,7 +34,7 @@ _MODEL = "model."  # a task holds its Transformers model under this name
 class StoredCheckpoint:
     """A checkpoint that was found to be complete."""
 
-    path: Path
+    path: Location
     meta: dict[str, Any]  # what it holds beside tensors
     files: dict[str, str | bytes]  # the small files of a Hugging Face folder, by name
     metadata: Metadata  # where its tensors lie
@@ -49,34 +53,42 @@ class StoredCheckpoint:
         return torch.empty(there.size, dtype=there.properties.dtype, device="meta")
 
 
-def resolve_checkpoint(path: Path) -> Path:
-    """Return the folder of a checkpoint: ``path`` itself, or the newest complete one of the run there."""
+def resolve_checkpoint(given: str | Path | RemotePath) -> Location:
+    """Return the folder of a checkpoint: the given one, or the newest complete one of the run there."""
+    try:
+        path = locate(given)
+    except ValueError as error:
+        raise ValueError(f"checkpoint: {error}") from error
     if not path.exists():
         raise ValueError(f"checkpoint: {path} does not exist: expected the folder of a checkpoint or of a run")
     if path.is_file():
         raise ValueError(f"checkpoint: {path} is a file: expected a folder that FSDP2Strategy has written")
-    if (path / META).is_file() or (path / METADATA).is_file():
-        return path.resolve()
+    inner = enter(path)
+    if (inner / META).is_file() or (inner / METADATA).is_file():
+        return inner.resolve()
     found = find_last_checkpoint([path, path / "checkpoints", *path.glob("version_*/checkpoints")])
     if found is None or found.is_file():
         raise ValueError(
             f"checkpoint: {path} is no checkpoint, and no run that wrote one: expected a folder with {META}, or one "
             "with version_*/checkpoints/*.ckpt"
         )
-    return found
+    return enter(found)
 
 
-def check_checkpoint(path: Path) -> None:
+def check_checkpoint(path: Location) -> None:
     """Refuse a folder or single file that is damaged or cannot be read safely. Tensors are not read."""
+    path = enter(path)
     if path.is_file():
-        read_single_file(path)
+        # From an address all would be read, only to be read again by the first rank.
+        with skip_data() if isinstance(path, RemotePath) else nullcontext():
+            read_single_file(path)
         return
     check_files(path, "sizes")
     read_metadata(path)
     read_meta(path)
 
 
-def open_checkpoint(path: Path, verify: Verify = "sizes") -> StoredCheckpoint:
+def open_checkpoint(path: Location, verify: Verify = "sizes") -> StoredCheckpoint:
     """Read what a checkpoint holds; refuse one that is not of our tasks, or damaged: see ``check_files``."""
     check_files(path, verify)  # reading alone would not notice damage
     meta = read_meta(path)
@@ -111,7 +123,9 @@ def build_on_meta(checkpoint: StoredCheckpoint, **changes: Any) -> PreTrainedMod
         return model_class(config)
 
 
-def find_run(checkpoint: Path) -> Path | None:
+def find_run(checkpoint: Location) -> Path | None:
     """Return the folder of the run that wrote a checkpoint, if it lies where runs put them."""
+    if isinstance(checkpoint, RemotePath):
+        return None
     run = checkpoint.parent.parent
     return run if (run / "config.yaml").is_file() else None

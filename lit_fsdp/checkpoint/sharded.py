@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
 from enum import Enum
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,9 +34,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lit_fsdp.checkpoint.manifest import ChecksumFileSystem, Verify, check_files, describe_files, write_manifest
-from lit_fsdp.checkpoint.places import LOCK, claim, make_beside, name_beside, replace_folder
+from lit_fsdp.checkpoint.places import LOCK, claim, make_beside, replace_folder
+from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.checkpoint.staging import has_gpu_tensors
 from lit_fsdp.checkpoint.untrusted import load_plain, load_state, read_metadata
 from lit_fsdp.errors import join_names
@@ -77,7 +79,7 @@ def join_states(
 
 
 def save_checkpoint(
-    path: Path,
+    path: Location,
     state: dict[str, Any],
     *,
     meta: Mapping[str, Any],
@@ -99,26 +101,28 @@ def save_checkpoint(
         RuntimeError: Writing failed on a rank; raised on all, and no folder of that name is left half-written.
     """
     rank = dist.get_rank(group) if dist.is_initialized() else 0
-    beside = name_beside(path)
     with ExitStack() as held:
 
-        def begin() -> None:
+        def begin() -> Location:
             if rank == 0:
-                held.enter_context(claim(make_beside(path) / LOCK))
+                made = make_beside(path, save_number)
+                held.enter_context(claim(made / LOCK))
+                return made
+            return path
 
-        agree(begin, group)
+        beside = agree(begin, group)[0]
+        file_system = ChecksumFileSystem()
         # Without copies ahead where there is nothing to copy: they take a stream, whose context they may open.
-        writer = FileSystemWriter(beside, per_thread_copy_ahead=_COPY_AHEAD_BYTES if has_gpu_tensors(state) else 0)
-        writer.fs = file_system = ChecksumFileSystem()
+        writer = _Writer(beside, file_system, _COPY_AHEAD_BYTES if has_gpu_tensors(state) else 0)
         with _plain_errors(path):
             save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
 
         def write_rest() -> dict[str, Any]:
             small = [beside / _RANDOM.format(rank=rank)]
-            torch.save(to_plain(random_state or collect_random_state()), small[0])
+            _save_plain(random_state or collect_random_state(), small[0])
             if rank == 0:
                 small.append(beside / META)
-                torch.save(to_plain(meta), small[1])
+                _save_plain(meta, small[1])
             return {**file_system.files, **describe_files(small)}
 
         parts = agree(write_rest, group)
@@ -134,7 +138,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    path: Path,
+    path: Location,
     model: nn.Module,
     optimizers: Sequence[Optimizer] = (),
     *,
@@ -200,7 +204,7 @@ def load_checkpoint(
     return meta
 
 
-def read_meta(path: Path) -> dict[str, Any]:
+def read_meta(path: Location) -> dict[str, Any]:
     """Return what a checkpoint folder holds beside tensors of model and optimizers: plain values.
 
     Raises:
@@ -213,7 +217,7 @@ def read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def read_random_state(path: Path, rank: int, world_size: int) -> tuple[Callable[[], None], Callable[[], None]]:
+def read_random_state(path: Location, rank: int, world_size: int) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return what makes this rank draw as it would have without the interruption: in steps, and outside of them.
 
     Saved by another number of ranks, there is no such thing for steps: then all ranks start generators that depend on
@@ -287,7 +291,7 @@ def to_plain(value: Any, name: str = "checkpoint", *, copies: bool = True) -> An
     )
 
 
-def check_same_optimizer(path: Path, optimizer: Optimizer, missing: Iterable[str]) -> None:
+def check_same_optimizer(path: Location, optimizer: Optimizer, missing: Iterable[str]) -> None:
     """Refuse the state of another optimizer, in which names are missing: parts of this one's would stay at zero."""
     if first := next(iter(missing), None):
         raise ValueError(
@@ -296,7 +300,7 @@ def check_same_optimizer(path: Path, optimizer: Optimizer, missing: Iterable[str
         )
 
 
-def check_same_groups(path: Path, optimizer: Optimizer, count: int) -> None:
+def check_same_groups(path: Location, optimizer: Optimizer, count: int) -> None:
     """Refuse the state of parameters that were grouped otherwise, which would get learning rates of others."""
     if count != len(optimizer.param_groups):
         raise ValueError(
@@ -306,8 +310,33 @@ def check_same_groups(path: Path, optimizer: Optimizer, count: int) -> None:
         )
 
 
+class _Writer(FileSystemWriter):
+    """Writes tensors, here or at an address."""
+
+    def __init__(self, path: Location, file_system: ChecksumFileSystem, copy_ahead_bytes: int) -> None:
+        # Objects are safe once they are written: syncing would wait for all disks of this machine.
+        is_here = not isinstance(path, RemotePath)
+        super().__init__(path.name, sync_files=is_here, per_thread_copy_ahead=copy_ahead_bytes)
+        self.fs = file_system
+        self.path: Any = path
+
+    @property
+    @override
+    def checkpoint_id(self) -> Any:
+        # Stored in the metadata, where an address would be an object of ours.
+        return self.path.name if isinstance(self.path, RemotePath) else self.path
+
+
+def _save_plain(value: Any, path: Location) -> None:
+    if isinstance(path, RemotePath):
+        with path.open("wb") as file:
+            torch.save(to_plain(value), file)
+    else:
+        torch.save(to_plain(value), path)
+
+
 @contextmanager
-def _plain_errors(path: Path) -> Iterator[None]:
+def _plain_errors(path: Location) -> Iterator[None]:
     """Turn what ``torch.distributed.checkpoint`` raises when it writes into a ``RuntimeError`` of one line."""
     try:
         with warnings.catch_warnings():
@@ -331,7 +360,7 @@ def _drop_settings_of_schedules(
                 del group[key]
 
 
-def _check_model(path: Path, state: Mapping[str, Any], stored: Mapping[str, Any], *, strict: bool) -> None:
+def _check_model(path: Location, state: Mapping[str, Any], stored: Mapping[str, Any], *, strict: bool) -> None:
     prefix = "state_dict."
     missing = [name for name in state if prefix + name not in stored]
     unknown = [key.removeprefix(prefix) for key in stored if key.startswith(prefix)]

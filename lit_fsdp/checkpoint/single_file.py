@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +22,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
+from lit_fsdp.checkpoint.latest import has_end
 from lit_fsdp.checkpoint.manifest import Verify
 from lit_fsdp.checkpoint.places import claim, name_beside
+from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.checkpoint.sharded import agree, check_same_groups, check_same_optimizer, to_plain
 from lit_fsdp.checkpoint.untrusted import load_plain
 from lit_fsdp.errors import join_names
@@ -48,10 +49,15 @@ def gather_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, 
     return {"state": {numbers[n]: state for n, state in named["state"].items()}, "param_groups": groups}
 
 
-def save_single_file(path: Path, checkpoint: Mapping[str, Any]) -> None:
+def save_single_file(path: Location, checkpoint: Mapping[str, Any]) -> None:
     """Write what rank 0 has gathered, beside ``path`` first. All ranks must call it."""
 
     def write() -> None:
+        if isinstance(path, RemotePath):
+            plain = to_plain(checkpoint)
+            with path.replace_contents() as file:
+                torch.save(plain, file)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = name_beside(path)
         with claim(beside), beside.open("r+b") as file:
@@ -64,7 +70,7 @@ def save_single_file(path: Path, checkpoint: Mapping[str, Any]) -> None:
 
 
 def load_single_file(
-    path: Path,
+    path: Location,
     model: nn.Module,
     optimizers: Sequence[Optimizer],
     *,
@@ -122,17 +128,17 @@ def load_single_file(
     return meta
 
 
-def read_single_file(path: Path, verify: Verify = "sizes") -> dict[str, Any]:
-    """Return what a file holds; its tensors stay in the file until they are used.
+def read_single_file(path: Location, verify: Verify = "sizes") -> dict[str, Any]:
+    """Return what a file holds; its tensors stay in the file until they are used, if it is on this machine.
 
     Raises:
         ValueError: It is no such file, is damaged, or holds more than tensors and plain values.
     """
-    if not zipfile.is_zipfile(path):
+    if not has_end(path):
         raise ValueError(f"{path} is no checkpoint: expected a folder of ours or a file written by torch.save")
     if verify == "full":
         try:
-            with zipfile.ZipFile(path) as archive:
+            with path.open("rb") as file, zipfile.ZipFile(file) as archive:
                 name = archive.testzip()
         except zipfile.BadZipFile as error:
             raise ValueError(f"{path} is damaged: {error}; choose another checkpoint") from error
@@ -175,7 +181,7 @@ def _spread(stored: Any, own: Any) -> Any:
 
 
 def _check(
-    path: Path,
+    path: Location,
     checkpoint: dict[str, Any],
     weights: Mapping[str, Any],
     optimizers: Sequence[Optimizer],
@@ -192,7 +198,7 @@ def _check(
         raise ValueError(f"{path} holds {count} optimizers, the run has {len(optimizers)}; resume it with as many")
 
 
-def _check_shapes(path: Path, stored: Any, own: Any) -> None:
+def _check_shapes(path: Location, stored: Any, own: Any) -> None:
     there = dict(tree_flatten_with_path(stored)[0])
     for place, value in tree_flatten_with_path(own)[0]:
         found = there.get(place)

@@ -11,7 +11,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -35,13 +34,15 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from typing_extensions import override
 
+from lit_fsdp.checkpoint.manifest import LocationFileSystem
+from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.weights.file_names import check_names
 
 METADATA = ".metadata"
 _NAMED = re.compile(r"GLOBAL (\S+)")  # in the errors of torch.load
 
 
-def load_plain(file: Path | IO[bytes], name: Path | str, *, is_mapped: bool = False) -> Any:
+def load_plain(file: Location | IO[bytes], name: Location | str, *, is_mapped: bool = False) -> Any:
     """Return what ``torch.save`` has written, on the CPU: tensors and plain values.
 
     Args:
@@ -52,6 +53,9 @@ def load_plain(file: Path | IO[bytes], name: Path | str, *, is_mapped: bool = Fa
     Raises:
         ValueError: It holds something else, whose code would have to run, or is damaged.
     """
+    if isinstance(file, RemotePath):
+        with file.open("rb") as stream:
+            return load_plain(stream, name)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")  # an error follows, where it matters
@@ -78,7 +82,7 @@ def refuse_other_forms() -> Iterator[None]:
         ) from error
 
 
-def read_metadata(path: Path) -> Metadata:
+def read_metadata(path: Location) -> Metadata:
     """Return what tensors a checkpoint folder holds, and where they lie.
 
     Raises:
@@ -98,11 +102,11 @@ def read_metadata(path: Path) -> Metadata:
             f"{path}: torch {torch.__version__} cannot read its {METADATA} ({_shorten(error)}): a newer torch wrote "
             "it, or it is damaged; use torch 2.15 or later, or choose another checkpoint"
         ) from error
-    check_names(path, (place.relative_path for place in metadata.storage_data.values()), source=path / METADATA)
+    check_names((place.relative_path for place in metadata.storage_data.values()), source=str(path / METADATA))
     return metadata
 
 
-def load_state(path: Path, metadata: Metadata, state: dict[str, Any], *, no_dist: bool | None = None) -> None:
+def load_state(path: Location, metadata: Metadata, state: dict[str, Any], *, no_dist: bool | None = None) -> None:
     """Fill a state in place from a checkpoint folder. All ranks must call it, unless ``no_dist``.
 
     Args:
@@ -145,8 +149,10 @@ class _Unpickler(pickle.Unpickler):
 class _Reader(FileSystemReader):
     """Reads tensors; has the metadata from ``read_metadata``."""
 
-    def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__(path)
+    def __init__(self, path: Location, metadata: Metadata) -> None:
+        super().__init__(path.name)
+        self.fs = LocationFileSystem()
+        self.path: Any = path
         self._metadata = metadata
 
     @override
@@ -157,7 +163,7 @@ class _Reader(FileSystemReader):
 class _Planner(DefaultLoadPlanner):
     """Puts plain values where they belong; torch's own would unpickle whatever is there."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location) -> None:
         super().__init__()
         self._path = path
 

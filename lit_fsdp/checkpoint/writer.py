@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 
 from lit_fsdp.checkpoint.latest import SAVE_NUMBER, find_last_number, measure_age
 from lit_fsdp.checkpoint.leftovers import tidy_folders
+from lit_fsdp.checkpoint.remote import Location, RemotePath, check_writable
 from lit_fsdp.checkpoint.sharded import (
     EXTRA,
     LEAVES_OUT_FROZEN,
@@ -69,15 +69,15 @@ class CheckpointWriter:
         self.is_async = is_async
         self.timeout_s = timeout_s
         self.report = report
-        self.skipped: set[Path] = set()  # for want of space; the same on all ranks
+        self.skipped: set[Location] = set()  # for want of space; the same on all ranks
         self.save_number = 0  # of the last save; only that of rank 0 is written
         self._group: dist.ProcessGroup | None = None
         self._stager = Stager()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._to_remove: list[Callable[[], None]] = []
-        self._in_flight: Path | None = None
-        self.missing: Path | None = None  # the newest that was due, if it could not be saved
+        self._in_flight: Location | None = None
+        self.missing: Location | None = None  # the newest that was due, if it could not be saved
 
     def choose_parameters(self, model: nn.Module) -> None:
         """Choose which parameters to write; refuse to leave out those that the model would not get back.
@@ -92,24 +92,26 @@ class CheckpointWriter:
             )
         self._left_out = list_left_out(model, self.checkpoint_format, self.save_frozen)
 
-    def begin(self, folders: Collection[Path]) -> None:
+    def begin(self, folders: Collection[Location]) -> None:
         """Tidy the folders of a run, and number its saves from the last one there on; rank 0 must call it."""
         tidy_folders(folders, self.report)
         self.save_number = max(self.save_number, find_last_number(folders))
 
-    def go_on_from(self, path: Path) -> None:
+    def go_on_from(self, path: Location) -> None:
         """Number saves from that of a checkpoint on, wherever it lies."""
         self.save_number = max(self.save_number, measure_age(path).save_number)
 
     def measure_space(
         self,
-        folders: Sequence[Path],
+        folders: Sequence[Location],
         num_at_once: int,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         extra_bytes: int = 0,
-    ) -> DiskSpace:
+    ) -> DiskSpace | None:
         """Return what checkpoints in these folders will take and what is free, the fullest; all ranks must call it.
+
+        Of addresses nobody knows what is free: they are only tried out. ``None`` where there are no other folders.
 
         Args:
             folders: Where they go.
@@ -118,11 +120,22 @@ class CheckpointWriter:
             optimizers: Of the run.
             extra_bytes: What this rank will write beside model and optimizers.
         """
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        addresses = dict.fromkeys(folder for folder in folders if isinstance(folder, RemotePath))
+
+        def check() -> None:
+            for address in addresses if is_first else ():
+                check_writable(address)
+
+        agree(check)
+        here = [folder for folder in folders if not isinstance(folder, RemotePath)]
+        if not here:
+            return None
         is_whole = self.checkpoint_format == "single_file"  # which is not gathered only to be counted
         own = count_bytes(model.state_dict() if is_whole else self.get_model_state(model))
         states = agree(lambda: (own + extra_bytes, estimate_state_bytes(optimizers)))
-        frees = agree(lambda: [measure_free(folder) for folder in folders])
-        free, folder = min((min(found), folder) for folder, *found in zip(folders, *frees, strict=True))
+        frees = agree(lambda: [measure_free(folder) for folder in here])
+        free, folder = min((min(found), folder) for folder, *found in zip(here, *frees, strict=True))
         return DiskSpace(
             folder=folder,
             checkpoint_bytes=sum(weights + (state or 0) for weights, state in states),
@@ -145,7 +158,7 @@ class CheckpointWriter:
             return get_optimizer_state_dict(model, optimizer)
         return gather_optimizer_state(model, optimizer)
 
-    def save(self, path: Path, checkpoint: Mapping[str, Any]) -> bool:
+    def save(self, path: Location, checkpoint: Mapping[str, Any]) -> bool:
         """Write a checkpoint; all ranks must call it. Returns whether it was, or will be, written.
 
         Waits for the one in flight. Where the disk has no room, says so and returns, and training goes on.
@@ -225,7 +238,7 @@ class CheckpointWriter:
 
     def _write(
         self,
-        path: Path,
+        path: Location,
         state: dict[str, Any],
         meta: dict[str, Any],
         save_number: int,
@@ -241,11 +254,13 @@ class CheckpointWriter:
         except Exception as error:  # noqa: BLE001  raised by wait(), in the training thread
             self._error = error
 
-    def _compute_missing_bytes(self, path: Path, state: dict[str, Any]) -> int:
+    def _compute_missing_bytes(self, path: Location, state: dict[str, Any]) -> int:
         """Return how many bytes the disk lacks for this state; 0 if it fits. The same on all ranks."""
+        if isinstance(path, RemotePath):
+            return 0
+        folder = path.parent
         needed = sum(agree(lambda: count_bytes(state))) + SPARE_BYTES
-
-        return max(needed - min(agree(lambda: measure_free(path.parent))), 0)
+        return max(needed - min(agree(lambda: measure_free(folder))), 0)
 
 
 def list_left_out(model: nn.Module, checkpoint_format: CheckpointFormat, save_frozen: bool | None) -> set[str]:

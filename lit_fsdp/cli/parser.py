@@ -22,13 +22,19 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import jsonargparse
 from jsonargparse._typehints import get_all_subclass_paths  # private, seen in 4.53
+from jsonargparse.typing import register_type
 from typing_extensions import override
 
+from lit_fsdp.checkpoint.remote import describe_local_only, is_remote, locate_local
 from lit_fsdp.cli.renamed import RENAMED, rename_key
 from lit_fsdp.errors import ConfigError, nearest, suggest
 
 _BASES = ("LightningModule", "LightningDataModule")  # what model and data are without a class
 _TYPE_WORDS = {type(None): "null", bool: "true or false", collections.abc.Iterable: "list", dict: "mapping"}
+
+
+# Of every setting that is a path of this machine: an address would become a folder named after its scheme.
+register_type(Path, str, locate_local, fail_already_registered=False)
 
 
 class OneLineParser(jsonargparse.ArgumentParser):
@@ -201,6 +207,8 @@ def _explain_types(refusals: Sequence[_Refusal]) -> str:
     names = list(dict.fromkeys(name for refusal in refusals for name in _name_types(refusal.typehint)))
     names.sort(key="null".__eq__)
     value = _get_given(first.value)
+    if any(refusal.typehint is Path for refusal in refusals) and is_remote(value):
+        return describe_local_only(str(value))
     if (new := RENAMED.get(".".join(first.path.split(".")[-2:]) + f"={value}")) is not None:
         return f"got {value!r}: renamed: {new}"
     listed = ", ".join(names[:-1]) + (" or " if len(names) > 1 else "") + names[-1]

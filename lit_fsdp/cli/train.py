@@ -28,6 +28,7 @@ import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by 
 from lit_fsdp.callbacks import Preemption, ProgressBar
 from lit_fsdp.checkpoint.latest import describe_interruption, find_last_checkpoint
 from lit_fsdp.checkpoint.reader import check_checkpoint
+from lit_fsdp.checkpoint.remote import Location, locate, locate_local
 from lit_fsdp.cli.config_files import check_config_files, list_left_out, refuse_dropped_keys, refuse_left_out
 from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers
 from lit_fsdp.cli.messages import describe_exception, report_error
@@ -195,7 +196,10 @@ class TrainerCLI(LightningCLI):
             name = self.config_files[0].stem if self.config_files else model
         if not is_plain_name(name):
             raise ConfigError(f"run_name: got {name!r}: it becomes a folder below runs: expected {NAME_RULE}")
-        self.run_root = Path(trainer["default_root_dir"] or ".") / "runs" / name
+        try:
+            self.run_root = locate_local(trainer["default_root_dir"] or ".") / "runs" / name
+        except ValueError as error:
+            raise ConfigError(f"trainer.default_root_dir: {error}") from None
         self.save_config_kwargs = {"fallback_dir": str(self.run_root)}
 
     def instantiate_classes(self) -> None:
@@ -254,17 +258,17 @@ class TrainerCLI(LightningCLI):
                 )
             if found is None:
                 rank_zero_info(f"ckpt_path last: no run below {self.run_root} has a checkpoint: starting afresh")
-        elif given and given != "hpc" and ":" not in given and not Path(given).exists():
-            folder = Path(given).parent
-            guess = nearest(Path(given).name, [p.name for p in folder.glob("*")]) if folder.is_dir() else None
+        elif given and given != "hpc" and not (place := _locate_checkpoint(given)).exists():
+            folder = place.parent
+            guess = nearest(place.name, [p.name for p in folder.glob("*")]) if folder.is_dir() else None
             hint = f"did you mean {folder / guess}?" if guess else "expected a checkpoint, or last"
             raise ConfigError(f"ckpt_path: {given!r} does not exist: {hint}")
         if command.get("weights_only") is None:
             command["weights_only"] = True  # Lightning's default for addresses runs what is there, seen in 2.6.6
-        path = Path(command.get("ckpt_path") or "")
-        if path.exists() and path != Path() and isinstance(self.trainer.strategy, FSDP2Strategy):
+        path = command.get("ckpt_path")
+        if path and path != "hpc" and isinstance(self.trainer.strategy, FSDP2Strategy):
             try:
-                check_checkpoint(path)
+                check_checkpoint(_locate_checkpoint(path))
             except ValueError as error:  # before other ranks are started
                 raise ConfigError(f"ckpt_path: {error}") from error
 
@@ -292,7 +296,7 @@ class TrainerCLI(LightningCLI):
                 sys.exit(1)  # the first rank says it
             raise RuntimeError(f"training came to its end, but {lost}")
 
-    def _list_checkpoint_folders(self) -> list[Path]:
+    def _list_checkpoint_folders(self) -> list[Location]:
         """Return where runs of this configuration leave their checkpoints."""
         own = list_checkpoint_folders(self.trainer)
         # Without a logger there are no folders by version.
@@ -315,6 +319,7 @@ class TrainerCLI(LightningCLI):
         is_data = issubclass(class_type, LightningDataModule)
         key = "model" if issubclass(class_type, LightningModule) else "data" if is_data else None
         try:
+            _check_places(kwargs)
             if key is None:
                 return class_type(*args, **kwargs)
             build = _InstantiatorFn(cli=self, key=key)
@@ -364,6 +369,23 @@ class TrainerCLI(LightningCLI):
 
 def _is_no_advertisement(record: logging.LogRecord) -> bool:
     return "Tip: For seamless" not in record.getMessage()  # Lightning's own, for its paid service
+
+
+def _check_places(settings: Mapping[str, Any]) -> None:
+    """Refuse addresses that a callback or logger could not use, before it makes a local folder of their name."""
+    for name, check in (("dirpath", locate), ("save_dir", locate_local)):
+        if (given := settings.get(name)) is not None:
+            try:
+                check(given)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+
+
+def _locate_checkpoint(given: str) -> Location:
+    try:
+        return locate(given)
+    except ValueError as error:
+        raise ConfigError(f"ckpt_path: {error}") from None
 
 
 def _check_strategy_name(strategy: Any) -> None:

@@ -80,7 +80,7 @@ def write_small_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
     Raises:
         ValueError: A name would lead out of the folder, or a file is no text and no bytes.
     """
-    check_names(folder, files, source=_SOURCE)
+    check_names(files, source=_SOURCE)
     for name, content in files.items():
         if not isinstance(content, str | bytes):
             raise ValueError(f"{_SOURCE}: its file {name} is a {type(content).__name__}: expected text")  # noqa: TRY004

@@ -21,12 +21,13 @@ from transformers import PreTrainedModel
 
 from lit_fsdp.checkpoint.manifest import Verify, check_verify
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, build_on_meta, open_checkpoint, resolve_checkpoint
+from lit_fsdp.checkpoint.remote import Location
 from lit_fsdp.errors import join_names
 from lit_fsdp.export.adapter import double_ranks, needs_base, write_adapter
 from lit_fsdp.export.folder import ADAPTER_CONFIG, write_model, write_small_files
 from lit_fsdp.export.merge import AdaptedWeights, BaseWeights, list_aliases, open_base, read_lora, read_quantization
 from lit_fsdp.export.model_card import write_model_card
-from lit_fsdp.export.out_folder import check_out, list_files, write_beside
+from lit_fsdp.export.out_folder import check_out, list_files, locate_out, write_beside
 from lit_fsdp.export.position_embeddings import explain_size, resize_positions
 from lit_fsdp.export.quantized import Quantizer
 from lit_fsdp.quantization.quantize import Quantization
@@ -43,7 +44,7 @@ _MODEL_FILES = ("config.json", "generation_config.json")
 class Exported:
     """What was written."""
 
-    checkpoint: Path
+    checkpoint: Location
     folder: Path
     files: list[str]
     num_parameters: int  # shared ones counted once; of adapters, theirs
@@ -53,7 +54,7 @@ class Exported:
 
 
 def export_model(
-    checkpoint: Path,
+    checkpoint: str | Path,
     out: Path,
     *,
     dtype: Dtype = "keep",
@@ -70,8 +71,9 @@ def export_model(
     it, the host memory for its largest tensor.
 
     Args:
-        checkpoint: Folder of a checkpoint, or of a run, of which the newest complete one is taken.
-        out: The folder to make. Of a checkpoint of adapters, it is one that peft reads.
+        checkpoint: Folder of a checkpoint, or of a run, of which the newest complete one is taken; or an address such
+            as s3://bucket/run.
+        out: The folder to make, on this machine. Of a checkpoint of adapters, it is one that peft reads.
         dtype: Of the weights; ``keep`` leaves them as they were stored, merged ones as those of the base.
         max_shard_gb: Begin another file of weights above this size, in 10^9 bytes.
         overwrite: Replace an exported model that is there. A folder with files that no export wrote is refused.
@@ -91,8 +93,8 @@ def export_model(
     check_verify("verify", verify)
     if not max_shard_gb > 0:
         raise ValueError(f"max_shard_gb: got {max_shard_gb}: expected above 0, such as 5")
-    source = resolve_checkpoint(Path(checkpoint))
-    out = Path(out).resolve()
+    out = locate_out(out)
+    source = resolve_checkpoint(checkpoint)
     check_out(out, source, overwrite=overwrite)
     stored = open_checkpoint(source, verify)
     if "speech" in stored.meta:

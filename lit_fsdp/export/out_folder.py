@@ -18,6 +18,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from lit_fsdp.checkpoint.remote import Location, RemotePath, locate_local
 from lit_fsdp.errors import join_names
 
 MANIFEST = "export_manifest.json"  # in an exported folder: the names of all files in it
@@ -25,9 +26,19 @@ _INCOMPLETE, _REPLACED = ".incomplete", ".replaced"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def check_out(out: Path, *sources: Path, overwrite: bool) -> None:
+def locate_out(out: str | Path) -> Path:
+    """Return the absolute path of a folder to make; refuse an address."""
+    try:
+        return locate_local(out).resolve()
+    except ValueError as error:
+        raise ValueError(f"out: {error}") from None
+
+
+def check_out(out: Path, *sources: Location, overwrite: bool) -> None:
     """Refuse a folder that holds something else than an exported model, or lies in what is read, or the reverse."""
     for source, what in zip(sources, ("the checkpoint", "the base model"), strict=False):
+        if isinstance(source, RemotePath):
+            continue
         if source.resolve().is_relative_to(out) or out.is_relative_to(source.resolve()):
             raise ValueError(f"out: {out} holds or lies in {what}: expected another folder")
     if not out.exists():
@@ -46,7 +57,7 @@ def check_out(out: Path, *sources: Path, overwrite: bool) -> None:
 
 
 @contextmanager
-def write_beside(out: Path, *sources: Path, overwrite: bool) -> Iterator[Path]:
+def write_beside(out: Path, *sources: Location, overwrite: bool) -> Iterator[Path]:
     """Give an empty folder that takes the place of ``out`` once the body has ended well.
 
     ``out`` is checked again at both ends, as another export may have ended meanwhile.

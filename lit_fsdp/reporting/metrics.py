@@ -10,6 +10,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from lit_fsdp.checkpoint.remote import Location, is_remote, locate, locate_local
+
 
 @runtime_checkable
 class DropsSteps(Protocol):
@@ -33,8 +35,8 @@ def find_run_folder(trainer: Trainer, fallback_dir: str | None = None) -> Path:
     """
     folder = trainer.log_dir
     if fallback_dir is not None and not has_own_folder(trainer):
-        return Path(fallback_dir)
-    return Path(folder or trainer.default_root_dir)
+        return locate_local(fallback_dir)
+    return locate_local(folder or trainer.default_root_dir)
 
 
 def has_own_folder(trainer: Trainer) -> bool:
@@ -42,9 +44,11 @@ def has_own_folder(trainer: Trainer) -> bool:
     return isinstance(trainer.logger, CSVLogger | TensorBoardLogger)
 
 
-def relative_to_here(path: str | Path) -> Path:
+def relative_to_here(path: str | Location) -> Location:
     """Return a path as seen from the current folder if it lies below, else as it is from the root."""
-    path = Path(path).absolute()
+    if is_remote(path):
+        return locate(path)
+    path = Path(str(path)).absolute()
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
@@ -59,11 +63,11 @@ def is_trial(trainer: Trainer) -> bool:
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # set by one of its connectors
 
 
-def find_checkpoint_folder(trainer: Trainer) -> Path:
+def find_checkpoint_folder(trainer: Trainer) -> Location:
     """Return where checkpoints of a run lie. All ranks must call it."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
-            return Path(callback.dirpath)
+            return locate(callback.dirpath)
     return find_run_folder(trainer) / "checkpoints"
 
 

@@ -116,7 +116,7 @@ def describe_disk(trainer: Trainer) -> dict[str, Any] | None:
         "text": f"{space} at the start",
         "checkpoint_gib": space.checkpoint_bytes / 2**30,
         "free_gib": space.free_bytes / 2**30,
-        "missing": None if missing is None else shorten_path(missing),
+        "missing": None if missing is None else shorten_path(str(missing)),
     }
 
 

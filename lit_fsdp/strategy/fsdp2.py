@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.manifest import Verify, check_verify
-from lit_fsdp.checkpoint.places import follow
+from lit_fsdp.checkpoint.places import enter, follow
+from lit_fsdp.checkpoint.remote import Location, RemotePath, locate
 from lit_fsdp.checkpoint.sharded import load_checkpoint, read_random_state
 from lit_fsdp.checkpoint.single_file import load_single_file
 from lit_fsdp.checkpoint.space import DiskSpace
@@ -146,7 +147,7 @@ class FSDP2Strategy(RandomStreams):
             report=rank_zero.rank_zero_warn,
         )
         self.disk_space: DiskSpace | None = None  # when fit began
-        self.checkpoint_folders: list[Path] = []  # where earlier runs of this name have left theirs
+        self.checkpoint_folders: list[Location] = []  # where earlier runs of this name have left theirs
         self.timeout_s = timeout_s
         self.verify_checkpoint = verify_checkpoint
         self._saved_settings: dict[str, Any] = {}  # of the run that saved the checkpoint
@@ -155,7 +156,7 @@ class FSDP2Strategy(RandomStreams):
         self.plan: list[Unit] = []
 
     @property
-    def missing_checkpoint(self) -> Path | None:
+    def missing_checkpoint(self) -> Location | None:
         """The newest checkpoint that was due, if it could not be saved."""
         return self._writer.missing
 
@@ -337,6 +338,8 @@ class FSDP2Strategy(RandomStreams):
         counts = [getattr(callback, "estimate_checkpoint_bytes", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
         extra_bytes = sum(count(self._module) for count in counts if count is not None)
         self.disk_space = self._writer.measure_space(folders, num_at_once, self._module, self.optimizers, extra_bytes)
+        if self.disk_space is None:
+            return
         self.disk_space.check()
         if shortage := self.disk_space.describe_shortage():
             rank_zero.rank_zero_warn(shortage)
@@ -451,19 +454,23 @@ class FSDP2Strategy(RandomStreams):
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+        self, checkpoint: dict[str, Any], filepath: str | Path | RemotePath, storage_options: Any | None = None
     ) -> None:
         if storage_options is not None:
             raise TypeError("storage_options: FSDP2Strategy writes folders with torch.distributed.checkpoint")
         trainer = self._module.trainer
         checkpoint[RUN_SETTINGS] = collect_run_settings(trainer, self.settings.mixed_precision)
-        self._writer.save(Path(self.broadcast(str(filepath))), checkpoint)
+        self._writer.save(locate(self.broadcast(str(filepath))), checkpoint)
         if trainer.state.finished:  # the user saves, after the run has waited for earlier saves
             self._writer.close()
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        self._writer.remove(partial(super().remove_checkpoint, filepath))
+        place = locate(filepath)
+        if isinstance(place, Path):
+            self._writer.remove(partial(super().remove_checkpoint, filepath))
+        elif self.is_global_zero:
+            self._writer.remove(place.remove)
 
     @override
     def on_train_end(self) -> None:
@@ -473,7 +480,7 @@ class FSDP2Strategy(RandomStreams):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         if weights_only is False:
             raise ValueError("weights_only: got false: FSDP2Strategy reads tensors and plain values only; leave it out")
-        path = follow(Path(self.broadcast(str(checkpoint_path))))
+        path = enter(follow(locate(self.broadcast(str(checkpoint_path)))))
         is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
         extra = self.extra_state if is_fitting else {}  # an evaluation after fit leaves its state as it is
         load = load_single_file if path.is_file() else partial(load_checkpoint, extra=extra)

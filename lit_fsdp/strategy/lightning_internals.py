@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 import lightning.pytorch as pl
@@ -15,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_fsdp.checkpoint.remote import Location, locate
 from lit_fsdp.errors import describe_unknown_metric
 
 
@@ -62,14 +62,14 @@ def is_placeholder(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, _MockOptimizer)
 
 
-def keep_links(trainer: pl.Trainer, skipped: Collection[Path]) -> None:
+def keep_links(trainer: pl.Trainer, skipped: Collection[Location]) -> None:
     """Leave the ``last.ckpt`` of every ``ModelCheckpoint`` where it is instead of linking it to a skipped save.
 
     ``skipped`` is looked at when a link is due, and has to be the same on all ranks.
     """
 
     def link(linker: Callable[..., None], trainer: pl.Trainer, filepath: str, linkpath: str) -> None:
-        if Path(trainer.strategy.broadcast(filepath)) not in skipped:
+        if locate(trainer.strategy.broadcast(filepath)) not in skipped:
             linker(trainer, filepath, linkpath)
 
     for callback in _list_model_checkpoints(trainer):

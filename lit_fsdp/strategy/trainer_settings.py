@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +13,8 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
+
+from lit_fsdp.checkpoint.remote import Location, RemotePath, locate
 
 
 def count_micro_batches(trainer: pl.Trainer) -> int | None:
@@ -36,6 +37,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
         raise ValueError(f"accumulate_grad_batches: got {trainer.accumulate_grad_batches}: expected 1 or more")
     if trainer.state.fn != TrainerFn.FITTING:
         return
+    list_checkpoint_folders(trainer)
     if trainer.limit_train_batches == 0:
         raise ValueError("limit_train_batches: got 0: nothing would be trained; expected 1 or more, or leave it out")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -46,11 +48,26 @@ def check_trainer(trainer: pl.Trainer) -> None:
             )
 
 
-def list_checkpoint_folders(trainer: pl.Trainer) -> list[Path]:
-    """Return where the callbacks of a Trainer put checkpoints, those that are folders of this machine."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    folders = [getattr(callback, "dirpath", None) for callback in callbacks]
-    return [Path(folder) for folder in folders if folder and "://" not in str(folder)]
+def list_checkpoint_folders(trainer: pl.Trainer) -> list[Location]:
+    """Return where the callbacks of a Trainer put checkpoints.
+
+    Raises:
+        ValueError: An address that cannot be written to, with what to set instead.
+    """
+    folders = []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if not (given := getattr(callback, "dirpath", None)):
+            continue
+        try:
+            folder = locate(given)
+        except ValueError as error:
+            raise ValueError(f"{type(callback).__name__}.dirpath: {error}") from error
+        if isinstance(folder, RemotePath) and getattr(callback, "save_last", None) == "link":
+            raise ValueError(
+                f"{type(callback).__name__}.save_last: got 'link': there are no links at {folder}; set it to true"
+            )
+        folders.append(folder)
+    return folders
 
 
 def count_checkpoints(trainer: pl.Trainer) -> int:

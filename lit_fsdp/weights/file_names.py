@@ -30,15 +30,15 @@ def join_name(folder: Path, name: object, *, source: Path | str) -> Path:
     Raises:
         ValueError: It would lead out of the folder, or is no name at all.
     """
-    if not isinstance(name, str) or not is_plain_name(name):
-        raise ValueError(f"{source}: got {name!r} for the name of a file: expected {NAME_RULE}; do not use it")
-    return folder / name
+    check_names([name], source=source)
+    return folder / str(name)
 
 
-def check_names(folder: Path, names: Iterable[object], *, source: Path | str) -> None:
+def check_names(names: Iterable[object], *, source: Path | str) -> None:
     """Refuse names of files that would lead out of a folder, as ``join_name`` does."""
     for name in names:
-        join_name(folder, name, source=source)
+        if not is_plain_name(name):
+            raise ValueError(f"{source}: got {name!r} for the name of a file: expected {NAME_RULE}; do not use it")
 
 
 def _is_plain_part(part: str) -> bool:

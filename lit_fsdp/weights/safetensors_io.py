@@ -204,7 +204,7 @@ def _list_files(folder: Path) -> dict[Path, list[str]]:
             parts: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{index}: no index of safetensors files: {error!r}; download the file again") from error
-        check_names(folder, parts.values(), source=index)
+        check_names(parts.values(), source=index)
         missing = sorted({part for part in parts.values() if not (folder / part).is_file()})
         if missing:
             raise ValueError(f"{folder}: {index.name} names files that are not there: {', '.join(missing)}")

@@ -17,6 +17,7 @@ from lit_fsdp.adapters.layers import iterate_adapters
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.manifest import Verify
 from lit_fsdp.checkpoint.reader import EXPORT, StoredCheckpoint, open_checkpoint, resolve_checkpoint
+from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.checkpoint.untrusted import refuse_other_forms
 from lit_fsdp.quantization.layers import ABSMAX, NESTED
 from lit_fsdp.quantization.quantize import Quantization
@@ -117,7 +118,7 @@ class SpeechCheckpoint:
         is_streaming: Which layout it was trained with.
     """
 
-    path: Path
+    path: Location
     weights: dict[str, Tensor]
     family: Family
     config: Any
@@ -127,7 +128,9 @@ class SpeechCheckpoint:
     is_streaming: bool
 
 
-def read_checkpoint(path: Path, base: str | None = None, verify: Verify = "sizes") -> SpeechCheckpoint:
+def read_checkpoint(
+    path: str | Path | RemotePath, base: str | None = None, verify: Verify = "sizes"
+) -> SpeechCheckpoint:
     """Return a checkpoint on the CPU; adapters are merged into the weights that they were trained over.
 
     Args:

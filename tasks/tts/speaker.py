@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lit_fsdp.checkpoint.remote import RemotePath, locate
 from lit_fsdp.export.folder import write_small_files
 from lit_fsdp.tasks.tts.checkpoint import GENERATION, build_model, read_checkpoint
 from lit_fsdp.tasks.tts.codec.loading import has_codec
@@ -136,8 +137,13 @@ def open_speaker(source: str, sampling: Sampling | None = None, *, base: str | N
         ValueError: There is nothing that speaks.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    path, sampling = Path(source).expanduser(), sampling or Sampling()
-    if path.is_dir() and not is_speech_model(path):
+    sampling = sampling or Sampling()
+    try:
+        path = locate(source)
+    except ValueError as error:
+        raise ValueError(f"model: {error}") from None
+    path = path.expanduser() if isinstance(path, Path) else path
+    if path.is_dir() and (isinstance(path, RemotePath) or not is_speech_model(path)):
         checkpoint = read_checkpoint(path, base)
         files = {name: text for name, text in checkpoint.files.items() if isinstance(text, str)}
         found = Speaker(

@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lit_fsdp.checkpoint.manifest import Verify, check_verify
+from lit_fsdp.checkpoint.reader import resolve_checkpoint
 from lit_fsdp.export.folder import write_small_files
-from lit_fsdp.export.out_folder import check_out, write_beside
+from lit_fsdp.export.out_folder import check_out, locate_out, write_beside
 from lit_fsdp.tasks.tts.checkpoint import GENERATION, SpeechCheckpoint, read_checkpoint
 from lit_fsdp.tasks.tts.codec.loading import has_codec
 from lit_fsdp.tasks.tts.pretrained import CODEC_FOLDER, fetch_speech_model, find_speech_model
@@ -52,7 +53,7 @@ class ExportedVoice:
 
 
 def export_voice(
-    checkpoint: Path,
+    checkpoint: str | Path,
     out: Path,
     *,
     kind: Literal["custom_voice", "base"] | None = None,
@@ -83,10 +84,11 @@ def export_voice(
     Raises:
         ValueError: With what is wrong with the checkpoint or a setting.
     """
-    out = Path(out).resolve()
-    check_out(out, Path(checkpoint), overwrite=overwrite)
+    out = locate_out(out)
+    source_path = resolve_checkpoint(checkpoint)
+    check_out(out, source_path, overwrite=overwrite)
     check_verify("verify", verify)
-    source = read_checkpoint(Path(checkpoint), base, verify)
+    source = read_checkpoint(source_path, base, verify)
     raw, weights = deepcopy(source.config.raw), dict(source.weights)
     raw.pop("transformers_weights", None)  # a name that the file of the base had
     if not source.family.has_kinds:
@@ -101,7 +103,7 @@ def export_voice(
         _build_in(raw, weights, source, speakers, first_row)
     if dtype != "keep":
         weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
-    with write_beside(out, Path(checkpoint), overwrite=overwrite) as beside:
+    with write_beside(out, source_path, overwrite=overwrite) as beside:
         _write(beside, raw, weights, source)
     return ExportedVoice(folder=out, notes=_describe_use(out, source))
 

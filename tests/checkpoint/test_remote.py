@@ -1,0 +1,341 @@
+"""Checkpoints at addresses: written, replaced, found, removed and tidied there; none becomes a local folder."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from launches import Ended, fork_ranks, write_run
+from moto.server import ThreadedMotoServer
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from lit_fsdp.checkpoint import sharded
+from lit_fsdp.checkpoint.latest import find_last_checkpoint, find_last_number, is_whole, measure_age
+from lit_fsdp.checkpoint.leftovers import tidy_folders
+from lit_fsdp.checkpoint.manifest import MANIFEST
+from lit_fsdp.checkpoint.places import LOCK, enter, list_saves
+from lit_fsdp.checkpoint.reader import check_checkpoint
+from lit_fsdp.checkpoint.remote import Location, RemotePath, UnreachableError, locate, locate_local
+from lit_fsdp.checkpoint.sharded import load_checkpoint, save_checkpoint
+from lit_fsdp.checkpoint.single_file import read_single_file, save_single_file
+from lit_fsdp.checkpoint.untrusted import load_state, read_metadata
+from lit_fsdp.checkpoint.writer import CheckpointWriter
+
+
+class Weights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+
+def save(path: Location, number: int) -> None:
+    state = {"state_dict": {"weight": torch.full((3,), float(number))}}
+    save_checkpoint(path, state, meta={"global_step": number * 10}, save_number=number)
+
+
+def read(path: Location) -> float:
+    model = Weights()
+    load_checkpoint(enter(path), model)
+    return model.weight[0].item()
+
+
+@pytest.fixture
+def memory() -> Iterator[RemotePath]:
+    fs = fsspec.filesystem("memory")
+    fs.rm("/", recursive=True)
+    yield RemotePath("memory://bucket/run")
+    fs.rm("/", recursive=True)
+
+
+def count_objects(folder: RemotePath) -> int:
+    fs, path = fsspec.url_to_fs(str(folder))
+    return len(fs.find(path))
+
+
+def test_a_replaced_checkpoint_is_the_newest_whole_one_at_every_moment(
+    memory: RemotePath, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = memory / "last.ckpt"
+    save(path, 1)
+    assert is_whole(path)
+    assert measure_age(path).key[0] == 1
+    assert measure_age(path).step == 10
+    write = RemotePath.write_bytes
+
+    def fail_at_manifest(self: RemotePath, data: bytes) -> None:
+        if self.name == MANIFEST:
+            raise OSError("killed before the manifest")
+        write(self, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemotePath, "write_bytes", fail_at_manifest)
+        with pytest.raises(OSError, match="killed before"):
+            save(path, 2)
+    assert len(list_saves(path)) == 2
+    assert read(path) == 1  # the older one, as the newer has no manifest
+    assert find_last_checkpoint([memory]) == path
+    save(path, 3)
+    assert read(path) == 3
+    (only,) = list_saves(path)  # what it has replaced is gone, with the one that failed
+    assert not (only / LOCK).exists()
+    assert find_last_number([memory]) == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_leftovers_of_dead_writers_go_at_a_start_and_those_of_living_ones_stay(
+    memory: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = memory / "step=10.ckpt"
+    save(path, 1)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    host = os.uname().nodename
+    claims = {2: f"{host} {dead.pid}\n", 3: f"{host} {os.getpid()}\n", 4: "another-host 1\n", 5: None}
+    for number, claim in claims.items():
+        folder = path / f"save-{number}-0000000{number}"
+        (folder / "__0_0.distcp").write_bytes(b"a part")
+        if claim is not None:
+            (folder / LOCK).write_bytes(claim.encode())
+    said: list[str] = []
+    tidy_folders([memory, memory / "missing"], said.append)
+    assert [save.name[:6] for save in list_saves(path)] == ["save-4", "save-3", "save-1"]
+    assert sorted(line.split(": ")[1] for line in said) == ["a save that was interrupted"] * 2
+    monkeypatch.setattr("lit_fsdp.checkpoint.places._ABANDONED_S", -1.0)
+    tidy_folders([memory], said.append)
+    assert [save.name[:6] for save in list_saves(path)] == ["save-3", "save-1"]
+    assert read(path) == 1
+
+
+def test_a_hostile_checkpoint_is_refused_there_too(memory: RemotePath) -> None:
+    class Hostile:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (os.system, ("true",))
+
+    path = memory / "step=1.ckpt"
+    save(path, 1)
+    single = memory / "single.ckpt"
+    with single.open("wb") as file:
+        torch.save({"state_dict": {}, "x": Hostile()}, file)
+    with pytest.raises(ValueError, match="cannot be read safely"):
+        check_checkpoint(single)
+    folder = enter(path)
+    assert isinstance(folder, RemotePath)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"].pop(".metadata")
+    (folder / MANIFEST).write_bytes(json.dumps(manifest).encode())
+    (folder / ".metadata").write_bytes(pickle.dumps(Hostile()))
+    with pytest.raises(ValueError, match=r"cannot be read safely: it names (posix|nt)\.system"):
+        check_checkpoint(path)
+
+
+def test_a_single_file_that_fails_half_way_leaves_the_older_one(
+    memory: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = memory / "last.ckpt"
+    save_single_file(path, {"state_dict": {"a": torch.ones(9)}, "global_step": 7, "save_number": 2})
+    assert measure_age(path).key[0] == 2
+    assert is_whole(path)
+    check_checkpoint(path)
+
+    def write_half(_: Any, file: Any) -> None:
+        file.write(b"half")
+        raise OSError("lost the connection")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", write_half)
+        with pytest.raises(UnreachableError, match="lost the connection"):
+            save_single_file(path, {"state_dict": {}})
+    assert torch.equal(read_single_file(path, "full")["state_dict"]["a"], torch.ones(9))
+
+
+def test_what_cannot_be_written_to_is_refused_before_the_first_step(
+    memory: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = CheckpointWriter(is_async=False, report=lambda _: None)
+    assert writer.measure_space([memory], 2, Weights(), []) is None
+    assert count_objects(memory) == 0  # it has tried, and left nothing
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "pipe_file", refuse)
+    with pytest.raises(ValueError, match=r"dirpath: got 'memory://bucket/run', .* Access Denied"):
+        writer.measure_space([memory], 2, Weights(), [])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("foo://bucket/x", "fsspec knows no scheme 'foo'"),
+        ("gcs://bucket/x", "gcsfs"),
+        ("file:///tmp/x", "without file://"),
+        ("s3:/bucket/x", "taken for a path"),
+        ("/here/memory:/x", "taken for a path"),
+        ("simplecache::s3://bucket/x", "without ::"),
+        ("s3://", "an address with a name"),
+    ],
+)
+def test_what_is_no_address_is_refused_and_never_a_folder(given: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        locate(given)
+
+
+def test_paths_and_addresses_are_told_apart(tmp_path: Path) -> None:
+    assert locate("memory://a/b/") == RemotePath("memory://a/b")
+    assert locate("odd:name/x") == Path("odd:name/x")
+    with pytest.raises(TypeError):
+        Path(RemotePath("memory://a"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="only checkpoints can lie at an address"):
+        locate_local("memory://a/b")
+    assert locate_local(tmp_path) == tmp_path
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[RemotePath]:
+    """A bucket of a stand-in for S3 on this machine, found as users tell fsspec of theirs."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    conf: dict[str, Any] = {}
+    fsspec.config.set_conf_env(conf, {"FSSPEC_S3_ENDPOINT_URL": f"http://{host}:{port}"})
+    monkeypatch.setitem(fsspec.config.conf, "s3", conf["s3"])
+    folder = locate(f"s3://bucket-{os.urandom(4).hex()}/run")  # the stand-in outlives its server
+    assert isinstance(folder, RemotePath)
+    fsspec.filesystem("s3").mkdir(str(folder.parent))
+    yield folder
+    server.stop()
+
+
+def write_remote_run(folder: Path, dirpath: RemotePath | Path, **settings: Any) -> None:
+    saving = {"dirpath": str(dirpath), "every_n_train_steps": 2, "save_top_k": 1, "save_last": True}
+    callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": saving}
+    strategy = {"class_path": "lit_fsdp.FSDP2Strategy", "init_args": {"print_plan": False, **settings}}
+    constant = {"lr_scheduler": {"type": "constant"}}  # else it would depend on the number of steps
+    write_run(folder, trainer={"callbacks": [callback], "strategy": strategy}, model=constant)
+
+
+def read_tensors(path: Location) -> dict[str, torch.Tensor]:
+    folder = enter(path)
+    metadata = read_metadata(folder)
+    state = {
+        name: torch.zeros(there.size, dtype=there.properties.dtype)
+        for name, there in metadata.state_dict_metadata.items()
+        if isinstance(there, TensorStorageMetadata)
+    }
+    load_state(folder, metadata, state, no_dist=True)
+    return state
+
+
+def check_ended(ended: list[Ended]) -> None:
+    assert [e.code for e in ended] == [0] * len(ended), "".join(e.err for e in ended)
+
+
+@pytest.mark.parametrize("settings", [{}, pytest.param({"async_save": True}, marks=pytest.mark.full)])
+def test_a_run_goes_on_from_s3_on_another_machine_as_if_it_had_never_stopped(
+    s3: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    whole, first, second = (tmp_path / name for name in ("whole", "first", "second"))
+    for folder, dirpath in ((whole, whole / "kept"), (first, s3), (second, s3)):
+        folder.mkdir()
+        write_remote_run(folder, dirpath, **settings)
+    monkeypatch.chdir(whole)
+    check_ended(fork_ranks("fit", "--config", "run.yaml", "--trainer.max_steps=6"))
+    monkeypatch.chdir(first)
+    check_ended(fork_ranks("fit", "--config", "run.yaml"))
+    assert sorted(p.name for p in s3.glob("*")) == ["epoch=0-step=4.ckpt", "last.ckpt"]  # that of step 2 is removed
+    assert list(first.rglob("*.ckpt")) == list(first.rglob("s3*")) == []
+    monkeypatch.chdir(second)
+    go_on = ("fit", "--config", "run.yaml", "--ckpt_path=last", "--trainer.max_steps=6")
+    check_ended(fork_ranks(*go_on))
+    assert sorted(p.name for p in s3.glob("*")) == ["epoch=0-step=6.ckpt", "last.ckpt"]
+    assert len(list_saves(s3 / "last.ckpt")) == 1
+    expected, found = read_tensors(whole / "kept" / "last.ckpt"), read_tensors(s3 / "last.ckpt")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    # One rank reads what two have written, and its own leftover of a save that was killed is gone.
+    leftover = s3 / "last.ckpt" / "save-99-00000000"
+    (leftover / "__0_0.distcp").write_bytes(b"a part")
+    check_ended(fork_ranks("fit", *go_on[1:4], "--trainer.max_steps=7", ranks=1))
+    assert not leftover.exists()
+    exported = second / "exported"
+    check_ended(fork_ranks("export", f"--checkpoint={s3}", f"--out={exported}", ranks=1))
+    assert (exported / "model.safetensors").is_file()
+
+
+@pytest.mark.full
+def test_a_run_that_is_killed_before_the_manifest_goes_on_from_the_checkpoint_before(
+    s3: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_remote_run(tmp_path, s3, checkpoint_format="sharded")
+    check_ended(fork_ranks("fit", "--config", "run.yaml", "--trainer.max_steps=2", ranks=1))
+
+    def die(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded, "write_manifest", die)
+        (killed,) = fork_ranks("fit", "--config", "run.yaml", "--ckpt_path=last", ranks=1)
+    assert killed.code == -signal.SIGKILL
+    path = s3 / "epoch=0-step=4.ckpt"
+    assert len(list_saves(path)) == 1
+    assert not is_whole(path)
+    (ended,) = fork_ranks("fit", "--config", "run.yaml", "--ckpt_path=last", ranks=1)
+    check_ended([ended])
+    assert f"is not complete: taking the newest complete checkpoint before it, {s3}/" in ended.err
+    assert is_whole(path)
+    assert len(list_saves(path)) == 1
+
+
+@pytest.mark.full
+def test_single_files_lie_there_too(s3: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_remote_run(tmp_path, s3, checkpoint_format="single_file")
+    check_ended(fork_ranks("fit", "--config", "run.yaml", "--trainer.max_steps=2"))
+    check_ended(fork_ranks("fit", "--config", "run.yaml", f"--ckpt_path={s3}/last.ckpt"))
+    assert sorted(p.name for p in s3.glob("*")) == ["epoch=0-step=4.ckpt", "last.ckpt"]
+    assert read_single_file(s3 / "last.ckpt", "full")["global_step"] == 4
+    assert list(tmp_path.rglob("*.ckpt")) == []
+
+
+REFUSED = (
+    ("trainer.callbacks[0]: dirpath: got 'foo://bucket/run': fsspec knows no scheme", "dirpath", "foo://bucket/run"),
+    ("trainer.callbacks[0]: dirpath: got 'gcs://bucket/run': a package is missing", "dirpath", "gcs://bucket/run"),
+    ("ckpt_path: got 'foo://bucket/x.ckpt': fsspec knows no scheme", "--ckpt_path", "foo://bucket/x.ckpt"),
+    ("ckpt_path: 'memory://bucket/x.ckpt' does not exist", "--ckpt_path", "memory://bucket/x.ckpt"),
+    ("trainer.default_root_dir: got 's3://bucket/x': only", "--trainer.default_root_dir", "s3://bucket/x"),
+    (
+        "trainer.logger.init_args.save_dir: got 's3://bucket/x': only",
+        "--trainer.logger.init_args.save_dir",
+        "s3://bucket/x",
+    ),
+    ("checkpoint: got 'foo://bucket/run': fsspec knows no scheme", "--checkpoint", "foo://bucket/run"),
+    ("out: got 's3://bucket/run': only checkpoints", "--out", "s3://bucket/run"),
+)
+
+
+def test_what_no_store_can_hold_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for said, option, value in REFUSED:
+        command = ["fit", "--config=run.yaml", "--trainer.logger=CSVLogger", "--trainer.logger.init_args.save_dir=logs"]
+        if option in ("--checkpoint", "--out"):
+            command = ["export", "--checkpoint=missing", "--out=out"]
+        write_remote_run(tmp_path, RemotePath(value) if option == "dirpath" else tmp_path / "kept")
+        before = sorted(tmp_path.rglob("*"))
+        (ended,) = fork_ranks(*command, *([] if option == "dirpath" else [f"{option}={value}"]), ranks=1)
+        assert ended.code == 2, ended.err
+        (line,) = ended.errors
+        assert line.startswith(f"error: {said}")
+        assert sorted(tmp_path.rglob("*")) == before
