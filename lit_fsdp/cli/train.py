@@ -32,7 +32,7 @@ from lit_fsdp.cli.config_files import check_config_files, list_left_out, refuse_
 from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers
 from lit_fsdp.cli.messages import describe_exception, report_error
 from lit_fsdp.cli.parser import OneLineParser, read_path
-from lit_fsdp.errors import ConfigError, is_debugging, join_names, nearest, suggest
+from lit_fsdp.errors import ConfigError, describe_special_file, is_debugging, join_names, nearest, suggest
 from lit_fsdp.planning.auto_strategy import NAME
 from lit_fsdp.redaction import hide_secrets, hide_secrets_in_yaml
 from lit_fsdp.sharding.settings import PRESETS
@@ -255,6 +255,8 @@ class TrainerCLI(LightningCLI):
             if found is None:
                 rank_zero_info(f"ckpt_path last: no run below {self.run_root} has a checkpoint: starting afresh")
         elif given and given != "hpc" and ":" not in given and not Path(given).exists():
+            if (problem := describe_special_file(Path(given))) is not None:
+                raise ConfigError(f"ckpt_path: {given!r} {problem}")
             folder = Path(given).parent
             guess = nearest(Path(given).name, [p.name for p in folder.glob("*")]) if folder.is_dir() else None
             hint = f"did you mean {folder / guess}?" if guess else "expected a checkpoint, or last"

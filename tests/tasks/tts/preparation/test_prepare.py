@@ -133,7 +133,7 @@ def test_bad_files_are_rejected_with_the_reason_and_stop_nothing(clips: Path, tm
     reasons = [
         *("no such file", "too short: 0.10 s, at least 0.4 s", "too long: 42.", "silence: peak -81 dB", "clipped: "),
         *("cannot be read", "text: empty", "text: missing, and no transcriber", "text: expected text"),
-        *("audio: missing", "ref_audio: too short", "no JSON"),
+        *("audio: missing", "ref_audio: too short", "not valid JSON"),
     ]
     assert [row["line"] for row in found] == list(range(2, 14))
     for row, reason in zip(found, reasons, strict=True):
@@ -179,7 +179,7 @@ def test_a_line_that_python_cannot_hold_stops_nothing(clips: Path, tmp_path: Pat
     (tmp_path / "in.jsonl").write_text(f"{line}\n{good}\n")
     done = prepare(tmp_path / "in.jsonl", tmp_path / "out")
     assert (done.num_rows, done.num_rejected) == (1, 1)
-    assert '"reason": "no JSON: ' in (tmp_path / "out" / "rejects.jsonl").read_text()
+    assert '"reason": "not valid JSON: ' in (tmp_path / "out" / "rejects.jsonl").read_text()
 
 
 def test_a_manifest_may_hold_breaks_of_other_kinds(clips: Path, tmp_path: Path) -> None:
@@ -343,20 +343,32 @@ def test_clips_without_text_are_transcribed(clips: Path, tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"text": "a", "audio_codes": [[1, 2], [3]]}', r"row 1: audio_codes: got frames of \[1, 2\] codes"),
-        ('{"text": "a", "audio_codes": [1, 2]}', "row 1: audio_codes: got 1 dimensions"),
-        ('{"text": "a", "audio_codes": [[1.5]]}', "row 1: audio_codes: got 2 dimensions of float64"),
-        ('{"text": "a", "audio_codes": [["x"]]}', "row 1: audio_codes: got 2 dimensions of <U1"),
-        ('{"text": "a", "audio_codes": [[1]], "speaker_embedding": [[1], [1, 2]]}', "row 1: speaker_embedding"),
-        ('{"text": "a", "audio_codes": [[1]], "speaker": 7}', "row 1: speaker: got 7: expected text"),
-        ('{"text": "a", "audio_co', "row 1: no JSON: Unterminated string"),
-        ("[" * 100_000, "row 1: no JSON: nested too deeply"),
-        ("[1]", "row 1: got list: expected a JSON object"),
+        ('{"text": "a", "audio_codes": [[1, 2], [3]]}', r"line 2: audio_codes: got frames of \[1, 2\] codes"),
+        ('{"text": "a", "audio_codes": [1, 2]}', "line 2: audio_codes: got 1 dimensions"),
+        ('{"text": "a", "audio_codes": [[1.5]]}', "line 2: audio_codes: got 2 dimensions of float64"),
+        ('{"text": "a", "audio_codes": [["x"]]}', "line 2: audio_codes: got 2 dimensions of <U1"),
+        ('{"text": "a", "audio_codes": [[1]], "speaker_embedding": [[1], [1, 2]]}', "line 2: speaker_embedding"),
+        ('{"text": "a", "audio_codes": [[1]], "speaker": 7}', "line 2: speaker: got 7: expected text"),
+        ('{"text": "a", "audio_co', "line 2: not valid JSON: Invalid control"),
+        ("[" * 100_000, "line 2: not valid JSON: nested too deeply"),
+        ("[1]", "line 2: must be an object"),
+        ("caf\udce9", r"line 2: not UTF-8 \(byte 0xe9 at column 4\)"),
+        ('{"text": "a", "audio_codes": [[1, 2]], "seconds": "abc"}', "line 2: seconds: got 'abc': expected a number"),
+        ('{"text": "a", "audio_codes": [[1, 2]], "seconds": NaN}', "line 2: seconds: got nan: expected a number"),
+        (
+            '{"text": "a", "audio_codes": [[1, 2]], "seconds": -1}',
+            "line 2: seconds: got -1: expected a number, 0 or more",
+        ),
+        ('{"text": "a", "audio_codes": [[1]]}', "line 2: has 1 codebooks, .*mine.jsonl line 1 has 2: expected as many"),
+        (
+            '{"text": "a", "audio_codes": [[1, 2]], "speaker_embedding": [1.0]}',
+            "line 2: has 1 numbers in speaker_embedding, .*line 1 has 2: expected as many in each row: prepare",
+        ),
     ],
 )
 def test_a_damaged_row_is_named(tmp_path: Path, text: str, message: str) -> None:
-    good = '{"text": "a\u2028b", "audio_codes": [[1, 2]]}'
-    (tmp_path / "mine.jsonl").write_text(f"{good}\n{text}\n")
+    good = '{"text": "a\u2028b", "audio_codes": [[1, 2]], "speaker_embedding": [1.0, 2.0]}'
+    (tmp_path / "mine.jsonl").write_bytes(f"{good}\n{text}\n".encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=rf"mine.jsonl {message}"):
         read_rows(tmp_path)
 
@@ -364,8 +376,16 @@ def test_a_damaged_row_is_named(tmp_path: Path, text: str, message: str) -> None
 def test_a_damaged_shard_of_parquet_is_named(clips: Path, tmp_path: Path) -> None:
     prepare(clips / "in.jsonl", tmp_path)
     shard = tmp_path / "shard-00001.parquet"
-    shard.write_bytes(shard.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"shard-00001.parquet: cannot be read"):
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-20])
+    with pytest.raises(ValueError, match=r"shard-00001.parquet: not readable as Parquet"):
+        read_rows(tmp_path)
+    shard.write_bytes(whole[:40] + bytes(byte ^ 1 for byte in whole[40:60]) + whole[60:])  # a page, not the footer
+    with pytest.raises(ValueError, match=r"shard-00001.parquet: not readable as Parquet"):
+        read_rows(tmp_path)
+    shard.unlink()
+    shard.symlink_to("gone.parquet")
+    with pytest.raises(ValueError, match=r"shard-00001.parquet: is a link to gone.parquet, which is not there"):
         read_rows(tmp_path)
 
 
@@ -377,6 +397,6 @@ def test_the_command_prepares_and_says_so(clips: Path, tmp_path: Path, capsys: p
     assert "expected `prepare tts`" in capsys.readouterr().err
     lost = [word.replace("in.jsonl", "lost.jsonl") for word in command if not word.startswith("--model")]
     assert main([*lost, "--model=some/model-that-would-be-downloaded"]) != 0
-    assert "lost.jsonl: cannot read it" in capsys.readouterr().err
+    assert "lost.jsonl: cannot be read" in capsys.readouterr().err
     assert main([*command, "--limits.min_seconds=50"]) != 0
     assert "limits: got min_seconds 50, max_seconds 30" in capsys.readouterr().err
