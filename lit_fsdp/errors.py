@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 
 class ConfigError(SystemExit):
@@ -35,25 +34,6 @@ def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
     """Return ``did you mean x?`` where a known name is near, else what was expected."""
     guess = nearest(name, known)
     return f"did you mean {guess}?" if guess else otherwise
-
-
-def describe_special_file(path: Path) -> str | None:
-    """Return what is wrong with a link to nothing, and with pipes and devices, which cannot be read twice."""
-    if path.is_symlink() and not path.exists():
-        return f"is a link to {path.readlink()}, which is not there; mend the link"
-    if path.exists() and not path.is_file() and not path.is_dir():
-        return "is a pipe, a socket or a device; write it to a file first"
-    return None
-
-
-def refuse_special_file(path: Path, named: str) -> None:
-    """Refuse what ``describe_special_file`` has something to say about.
-
-    Raises:
-        ValueError: With that; ``named`` begins the text.
-    """
-    if (problem := describe_special_file(path)) is not None:
-        raise ValueError(f"{named}: {problem}")
 
 
 def join_names(names: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.errors import refuse_special_file
+from lit_fsdp.files import refuse_special_file
 
 # What a file begins with that another program has packed or written in an encoding of two bytes.
 _BEGINNINGS = {

@@ -11,7 +11,8 @@ import yaml
 from jsonargparse import Namespace
 
 from lit_fsdp.cli.renamed import rename_key
-from lit_fsdp.errors import ConfigError, describe_special_file, nearest, suggest
+from lit_fsdp.errors import ConfigError, nearest, suggest
+from lit_fsdp.files import describe_special_file
 from lit_fsdp.redaction import LEFT_OUT
 
 # jsonargparse drops a scalar given for one of these groups without a word, seen in 4.53.

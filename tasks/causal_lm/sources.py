@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
-from lit_fsdp.errors import refuse_special_file
+from lit_fsdp.files import refuse_special_file
 from lit_fsdp.tasks.causal_lm.files import READERS, read_file
 from lit_fsdp.tasks.row_files import Row, list_files
 

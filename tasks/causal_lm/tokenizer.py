@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.errors import refuse_special_file
+from lit_fsdp.files import refuse_special_file
 from lit_fsdp.tasks.pretrained import read_tokenizer_files
 
 END = "<|endoftext|>"

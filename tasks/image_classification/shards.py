@@ -16,7 +16,7 @@ import torch.distributed as dist
 from PIL import Image
 
 from lit_fsdp.checkpoint.sharded import agree
-from lit_fsdp.errors import refuse_special_file
+from lit_fsdp.files import refuse_special_file
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 from lit_fsdp.tasks.image_classification.manifests import check_label
 from lit_fsdp.tasks.row_files import describe_json_error, list_files, parse_json

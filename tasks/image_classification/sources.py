@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from lit_fsdp.errors import refuse_special_file
+from lit_fsdp.files import refuse_special_file
 from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, check_label, read_table

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_fsdp.errors import refuse_special_file
+from lit_fsdp.files import open_whole, refuse_special_file, write_whole
 from lit_fsdp.tasks.row_files import Row, check_rows, list_files, read_jsonl, read_parquet
 from lit_fsdp.tasks.tts.utterance import Codes
 
@@ -130,35 +129,18 @@ def write_shard(path: Path, rows: Iterable[PreparedRow]) -> None:
     The same rows give the same bytes.
     """
     plain = [row.to_plain() for row in rows]
-    beside = path.with_name(f"{path.name}.part")
     if path.suffix == ".jsonl":
-        write_text(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in plain))
-    else:
-        import pyarrow as pa  # type: ignore[import-untyped]
-        import pyarrow.parquet as pq  # type: ignore[import-untyped]
+        write_whole(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in plain))
+        return
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-        codes = pa.list_(pa.list_(pa.int16()))
-        columns = {"audio": pa.string(), "text": pa.string(), "speaker": pa.string(), "language": pa.string()}
-        columns |= {"seconds": pa.float64(), "num_frames": pa.int64(), "audio_codes": codes}
-        schema = pa.schema({**columns, "speaker_embedding": pa.list_(pa.float32())})
-        with beside.open("wb") as file:
-            pq.write_table(pa.Table.from_pylist(plain, schema=schema), file, write_page_checksum=True)
-            _sync(file)
-        beside.replace(path)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file; complete or not at all, also where the power goes."""
-    beside = path.with_name(f"{path.name}.part")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        _sync(file)
-    beside.replace(path)
-
-
-def _sync(file: IO[Any]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    codes = pa.list_(pa.list_(pa.int16()))
+    columns = {"audio": pa.string(), "text": pa.string(), "speaker": pa.string(), "language": pa.string()}
+    columns |= {"seconds": pa.float64(), "num_frames": pa.int64(), "audio_codes": codes}
+    schema = pa.schema({**columns, "speaker_embedding": pa.list_(pa.float32())})
+    with open_whole(path, "wb") as file:
+        pq.write_table(pa.Table.from_pylist(plain, schema=schema), file, write_page_checksum=True)
 
 
 def read_rows(source: str | Path) -> list[PreparedRow]:

@@ -14,9 +14,10 @@ from lit_fsdp.export.out_folder import lock_out
 from lit_fsdp.tasks.tts.codec.formants import SENTENCES, VOICES, build_small_codec, synthesize
 from lit_fsdp.tasks.tts.preparation import runners
 from lit_fsdp.tasks.tts.preparation.audio import AudioError, Limits, read_audio
-from lit_fsdp.tasks.tts.preparation.prepared import read_rows, write_text
+from lit_fsdp.tasks.tts.preparation.prepared import read_rows
 from lit_fsdp.tasks.tts.preparation.preparer import Preparer
 from lit_fsdp.tasks.tts.preparation.runners import Prepared, prepare_shards
+from tests.small_disk import small_disk
 
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("soxr")
@@ -292,19 +293,6 @@ def test_a_shard_without_good_rows_is_not_made_again(tmp_path: Path) -> None:
     assert prepare(tmp_path / "in.jsonl", tmp_path / "out").num_resumed == 1
 
 
-def test_a_file_that_is_written_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "rejects.jsonl"
-    write_text(path, "before")
-
-    def fail(_: int) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(OSError, match="no space"):
-        write_text(path, "after, and far too long")
-    assert path.read_text() == "before"
-
-
 def test_shards_of_other_settings_are_not_mixed(clips: Path, tmp_path: Path) -> None:
     prepare(clips / "in.jsonl", tmp_path)
     with pytest.raises(ValueError, match="holds shards made with another rows_per_shard"):
@@ -387,6 +375,22 @@ def test_a_damaged_shard_of_parquet_is_named(clips: Path, tmp_path: Path) -> Non
     shard.symlink_to("gone.parquet")
     with pytest.raises(ValueError, match=r"shard-00001.parquet: is a link to gone.parquet, which is not there"):
         read_rows(tmp_path)
+
+
+@pytest.mark.parametrize("shard_format", ["parquet", "jsonl"])
+def test_a_disk_that_fills_up_is_one_line_and_leaves_whole_files_only(
+    clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], shard_format: str
+) -> None:
+    out = tmp_path / "out"
+    command = ["prepare", "tts", f"--manifest={clips / 'in.jsonl'}", f"--out={out}", "--model=formants"]
+    command += [f"--format={shard_format}", "--rows_per_shard=2"]
+    with small_disk(2_000):
+        assert main(command) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == f"error: out: {out}: File too large: free some, or choose another disk"
+    assert {path.name for path in out.iterdir()} == {".prepare.json"}
+    assert main(command) == 0
+    assert len(read_rows(out)) == 5
 
 
 def test_the_command_prepares_and_says_so(clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
