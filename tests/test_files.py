@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 
 import pytest
+from small_disk import small_disk
 
 from lit_fsdp.files import open_whole, refuse_unwritable, write_whole
-from tests.small_disk import small_disk
 
 
 def test_a_file_that_is_written_is_whole_or_as_it_was(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def outlive_lost_log(trainer: Trainer, what: str, folder: str | Path) -> Iterato
         reason = error.strerror or str(error) or type(error).__name__
         if not lost:
             warnings.warn(
-                f"{what} cannot write to {folder}: {reason}: training goes on, what is logged from here on may be lost, "
-                "and the summary names all that could not write",
+                f"{what} cannot write to {folder}: {reason}: training goes on, but what is logged from here "
+                "on may be lost; the summary names all that could not write",
                 stacklevel=3,
             )
         lost.setdefault(what, reason)

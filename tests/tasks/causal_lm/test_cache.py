@@ -5,11 +5,11 @@ import time
 from pathlib import Path
 
 import pytest
+from small_disk import small_disk
 from waiting import count_waiting, run_forks, tell_of_waiting, wait_until
 
 from lit_fsdp.tasks.causal_lm import cache
 from lit_fsdp.tasks.causal_lm.cache import COMPLETE, build_once, get_cache_dir, make_key
-from tests.small_disk import small_disk
 
 FORK = multiprocessing.get_context("fork")
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_disk import small_disk
 
 from lit_fsdp.cli.main import main
 from lit_fsdp.export.out_folder import lock_out
@@ -17,7 +18,6 @@ from lit_fsdp.tasks.tts.preparation.audio import AudioError, Limits, read_audio
 from lit_fsdp.tasks.tts.preparation.prepared import read_rows
 from lit_fsdp.tasks.tts.preparation.preparer import Preparer
 from lit_fsdp.tasks.tts.preparation.runners import Prepared, prepare_shards
-from tests.small_disk import small_disk
 
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("soxr")
