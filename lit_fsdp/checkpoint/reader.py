@@ -19,6 +19,7 @@ from lit_fsdp.checkpoint.manifest import Verify, check_files
 from lit_fsdp.checkpoint.sharded import META, read_meta
 from lit_fsdp.checkpoint.single_file import read_single_file
 from lit_fsdp.checkpoint.untrusted import METADATA, load_state, read_metadata
+from lit_fsdp.files import refuse_special_file
 
 EXPORT = "export"  # in the metadata of a checkpoint: the small files of the folder, by name
 
@@ -51,6 +52,7 @@ class StoredCheckpoint:
 
 def resolve_checkpoint(path: Path) -> Path:
     """Return the folder of a checkpoint: ``path`` itself, or the newest complete one of the run there."""
+    refuse_special_file(path, f"checkpoint: {path}")
     if not path.exists():
         raise ValueError(f"checkpoint: {path} does not exist: expected the folder of a checkpoint or of a run")
     if path.is_file():

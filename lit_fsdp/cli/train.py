@@ -259,9 +259,9 @@ class TrainerCLI(LightningCLI):
                 )
             if found is None:
                 rank_zero_info(f"ckpt_path last: no run below {self.run_root} has a checkpoint: starting afresh")
+        elif given and (problem := describe_special_file(Path(given))) is not None:
+            raise ConfigError(f"ckpt_path: {given!r} {problem}")
         elif given and given != "hpc" and ":" not in given and not Path(given).exists():
-            if (problem := describe_special_file(Path(given))) is not None:
-                raise ConfigError(f"ckpt_path: {given!r} {problem}")
             folder = Path(given).parent
             guess = nearest(Path(given).name, [p.name for p in folder.glob("*")]) if folder.is_dir() else None
             hint = f"did you mean {folder / guess}?" if guess else "expected a checkpoint, or last"

@@ -103,10 +103,10 @@ def _report_thread(report: Callable[[Any], Any], args: Any) -> None:
 
 
 def _call(trainer: Trainer, logger: Logger, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    is_local = isinstance(logger, CSVLogger | TensorBoardLogger)
-    folder = logger.log_dir if is_local else logger.save_dir or "its server"
-    with outlive_lost_log(trainer, type(logger).__name__, folder):
+    folder = Path(logger.log_dir or "") if isinstance(logger, CSVLogger | TensorBoardLogger) else None
+    with outlive_lost_log(trainer, type(logger).__name__, folder or logger.save_dir or "its server"):
         method(*args, **kwargs)
         # A file that is open goes on taking what nobody will ever see.
-        if is_local and method.__name__ == "log_metrics" and trainer.is_global_zero and not os.path.isdir(folder):  # noqa: PTH112
+        is_written = method.__name__ == "log_metrics" and trainer.is_global_zero
+        if folder is not None and is_written and "://" not in str(logger.save_dir) and not folder.is_dir():
             raise FileNotFoundError(errno.ENOENT, "the folder was removed")
