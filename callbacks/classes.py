@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from lit_fsdp.reporting.lost_logs import outlive_lost_log
 from lit_fsdp.reporting.metrics import find_run_folder, is_trial
 from lit_fsdp.reporting.plots import write_png
 from lit_fsdp.reporting.sections import Matrix, Plot, Section, Table
@@ -47,20 +48,20 @@ class ClassReport(Callback):
         if not trainer.sanity_checking:
             self._write(trainer, pl_module, "val")
             if trainer.state.fn != TrainerFn.FITTING:
-                self._write_picture()
+                self._write_picture(trainer)
 
     @override
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._write(trainer, pl_module, "test")
-        self._write_picture()
+        self._write_picture(trainer)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write_picture()
+        self._write_picture(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._write_picture()
+        self._write_picture(trainer)
 
     def _write(self, trainer: Trainer, module: Any, stage: str) -> None:
         evaluation = getattr(module, "evaluation", {}).get(stage)
@@ -71,19 +72,21 @@ class ClassReport(Callback):
             return
         self._last = (stage, evaluation, list(module.class_names))
         self._skipped = getattr(module, "skipped_images", {})
-        folder.mkdir(parents=True, exist_ok=True)
-        write_classes(folder / f"classes_{stage}.csv", evaluation, module.class_names)
         self._folder = folder
+        with outlive_lost_log(trainer, type(self).__name__, folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_classes(folder / f"classes_{stage}.csv", evaluation, module.class_names)
         if stage == "test":
             rank_zero_info(f"classes: {folder / f'classes_{stage}.csv'}")
 
-    def _write_picture(self) -> None:
+    def _write_picture(self, trainer: Trainer) -> None:
         """Draw the last evaluation, if it was not yet: while training goes on, the other ranks would wait for it."""
         if self._last is None or self._folder is None:
             return
         stage, evaluation, names = self._last
         if evaluation.confusion is not None:
-            write_png(_draw(evaluation.confusion, names, stage), self._folder / f"confusion_{stage}.png")
+            with outlive_lost_log(trainer, type(self).__name__, self._folder):
+                write_png(_draw(evaluation.confusion, names, stage), self._folder / f"confusion_{stage}.png")
         self._folder = None
 
     def make_section(self) -> Section | None:

@@ -28,6 +28,7 @@ from lit_fsdp.profiling.device_memory import (
 from lit_fsdp.profiling.memory import KINDS
 from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.reporting.curves import Series
+from lit_fsdp.reporting.lost_logs import outlive_lost_log
 from lit_fsdp.reporting.memory_section import Comparison, TracedStep, make_memory_section
 from lit_fsdp.reporting.metrics import find_run_folder, is_logging_step, is_trial, log_values
 from lit_fsdp.reporting.plots import write_png
@@ -171,7 +172,7 @@ class MemoryLogger(StepCallback):
         has_steps = trainer.is_global_zero and self.last_step > self.first_step
         if section is not None and has_steps and not is_trial(trainer):
             with self._give_up_on_error(trainer):
-                self._report(section)
+                self._report(trainer, section)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -319,11 +320,12 @@ class MemoryLogger(StepCallback):
             values |= {f"memory/max_{name}": spreads[name].high, f"memory/max_{name}_rank": spreads[name].high_rank}
         log_values(trainer, values, step)
 
-    def _report(self, section: Section) -> None:
+    def _report(self, trainer: Trainer, section: Section) -> None:
         for table in section.tables[:2]:
             print_table(table)
         for note in section.notes:
             print(note)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for name, plot in zip(("run", "step"), section.plots, strict=False):
-            write_png(plot, self._folder / f"{name}.png")
+        with outlive_lost_log(trainer, type(self).__name__, self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for name, plot in zip(("run", "step"), section.plots, strict=False):
+                write_png(plot, self._folder / f"{name}.png")

@@ -21,6 +21,7 @@ from lit_fsdp.profiling.device_memory import read_resident_bytes, start_recordin
 from lit_fsdp.profiling.expected_communication import count_gathered_bytes
 from lit_fsdp.profiling.memory import KINDS, Kind, is_on, iterate_states, measure_states
 from lit_fsdp.redaction import hide_secrets
+from lit_fsdp.reporting.lost_logs import outlive_lost_log
 from lit_fsdp.reporting.metrics import find_run_folder
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.launcher import outlive_children
@@ -116,16 +117,17 @@ class OOMReport(Callback):
             print(f"out of memory on {where}; no report: {type(error).__name__}: {error}", flush=True)
             return
         head, stack = hide_secrets((head, "".join(traceback.format_exception(exception))))
-        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / "out_of_memory.md"
-        try:
-            with path.open("x", encoding="utf-8") as file:  # of the first rank that fails
-                file.write(f"{head}\n## Traceback\n\n```\n{stack}```\n")
-            print(f"{head}\nreport: {path}", flush=True)
-        except FileExistsError:
-            print(f"out of memory on {where}; another rank has reported: {path}", flush=True)
-        if self.snapshot:
-            write_snapshot(self._folder / f"out_of_memory_rank_{trainer.global_rank}.pickle")
+        with outlive_lost_log(trainer, type(self).__name__, self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                with path.open("x", encoding="utf-8") as file:  # of the first rank that fails
+                    file.write(f"{head}\n## Traceback\n\n```\n{stack}```\n")
+                print(f"{head}\nreport: {path}", flush=True)
+            except FileExistsError:
+                print(f"out of memory on {where}; another rank has reported: {path}", flush=True)
+            if self.snapshot:
+                write_snapshot(self._folder / f"out_of_memory_rank_{trainer.global_rank}.pickle")
 
     def _describe(
         self, trainer: Trainer, module: LightningModule, error: BaseException, batch: Any, *, where: str

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lit_fsdp.files import open_whole, refuse_unwritable
 from lit_fsdp.reporting.metrics import find_run_folder, is_trial
 
 FILE_NAME = "predictions.jsonl"
@@ -75,8 +76,10 @@ class WritePredictions(Callback):
             rank_zero_info(f"{len(records):,} predictions, not written: this is a fast_dev_run")
             return
         if trainer.is_global_zero:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(_WRITERS[path.suffix](records))
+            with refuse_unwritable("predictions", path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open_whole(path, "wb") as file:
+                    file.write(_WRITERS[path.suffix](records))
         rank_zero_info(f"{len(records):,} predictions: {path}")
 
 

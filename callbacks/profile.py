@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.profiler import ProfilerActivity, profile, schedule
 from typing_extensions import override
 
+from lit_fsdp.reporting.lost_logs import outlive_lost_log
 from lit_fsdp.reporting.metrics import find_run_folder
 from lit_fsdp.reporting.step_callback import StepCallback
 
@@ -77,7 +78,7 @@ class Profile(StepCallback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # The step before the window is the profiler's warm-up: starting it would otherwise be in the trace.
         if not self._is_over and self._profiler is None and self._next_step(trainer) >= self.start_step - 1:
-            self._profiler = self._build(trainer.strategy.root_device)
+            self._profiler = self._build(trainer)
             self._profiler.start()
 
     @override
@@ -109,11 +110,12 @@ class Profile(StepCallback):
     def _next_step(self, trainer: Trainer) -> int:
         return trainer.global_step - self.first_step + 1
 
-    def _build(self, device: torch.device) -> profile:
+    def _build(self, trainer: Trainer) -> profile:
+        device = trainer.strategy.root_device
         return profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])],
             schedule=schedule(wait=0, warmup=1, active=self.num_steps, repeat=1),
-            on_trace_ready=self._write,
+            on_trace_ready=partial(self._write, trainer),
             profile_memory=self.memory,
             with_stack=self.stacks,
             record_shapes=self.shapes,
@@ -125,10 +127,11 @@ class Profile(StepCallback):
             self._is_over = True
             profiler.stop()  # writes what was recorded
 
-    def _write(self, profiler: profile) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(self._folder / f"rank{self._rank}.json.gz"))
-        (self._folder / f"rank{self._rank}.txt").write_text(self._summarize(profiler))
+    def _write(self, trainer: Trainer, profiler: profile) -> None:
+        with outlive_lost_log(trainer, type(self).__name__, self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(self._folder / f"rank{self._rank}.json.gz"))
+            (self._folder / f"rank{self._rank}.txt").write_text(self._summarize(profiler))
 
     def _summarize(self, profiler: profile) -> str:
         averages = profiler.key_averages()

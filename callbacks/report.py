@@ -19,6 +19,7 @@ from lit_fsdp.redaction import hide_paths, shorten_path
 from lit_fsdp.reporting import run_facts
 from lit_fsdp.reporting.curves import Series, make_curves_section
 from lit_fsdp.reporting.environment import describe_environment, format_devices, format_ranks, read_environment
+from lit_fsdp.reporting.lost_logs import list_lost_logs
 from lit_fsdp.reporting.metrics import (
     find_run_folder,
     has_dropped_last_step,
@@ -231,6 +232,7 @@ class RunReport(StepCallback):
             "strategy": type(trainer.strategy).__name__,
             "precision": str(trainer.precision),
             "disk": run_facts.describe_disk(trainer),
+            "lost_logs": list_lost_logs(trainer),
         }
 
     def _find_name(self, trainer: Trainer) -> str:
@@ -262,6 +264,8 @@ class RunReport(StepCallback):
             facts["disk"] = run["disk"]["text"]
             if run["disk"]["missing"]:
                 facts["NOT saved"] = run["disk"]["missing"]
+        if run["lost_logs"]:
+            facts["NOT logged"] = "; ".join(run["lost_logs"])
         facts["ended"] = f"{ended:%Y-%m-%d %H:%M} UTC"
         facts["folder"] = run["folder"]
         return hide_paths(facts)

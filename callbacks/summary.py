@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lit_fsdp.profiling.device_memory import read_peak_gib, reset_peak
+from lit_fsdp.reporting.lost_logs import list_lost_logs
 from lit_fsdp.reporting.metrics import has_dropped_last_step, read_count, read_metric, relative_to_here
 from lit_fsdp.reporting.rank_stats import Spread, gather_over_ranks
 from lit_fsdp.reporting.sections import Table, print_table
@@ -121,6 +122,8 @@ class RunSummary(Callback):
                     rows[f"{name} checkpoint"] = str(relative_to_here(path))
         if log_dir is not None and trainer.loggers:
             rows["logs"] = str(relative_to_here(log_dir))
+        if lost := list_lost_logs(trainer):
+            rows["NOT logged"] = "; ".join(lost)
         return rows
 
 

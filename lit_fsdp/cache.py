@@ -12,23 +12,21 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import xxhash
 from filelock import FileLock, Timeout
 
-log = logging.getLogger(__name__)
+from lit_fsdp.files import UnwritableError, refuse_unwritable, write_whole
 
+log = logging.getLogger(__name__)
 
 # The last file written, with digest and state of the others; a folder without it, or with other contents, is not read.
 COMPLETE = "complete"
 _FOUND = "found.json"
 _BLOCK_BYTES = 1 << 22
-
-
-class CacheFolderError(ValueError):
-    """The folder cannot be made."""
 
 
 def get_cache_dir(cache_dir: str | None) -> Path:
@@ -82,18 +80,27 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     Args:
         folder: Must lie on a disk with file locks, shared by all processes that should share the work.
         build: Called with an empty folder beside ``folder``, which is renamed when all is written.
+
+    Raises:
+        UnwritableError: The disk of the cache is full or may not be written to.
     """
     if _is_whole(folder):
         return folder
+    with refuse_unwritable("cache_dir", folder.parent):
+        _build_locked(folder, build)
+    return folder
+
+
+def _build_locked(folder: Path, build: Callable[[Path], None]) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:  # a file is in its place, or it may not be written to
-        raise CacheFolderError(f"cache_dir: cannot make the folder {folder.parent}: {error.strerror}") from error
+    except (FileExistsError, NotADirectoryError) as error:  # a file is in its place
+        raise UnwritableError(f"cache_dir: cannot make the folder {folder.parent}: {error.strerror}") from error
     failure = folder.with_name(f"{folder.name}.failed")
     known_failure = _read_failure(failure)
     with _locked(folder):
         if _is_whole(folder):
-            return folder
+            return
         if (folder / COMPLETE).exists():
             log.warning("%s is damaged and made again", folder)
         new_failure = _read_failure(failure)
@@ -103,10 +110,10 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
             _build(folder, build)
         except Exception as error:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            failure.write_text(json.dumps({"id": uuid.uuid4().hex, "reason": reason}))
+            with suppress(OSError):  # the disk may be full: those who wait see so themselves
+                write_whole(failure, json.dumps({"id": uuid.uuid4().hex, "reason": reason}))
             raise
         failure.unlink(missing_ok=True)
-    return folder
 
 
 def _locked(folder: Path) -> Any:
@@ -181,5 +188,5 @@ def _write_through(path: Path) -> None:
 def _read_failure(path: Path) -> dict[str, str] | None:
     try:
         return dict(json.loads(path.read_text()))
-    except (FileNotFoundError, json.JSONDecodeError):  # the latter: being written just now
+    except (OSError, ValueError, TypeError):
         return None

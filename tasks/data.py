@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -142,46 +140,6 @@ class TaskData(LightningDataModule):
             num_workers=self.num_workers,
             trainer=self.trainer,
         )
-
-
-def find_twice(names: Iterable[str]) -> str | None:
-    """Return the first name of a column that is there twice, of which a reader would keep the last alone."""
-    names = [name for name in names if name]
-    return next((name for name in names if names.count(name) > 1), None)
-
-
-def parse_json(text: str) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        json.JSONDecodeError: Also for what Python alone would not take or could not write again: deep nesting, numbers
-            of thousands of digits, halves of surrogate pairs.
-    """
-    try:
-        value = json.loads(text)
-        if "\\ud" in text.lower():
-            json.dumps(value, ensure_ascii=False).encode()
-    except json.JSONDecodeError:
-        raise
-    except RecursionError as error:
-        raise json.JSONDecodeError("nested too deeply", text, 0) from error
-    except UnicodeEncodeError as error:
-        raise json.JSONDecodeError("a \\ud... escape without its other half is no character", text, 0) from error
-    except ValueError as error:
-        raise json.JSONDecodeError("a number of thousands of digits", text, 0) from error
-    return value
-
-
-def refuse_special_file(path: Path, named: str) -> None:
-    """Refuse a link to nothing, and pipes and devices, which cannot be read twice.
-
-    Raises:
-        ValueError: It is one; ``named`` begins the text.
-    """
-    if path.is_symlink() and not path.exists():
-        raise ValueError(f"{named}: is a link to {path.readlink()}, which is not there; mend the link")
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise ValueError(f"{named}: is a pipe, a socket or a device; write it to a file first")
 
 
 def check_least(least: int, **settings: int | None) -> None:

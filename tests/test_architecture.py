@@ -13,8 +13,8 @@ OTHER_FOLDERS = ("tests", "benchmarks", "configs", "docs", "examples", ".ci", ".
 
 # Each imports only from those before it; docs/decisions.md says why there are these.
 ROOMS = (
-    *("errors", "redaction", "cache", "quantization", "adapters", "sharding", "optim", "weights", "checkpoint"),
-    *("profiling", "strategy", "export", "reporting", "planning", "tasks", "callbacks", "cli"),
+    *("errors", "redaction", "files", "cache", "quantization", "adapters", "sharding", "optim", "weights"),
+    *("checkpoint", "profiling", "strategy", "export", "reporting", "planning", "tasks", "callbacks", "cli"),
 )
 # Which rooms may import these, so that an upstream change lands in few places.
 DOORS = {

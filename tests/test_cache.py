@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from small_disk import small_disk
 from waiting import count_waiting, run_forks, tell_of_waiting, wait_until
 
 from lit_fsdp import cache
@@ -134,3 +135,17 @@ def test_contents_are_read_again_only_where_something_has_touched_them(
     os.utime(folder / "two", ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as it was, but for the time of the change
     build_once(folder, lambda _: pytest.fail("built again"))
     assert read == ["two"]
+
+
+def test_a_cache_on_a_disk_that_fills_up_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "tokens" / "key"
+
+    def build(out: Path) -> None:
+        (out / "data").write_bytes(b"x" * 100)
+
+    # Not even the reason of the failure can be written.
+    full = pytest.raises(ValueError, match=r"^cache_dir: \S+/tokens: File too large: free some, or choose another")
+    with small_disk(0), full:
+        build_once(folder, build)
+    assert [path.name for path in folder.parent.iterdir() if path.suffix != ".lock"] == []
+    assert (build_once(folder, build) / "data").read_bytes() == b"x" * 100

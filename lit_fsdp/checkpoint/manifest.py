@@ -146,27 +146,36 @@ def write_manifest(
 def read_manifest(folder: Location) -> dict[str, FileEntry]:
     """Return the files of a complete checkpoint; refuse a folder whose manifest is missing or damaged."""
     path = folder / MANIFEST
-    try:
-        stored = json.loads(path.read_text())["files"]
-        files: dict[str, FileEntry] = {
-            str(name): {"bytes": int(e["bytes"]), "crc32": int(e["crc32"])} for name, e in stored.items()
-        }
-    except FileNotFoundError:
-        raise ValueError(f"{folder} is no complete checkpoint: {MANIFEST} is missing; choose another one") from None
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        raise ValueError(f"{path} is damaged; choose another checkpoint") from None
+    if not path.exists():
+        raise ValueError(f"{folder} is no complete checkpoint: {MANIFEST} is missing; choose another one")
+    found = _read_values(path)
+    stored = found.get("files") if isinstance(found, dict) else None
+    # One that lists nothing would vouch for whatever lies there.
+    if not isinstance(stored, dict) or not stored or not all(map(_is_entry, stored.values())):
+        raise ValueError(f"{path} is damaged; choose another checkpoint")
+    files: dict[str, FileEntry] = {name: {"bytes": e["bytes"], "crc32": e["crc32"]} for name, e in stored.items()}
     check_names(files, source=str(path))
     return files
 
 
 def read_position(folder: Location) -> tuple[int, int | None] | None:
     """Return the number of the save and its step, ``None`` if there is no manifest that has them."""
-    try:
-        found = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError, RecursionError):
-        return None
+    found = _read_values(folder / MANIFEST)
     number, step = (found.get("save_number"), found.get("step")) if isinstance(found, dict) else (None, None)
     return (number, step if isinstance(step, int) else None) if isinstance(number, int) else None
+
+
+def _read_values(path: Location) -> Any:
+    """Return what a JSON file holds, ``None`` where it is none; a pipe of that name is not waited for."""
+    try:
+        return json.loads(path.read_text()) if path.is_file() else None
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _is_entry(found: Any) -> bool:
+    numbers = [found.get(name) for name in ("bytes", "crc32")] if isinstance(found, dict) else [None]
+    return all(type(number) is int and number >= 0 for number in numbers)
 
 
 def check_verify(name: str, verify: Verify) -> None:

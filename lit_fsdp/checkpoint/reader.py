@@ -23,6 +23,7 @@ from lit_fsdp.checkpoint.remote import Location, RemotePath, locate
 from lit_fsdp.checkpoint.sharded import META, read_meta
 from lit_fsdp.checkpoint.single_file import read_single_file
 from lit_fsdp.checkpoint.untrusted import METADATA, load_state, read_metadata
+from lit_fsdp.files import refuse_special_file
 
 EXPORT = "export"  # in the metadata of a checkpoint: the small files of the folder, by name
 
@@ -59,6 +60,8 @@ def resolve_checkpoint(given: str | Path | RemotePath) -> Location:
         path = locate(given)
     except ValueError as error:
         raise ValueError(f"checkpoint: {error}") from error
+    if isinstance(path, Path):
+        refuse_special_file(path, f"checkpoint: {path}")
     if not path.exists():
         raise ValueError(f"checkpoint: {path} does not exist: expected the folder of a checkpoint or of a run")
     if path.is_file():

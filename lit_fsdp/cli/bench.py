@@ -208,8 +208,8 @@ def _report(timings: Sequence[Timing], ranks: dict[str, Any], out: Path | None) 
         }
         for kind, found in by_kind.items()
     }
-    (out / "comm.json").write_text(json.dumps({"version": 1, **ranks, "collectives": collectives}, indent=1) + "\n")
     # Late, as they load Lightning.
+    from lit_fsdp.files import refuse_unwritable, write_whole
     from lit_fsdp.reporting.plots import write_png
     from lit_fsdp.reporting.sections import Curve, Plot
 
@@ -218,7 +218,10 @@ def _report(timings: Sequence[Timing], ranks: dict[str, Any], out: Path | None) 
         for kind, found in by_kind.items()
     ]
     plot = Plot(title=title, x_label="size in bytes", y_label="bus GB/s", curves=curves, log_x=True)
-    write_png(plot, out / "comm.png")
+    with refuse_unwritable("out", out):
+        text = json.dumps({"version": 1, **ranks, "collectives": collectives}, indent=1)
+        write_whole(out / "comm.json", f"{text}\n")
+        write_png(plot, out / "comm.png")
     console.print(f"written: {out / 'comm.json'}, {out / 'comm.png'}", soft_wrap=True)
 
 

@@ -12,6 +12,7 @@ from jsonargparse import Namespace
 
 from lit_fsdp.cli.renamed import rename_key
 from lit_fsdp.errors import ConfigError, nearest, suggest
+from lit_fsdp.files import describe_special_file
 from lit_fsdp.redaction import LEFT_OUT
 
 # jsonargparse drops a scalar given for one of these groups without a word, seen in 4.53.
@@ -30,6 +31,8 @@ def check_config_files(args: Sequence[str]) -> list[Path]:
     # A mapping may be given in place of a file; an option without a value is for the next parser to refuse.
     files = [Path(value).expanduser() for value in given if value and not value.lstrip().startswith("{")]
     for file in files:
+        if (problem := describe_special_file(file)) is not None:
+            raise ConfigError(f"--config: {str(file)!r} {problem}")
         if not file.is_file():
             guess = nearest(file.name, [f.name for f in file.parent.glob("*.y*ml")])
             what = "is a folder" if file.is_dir() else "does not exist"

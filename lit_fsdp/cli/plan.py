@@ -20,6 +20,7 @@ from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.cli.parser import check_out_folder
 from lit_fsdp.cli.train import TrainerCLI
 from lit_fsdp.errors import ConfigError, is_debugging
+from lit_fsdp.files import refuse_unwritable, write_whole
 from lit_fsdp.planning.estimate import Hardware
 from lit_fsdp.planning.plan import Plan, plan_step
 from lit_fsdp.planning.plan_report import choose_unit, describe_plan, draw_plan, print_report
@@ -118,8 +119,9 @@ class PlanTrainer(PlannedTrainer):
         if device_bytes is not None and candidates:
             described["search"] = _report_search(steps, candidates, device_bytes, speed_unit)
         if out is not None:
-            (out / "plan.json").write_text(json.dumps(described, indent=1) + "\n")
-            draw_plan(found, device_bytes, out / "plan.png")
+            with refuse_unwritable("out", out):
+                write_whole(out / "plan.json", json.dumps(described, indent=1) + "\n")
+                draw_plan(found, device_bytes, out / "plan.png")
             print(f"written: {out / 'plan.json'}, {out / 'plan.png'}")
         if write is not None:
             self._write_config(write, choose(candidates))
@@ -142,9 +144,10 @@ class PlanTrainer(PlannedTrainer):
         settings = apply_changes(self.given_config, chosen.changes)
         head = f"# Chosen by `plan --search true`: {format_changes(chosen.changes)}.\n"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(head + hide_secrets_in_yaml(yaml.safe_dump(settings, sort_keys=False)))
-        except OSError as error:
+            with refuse_unwritable("write", path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, head + hide_secrets_in_yaml(yaml.safe_dump(settings, sort_keys=False)))
+        except OSError as error:  # such as a file where a folder should be
             raise ConfigError(f"write: got {path}: {error.strerror}; choose another file") from error
         print(f"written: {path}: python -m lit_fsdp fit --config {path}")
 

@@ -204,6 +204,7 @@ def _print(scales: Sequence[Scale]) -> None:
 
 def _write(scales: Sequence[Scale], out: Path) -> None:
     # Late, as they load Lightning.
+    from lit_fsdp.files import refuse_unwritable, write_whole
     from lit_fsdp.reporting.plots import write_png
     from lit_fsdp.reporting.sections import Curve, Plot
 
@@ -215,7 +216,8 @@ def _write(scales: Sequence[Scale], out: Path) -> None:
         Curve(label="step time that waits for collectives", x=x, y=[scale.exposed_pct for scale in scales]),
     ]
     title = "What communication takes as ranks grow"
-    write_png(Plot(title=title, x_label="ranks", y_label="%", curves=curves, log_x=True), out / "scaling.png")
     rows: list[dict[str, Any]] = [{**asdict(scale), "per_s_per_rank": scale.per_s_per_rank} for scale in scales]
-    (out / "scaling.json").write_text(json.dumps({"version": 1, "runs": rows}, indent=1) + "\n")
+    with refuse_unwritable("out", out):
+        write_png(Plot(title=title, x_label="ranks", y_label="%", curves=curves, log_x=True), out / "scaling.png")
+        write_whole(out / "scaling.json", json.dumps({"version": 1, "runs": rows}, indent=1) + "\n")
     print(f"written: {out / 'scaling.json'}, {out / 'scaling.png'}")

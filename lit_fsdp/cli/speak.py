@@ -11,6 +11,7 @@ import torch
 
 from lit_fsdp.cli.parser import run_function
 from lit_fsdp.export.out_folder import lock_out
+from lit_fsdp.files import refuse_unwritable, write_whole
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN
 from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
 from lit_fsdp.tasks.tts.codec.loading import fetch_codec, open_codec
@@ -124,7 +125,7 @@ def speak_texts(
     written, lines = [], []
     streaming = opened.is_streaming if streaming is None else streaming
     settings = {"model": model, "sampling": asdict(opened.sampling)}
-    with lock_out(out, out / _LOCK):
+    with lock_out(out, out / _LOCK), refuse_unwritable("out", out):
         for begin in range(0, len(rows), batch_size):
             spoken = opened.speak(utterances[begin : begin + batch_size], is_streaming=streaming)
             for i, speech in enumerate(spoken, start=begin):
@@ -136,7 +137,7 @@ def speak_texts(
                 about = dict(zip(("text", "speaker", "language"), rows[i], strict=True))
                 line = {"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)}
                 lines.append(json.dumps({**line, **settings}, ensure_ascii=False) + "\n")
-        (out / "spoken.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_whole(out / "spoken.jsonl", "".join(lines))
     return written
 
 

@@ -34,8 +34,10 @@ from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers
 from lit_fsdp.cli.messages import describe_exception, report_error
 from lit_fsdp.cli.parser import OneLineParser, read_path
 from lit_fsdp.errors import ConfigError, is_debugging, join_names, nearest, suggest
+from lit_fsdp.files import describe_special_file, write_whole
 from lit_fsdp.planning.auto_strategy import NAME
 from lit_fsdp.redaction import hide_secrets, hide_secrets_in_yaml
+from lit_fsdp.reporting.lost_logs import check_log_folders, guard_loggers, outlive_lost_log
 from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy  # registers `strategy: fsdp2`
 from lit_fsdp.strategy.launcher import describe_failed, stop_children
@@ -102,12 +104,13 @@ class SaveRunConfig(SaveConfigCallback):
         """Save once, on rank 0."""
         logger = trainer.logger
         folder = Path(logger.log_dir if isinstance(logger, CSVLogger | TensorBoardLogger) else self.fallback_dir)
-        folder.mkdir(parents=True, exist_ok=True)
         text = self.parser.dump(self.config, skip_unset=False)
         if (hidden := hide_secrets_in_yaml(text)) != text:
             names = join_names([path for path, _ in list_left_out(yaml.safe_load(hidden))])
             rank_zero_info(f"{self.config_filename}: credentials left out of {names}: a run from it needs them again")
-        (folder / self.config_filename).write_text(hidden)
+        with outlive_lost_log(trainer, self.config_filename, folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / self.config_filename, hidden)
 
 
 class _InstantiationFailed(BaseException):
@@ -220,12 +223,14 @@ class TrainerCLI(LightningCLI):
         kwargs |= self.choose_parts(settings)
         try:
             refuse_float16_on_cpu(settings["precision"], kwargs.get("accelerator", settings["accelerator"]))
-            return super().instantiate_trainer(devices=self.devices, num_nodes=self.num_nodes, **kwargs)
+            trainer = super().instantiate_trainer(devices=self.devices, num_nodes=self.num_nodes, **kwargs)
         except Exception as error:
             line = describe_exception(error, trusted=("lit_fsdp", "lightning"))
             if line is None:
                 raise
             raise ConfigError(self._add_path(line, "trainer")) from error
+        guard_loggers(trainer)
+        return trainer
 
     def choose_parts(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the Trainer is built of besides its settings: loggers and callbacks."""
@@ -258,11 +263,15 @@ class TrainerCLI(LightningCLI):
                 )
             if found is None:
                 rank_zero_info(f"ckpt_path last: no run below {self.run_root} has a checkpoint: starting afresh")
-        elif given and given != "hpc" and not (place := _locate_checkpoint(given)).exists():
-            folder = place.parent
-            guess = nearest(place.name, [p.name for p in folder.glob("*")]) if folder.is_dir() else None
-            hint = f"did you mean {folder / guess}?" if guess else "expected a checkpoint, or last"
-            raise ConfigError(f"ckpt_path: {given!r} does not exist: {hint}")
+        elif given and given != "hpc":
+            place = _locate_checkpoint(given)
+            if isinstance(place, Path) and (problem := describe_special_file(place)) is not None:
+                raise ConfigError(f"ckpt_path: {given!r} {problem}")
+            if not place.exists():
+                folder = place.parent
+                guess = nearest(place.name, [p.name for p in folder.glob("*")]) if folder.is_dir() else None
+                hint = f"did you mean {folder / guess}?" if guess else "expected a checkpoint, or last"
+                raise ConfigError(f"ckpt_path: {given!r} does not exist: {hint}")
         if command.get("weights_only") is None:
             command["weights_only"] = True  # Lightning's default for addresses runs what is there, seen in 2.6.6
         path = command.get("ckpt_path")
@@ -331,6 +340,7 @@ class TrainerCLI(LightningCLI):
         try:
             if (check := getattr(self.datamodule, "check_stage", None)) is not None:
                 check(subcommand)  # now, as ranks take long to start
+            check_log_folders(self.trainer)
             super()._run_subcommand(subcommand)
         except SIGTERMException:
             stop_children(self.trainer.strategy.launcher, patience_s=30)

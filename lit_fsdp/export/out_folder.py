@@ -7,7 +7,6 @@ a folder of its own beside its place. It replaces another export only, and of th
 
 from __future__ import annotations
 
-import errno
 import glob
 import json
 import shutil
@@ -20,10 +19,10 @@ from filelock import FileLock, Timeout
 
 from lit_fsdp.checkpoint.remote import Location, RemotePath, locate_local
 from lit_fsdp.errors import join_names
+from lit_fsdp.files import refuse_unwritable
 
 MANIFEST = "export_manifest.json"  # in an exported folder: the names of all files in it
 _INCOMPLETE, _REPLACED = ".incomplete", ".replaced"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def locate_out(out: str | Path) -> Path:
@@ -65,7 +64,7 @@ def write_beside(out: Path, *sources: Location, overwrite: bool) -> Iterator[Pat
     Raises:
         ValueError: Another process exports to the same place, ``check_out`` refuses it, or the disk is full.
     """
-    with lock_out(out, out.with_name(f".{out.name}.lock")):
+    with lock_out(out, out.with_name(f".{out.name}.lock")), refuse_unwritable("out", out):
         _clear_leftovers(out)
         check_out(out, *sources, overwrite=overwrite)
         # Not of tempfile, whose folders nobody else may read.
@@ -76,11 +75,6 @@ def write_beside(out: Path, *sources: Location, overwrite: bool) -> Iterator[Pat
             names = sorted([*list_files(beside), MANIFEST])
             (beside / MANIFEST).write_text(json.dumps({"files": names}, indent=1) + "\n")
             check_out(out, *sources, overwrite=overwrite)
-        except OSError as error:
-            shutil.rmtree(beside, ignore_errors=True)
-            if error.errno not in _FULL:
-                raise
-            raise ValueError(f"out: {out}: {error.strerror}: free some, or choose another disk") from error
         except BaseException:
             shutil.rmtree(beside, ignore_errors=True)
             raise

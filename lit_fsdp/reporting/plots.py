@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from lit_fsdp.files import open_whole
 from lit_fsdp.reporting.sections import Matrix, Plot
 
 WIDE, NARROW = (8.0, 3.6), (4.2, 3.0)  # inches
@@ -24,8 +25,9 @@ _NUMBERS = count()
 
 
 def write_png(plot: Plot, path: Path) -> None:
-    """Write a plot as a picture."""
-    _draw(plot, WIDE).savefig(path, format="png", dpi=110)
+    """Write a plot as a picture, whole or not at all."""
+    with open_whole(path, "wb") as file:
+        _draw(plot, WIDE).savefig(file, format="png", dpi=110)
 
 
 def render_svg(plot: Plot, size: tuple[float, float] = WIDE) -> str:

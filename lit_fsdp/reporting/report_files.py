@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ import torch
 from jinja2 import Environment, StrictUndefined
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_fsdp.files import write_whole
 from lit_fsdp.redaction import hide_hosts, hide_paths, hide_secrets
 from lit_fsdp.reporting.plots import NARROW, render_svg, write_png
 from lit_fsdp.reporting.sections import HasSection, Section
@@ -132,9 +132,7 @@ def write_report(report: Report, folder: Path) -> None:
         HTML: _render_html(report),
     }
     for name, text in texts.items():
-        part = folder / f".{name}.part"
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, folder / name)  # noqa: PTH105 - whole, or as it was
+        write_whole(folder / name, text)
 
 
 def make_plain(value: Any) -> Any:

@@ -26,7 +26,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES
 from torch import Tensor
 
-from lit_fsdp.cache import CacheFolderError, compute_once, get_cache_dir
+from lit_fsdp.cache import compute_once, get_cache_dir
+from lit_fsdp.files import UnwritableError
 from lit_fsdp.weights.file_names import check_names, join_name
 
 DTYPES: dict[str, torch.dtype] = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
@@ -167,7 +168,7 @@ def _hash_once(path: Path) -> dict[str, str]:
     compute = partial(_hash_tensors, path)
     try:
         return dict(compute_once(get_cache_dir(None), "tensors", [path], compute))
-    except (OSError, CacheFolderError) as error:  # a full or read-only disk: what is kept only saves time
+    except (OSError, UnwritableError) as error:  # a full or read-only disk: what is kept only saves time
         log.warning("%s: its digest cannot be kept, and is computed each time: %s", path, error)
         return compute()
 

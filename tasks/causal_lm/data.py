@@ -23,7 +23,7 @@ from lit_fsdp.tasks.causal_lm.batches import (
     PromptRows,
     stack_rows,
 )
-from lit_fsdp.tasks.causal_lm.rows import Format, LossOn, Row, RowError, RowFormat, list_texts, parse_row
+from lit_fsdp.tasks.causal_lm.rows import Format, LossOn, RowError, RowFormat, list_texts, parse_row
 from lit_fsdp.tasks.causal_lm.sources import Part, Source, TxtDocuments, check_source, list_parts, read_parts
 from lit_fsdp.tasks.causal_lm.tokenizer import (
     TrainTokenizer,
@@ -36,6 +36,7 @@ from lit_fsdp.tasks.causal_lm.tokenizer import (
 from lit_fsdp.tasks.causal_lm.tokens import ENDS, LEARN, TOKENS, TokenStore, write_tokens
 from lit_fsdp.tasks.data import DEFAULT_SPLITS, SPLITS_OF_STAGE, Split, TaskData, check_least
 from lit_fsdp.tasks.loading import ResumableLoader
+from lit_fsdp.tasks.row_files import Row
 
 _EXAMPLE_DOCUMENTS = 4  # in a packed row of an example
 CACHE_VERSION = 2  # raise it when the same settings give other tokens than before

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lit_fsdp.tasks.row_files import Row, describe
+
 Format = Literal["auto", "text", "prompt_completion", "chat"]
 LossOn = Literal["auto", "all", "completion"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -11,21 +13,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 class RowError(ValueError):
     """What is wrong with one row, without saying which; whoever reads the rows adds file and line."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One row, or what kept it from being read.
-
-    Args:
-        where: File and line, or data set and row, counted from 1.
-        fields: The row; empty if it could not be read.
-        problem: Why it could not be read.
-    """
-
-    where: str
-    fields: dict[str, Any]
-    problem: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,22 +86,6 @@ def list_texts(example: Example) -> list[str]:
     if isinstance(example, PromptCompletion):
         return [example.prompt, example.completion]
     return [message.get("content") or "" for message in example.messages]
-
-
-def describe(value: object) -> str:
-    """Say what a wrong value is, in words a user of JSON knows."""
-    names = {
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        str: "a string",
-        list: "a list",
-        dict: "an object",
-    }
-    if value is None:
-        return "null"
-    shown = repr(value)
-    return f"{names.get(type(value), type(value).__name__)} ({shown[:40]}{'...' if len(shown) > 40 else ''})"
 
 
 def _get_kind(fields: Mapping[str, Any]) -> Format:

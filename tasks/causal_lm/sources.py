@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from lit_fsdp.files import refuse_special_file
 from lit_fsdp.tasks.causal_lm.files import READERS, read_file
-from lit_fsdp.tasks.causal_lm.rows import Row
-from lit_fsdp.tasks.data import refuse_special_file
+from lit_fsdp.tasks.row_files import Row, list_files
 
 TxtDocuments = Literal["file", "line", "paragraph"]
 Source = str | list[str]
@@ -144,16 +144,16 @@ def _find_files(source: str, path: Path) -> list[Path] | None:
     """Return the files a path or pattern names, or None if it must be the name of a data set."""
     kinds = ", ".join(READERS)
     if path.is_file():
-        if path.suffix not in READERS:
+        if path.suffix.lower() not in READERS:
             raise ValueError(f"{source}: cannot read {path.suffix or 'a file without a suffix'}; known are {kinds}")
         return [path]
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix in READERS)
+        found = list_files(path.rglob("*"), list(READERS))
         if not found:
             raise ValueError(f"{source}: no file in this folder ends in {kinds}")
         return found
     if glob.has_magic(source):
-        found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())  # noqa: PTH207  # may be absolute
+        found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if not p.is_dir())  # noqa: PTH207  # may be absolute
         if not found:
             raise ValueError(f"no file matches {source}; the pattern is taken from {Path.cwd()}")
         return [p for one in found for p in _find_files(str(one), one) or []]

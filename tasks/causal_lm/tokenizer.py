@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from lit_fsdp.files import refuse_special_file
 from lit_fsdp.tasks.pretrained import read_tokenizer_files
 
 END = "<|endoftext|>"
@@ -55,6 +56,7 @@ def read_chat_template(setting: str) -> str:
     text, where = setting, "the text"
     if "{" not in setting:
         path = Path(setting).expanduser()
+        refuse_special_file(path, f"chat_template: got {setting!r}")
         if not path.is_file():
             names = [other.name for other in path.parent.glob("*") if other.is_file()]
             near = get_close_matches(path.name, names, n=1)

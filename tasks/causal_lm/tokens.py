@@ -18,12 +18,12 @@ from lit_fsdp.tasks.causal_lm.rows import (
     Chat,
     Example,
     PromptCompletion,
-    Row,
     RowError,
     RowFormat,
     Text,
     parse_row,
 )
+from lit_fsdp.tasks.row_files import Row
 
 TOKENS, LEARN, ENDS, SUMMARY = "tokens.int32", "learn.bool", "ends.int64", "summary.json"
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\b")

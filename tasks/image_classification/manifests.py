@@ -2,86 +2,63 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
-from collections.abc import Sequence
+import math
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.tasks.data import find_twice, parse_json
+from lit_fsdp.tasks.row_files import Row, check_rows, describe, read_csv, read_jsonl, read_parquet
 
 MANIFESTS = (".csv", ".jsonl", ".parquet")
 
-Table = tuple[Sequence[str], Sequence[dict[str, Any]] | None]  # names of columns, rows
 
+def read_table(path: Path, *, image: str, label: str) -> list[Row] | None:
+    """Return the rows of a table with one of ``MANIFESTS`` as its ending, ``None`` where it holds the images itself.
 
-def read_table(path: Path, *, image: str, label: str) -> Table:
-    """Return the columns and rows of a table with one of ``MANIFESTS`` as its ending.
+    Parquet is read for the two named columns alone.
 
-    There are no rows where it holds images, and not their paths. Parquet is read for the two named columns alone.
+    Raises:
+        ValueError: It has no such column of images, or no rows, or cannot be read.
     """
+    names: list[str] | None = None
     if path.suffix == ".parquet":
-        return _read_parquet(path, image, label)
-    return _read_csv(path) if path.suffix == ".csv" else _read_jsonl(path)
+        names, is_inside = _read_schema(path, image)
+        if is_inside:
+            return None
+        rows = read_parquet(path, [name for name in (image, label) if name in names])
+    else:
+        rows = read_csv(path) if path.suffix == ".csv" else read_jsonl(path)
+    found = list(check_rows(rows))
+    if not found:
+        raise ValueError(f"{path}: has no rows")
+    if names is None:
+        names = list(dict.fromkeys(name for row in found for name in row.fields))
+    if image not in names:
+        raise ValueError(f"{path}: has no column {image!r}, but {', '.join(names)}; set image_field")
+    return found
 
 
-def _read_csv(path: Path) -> Table:
-    reader = csv.DictReader(io.StringIO(_read_text(path), newline=""))
-    rows = []
-    begin = 2
-    try:
-        for row in reader:
-            num_extra, num_missing = len(row.get(None) or []), list(row.values()).count(None)
-            if num_extra or num_missing:
-                num_columns = len(reader.fieldnames or [])
-                what = f"has {num_columns + num_extra - num_missing} fields, the header has {num_columns}"
-                raise ValueError(f"{path} line {begin}: {what}; quote values that hold commas")
-            rows.append(row)
-            begin = reader.line_num + 1
-    except csv.Error as error:
-        raise ValueError(f"{path} after line {reader.line_num}: not readable as CSV: {error}") from error
-    names = list(reader.fieldnames or [])
-    for separator, called in ((";", "semicolons"), ("\t", "tabs")):
-        if len(names) == 1 and separator in names[0]:
-            raise ValueError(f"{path}: its columns are separated by {called}: save it with commas")
-    if twice := find_twice(names):
-        raise ValueError(f"{path} line 1: the header names {twice!r} twice; rename one of them, or remove it")
-    return names, rows
+def check_label(label: object, *, where: str, field: str) -> None:
+    """Refuse what cannot name one class: lists are several, and true, false and NaN would be names of their own.
+
+    Raises:
+        ValueError: It is one of these, or missing.
+    """
+    if label is None or label == "":
+        raise ValueError(f"{where}: {field} is missing: expected the name of a class, or leave the row out")
+    is_number = isinstance(label, int | float) and not isinstance(label, bool) and math.isfinite(label)
+    if not is_number and not isinstance(label, str):
+        raise ValueError(f"{where}: {field} is {describe(label)}: expected one class: a name or a number")
 
 
-def _read_jsonl(path: Path) -> Table:
-    rows = []
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):  # no other separator: JSON may hold them
-        if line.strip():
-            try:
-                row = parse_json(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path} line {number}: not valid JSON: {error.msg}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f'{path} line {number}: expected an object like {{"image": "a.jpg", "label": "cat"}}')
-            rows.append(row)
-    return list(dict.fromkeys(name for row in rows for name in row)), rows
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not in UTF-8 from byte {error.start} on: save it in that encoding") from error
-
-
-def _read_parquet(path: Path, image: str, label: str) -> Table:
+def _read_schema(path: Path, image: str) -> tuple[list[str], bool]:
+    """Return the columns of a Parquet file, and whether that of images has their bytes."""
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     try:
         schema = pq.read_schema(path)
-        if image in schema.names and _holds_images(schema.field(image).type):
-            return schema.names, None
-        wanted = [name for name in (image, label) if name in schema.names]
-        return schema.names, pq.read_table(path, columns=wanted).to_pylist()
-    except (pa.ArrowException, OSError) as error:
+        return schema.names, image in schema.names and _holds_images(schema.field(image).type)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not readable as Parquet: {str(error).splitlines()[0]}") from error
 
 

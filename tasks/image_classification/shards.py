@@ -16,7 +16,10 @@ import torch.distributed as dist
 from PIL import Image
 
 from lit_fsdp.checkpoint.sharded import agree
+from lit_fsdp.files import refuse_special_file
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
+from lit_fsdp.tasks.image_classification.manifests import check_label
+from lit_fsdp.tasks.row_files import describe_json_error, list_files, parse_json
 
 _LABELS = ("cls", "label", "json")  # endings of members that say the class
 _MAX_LABEL_BYTES = 1 << 20
@@ -85,9 +88,11 @@ def _list_shards(source: str) -> list[str]:
         return _list_urls(source)
     path = Path(source).expanduser()
     if path.is_dir():
-        return [str(file) for file in sorted(path.glob("*.tar"))]
+        return [str(file) for file in list_files(path.iterdir(), (".tar",))]
     names = list(_expand_braces(str(path)))
     found = [hit for name in names for hit in (sorted(glob.glob(name)) if "*" in name else [name])]  # noqa: PTH207
+    for name in found:
+        refuse_special_file(Path(name), name)
     missing = [name for name in found if not Path(name).is_file()]
     if missing or not found:
         raise ValueError(f"{missing[0] if missing else source}: no such file, of {len(found)} shards of {source}")
@@ -240,12 +245,18 @@ def _read_members(path: str, file: Any) -> Iterator[tuple[str, int, int, str | N
 
 
 def _read_label(content: bytes, ending: str, *, where: str) -> str | None:
-    text = content.decode("utf-8", errors="replace").strip()
-    if ending != "json":
-        return text
     try:
-        fields = json.loads(text)
+        text = content.decode().strip()
+        if ending != "json":
+            return text
+        fields = parse_json(text)
+        value = fields.get("label", fields.get("cls")) if isinstance(fields, dict) else None
+        if value is not None:
+            check_label(value, where=where, field="label")
+    except UnicodeDecodeError as error:
+        raise _ShardError(f"{where}: not UTF-8 (byte 0x{content[error.start]:02x}); convert the file") from error
     except json.JSONDecodeError as error:
-        raise _ShardError(f"{where}: not valid JSON: {error.msg}") from error
-    value = fields.get("label", fields.get("cls")) if isinstance(fields, dict) else None
+        raise _ShardError(f"{where}: {describe_json_error(error)}") from error
+    except ValueError as error:
+        raise _ShardError(str(error)) from error
     return None if value is None else str(value)

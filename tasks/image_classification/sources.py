@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split, refuse_special_file
+from lit_fsdp.files import refuse_special_file
+from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
-from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, read_table
+from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, check_label, read_table
 from lit_fsdp.tasks.image_classification.shards import is_url, read_shards
+from lit_fsdp.tasks.row_files import describe, list_files
 
 DIGITS = "digits"
 _DIGITS_SEED = 0  # of the held-out fifth; results on it are compared
@@ -123,14 +125,9 @@ def _load_digits(split: str) -> Images:
 
 def _list_folder(folder: Path) -> Images:
     """Return ``folder/<class>/**/<image>``, or images that lie in the folder itself, which have no labels."""
-    loose = sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())
+    loose = list_files(folder.iterdir(), SUFFIXES)
     names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-    found = [
-        (path, name)
-        for name in names
-        for path in sorted((folder / name).rglob("*"))
-        if path.suffix.lower() in SUFFIXES and path.is_file()
-    ]
+    found = [(path, name) for name in names for path in list_files((folder / name).rglob("*"), SUFFIXES)]
     if loose and found:
         raise ValueError(f"{folder}: holds images beside folders of classes, such as {loose[0].name}; move them")
     if not loose and not found:
@@ -155,35 +152,22 @@ def _open_files(paths: list[Path], labels: list[str] | None, class_names: list[s
 
 def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
     """Return the images of a table; paths in it are relative to its folder."""
-    columns, rows = read_table(path, image=fields.image, label=fields.label)
+    rows = read_table(path, image=fields.image, label=fields.label)
     if rows is None:  # images are in it
         found = _load_rows(str(path), None, default="train", is_saved=False)
         return _open_data_set(str(path), found, fields=fields, needs_labels=needs_labels)
-    if fields.image not in columns:
-        raise ValueError(f"{path}: has no column {fields.image!r}, but {', '.join(columns)}; set image_field")
-    has_labels = fields.label in columns
+    has_labels = needs_labels and any(fields.label in row.fields for row in rows)
     paths: list[Path] = []
     labels: list[str] = []
-    for number, row in enumerate(rows, start=1):
-        name, label = row.get(fields.image), row.get(fields.label)
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"{path} row {number}: {fields.image} is {name!r}: expected the path of an image")
-        if has_labels and needs_labels and (label is None or label == ""):
-            raise ValueError(f"{path} row {number}: {fields.label} is missing: expected the name of a class")
-        if has_labels and needs_labels and not _is_class(label):
-            raise ValueError(
-                f"{path} row {number}: {fields.label} is {label!r}: expected one class: a name or a number"
-            )
+    for row in rows:
+        name, label = row.fields.get(fields.image), row.fields.get(fields.label)
+        if not isinstance(name, str) or not name or "\0" in name:
+            raise ValueError(f"{row.where}: {fields.image} is {describe(name)}: expected the path of an image")
+        if has_labels:
+            check_label(label, where=row.where, field=fields.label)
         paths.append(path.parent / name)
         labels.append(str(label))
-    if not paths:
-        raise ValueError(f"{path}: has no rows")
-    return _open_files(paths, labels if has_labels and needs_labels else None)
-
-
-def _is_class(label: object) -> bool:
-    """Whether a label can name one class: lists are several, and true and false would be names of their own."""
-    return isinstance(label, str | int | float) and not isinstance(label, bool)
+    return _open_files(paths, labels if has_labels else None)
 
 
 # Data sets
@@ -207,19 +191,15 @@ def _open_data_set(source: str, rows: Any, *, fields: Fields, needs_labels: bool
         values = rows.with_format(None)[fields.label][:]
         kind = features[fields.label]
         class_names = list(kind.names) if isinstance(kind, datasets.ClassLabel) else None
-        missing = next(
-            (i for i, v in enumerate(values) if v is None or v == "" or (class_names is not None and v < 0)), None
-        )
-        if missing is not None and needs_labels:
-            raise ValueError(
-                f"{source} row {missing + 1}: {fields.label} is missing: expected a class, or leave the row out"
-            )
-        strange = next((i for i, v in enumerate(values) if not _is_class(v)), None) if missing is None else None
-        if strange is not None and needs_labels:
-            what = f"{fields.label} is {values[strange]!r}: expected one class: a name or a number"
-            raise ValueError(f"{source} row {strange + 1}: {what}")
-        if missing is None and strange is None:
-            labels = [str(value) if class_names is None else class_names[value] for value in values]
+        if class_names is not None:  # -1 is a missing one
+            values = [class_names[v] if v is not None and 0 <= v < len(class_names) else None for v in values]
+        try:
+            for number, value in enumerate(values, start=1):
+                check_label(value, where=f"{source} row {number}", field=fields.label)
+            labels = [str(value) for value in values]
+        except ValueError:
+            if needs_labels:
+                raise
     images = rows.select_columns([fields.image])
 
     def open_image(i: int) -> Image.Image:

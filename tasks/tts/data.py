@@ -288,12 +288,12 @@ class SpeechData(LightningDataModule):
         found: Any = own if self.speaker_embedding == "row" else self.voices.get(row.speaker, own)
         if found is None:
             raise ValueError(
-                f"speaker_embedding: got {self.speaker_embedding!r}: {row.audio or 'a row'} has no embedding: expected "
+                f"speaker_embedding: got {self.speaker_embedding!r}: {row.place} has no embedding: expected "
                 "data prepared with a base model, or speaker_embedding: none"
             )
         if len(found) != size:
             raise ValueError(
-                f"train: {row.audio or 'a row'} has a speaker embedding of {len(found)} numbers: expected {size}: "
+                f"train: {row.place} has a speaker embedding of {len(found)} numbers: expected {size}: "
                 "prepare the data with the model that is trained"
             )
         return found
@@ -303,7 +303,7 @@ class SpeechData(LightningDataModule):
         known = {**self._get_config().speakers, **self.voices}
         if known and row.speaker not in known:
             names = ", ".join(sorted(self.voices)) or "none"
-            raise ValueError(f"{row.audio}: got speaker {row.speaker!r}: expected one of the training data: {names}")
+            raise ValueError(f"{row.place}: got speaker {row.speaker!r}: expected one of the training data: {names}")
         return known.get(row.speaker)
 
     def _encode(self, rows: Sequence[PreparedRow]) -> list[Utterance]:
@@ -311,12 +311,12 @@ class SpeechData(LightningDataModule):
         for row in rows:
             if row.codes.shape[1] != config.num_codebooks:
                 raise ValueError(
-                    f"{row.audio}: got {row.codes.shape[1]} codebooks: expected {config.num_codebooks}, the model's"
+                    f"{row.place}: got {row.codes.shape[1]} codebooks: expected {config.num_codebooks}, the model's"
                 )
             size = config.codebook_size
             if row.codes.size and not 0 <= row.codes.min() <= row.codes.max() < size:
                 raise ValueError(
-                    f"{row.audio}: got codes from {row.codes.min()} to {row.codes.max()}: expected 0 to {size - 1}: "
+                    f"{row.place}: got codes from {row.codes.min()} to {row.codes.max()}: expected 0 to {size - 1}: "
                     "prepare the data with the model that is trained"
                 )
         return [self._encode_row(row) for row in rows]
@@ -327,7 +327,7 @@ class SpeechData(LightningDataModule):
             ids = self.family.encode_text(self.tokenizer, row.text, config, speaker)
             language = config.get_language_id(row.language, row.speaker)
         except ValueError as error:
-            raise ValueError(f"{row.audio or 'a row'}: {error}") from error
+            raise ValueError(f"{row.place}: {error}") from error
         return Utterance(text_ids=ids, codes=row.codes, language=language, speaker=speaker)
 
     def _get_config(self) -> FamilyConfig:

@@ -3,10 +3,12 @@
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
-from lit_fsdp.checkpoint.latest import SAVE_NUMBER, find_last_checkpoint, find_last_number
-from lit_fsdp.checkpoint.manifest import MANIFEST, describe_files, write_manifest
+from lit_fsdp.checkpoint.latest import SAVE_NUMBER, find_last_checkpoint, find_last_number, is_whole
+from lit_fsdp.checkpoint.manifest import MANIFEST, describe_files, read_position, write_manifest
+from lit_fsdp.checkpoint.reader import check_checkpoint, resolve_checkpoint
 
 
 def make(path: Path, second: int, *, is_whole: bool = True, save_number: int = 0, step: int | None = None) -> Path:
@@ -103,3 +105,33 @@ def test_a_link_to_itself_and_a_manifest_that_is_none_are_passed_over(tmp_path: 
     said: list[str] = []
     assert find_last_checkpoint([tmp_path], said.append) == good
     assert len(said) == 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "null", "[1]", "{}", '{"files": [1]}', '{"files": {}}', "[" * 99_999, '{"files": {"a": {"bytes": 1}}}'),
+        *('{"files": {"a": {"bytes": 1e999, "crc32": 1}}}', '{"files": {"a": {"bytes": true, "crc32": -1}}}'),
+        *('{"files": {"a": {"bytes": [1], "crc32": {}}}}', '{"files": {"a": {"bytes": 1' + "1" * 5000 + "}}}"),
+    ],
+    ids=range(12),
+)
+def test_a_list_of_files_that_is_none_is_said_in_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a").write_bytes(b"1")
+    (tmp_path / MANIFEST).write_text(text)
+    with pytest.raises(ValueError, match=r"complete\.json is damaged; choose another checkpoint$"):
+        check_checkpoint(tmp_path)
+    assert not is_whole(tmp_path)
+    assert read_position(tmp_path) is None
+
+
+def test_nobody_waits_for_a_pipe_or_follows_a_link_to_itself(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / MANIFEST)
+    with pytest.raises(ValueError, match=r"complete\.json is damaged"):
+        check_checkpoint(tmp_path)
+    os.mkfifo(tmp_path / "pipe.ckpt")
+    (tmp_path / "last.ckpt").symlink_to("last.ckpt")
+    with pytest.raises(ValueError, match=r"^checkpoint: \S+pipe.ckpt: is a pipe, a socket or a device"):
+        resolve_checkpoint(tmp_path / "pipe.ckpt")
+    with pytest.raises(ValueError, match=r"^checkpoint: \S+last.ckpt: is a link to last.ckpt, which is not there"):
+        resolve_checkpoint(tmp_path / "last.ckpt")

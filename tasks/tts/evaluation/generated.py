@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lit_fsdp.files import open_whole
 from lit_fsdp.tasks.tts.generation import Speech
 from lit_fsdp.tasks.tts.utterance import Codes
 
@@ -63,7 +64,8 @@ class Clip:
     def write(self, path: Path) -> None:
         """Write a 16-bit WAV file, for which no package is needed."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(self.to_wav())
+        with open_whole(path, "wb") as file:
+            file.write(self.to_wav())
 
     def to_wav(self) -> bytes:
         """Return the contents of a 16-bit WAV file."""

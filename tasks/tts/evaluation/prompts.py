@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from lit_fsdp.tasks.data import parse_json
-from lit_fsdp.tasks.tts.preparation.manifest import read_lines
+from lit_fsdp.tasks.row_files import describe, describe_json_error, parse_json, read_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,20 +28,27 @@ def read_prompts(path: Path, setting: str = "predict") -> list[PromptRow]:
     Raises:
         ValueError: It cannot be read, or a row has no text.
     """
-    lines = [(i, line) for i, line in enumerate(read_lines(path.expanduser(), setting), start=1) if line.strip()]
-    if path.suffix != ".jsonl":
-        return [PromptRow(text=line.strip()) for _, line in lines]
+    path = path.expanduser()
     rows = []
-    for i, line in lines:
-        where = f"{setting}: {path} line {i}"
-        try:
-            fields = parse_json(line)
-            found = {name: fields.get(name) for name in ("text", "speaker", "language")}
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{where}: no JSON object: {error}") from error
-        if not found["text"]:
-            raise ValueError(f"{where}: text: missing")
-        if wrong := [name for name, value in found.items() if value is not None and not isinstance(value, str)]:
-            raise ValueError(f"{where}: {wrong[0]}: got {found[wrong[0]]!r}: expected text")
-        rows.append(PromptRow(**found))
+    for i, line, problem in read_lines(path, f"{setting}: {path}"):
+        if line is None:
+            raise ValueError(f"{setting}: {path} line {i}: {problem}")
+        if line.strip():
+            where = f"{setting}: {path} line {i}"
+            rows.append(_parse(line, where) if path.suffix == ".jsonl" else PromptRow(text=line.strip()))
     return rows
+
+
+def _parse(line: str, where: str) -> PromptRow:
+    try:
+        fields = parse_json(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: {describe_json_error(error)}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where}: got {describe(fields)}: expected a JSON object")  # noqa: TRY004
+    found = {name: fields.get(name) for name in ("text", "speaker", "language")}
+    if not found["text"]:
+        raise ValueError(f"{where}: text: missing")
+    if wrong := [name for name, value in found.items() if value is not None and not isinstance(value, str)]:
+        raise ValueError(f"{where}: {wrong[0]}: got {found[wrong[0]]!r}: expected text")
+    return PromptRow(text=fields["text"], speaker=found["speaker"], language=found["language"])

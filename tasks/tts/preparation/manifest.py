@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from lit_fsdp.tasks.data import parse_json, refuse_special_file
+from lit_fsdp.tasks.row_files import describe_json_error, parse_json, read_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,37 +46,22 @@ def read_manifest(path: Path) -> list[ManifestRow]:
         ValueError: There is no such file, or nothing in it.
     """
     path = path.expanduser()
-    lines = read_lines(path, "manifest")
-    rows = [_parse(line, number, path.parent) for number, line in enumerate(lines, start=1) if line.strip()]
+    lines = read_lines(path, f"manifest: {path}")
+    rows = [
+        _parse(text, number, problem, path.parent) for number, text, problem in lines if text is None or text.strip()
+    ]
     if not rows:
         raise ValueError(f'manifest: {path}: empty: expected lines such as {{"audio": "a.wav", "text": "Hello."}}')
     return rows
 
 
-def read_lines(path: Path, setting: str) -> list[str]:
-    """Return the lines of a text file, which only a line feed ends: a JSON string may hold other breaks as they are.
-
-    Args:
-        path: The file, in UTF-8.
-        setting: What the user calls it.
-
-    Raises:
-        ValueError: It cannot be read.
-    """
-    refuse_special_file(path, f"{setting}: {path}")
-    try:
-        return path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{setting}: {path}: cannot read it: expected UTF-8: {error}") from error
-    except OSError as error:
-        raise ValueError(f"{setting}: {path}: cannot read it: {error.strerror}") from error
-
-
-def _parse(line: str, number: int, folder: Path) -> ManifestRow:
+def _parse(line: str | None, number: int, problem: str, folder: Path) -> ManifestRow:
+    if line is None:
+        return ManifestRow(line=number, problem=problem)
     try:
         fields = parse_json(line)
-    except ValueError as error:
-        return ManifestRow(line=number, problem=f"no JSON: {error}")
+    except json.JSONDecodeError as error:
+        return ManifestRow(line=number, problem=describe_json_error(error))
     if not isinstance(fields, dict) or not isinstance(fields.get("audio"), str) or not fields["audio"]:
         return ManifestRow(line=number, problem="audio: missing: expected the path of a file")
     names = ("text", "ref_audio", "speaker", "language")

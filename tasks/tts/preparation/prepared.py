@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lit_fsdp.tasks.data import parse_json
+from lit_fsdp.files import open_whole, refuse_special_file, write_whole
+from lit_fsdp.tasks.row_files import Row, check_rows, list_files, read_jsonl, read_parquet
 from lit_fsdp.tasks.tts.utterance import Codes
 
 ShardFormat = Literal["parquet", "jsonl"]
 SUMMARY = "summary.json"  # the last file written
 PLAN = ".prepare.json"  # the first: what the shards in a folder are made of
+_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {".parquet": read_parquet, ".jsonl": read_jsonl}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class PreparedRow:
         speaker: Name, lower-cased.
         language: Name, or ``auto``.
         speaker_embedding: Of the reference audio, or of the clip itself; empty where the model has no encoder.
+        where: The file and row it was read from, for errors; empty where it was made.
     """
 
     audio: str
@@ -42,6 +45,12 @@ class PreparedRow:
     speaker: str = "default"
     language: str = "auto"
     speaker_embedding: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    where: str = ""
+
+    @property
+    def place(self) -> str:
+        """What an error names it by."""
+        return ", ".join(filter(None, (self.where, self.audio))) or "a row"
 
     def to_plain(self) -> dict[str, Any]:
         """Return the row as it is stored."""
@@ -84,11 +93,20 @@ def parse_row(fields: dict[str, Any], where: str) -> PreparedRow:
         audio=fields.get("audio") or "",
         text=fields["text"],
         codes=codes,
-        seconds=float(fields.get("seconds") or len(codes) / 12.5),
+        seconds=_parse_seconds(fields.get("seconds"), where) or len(codes) / 12.5,
         speaker=(fields.get("speaker") or "default").lower(),
         language=fields.get("language") or "auto",
         speaker_embedding=embedding,
+        where=where,
     )
+
+
+def _parse_seconds(given: Any, where: str) -> float:
+    """Return a length in seconds, 0 where none is given."""
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if given is not None and not (is_number and 0 <= given < math.inf):
+        raise ValueError(f"{where}: seconds: got {given!r}: expected a number, 0 or more, or none at all")
+    return float(given or 0)
 
 
 def _parse_codes(given: Any, where: str) -> Codes:
@@ -111,35 +129,18 @@ def write_shard(path: Path, rows: Iterable[PreparedRow]) -> None:
     The same rows give the same bytes.
     """
     plain = [row.to_plain() for row in rows]
-    beside = path.with_name(f"{path.name}.part")
     if path.suffix == ".jsonl":
-        write_text(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in plain))
-    else:
-        import pyarrow as pa  # type: ignore[import-untyped]
-        import pyarrow.parquet as pq  # type: ignore[import-untyped]
+        write_whole(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in plain))
+        return
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
-        codes = pa.list_(pa.list_(pa.int16()))
-        columns = {"audio": pa.string(), "text": pa.string(), "speaker": pa.string(), "language": pa.string()}
-        columns |= {"seconds": pa.float64(), "num_frames": pa.int64(), "audio_codes": codes}
-        schema = pa.schema({**columns, "speaker_embedding": pa.list_(pa.float32())})
-        with beside.open("wb") as file:
-            pq.write_table(pa.Table.from_pylist(plain, schema=schema), file)
-            _sync(file)
-        beside.replace(path)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file; complete or not at all, also where the power goes."""
-    beside = path.with_name(f"{path.name}.part")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        _sync(file)
-    beside.replace(path)
-
-
-def _sync(file: IO[Any]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    codes = pa.list_(pa.list_(pa.int16()))
+    columns = {"audio": pa.string(), "text": pa.string(), "speaker": pa.string(), "language": pa.string()}
+    columns |= {"seconds": pa.float64(), "num_frames": pa.int64(), "audio_codes": codes}
+    schema = pa.schema({**columns, "speaker_embedding": pa.list_(pa.float32())})
+    with open_whole(path, "wb") as file:
+        pq.write_table(pa.Table.from_pylist(plain, schema=schema), file, write_page_checksum=True)
 
 
 def read_rows(source: str | Path) -> list[PreparedRow]:
@@ -149,16 +150,19 @@ def read_rows(source: str | Path) -> list[PreparedRow]:
         ValueError: There are none, or one is not as it should be.
     """
     path = Path(source).expanduser()
-    shards = [path] if path.is_file() else sorted([*path.glob("*.parquet"), *path.glob("*.jsonl")])
+    refuse_special_file(path, str(source))
+    shards = list_files(path.iterdir() if path.is_dir() else [path], tuple(_READERS)) if path.exists() else []
     shards = [shard for shard in shards if shard.name != "rejects.jsonl"]
     if not shards:
         raise ValueError(
             f"{source}: no .parquet or .jsonl file in it: expected a folder that was written by "
             "`python -m lit_fsdp prepare tts`"
         )
-    rows = [parse_row(f, f"{shard} row {i}") for shard in shards for i, f in enumerate(_read_plain(shard))]
+    stored = (row for shard in shards for row in check_rows(_READERS[shard.suffix.lower()](shard)))
+    rows = [parse_row(row.fields, row.where) for row in stored]
     if not rows:
         raise ValueError(f"{source}: its files have no rows; see rejects.jsonl there for the reasons")
+    _check_same_sizes(rows)
     if path.is_dir():
         _check_finished(path, len(rows))
     return rows
@@ -179,28 +183,20 @@ def _check_finished(folder: Path, num_rows: int) -> None:
         raise ValueError(f"{folder}: has {num_rows} rows of {num_prepared} that were prepared; {again}")
 
 
-def _read_plain(shard: Path) -> list[dict[str, Any]]:
-    if shard.suffix == ".jsonl":
-        lines = shard.read_text(encoding="utf-8").split("\n")  # not splitlines: texts may hold what it splits at
-        return [_parse_line(line, f"{shard} row {i}") for i, line in enumerate(line for line in lines if line.strip())]
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        rows: list[dict[str, Any]] = pq.read_table(shard).to_pylist()
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{shard}: cannot be read: {error}: prepare it again") from error
-    return rows
-
-
-def _parse_line(line: str, where: str) -> dict[str, Any]:
-    try:
-        fields = parse_json(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: no JSON: {error}: expected rows that `lit_fsdp prepare tts` wrote") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{where}: got {type(fields).__name__}: expected a JSON object")  # noqa: TRY004
-    return fields
+def _check_same_sizes(rows: Iterable[PreparedRow]) -> None:
+    """Refuse rows that were made with models of different sizes, of which no mean and no batch can be made."""
+    first: dict[str, tuple[int, str]] = {}
+    for row in rows:
+        for name, size in (
+            ("codebooks", row.codes.shape[1]),
+            ("numbers in speaker_embedding", len(row.speaker_embedding)),
+        ):
+            known, where = first.setdefault(name, (size, row.where)) if size else (0, "")
+            if size != known:
+                raise ValueError(
+                    f"{row.where}: has {size} {name}, {where} has {known}: expected as many in each row: prepare them "
+                    "all with one model"
+                )
 
 
 def average_speakers(rows: Sequence[PreparedRow]) -> dict[str, NDArray[np.float32]]:

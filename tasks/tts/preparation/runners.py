@@ -20,8 +20,9 @@ from lit_fsdp.cache import hash_file, read_state
 from lit_fsdp.checkpoint.manifest import describe_files
 from lit_fsdp.errors import join_names
 from lit_fsdp.export.out_folder import lock_out
+from lit_fsdp.files import refuse_unwritable, write_whole
 from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow, read_manifest
-from lit_fsdp.tasks.tts.preparation.prepared import PLAN, SUMMARY, ShardFormat, write_shard, write_text
+from lit_fsdp.tasks.tts.preparation.prepared import PLAN, SUMMARY, ShardFormat, write_shard
 from lit_fsdp.tasks.tts.preparation.preparer import Preparer, Rejected
 from lit_fsdp.tasks.tts.preparation.ray_runner import Job, run_on_ray
 from lit_fsdp.weights.file_names import join_name
@@ -83,7 +84,7 @@ def prepare_shards(
     shards = [rows[i : i + rows_per_shard] for i in range(0, len(rows), rows_per_shard)]
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: {out} is a file: expected a folder, or the name of a new one")
-    with lock_out(out, out / _LOCK):
+    with lock_out(out, out / _LOCK), refuse_unwritable("out", out):
         _check_plan(out, rows, preparer, rows_per_shard=rows_per_shard, shard_format=shard_format)
         paths = [out / f"shard-{i:05}.{shard_format}" for i in range(len(shards))]
         missing = [i for i, path in enumerate(paths) if not _is_whole(path, shards[i])]
@@ -111,7 +112,7 @@ def prepare_shard(preparer: Preparer, rows: Sequence[ManifestRow], path: Path) -
     summary = {"num_rows": len(good), "seconds": sum(row.seconds for row in good)}
     files = describe_files([path] if good else [])
     text = {**summary, "rejected": [asdict(r) for r in rejected], "files": files, "inputs": inputs}
-    write_text(_name_summary(path), json.dumps(text, ensure_ascii=False))  # last: it says what is complete
+    write_whole(_name_summary(path), json.dumps(text, ensure_ascii=False))  # last: it says what is complete
     return len(rows)
 
 
@@ -186,7 +187,7 @@ def _check_plan(
     plan["contents"] = preparer.describe_models()
     path = out / PLAN
     if not path.is_file():
-        write_text(path, json.dumps(plan))
+        write_whole(path, json.dumps(plan))
         return
     try:
         stored = json.loads(path.read_text())
@@ -207,7 +208,7 @@ def _finish(out: Path, paths: Sequence[Path], *, num_resumed: int) -> Prepared:
     parts = [json.loads(_name_summary(path).read_text()) for path in paths]
     rejected = [Rejected(**r) for part in parts for r in part["rejected"]]
     lines = (json.dumps(asdict(r), ensure_ascii=False) for r in sorted(rejected, key=lambda r: r.line))
-    write_text(out / REJECTS, "".join(f"{line}\n" for line in lines))
+    write_whole(out / REJECTS, "".join(f"{line}\n" for line in lines))
     found = Prepared(
         folder=out,
         num_rows=sum(part["num_rows"] for part in parts),
@@ -216,5 +217,5 @@ def _finish(out: Path, paths: Sequence[Path], *, num_resumed: int) -> Prepared:
         num_resumed=num_resumed,
     )
     summary = {"num_rows": found.num_rows, "num_rejected": found.num_rejected, "seconds": round(found.seconds, 3)}
-    write_text(out / SUMMARY, json.dumps(summary) + "\n")
+    write_whole(out / SUMMARY, json.dumps(summary) + "\n")
     return found

@@ -55,7 +55,32 @@ BROKEN: list[tuple[str, bytes, str, dict[str, Any]]] = [
     ("y.json", b"[" * 100_000, "line 1: not valid JSON: nested too deeply", {}),
     ("z.jsonl", b'{"text": ' + b"1" * 5000 + b"}", "line 1: not valid JSON: a number of thousands of digits", {}),
     ("s.csv", b"text\n", "the file has no rows", {}),
+    ("zip.jsonl", b"\x1f\x8b\x08\x00", "line 1: not text, but gzip: unpack it", {}),
+    ("zst.csv", b"\x28\xb5\x2f\xfd\x00", "line 1: not text, but zstd: unpack it", {}),
+    ("wide.txt", "hello".encode("utf-16"), "line 1: not text, but UTF-16: convert it to UTF-8", {}),
 ]  # fmt: skip
+
+
+def test_damaged_pages_of_parquet_are_named_and_text_that_is_none_is_one_bad_row(
+    tmp_path: Path, tokenizer: str
+) -> None:
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+    path = tmp_path / "x.parquet"
+    texts = [f"good text {i:04}" for i in range(3000)]
+    options: Any = {"compression": "none", "use_dictionary": False, "row_group_size": 1500}
+    pq.write_table(pa.table({"text": texts}), path, write_page_checksum=True, **options)
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"good text 2500", b"good text 9500"))  # the same length: only the checksum knows
+    with pytest.raises(ValueError, match=r"^train: \S*x\.parquet after row 1024: not readable as Parquet: .*CRC"):
+        setup(str(path), tokenizer, tmp_path / "c")
+    pq.write_table(pa.table({"text": texts}), path, **options)
+    path.write_bytes(path.read_bytes().replace(b"good text 2500", b"good t\xe4xt 2500"))
+    with pytest.raises(ValueError, match=r"^train: \S*x\.parquet row 2501: has text that is not UTF-8$"):
+        setup(str(path), tokenizer, tmp_path / "c")
+    with pytest.warns(UserWarning, match="1 bad rows are skipped, 2999 are good"):
+        setup(str(path), tokenizer, tmp_path / "c", bad_rows="skip")
 
 
 @pytest.mark.full
@@ -100,6 +125,8 @@ def test_a_broken_file_gives_one_line_with_file_line_and_reason(
         ([], "the list of sources is empty"),
         ("pipe.jsonl", "pipe.jsonl: is a pipe, a socket or a device; write it to a file first"),
         ("link.jsonl", "link.jsonl: is a link to gone.jsonl, which is not there; mend the link"),
+        ("rows", "rows/b.jsonl: is a pipe, a socket or a device; write it to a file first"),
+        ("rows/*.txt", "rows/c.txt: is a link to gone.txt, which is not there; mend the link"),
     ],
 )
 def test_a_source_that_is_not_there_is_named(
@@ -110,6 +137,10 @@ def test_a_source_that_is_not_there_is_named(
     (tmp_path / "chats.jsonl").touch()
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text(GOOD)
+    os.mkfifo(tmp_path / "rows" / "b.jsonl")
+    (tmp_path / "rows" / "c.txt").symlink_to("gone.txt")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=reason):
         setup(source, tokenizer, tmp_path / "c")

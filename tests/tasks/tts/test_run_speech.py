@@ -105,9 +105,9 @@ def test_without_speakers_in_training_there_are_none_when_it_speaks(prepared: Pa
         ('\n{"text": 7}', "line 2: text: got 7: expected text"),
         ('{"speaker": "kim"}', "line 1: text: missing"),
         ('{"text": "a", "speaker": ["kim"]}', r"line 1: speaker: got \['kim'\]: expected text"),
-        ('{"te', "line 1: no JSON object: Unterminated"),
-        ("[1]", "line 1: no JSON object"),
-        (b"\xff", "cannot read it: expected UTF-8"),
+        ('{"te', "line 1: not valid JSON: Unterminated"),
+        ("[1]", r"line 1: got a list .*: expected a JSON object"),
+        (b"\xff", "line 1: not UTF-8"),
     ],
 )
 def test_a_text_that_cannot_be_spoken_is_named(tmp_path: Path, text: str | bytes, message: str) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_disk import small_disk
 
 from lit_fsdp.cli.main import main
 from lit_fsdp.export.out_folder import lock_out
 from lit_fsdp.tasks.tts.codec.formants import SENTENCES, VOICES, build_small_codec, synthesize
 from lit_fsdp.tasks.tts.preparation import runners
 from lit_fsdp.tasks.tts.preparation.audio import AudioError, Limits, read_audio
-from lit_fsdp.tasks.tts.preparation.prepared import read_rows, write_text
+from lit_fsdp.tasks.tts.preparation.prepared import read_rows
 from lit_fsdp.tasks.tts.preparation.preparer import Preparer
 from lit_fsdp.tasks.tts.preparation.runners import Prepared, prepare_shards
 
@@ -135,7 +136,7 @@ def test_bad_files_are_rejected_with_the_reason_and_stop_nothing(clips: Path, tm
     reasons = [
         *("no such file", "too short: 0.10 s, at least 0.4 s", "too long: 42.", "silence: peak -81 dB", "clipped: "),
         *("cannot be read", "text: empty", "text: missing, and no transcriber", "text: expected text"),
-        *("audio: missing", "ref_audio: too short", "no JSON"),
+        *("audio: missing", "ref_audio: too short", "not valid JSON"),
     ]
     assert [row["line"] for row in found] == list(range(2, 14))
     for row, reason in zip(found, reasons, strict=True):
@@ -212,7 +213,7 @@ def test_a_line_that_python_cannot_hold_stops_nothing(clips: Path, tmp_path: Pat
     (tmp_path / "in.jsonl").write_text(f"{line}\n{good}\n")
     done = prepare(tmp_path / "in.jsonl", tmp_path / "out")
     assert (done.num_rows, done.num_rejected) == (1, 1)
-    assert '"reason": "no JSON: ' in (tmp_path / "out" / "rejects.jsonl").read_text()
+    assert '"reason": "not valid JSON: ' in (tmp_path / "out" / "rejects.jsonl").read_text()
 
 
 def test_a_manifest_may_hold_breaks_of_other_kinds(clips: Path, tmp_path: Path) -> None:
@@ -325,19 +326,6 @@ def test_a_shard_without_good_rows_is_not_made_again(tmp_path: Path) -> None:
     assert prepare(tmp_path / "in.jsonl", tmp_path / "out").num_resumed == 1
 
 
-def test_a_file_that_is_written_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "rejects.jsonl"
-    write_text(path, "before")
-
-    def fail(_: int) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(OSError, match="no space"):
-        write_text(path, "after, and far too long")
-    assert path.read_text() == "before"
-
-
 def test_shards_of_other_settings_are_not_mixed(clips: Path, tmp_path: Path) -> None:
     prepare(clips / "in.jsonl", tmp_path)
     with pytest.raises(ValueError, match="holds shards made with another rows_per_shard"):
@@ -376,20 +364,32 @@ def test_clips_without_text_are_transcribed(clips: Path, tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"text": "a", "audio_codes": [[1, 2], [3]]}', r"row 1: audio_codes: got frames of \[1, 2\] codes"),
-        ('{"text": "a", "audio_codes": [1, 2]}', "row 1: audio_codes: got 1 dimensions"),
-        ('{"text": "a", "audio_codes": [[1.5]]}', "row 1: audio_codes: got 2 dimensions of float64"),
-        ('{"text": "a", "audio_codes": [["x"]]}', "row 1: audio_codes: got 2 dimensions of <U1"),
-        ('{"text": "a", "audio_codes": [[1]], "speaker_embedding": [[1], [1, 2]]}', "row 1: speaker_embedding"),
-        ('{"text": "a", "audio_codes": [[1]], "speaker": 7}', "row 1: speaker: got 7: expected text"),
-        ('{"text": "a", "audio_co', "row 1: no JSON: Unterminated string"),
-        ("[" * 100_000, "row 1: no JSON: nested too deeply"),
-        ("[1]", "row 1: got list: expected a JSON object"),
+        ('{"text": "a", "audio_codes": [[1, 2], [3]]}', r"line 2: audio_codes: got frames of \[1, 2\] codes"),
+        ('{"text": "a", "audio_codes": [1, 2]}', "line 2: audio_codes: got 1 dimensions"),
+        ('{"text": "a", "audio_codes": [[1.5]]}', "line 2: audio_codes: got 2 dimensions of float64"),
+        ('{"text": "a", "audio_codes": [["x"]]}', "line 2: audio_codes: got 2 dimensions of <U1"),
+        ('{"text": "a", "audio_codes": [[1]], "speaker_embedding": [[1], [1, 2]]}', "line 2: speaker_embedding"),
+        ('{"text": "a", "audio_codes": [[1]], "speaker": 7}', "line 2: speaker: got 7: expected text"),
+        ('{"text": "a", "audio_co', "line 2: not valid JSON: Invalid control"),
+        ("[" * 100_000, "line 2: not valid JSON: nested too deeply"),
+        ("[1]", "line 2: must be an object"),
+        ("caf\udce9", r"line 2: not UTF-8 \(byte 0xe9 at column 4\)"),
+        ('{"text": "a", "audio_codes": [[1, 2]], "seconds": "abc"}', "line 2: seconds: got 'abc': expected a number"),
+        ('{"text": "a", "audio_codes": [[1, 2]], "seconds": NaN}', "line 2: seconds: got nan: expected a number"),
+        (
+            '{"text": "a", "audio_codes": [[1, 2]], "seconds": -1}',
+            "line 2: seconds: got -1: expected a number, 0 or more",
+        ),
+        ('{"text": "a", "audio_codes": [[1]]}', "line 2: has 1 codebooks, .*mine.jsonl line 1 has 2: expected as many"),
+        (
+            '{"text": "a", "audio_codes": [[1, 2]], "speaker_embedding": [1.0]}',
+            "line 2: has 1 numbers in speaker_embedding, .*line 1 has 2: expected as many in each row: prepare",
+        ),
     ],
 )
 def test_a_damaged_row_is_named(tmp_path: Path, text: str, message: str) -> None:
-    good = '{"text": "a\u2028b", "audio_codes": [[1, 2]]}'
-    (tmp_path / "mine.jsonl").write_text(f"{good}\n{text}\n")
+    good = '{"text": "a\u2028b", "audio_codes": [[1, 2]], "speaker_embedding": [1.0, 2.0]}'
+    (tmp_path / "mine.jsonl").write_bytes(f"{good}\n{text}\n".encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=rf"mine.jsonl {message}"):
         read_rows(tmp_path)
 
@@ -397,9 +397,33 @@ def test_a_damaged_row_is_named(tmp_path: Path, text: str, message: str) -> None
 def test_a_damaged_shard_of_parquet_is_named(clips: Path, tmp_path: Path) -> None:
     prepare(clips / "in.jsonl", tmp_path)
     shard = tmp_path / "shard-00001.parquet"
-    shard.write_bytes(shard.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"shard-00001.parquet: cannot be read"):
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-20])
+    with pytest.raises(ValueError, match=r"shard-00001.parquet: not readable as Parquet"):
         read_rows(tmp_path)
+    shard.write_bytes(whole[:40] + bytes(byte ^ 1 for byte in whole[40:60]) + whole[60:])  # a page, not the footer
+    with pytest.raises(ValueError, match=r"shard-00001.parquet: not readable as Parquet"):
+        read_rows(tmp_path)
+    shard.unlink()
+    shard.symlink_to("gone.parquet")
+    with pytest.raises(ValueError, match=r"shard-00001.parquet: is a link to gone.parquet, which is not there"):
+        read_rows(tmp_path)
+
+
+@pytest.mark.parametrize("shard_format", ["parquet", "jsonl"])
+def test_a_disk_that_fills_up_is_one_line_and_leaves_whole_files_only(
+    clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], shard_format: str
+) -> None:
+    out = tmp_path / "out"
+    command = ["prepare", "tts", f"--manifest={clips / 'in.jsonl'}", f"--out={out}", "--model=formants"]
+    command += [f"--format={shard_format}", "--rows_per_shard=2"]
+    with small_disk(2_000):
+        assert main(command) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == f"error: out: {out}: File too large: free some, or choose another disk"
+    assert {path.name for path in out.iterdir()} == {".prepare.json"}
+    assert main(command) == 0
+    assert len(read_rows(out)) == 5
 
 
 def test_the_command_prepares_and_says_so(clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -410,6 +434,6 @@ def test_the_command_prepares_and_says_so(clips: Path, tmp_path: Path, capsys: p
     assert "expected `prepare tts`" in capsys.readouterr().err
     lost = [word.replace("in.jsonl", "lost.jsonl") for word in command if not word.startswith("--model")]
     assert main([*lost, "--model=some/model-that-would-be-downloaded"]) != 0
-    assert "lost.jsonl: cannot read it" in capsys.readouterr().err
+    assert "lost.jsonl: cannot be read" in capsys.readouterr().err
     assert main([*command, "--limits.min_seconds=50"]) != 0
     assert "limits: got min_seconds 50, max_seconds 30" in capsys.readouterr().err

@@ -1,0 +1,89 @@
+"""Files of users: which can be read, and how one is written whole or not at all.
+
+Nothing heavy is imported here, as the front door needs it before torch loads.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Literal
+
+# What a disk says that takes no more, and one that may not be written to.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+_NATIVE = re.compile(r"\(os error (\d+)\)")  # of libraries written in Rust, which raise errors of their own
+
+
+class UnwritableError(ValueError):
+    """A disk is full, or may not be written to."""
+
+
+def describe_special_file(path: Path) -> str | None:
+    """Return what is wrong with a link to nothing, and with pipes and devices, which cannot be read twice."""
+    if path.is_symlink() and not path.exists():
+        return f"is a link to {path.readlink()}, which is not there; mend the link"
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return "is a pipe, a socket or a device; write it to a file first"
+    return None
+
+
+def refuse_special_file(path: Path, named: str) -> None:
+    """Refuse what ``describe_special_file`` has something to say about.
+
+    Raises:
+        ValueError: With that; ``named`` begins the text.
+    """
+    if (problem := describe_special_file(path)) is not None:
+        raise ValueError(f"{named}: {problem}")
+
+
+@contextmanager
+def refuse_unwritable(setting: str, folder: Path) -> Iterator[None]:
+    """Say in one line that a disk does not take what the body writes.
+
+    Args:
+        setting: What the user calls the folder.
+        folder: The folder, or file.
+
+    Raises:
+        UnwritableError: The disk is full, or may not be written to.
+    """
+    try:
+        yield
+    except Exception as error:
+        found = _NATIVE.search(str(error))
+        number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+        if number not in _FULL and number not in _CLOSED:
+            raise
+        assert number is not None
+        fix = "free some, or choose another disk" if number in _FULL else "choose another folder"
+        raise UnwritableError(f"{setting}: {folder}: {os.strerror(number)}: {fix}") from error
+
+
+@contextmanager
+def open_whole(path: Path, mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any]]:
+    """Give a file that takes the place of ``path`` once the body has ended well, also where the power goes.
+
+    Else nothing of it is left.
+    """
+    beside = path.with_name(f"{path.name}.part")
+    try:
+        with beside.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file with ``open_whole``."""
+    with open_whole(path) as file:
+        file.write(text)

@@ -1,0 +1,112 @@
+"""A log is never worth a run: what a disk or server does not take is said once, and training goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+# All that a Trainer calls of a logger, and that may write.
+_WRITING = ("log_metrics", "log_hyperparams", "log_graph", "save", "finalize", "after_save_checkpoint")
+_LOST: WeakKeyDictionary[Trainer, dict[str, str]] = WeakKeyDictionary()
+
+
+@contextmanager
+def outlive_lost_log(trainer: Trainer, what: str, folder: str | Path) -> Iterator[None]:
+    """Let a run go on where the body cannot write; warn the first time, and note it for the summary.
+
+    Args:
+        trainer: Of the run.
+        what: Who writes.
+        folder: Where to.
+    """
+    try:
+        yield
+    except Exception as raised:
+        error = _find_cause(raised)
+        if error is None:
+            raise
+        lost = _LOST.setdefault(trainer, {})
+        reason = error.strerror or str(error) or type(error).__name__
+        if not lost:
+            warnings.warn(
+                f"{what} cannot write to {folder}: {reason}: training goes on, but what is logged from here "
+                "on may be lost; the summary names all that could not write",
+                stacklevel=3,
+            )
+        lost.setdefault(what, reason)
+
+
+def list_lost_logs(trainer: Trainer) -> list[str]:
+    """Return who could not write during this run, and why, on this rank."""
+    return [f"{what}: {why}" for what, why in _LOST.get(trainer, {}).items()]
+
+
+def check_log_folders(trainer: Trainer) -> None:
+    """Refuse to start a run whose logs have no place.
+
+    Raises:
+        ValueError: A folder of a logger may not be written to, or its disk is full.
+    """
+    for logger in trainer.loggers if trainer.is_global_zero else ():
+        folder = logger.save_dir
+        if folder is None or "://" in str(folder):
+            continue
+        place = Path(folder).absolute()
+        while not place.exists() and not place.is_symlink():
+            place = place.parent
+        why = None
+        if not place.is_dir():
+            why = f"{place} is no folder"
+        elif not os.access(place, os.W_OK | os.X_OK):
+            why = "it is not writable"
+        elif shutil.disk_usage(place).free == 0:
+            why = "its disk is full"
+        if why is not None:
+            raise ValueError(
+                f"logger: {type(logger).__name__} cannot write to {folder}: {why}: choose another default_root_dir, or "
+                "set logger to false"
+            )
+
+
+def guard_loggers(trainer: Trainer) -> None:
+    """Let no logger of a Trainer end its run. They go on trying, as room may be made meanwhile."""
+    threading.excepthook = partial(_report_thread, threading.excepthook)
+    for logger in trainer.loggers:
+        for name in _WRITING:
+            # On the object, not its class: others of that class may belong to another Trainer.
+            setattr(logger, name, partial(_call, trainer, logger, getattr(logger, name)))
+
+
+def _find_cause(error: BaseException | None) -> OSError | None:
+    """Return what a file or connection said: Lightning's TensorBoardLogger calls it a bad value, seen in 2.6.6."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return error
+
+
+def _report_thread(report: Callable[[Any], Any], args: Any) -> None:
+    """Leave out what a thread of TensorBoard died of: who logs next is told the same."""
+    if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
+        report(args)
+
+
+def _call(trainer: Trainer, logger: Logger, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    folder = Path(logger.log_dir or "") if isinstance(logger, CSVLogger | TensorBoardLogger) else None
+    with outlive_lost_log(trainer, type(logger).__name__, folder or logger.save_dir or "its server"):
+        method(*args, **kwargs)
+        # A file that is open goes on taking what nobody will ever see.
+        is_written = method.__name__ == "log_metrics" and trainer.is_global_zero
+        if folder is not None and is_written and "://" not in str(logger.save_dir) and not folder.is_dir():
+            raise FileNotFoundError(errno.ENOENT, "the folder was removed")
