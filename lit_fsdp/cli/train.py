@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -322,8 +323,21 @@ class TrainerCLI(LightningCLI):
         except Exception as error:
             raise _InstantiationFailed from error
 
+    def _list_facts(self) -> dict[str, str]:
+        """Return what the ranks have to agree on: the checkpoint that each has found, and the settings.
+
+        Paths may differ, as a node may have its data in a folder of its own, and seeds, as rank 0 hands on its own.
+        """
+        flat = vars(self.config[self.subcommand].as_flat())
+        settings = {k: v for k, v in flat.items() if k.rpartition(".")[2] not in ("config", "seed_everything")}
+        facts = {key: hide_secrets(json.dumps(value, default=_describe_part)) for key, value in settings.items()}
+        found = self.config_init[self.subcommand].get("ckpt_path")
+        return {k: v for k, v in facts.items() if not v.startswith('"/')} | {"ckpt_path": str(found)}
+
     def _run_subcommand(self, subcommand: str) -> None:
         try:
+            if isinstance(strategy := self.trainer.strategy, FSDP2Strategy):
+                strategy.facts |= self._list_facts()
             if (check := getattr(self.datamodule, "check_stage", None)) is not None:
                 check(subcommand)  # now, as ranks take long to start
             super()._run_subcommand(subcommand)
@@ -360,6 +374,10 @@ class TrainerCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Keep the settings stored in ``--ckpt_path`` from beating the command line in silence."""
+
+
+def _describe_part(value: Any) -> Any:
+    return vars(value) if isinstance(value, Namespace) else type(value).__name__
 
 
 def _is_no_advertisement(record: logging.LogRecord) -> bool:

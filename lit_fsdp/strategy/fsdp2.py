@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -41,7 +42,7 @@ from lit_fsdp.sharding.settings import PRESETS, Settings
 from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, register_steps, reshard
 from lit_fsdp.sharding.unit_table import print_plan
 from lit_fsdp.sharding.wrap import Unit, Wrap
-from lit_fsdp.strategy.launcher import Launcher
+from lit_fsdp.strategy.launcher import Launcher, describe_ended
 from lit_fsdp.strategy.lightning_internals import (
     check_monitors,
     forget_train_loader,
@@ -98,6 +99,8 @@ class FSDP2Strategy(RandomStreams):
             checksums of those up to 16 MiB. ``full``: all checksums, for which every file is read once more.
         print_plan: Print the units when ``fit`` starts.
         timeout_s: How long a collective may take before the run fails.
+        start_timeout_s: How long ranks wait for each other when the run starts, in seconds. Those that came then end
+            with one line that says who is missing.
     """
 
     is_distributed = True
@@ -118,6 +121,7 @@ class FSDP2Strategy(RandomStreams):
         verify_checkpoint: Verify = "sizes",
         print_plan: bool = True,
         timeout_s: float = 1800.0,
+        start_timeout_s: float = 60.0,
     ) -> None:
         super().__init__()
         self.settings = Settings(
@@ -144,6 +148,9 @@ class FSDP2Strategy(RandomStreams):
         self.disk_space: DiskSpace | None = None  # when fit began
         self.checkpoint_folders: list[Path] = []  # where earlier runs of this name have left theirs
         self.timeout_s = timeout_s
+        self.start_timeout_s = start_timeout_s
+        # What has to be the same on all ranks when the run starts, by name; the command line adds what it knows.
+        self.facts = {"torch": torch.__version__, "lit_fsdp": version("lit_fsdp")}
         self.verify_checkpoint = verify_checkpoint
         self.device_mesh: DeviceMesh | None = None
         self.plan: list[Unit] = []
@@ -216,8 +223,9 @@ class FSDP2Strategy(RandomStreams):
     def _check_settings(self) -> None:
         """Refuse what cannot work, when the Trainer is built: before processes, collectives or memory."""
         self.settings.check(world_size=self.world_size, ranks_per_node=self.num_processes, device=self.root_device)
-        if self.timeout_s <= 0:
-            raise ValueError(f"timeout_s: got {self.timeout_s}: expected seconds above 0")
+        for name in ("timeout_s", "start_timeout_s"):
+            if (given := getattr(self, name)) <= 0:
+                raise ValueError(f"{name}: got {given}: expected seconds above 0")
         check_verify("verify_checkpoint", self.verify_checkpoint)
         if self._layer_sync is not None:
             raise ValueError(
@@ -245,7 +253,13 @@ class FSDP2Strategy(RandomStreams):
         self.set_world_ranks()
         assert self.cluster_environment is not None
         init_process_group(
-            self.cluster_environment, self.root_device, num_nodes=self.num_nodes, timeout_s=self.timeout_s
+            self.cluster_environment,
+            self.root_device,
+            num_nodes=self.num_nodes,
+            timeout_s=self.timeout_s,
+            start_timeout_s=self.start_timeout_s,
+            facts={"number of ranks": str(self.world_size), **self.facts},
+            find_lost=partial(describe_ended, self._launcher),
         )
         self._build_mesh()
 
