@@ -332,7 +332,7 @@ class TrainerCLI(LightningCLI):
         settings = {k: v for k, v in flat.items() if k.rpartition(".")[2] not in ("config", "seed_everything")}
         facts = {key: hide_secrets(json.dumps(value, default=_describe_part)) for key, value in settings.items()}
         found = self.config_init[self.subcommand].get("ckpt_path")
-        return {k: v for k, v in facts.items() if not v.startswith('"/')} | {"ckpt_path": str(found)}
+        return {k: v for k, v in facts.items() if not v.startswith('"/')} | {"ckpt_path": str(found or "no checkpoint")}
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:

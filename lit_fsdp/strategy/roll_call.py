@@ -160,6 +160,18 @@ def describe_difference(present: Sequence[Presence]) -> str | None:
     return None
 
 
+def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
+    """Return whether it is done in time. Not ``store.wait``: each that is in vain has torch write lines on stderr."""
+    pause_s, longest_s = _POLL_S
+    deadline = time.monotonic() + timeout_s
+    while not is_done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
+    return True
+
+
 def _lead(
     store: dist.Store, own: Presence, world_size: int, timeout_s: float, find_lost: Callable[[], str | None]
 ) -> None:
@@ -177,7 +189,7 @@ def _lead(
         lost.extend(filter(None, [None if (is_complete := look()) else find_lost()]))
         return is_complete or bool(lost)
 
-    if _poll(look_again, timeout_s) and not lost:
+    if wait_until(look_again, timeout_s) and not lost:
         difference = describe_difference([present[rank] for rank in sorted(present)])
         store.set("verdict", json.dumps({"difference": difference}))
         if difference is not None:
@@ -195,8 +207,8 @@ def _follow(store: dist.Store, world_size: int, timeout_s: float) -> None:
         return bool(store.check(["verdict"]))
 
     # Rank 0 counts from when it came itself.
-    if not _poll(is_decided, timeout_s) and not (
-        store.check(["present/0"]) and _poll(is_decided, timeout_s + _GRACE_S)
+    if not wait_until(is_decided, timeout_s) and not (
+        store.check(["present/0"]) and wait_until(is_decided, timeout_s + _GRACE_S)
     ):
         present = [p for rank in range(world_size) if (p := _read_presence(store, rank)) is not None]
         raise RuntimeError(describe_missing(present, world_size, timeout_s))
@@ -211,19 +223,7 @@ def _follow(store: dist.Store, world_size: int, timeout_s: float) -> None:
 
 def _wait_for_readers(store: dist.Store, present: Mapping[int, Presence]) -> None:
     """Keep the store up until the others know why the run ends."""
-    _poll(lambda: store.add("readers", 0) >= len(present) - 1, _GRACE_S)
-
-
-def _poll(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Return whether it is done in time. Not ``store.wait``: each that is in vain has torch write lines on stderr."""
-    pause_s, longest_s = _POLL_S
-    deadline = time.monotonic() + timeout_s
-    while not is_done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, longest_s)
-    return True
+    wait_until(lambda: store.add("readers", 0) >= len(present) - 1, _GRACE_S)
 
 
 def _read_presence(store: dist.Store, rank: int) -> Presence | None:
@@ -252,7 +252,7 @@ def _wait_for_listener(address: str, port: int, host: str, timeout_s: float) -> 
         except OSError:
             return False
 
-    if not _poll(is_there, timeout_s):
+    if not wait_until(is_there, timeout_s):
         raise RuntimeError(
             f"start_timeout_s: nobody listens at MASTER_ADDR {address}, MASTER_PORT {port}, within {timeout_s:g} s, as "
             f"{host} sees it: rank 0 did not start, or is on another host, or a firewall is in between"

@@ -1,11 +1,16 @@
 """What a run refuses on two ranks: one clear line from each of them, and no rank waits for another."""
 
+import os
+import socket
+import time
 from pathlib import Path
 
 import pytest
-from launches import Ended, fork_ranks, torchrun, write_run
+from launches import Ended, fork_ranks, run_processes, torchrun, write_run
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from lit_fsdp.cli import train
 
 STRATEGY = "trainer.strategy.init_args"
 GOOD = '{"text": "a good row"}\n'
@@ -80,6 +85,8 @@ DATA = {
 
 # What only one rank meets, after the process group has come up.
 USER_DATA = """
+import os
+import signal
 from lit_fsdp.tasks import CausalLM, TextData
 
 class LoneData(TextData):
@@ -96,6 +103,12 @@ class StoppedTask(CausalLM):
     def on_train_batch_start(self, batch, batch_idx):
         if batch_idx == self.stop_at:
             raise KeyboardInterrupt
+
+class KilledTask(CausalLM):
+    def __init__(self, **kwargs):
+        if os.environ.get("LOCAL_RANK") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().__init__(**kwargs)
 
 class LoneTask(CausalLM):
     def training_step(self, batch, batch_idx):
@@ -198,6 +211,28 @@ def test_a_refusal_on_one_rank_ends_the_other_one() -> None:
 def test_an_error_of_the_users_code_on_one_rank_ends_the_other_one() -> None:
     ranks = fork_ranks("fit", "--config=run.yaml", "--model.class_path=lone.LoneTask")
     check_second_failed_alone(*ranks, cause="ValueError: raised by the code of the user", code=1)
+
+
+def test_ranks_that_found_different_checkpoints_end_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        train, "find_last_checkpoint", lambda *_, **__: Path("data") if os.environ["RANK"] == "0" else None
+    )
+    monkeypatch.setattr(train, "check_checkpoint", lambda _: None)
+    ranks = fork_ranks("fit", "--config=run.yaml", "--ckpt_path=last", timeout_s=100)
+    host = socket.gethostname()
+    line = f"ckpt_path: rank 0 on {host} has data, rank 1 on {host} has no checkpoint: expected the same on all ranks"
+    assert ranks[0].errors == [f"error: {line}"], ranks[0].err
+    assert [rank.code for rank in ranks] == [2, 2]
+
+
+@pytest.mark.full
+def test_a_rank_that_is_killed_while_it_starts_ends_the_run_that_started_it() -> None:
+    task = ("--model.class_path=lone.KilledTask", "--cpu_processes=2", "--trainer.strategy.start_timeout_s=300")
+    began = time.monotonic()
+    (ended,) = run_processes(["-m", "lit_fsdp", "fit", "--config=run.yaml", *task], timeout_s=250)
+    assert time.monotonic() - began < 200
+    assert (ended.code, len(ended.errors)) == (1, 1)
+    assert ended.errors[0].startswith("error: rank 1 was killed (SIGKILL)")
 
 
 @pytest.mark.full

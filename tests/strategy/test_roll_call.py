@@ -102,7 +102,9 @@ def test_a_port_where_something_else_never_answers_is_refused(tmp_path: Path) ->
                 (tmp_path / "line").write_text(str(error))
             os._exit(0)
         os.waitpid(pid, 0)
-    assert (tmp_path / "line").read_text().startswith(f"MASTER_PORT: got {port}: what listens there on 127.0.0.1 is not")
+    assert (
+        (tmp_path / "line").read_text().startswith(f"MASTER_PORT: got {port}: what listens there on 127.0.0.1 is not")
+    )
 
 
 def test_long_lists_of_ranks_are_told_by_host() -> None:
