@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 from jsonargparse import Namespace
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 # Private, seen in lightning 2.6.6: stores the YAML of model and data as their hyper-parameters.
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, _InstantiatorFn
@@ -30,7 +30,7 @@ from lit_fsdp.callbacks import Preemption, ProgressBar
 from lit_fsdp.checkpoint.latest import describe_interruption, find_last_checkpoint
 from lit_fsdp.checkpoint.reader import check_checkpoint
 from lit_fsdp.cli.config_files import check_config_files, list_left_out, refuse_dropped_keys, refuse_left_out
-from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers
+from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers, remove_unused_run
 from lit_fsdp.cli.messages import describe_exception, report_error
 from lit_fsdp.cli.parser import OneLineParser, read_path
 from lit_fsdp.errors import ConfigError, is_debugging, join_names, nearest, suggest
@@ -51,6 +51,11 @@ _KNOWN_WARNINGS = (
     ".*isinstance\\(treespec, LeafSpec\\).*",  # likewise
     "The dirpath has changed from .*",  # meant: each run has its own folder
 )
+# Lines of Lightning that say what the configuration or the summary does, or nothing: the one line that counts is below.
+_BANNERS = re.compile(
+    r"(\[rank: \d+\] )?"
+    r"(Seed set to|[TH]PU available|Initializing distributed:|-+\ndistributed_backend=|LOCAL_RANK: |.{0,4}Tip: )"
+)
 _ONLY_FOR_TRAINING = "Be aware that when using `ckpt_path`.*"  # which callbacks a checkpoint has state of
 # Where the settings lie that an error may name, the inner ones first.
 _SETTINGS = ("trainer.strategy.init_args", "model.init_args", "data.init_args", "trainer")
@@ -66,7 +71,8 @@ def run_trainer(args: Sequence[str]) -> int:
     config_files = check_config_files(args)
     for known in _KNOWN_WARNINGS if args[0] == "fit" else (*_KNOWN_WARNINGS, _ONLY_FOR_TRAINING):
         warnings.filterwarnings("ignore", message=known)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("lightning.")]:
+        logging.getLogger(name).addFilter(_is_of_use)
     TrainerCLI(list(args), config_files=config_files)
     return 0
 
@@ -96,6 +102,26 @@ class SaveRunConfig(SaveConfigCallback):
     def __init__(self, parser: LightningArgumentParser, config: Namespace, *, fallback_dir: str) -> None:
         super().__init__(parser, config, save_to_log_dir=False)
         self.fallback_dir = fallback_dir
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Nothing yet: a run that is refused leaves no folder."""
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save_once(trainer, pl_module)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "validate":  # in a fit, training may yet be refused
+            self._save_once(trainer, pl_module)
+
+    on_test_start = on_predict_start = on_fit_end = on_train_start
+
+    def _save_once(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and not self.already_saved:
+            self.save_config(trainer, pl_module, str(trainer.state.fn))
+        self.already_saved = True
 
     @override
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -197,6 +223,9 @@ class TrainerCLI(LightningCLI):
         if not is_plain_name(name):
             raise ConfigError(f"run_name: got {name!r}: it becomes a folder below runs: expected {NAME_RULE}")
         self.run_root = Path(trainer["default_root_dir"] or ".") / "runs" / name
+        # What a run that is refused must leave.
+        above = (self.run_root, *self.run_root.parents)
+        self.known_folders = [*filter(Path.exists, above), *self.run_root.glob("version_*")]
         self.save_config_kwargs = {"fallback_dir": str(self.run_root)}
 
     def instantiate_classes(self) -> None:
@@ -223,6 +252,16 @@ class TrainerCLI(LightningCLI):
             if line is None:
                 raise
             raise ConfigError(self._add_path(line, "trainer")) from error
+
+    def _remove_unused_folder(self) -> None:
+        """Remove the folder of a run that ended before it began, if it holds nothing but what loggers begin with."""
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        has_begun = any(isinstance(callback, SaveRunConfig) and callback.already_saved for callback in callbacks)
+        if has_begun or not self.trainer.is_global_zero:
+            return
+        for logger in self.trainer.loggers:
+            if isinstance(logger, CSVLogger | TensorBoardLogger):
+                remove_unused_run(Path(logger.log_dir), self.known_folders)
 
     def choose_parts(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the Trainer is built of besides its settings: loggers and callbacks."""
@@ -336,6 +375,13 @@ class TrainerCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:
+            self._run_and_explain(subcommand)
+        except BaseException:
+            self._remove_unused_folder()
+            raise
+
+    def _run_and_explain(self, subcommand: str) -> None:
+        try:
             if isinstance(strategy := self.trainer.strategy, FSDP2Strategy):
                 strategy.facts |= self._list_facts()
             if (check := getattr(self.datamodule, "check_stage", None)) is not None:
@@ -380,8 +426,8 @@ def _describe_part(value: Any) -> Any:
     return vars(value) if isinstance(value, Namespace) else type(value).__name__
 
 
-def _is_no_advertisement(record: logging.LogRecord) -> bool:
-    return "Tip: For seamless" not in record.getMessage()  # Lightning's own, for its paid service
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return is_debugging() or record.levelno > logging.INFO or not _BANNERS.match(record.getMessage())
 
 
 def _check_strategy_name(strategy: Any) -> None:

@@ -16,6 +16,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 
 # Private, seen in lightning 2.6.6: what its own strategies are made of.
 from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as in roll_call.py
 
 from lit_fsdp.strategy.roll_call import call_roll, open_store, sign_in
 
@@ -58,7 +59,7 @@ def init_process_group(
     store = open_store(environment.main_address, environment.main_port, rank=rank, timeout_s=start_timeout_s)
     call_roll(store, sign_in(rank, facts), world_size=world_size, timeout_s=start_timeout_s, find_lost=find_lost)
     store.set_timeout(timedelta(seconds=timeout_s))
-    own["store"] = dist.PrefixStore("default_pg", store)  # as torch does with one that it makes itself
+    own["store"] = PrefixStore("default_pg", store)  # as torch does with one that it makes itself
     _init_dist_connection(environment, backend, timeout=timedelta(seconds=timeout_s), **own)
     atexit.register(_destroy_dist_connection)  # Lightning does it for plain "nccl" only
 

@@ -19,7 +19,8 @@ from datetime import timedelta
 from itertools import count
 from typing import Any
 
-import torch.distributed as dist
+# Public, but not in the __all__ that mypy goes by, seen in torch 2.15.
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 _POLL_S = (0.001, 0.1)  # the first pause and the longest
 _GRACE_S = 5.0  # for what takes a moment once its other end is there
@@ -49,7 +50,7 @@ def sign_in(rank: int, facts: Mapping[str, str]) -> Presence:
     return Presence(rank=rank, host=socket.gethostname(), pid=os.getpid(), facts=facts)
 
 
-def open_store(address: str, port: int, *, rank: int, timeout_s: float) -> dist.Store:
+def open_store(address: str, port: int, *, rank: int, timeout_s: float) -> Store:
     """Return the store where ranks meet: that of torchrun's agent, else one that rank 0 has.
 
     Raises:
@@ -71,12 +72,12 @@ def open_store(address: str, port: int, *, rank: int, timeout_s: float) -> dist.
     if rank == 0 and not has_agent:
         own = {"is_master": True, "master_listen_fd": _listen(port)}
     _wait_for_listener(address, port, host, timeout_s)
-    found: list[dist.Store] = []
+    found: list[Store] = []
     limit = timedelta(seconds=timeout_s)
 
     def connect() -> None:
-        with suppress(dist.DistError):
-            found.append(dist.TCPStore(address, port, None, timeout=limit, wait_for_workers=False, **own))
+        with suppress(DistError):
+            found.append(TCPStore(address, port, None, timeout=limit, wait_for_workers=False, **own))
 
     # In a thread: what listens there may be no store and never answer, and torch would wait for it without an end.
     thread = threading.Thread(target=connect, daemon=True)
@@ -87,11 +88,11 @@ def open_store(address: str, port: int, *, rank: int, timeout_s: float) -> dist.
             f"MASTER_PORT: got {port}: what listens there on {address} is not rank 0 of this run, as {host} sees it: "
             "choose a port that is free"
         )
-    return dist.PrefixStore(_name_attempt(), found[0])
+    return PrefixStore(_name_attempt(), found[0])
 
 
 def call_roll(
-    store: dist.Store,
+    store: Store,
     own: Presence,
     *,
     world_size: int,
@@ -111,7 +112,7 @@ def call_roll(
         RuntimeError: Some did not come; names those that did and those that are missing.
         ValueError: They start with different things, or two came as the same rank.
     """
-    store = dist.PrefixStore(f"roll_call_{next(_calls)}", store)
+    store = PrefixStore(f"roll_call_{next(_calls)}", store)
     try:
         if store.add(f"claims/{own.rank}", 1) > 1:
             other = _read_presence(store, own.rank)
@@ -125,7 +126,7 @@ def call_roll(
             _lead(store, own, world_size, timeout_s, find_lost)
         else:
             _follow(store, world_size, timeout_s)
-    except dist.DistError as error:  # no answer from the store
+    except DistError as error:  # no answer from the store
         raise RuntimeError(f"the connection to rank 0 was lost while the ranks started ({error})") from error
 
 
@@ -172,9 +173,7 @@ def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-def _lead(
-    store: dist.Store, own: Presence, world_size: int, timeout_s: float, find_lost: Callable[[], str | None]
-) -> None:
+def _lead(store: Store, own: Presence, world_size: int, timeout_s: float, find_lost: Callable[[], str | None]) -> None:
     present = {own.rank: own}
 
     def look() -> bool:
@@ -202,7 +201,7 @@ def _lead(
     raise RuntimeError(line)
 
 
-def _follow(store: dist.Store, world_size: int, timeout_s: float) -> None:
+def _follow(store: Store, world_size: int, timeout_s: float) -> None:
     def is_decided() -> bool:
         return bool(store.check(["verdict"]))
 
@@ -221,12 +220,12 @@ def _follow(store: dist.Store, world_size: int, timeout_s: float) -> None:
         raise ValueError(verdict["difference"])
 
 
-def _wait_for_readers(store: dist.Store, present: Mapping[int, Presence]) -> None:
+def _wait_for_readers(store: Store, present: Mapping[int, Presence]) -> None:
     """Keep the store up until the others know why the run ends."""
     wait_until(lambda: store.add("readers", 0) >= len(present) - 1, _GRACE_S)
 
 
-def _read_presence(store: dist.Store, rank: int) -> Presence | None:
+def _read_presence(store: Store, rank: int) -> Presence | None:
     return Presence(**json.loads(store.get(key))) if store.check([key := f"present/{rank}"]) else None
 
 

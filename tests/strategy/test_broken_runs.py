@@ -156,6 +156,8 @@ def check_all_refuse(ranks: list[Ended], expected: str) -> None:
     assert first.errors[0].startswith(f"error: {expected}")
     assert second.errors[0] == f"[rank 1] {first.errors[0]}"
     assert "Traceback" not in first.err + second.err
+    assert len((first.err + second.err).splitlines()) <= 3, first.err + second.err
+    assert not Path("runs").exists()
 
 
 @pytest.mark.full(after=3)
