@@ -148,8 +148,9 @@ def spell(setting: str) -> list[str]:
     return setting.split() if setting.startswith("--") else [f"--trainer.strategy.{setting}"]
 
 
-def check_all_refuse(ranks: list[Ended], expected: str) -> None:
-    first, second = ranks
+def check_all_refuse(expected: str, *args: str) -> None:
+    before = sorted(Path("runs").rglob("*"))
+    first, second = fork_ranks(*args)
     assert first.code in (1, 2), first.err
     assert second.code == first.code
     assert len(first.errors) == len(second.errors) == 1, first.err + second.err
@@ -157,19 +158,19 @@ def check_all_refuse(ranks: list[Ended], expected: str) -> None:
     assert second.errors[0] == f"[rank 1] {first.errors[0]}"
     assert "Traceback" not in first.err + second.err
     assert len((first.err + second.err).splitlines()) <= 3, first.err + second.err
-    assert not Path("runs").exists()
+    assert sorted(Path("runs").rglob("*")) == before
 
 
 @pytest.mark.full(after=3)
 @pytest.mark.parametrize("setting", CONFIGS)
 def test_a_broken_configuration_is_refused_by_every_rank_in_the_same_line(setting: str) -> None:
-    check_all_refuse(fork_ranks("fit", "--config=run.yaml", *spell(setting)), CONFIGS[setting])
+    check_all_refuse(CONFIGS[setting], "fit", "--config=run.yaml", *spell(setting))
 
 
 @pytest.mark.full(after=2)
 @pytest.mark.parametrize("name", DATA)
 def test_broken_data_is_refused_by_every_rank_with_file_and_line(name: str) -> None:
-    check_all_refuse(fork_ranks("fit", "--config=run.yaml", f"--data.train={name}"), DATA[name][1])
+    check_all_refuse(DATA[name][1], "fit", "--config=run.yaml", f"--data.train={name}")
 
 
 REAL = [
@@ -240,15 +241,15 @@ def test_a_rank_that_is_killed_while_it_starts_ends_the_run_that_started_it() ->
 @pytest.mark.full
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_the_last_checkpoint_of_a_run_that_has_none_is_refused(command: str) -> None:
-    ranks = fork_ranks(command, "--config=run.yaml", "--run_name=new", "--ckpt_path=last")
-    check_all_refuse(ranks, "ckpt_path: got 'last': no run below runs/new has a checkpoint")
+    line = "ckpt_path: got 'last': no run below runs/new has a checkpoint"
+    check_all_refuse(line, command, "--config=run.yaml", "--run_name=new", "--ckpt_path=last")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_a_command_without_data_of_its_kind_is_refused(command: str) -> None:
     name = {"validate": "validation"}.get(command, command)
-    check_all_refuse(fork_ranks(command, "--config=run.yaml"), f"data.init_args.{name}: not set")
+    check_all_refuse(f"data.init_args.{name}: not set", command, "--config=run.yaml")
 
 
 @pytest.mark.full
