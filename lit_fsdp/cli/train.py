@@ -31,7 +31,7 @@ from lit_fsdp.checkpoint.latest import describe_interruption, find_last_checkpoi
 from lit_fsdp.checkpoint.reader import check_checkpoint
 from lit_fsdp.cli.config_files import check_config_files, list_left_out, refuse_dropped_keys, refuse_left_out
 from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers, remove_unused_run
-from lit_fsdp.cli.messages import describe_exception, report_error
+from lit_fsdp.cli.messages import describe_exception, is_refusal, report_error
 from lit_fsdp.cli.parser import OneLineParser, read_path
 from lit_fsdp.errors import ConfigError, is_debugging, join_names, nearest, suggest
 from lit_fsdp.planning.auto_strategy import NAME
@@ -41,6 +41,7 @@ from lit_fsdp.strategy.fsdp2 import FSDP2Strategy  # registers `strategy: fsdp2`
 from lit_fsdp.strategy.launcher import describe_failed, stop_children
 from lit_fsdp.strategy.lightning_internals import list_waiting_monitors
 from lit_fsdp.strategy.processes import choose_processes
+from lit_fsdp.strategy.roll_call import share_refusal
 from lit_fsdp.strategy.trainer_settings import list_checkpoint_folders, refuse_float16_on_cpu
 from lit_fsdp.weights.file_names import NAME_RULE, is_plain_name
 
@@ -395,14 +396,21 @@ class TrainerCLI(LightningCLI):
                 report_error(describe_interruption(self._list_checkpoint_folders()))
             raise
         except Exception as error:
+            line = describe_exception(error)
+            if line is not None and isinstance(error, ValueError):
+                line = self._add_path(line)
+            # Before it waits for the ranks it started, which wait for what it says.
+            is_lost = _LOST_CONNECTION.search(str(error)) is not None
+            is_told = line is not None and not is_lost and not is_debugging() and share_refusal(line, patience_s=2.0)
             # Not in a `finally`: ranks that ended well are still leaving their last collective.
             codes = stop_children(self.trainer.strategy.launcher)
+            if is_told:
+                sys.exit(2 if is_refusal(error) else 1)
             if found := _LOST_CONNECTION.search(str(error)):
                 # The cause is the message of another rank, which a traceback here would bury.
                 raise RuntimeError(f"{describe_failed(codes)} ({found[0]})") from error
-            line = describe_exception(error)
             if line is not None and isinstance(error, ValueError) and not is_debugging():
-                raise ValueError(self._add_path(line)) from error
+                raise ValueError(line) from error
             raise
 
     def _add_path(self, line: str, path: str = "") -> str:

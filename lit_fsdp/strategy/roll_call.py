@@ -19,13 +19,20 @@ from datetime import timedelta
 from itertools import count
 from typing import Any
 
+import torch.distributed as dist
+
 # Public, but not in the __all__ that mypy goes by, seen in torch 2.15.
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+# Private, seen in torch 2.13 to 2.15: the store of a process group that the user may have started.
+from torch.distributed.distributed_c10d import _get_default_store
 
 _POLL_S = (0.001, 0.1)  # the first pause and the longest
 _GRACE_S = 5.0  # for what takes a moment once its other end is there
 
 _calls = count()  # of this process: a second run of it must not read the answers of the first
+
+_shared: list[str] = []  # the lines that this process has told the others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +135,46 @@ def call_roll(
             _follow(store, world_size, timeout_s)
     except DistError as error:  # no answer from the store
         raise RuntimeError(f"the connection to rank 0 was lost while the ranks started ({error})") from error
+
+
+def get_store(name: str) -> Store:
+    """Return the part of the process group's store that has this name."""
+    return PrefixStore(name, _get_default_store())
+
+
+def share_refusal(line: str, patience_s: float) -> bool:
+    """Tell the other ranks in which line this one ends, and return whether rank 0 ends in the same: that one says it.
+
+    False where ranks have no store in common, or lose it: a line that is told twice is better than one that is lost.
+    Uses the store of the process group, else that of torchrun's agent.
+
+    Args:
+        line: Of this rank.
+        patience_s: How long others wait for rank 0, and rank 0 for them to read.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    has_group = dist.is_initialized()
+    if has_group:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if world_size == 1 or not (has_group or has_agent) or line in _shared:
+        return False
+    _shared.append(line)
+    try:
+        if has_group:
+            store = get_store("refusals")
+        else:
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = PrefixStore("refusals", open_store(address, port, rank=rank, timeout_s=patience_s))
+        if rank == 0:
+            store.set("0", line)
+            wait_until(lambda: store.add("readers", 0) >= world_size - 1, patience_s)
+            return False
+        is_told = wait_until(lambda: bool(store.check(["0"])), patience_s) and store.get("0").decode() == line
+        store.add("readers", 1)
+        return is_told
+    except (DistError, ValueError, RuntimeError):  # it went with another rank
+        return False
 
 
 def describe_missing(present: Sequence[Presence], world_size: int, timeout_s: float) -> str:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as in roll_call.py
 
-# Private, seen in torch 2.13 to 2.15: the store of a process group that the user may have started.
-from torch.distributed.distributed_c10d import _get_default_store
-
-from lit_fsdp.strategy.roll_call import wait_until
+from lit_fsdp.strategy.roll_call import get_store, wait_until
 
 
 def note_batch(name: str, run: int, index: int, timeout_s: float, *, is_last: bool) -> None:
@@ -30,7 +26,7 @@ def note_batch(name: str, run: int, index: int, timeout_s: float, *, is_last: bo
         RuntimeError: Another rank did not come to this batch in time.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    store = PrefixStore(f"batches_of_{name}", _get_default_store())
+    store = get_store(f"batches_of_{name}")
     store.set(str(rank), f"{run} {index} {int(is_last)}")
     if not is_last:
         return
