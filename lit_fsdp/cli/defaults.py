@@ -25,6 +25,8 @@ from lit_fsdp.callbacks import (
     WritePredictions,
 )
 
+_BEGINNINGS = ("hparams.yaml", "metrics.csv")
+
 
 def choose_callbacks(
     given: Sequence[Callback],
@@ -82,3 +84,26 @@ def choose_loggers(trainer: Mapping[str, Any], run_root: Path) -> Any:
     tensorboard = TensorBoardLogger(folder, name=name)
     # Left alone, the second logger would see the folder of the first and take the next number.
     return [tensorboard, CSVLogger(folder, name=name, version=tensorboard.version)]
+
+
+def remove_unused_run(folder: Path, known: Sequence[Path]) -> None:
+    """Remove the folder of a run, if it holds nothing but what loggers begin with, and those above that it made.
+
+    Args:
+        folder: Of the run.
+        known: Folders that were there before it; they are left alone.
+    """
+    known = [path.resolve() for path in known]
+    folder = folder.resolve()
+    if folder in known or not folder.is_dir():
+        return
+    files = [path for path in folder.rglob("*") if not path.is_dir()]
+    if any(path.name not in _BEGINNINGS and not path.name.startswith("events.out.tfevents") for path in files):
+        return
+    for path in files:
+        path.unlink()
+    folders = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True)
+    for empty in (*folders, folder, *folder.parents):
+        if empty in known or any(empty.iterdir()):
+            return
+        empty.rmdir()

@@ -9,6 +9,7 @@ import atexit
 import gc
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,7 +114,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         if is_debugging():
             print_traceback(type(error), error, error.__traceback__)
-        report_error(error.line)
+        _report_once(error.line)
         return 2
     except SystemExit as stop:  # --help and --print_config of a command end this way
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -121,7 +122,7 @@ def main(args: Sequence[str] | None = None) -> int:
         line = describe_exception(error)
         if line is None or is_debugging():
             raise
-        report_error(line)
+        _report_once(line)
         return 2 if is_refusal(error) else 1  # what the user gave, or what failed
 
 
@@ -145,6 +146,13 @@ def _run_command(args: list[str]) -> int:
     hide_secrets_in_logs()
     code = run(args)
     return int(code or 0)
+
+
+def _report_once(line: str) -> None:
+    """Report an error, unless torchrun has started this process and the first of its ranks says the same."""
+    is_early = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not is_debugging()
+    if not is_early or not importlib.import_module("lit_fsdp.strategy.roll_call").share_refusal(line, patience_s=5.0):
+        report_error(line)
 
 
 def _is_no_missing_kernel(record: logging.LogRecord) -> bool:

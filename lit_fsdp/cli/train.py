@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 from jsonargparse import Namespace
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 # Private, seen in lightning 2.6.6: stores the YAML of model and data as their hyper-parameters.
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, _InstantiatorFn
@@ -30,8 +31,8 @@ from lit_fsdp.checkpoint.latest import describe_interruption, find_last_checkpoi
 from lit_fsdp.checkpoint.reader import check_checkpoint
 from lit_fsdp.checkpoint.remote import Location, locate, locate_local
 from lit_fsdp.cli.config_files import check_config_files, list_left_out, refuse_dropped_keys, refuse_left_out
-from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers
-from lit_fsdp.cli.messages import describe_exception, report_error
+from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers, remove_unused_run
+from lit_fsdp.cli.messages import describe_exception, is_refusal, report_error
 from lit_fsdp.cli.parser import OneLineParser, read_path
 from lit_fsdp.errors import ConfigError, is_debugging, join_names, nearest, suggest
 from lit_fsdp.files import describe_special_file, write_whole
@@ -43,6 +44,7 @@ from lit_fsdp.strategy.fsdp2 import FSDP2Strategy  # registers `strategy: fsdp2`
 from lit_fsdp.strategy.launcher import describe_failed, stop_children
 from lit_fsdp.strategy.lightning_internals import list_waiting_monitors
 from lit_fsdp.strategy.processes import choose_processes
+from lit_fsdp.strategy.roll_call import share_refusal
 from lit_fsdp.strategy.trainer_settings import list_checkpoint_folders, refuse_float16_on_cpu
 from lit_fsdp.weights.file_names import NAME_RULE, is_plain_name
 
@@ -52,6 +54,11 @@ _KNOWN_WARNINGS = (
     ".*torch.distributed.nn.functional.all_gather.*",  # Lightning's own call, seen in 2.6.6
     ".*isinstance\\(treespec, LeafSpec\\).*",  # likewise
     "The dirpath has changed from .*",  # meant: each run has its own folder
+)
+# Lines of Lightning that say what the configuration or the summary does, or nothing: the one line that counts is below.
+_BANNERS = re.compile(
+    r"(\[rank: \d+\] )?"
+    r"(Seed set to|[TH]PU available|Initializing distributed:|-+\ndistributed_backend=|LOCAL_RANK: |.{0,4}Tip: )"
 )
 _ONLY_FOR_TRAINING = "Be aware that when using `ckpt_path`.*"  # which callbacks a checkpoint has state of
 # Where the settings lie that an error may name, the inner ones first.
@@ -68,7 +75,8 @@ def run_trainer(args: Sequence[str]) -> int:
     config_files = check_config_files(args)
     for known in _KNOWN_WARNINGS if args[0] == "fit" else (*_KNOWN_WARNINGS, _ONLY_FOR_TRAINING):
         warnings.filterwarnings("ignore", message=known)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("lightning.")]:
+        logging.getLogger(name).addFilter(_is_of_use)
     TrainerCLI(list(args), config_files=config_files)
     return 0
 
@@ -98,6 +106,26 @@ class SaveRunConfig(SaveConfigCallback):
     def __init__(self, parser: LightningArgumentParser, config: Namespace, *, fallback_dir: str) -> None:
         super().__init__(parser, config, save_to_log_dir=False)
         self.fallback_dir = fallback_dir
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Nothing yet: a run that is refused leaves no folder."""
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._save_once(trainer, pl_module)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn == "validate":  # in a fit, training may yet be refused
+            self._save_once(trainer, pl_module)
+
+    on_test_start = on_predict_start = on_fit_end = on_train_start
+
+    def _save_once(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero and not self.already_saved:
+            self.save_config(trainer, pl_module, str(trainer.state.fn))
+        self.already_saved = True
 
     @override
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -203,6 +231,9 @@ class TrainerCLI(LightningCLI):
             self.run_root = locate_local(trainer["default_root_dir"] or ".") / "runs" / name
         except ValueError as error:
             raise ConfigError(f"trainer.default_root_dir: {error}") from None
+        # What a run that is refused must leave.
+        above = (self.run_root, *self.run_root.parents)
+        self.known_folders = [*filter(Path.exists, above), *self.run_root.glob("version_*")]
         self.save_config_kwargs = {"fallback_dir": str(self.run_root)}
 
     def instantiate_classes(self) -> None:
@@ -231,6 +262,16 @@ class TrainerCLI(LightningCLI):
             raise ConfigError(self._add_path(line, "trainer")) from error
         guard_loggers(trainer)
         return trainer
+
+    def _remove_unused_folder(self) -> None:
+        """Remove the folder of a run that ended before it began, if it holds nothing but what loggers begin with."""
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        has_begun = any(isinstance(callback, SaveRunConfig) and callback.already_saved for callback in callbacks)
+        if has_begun or not self.trainer.is_global_zero:
+            return
+        for logger in self.trainer.loggers:
+            if isinstance(logger, CSVLogger | TensorBoardLogger):
+                remove_unused_run(Path(logger.log_dir), self.known_folders)
 
     def choose_parts(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the Trainer is built of besides its settings: loggers and callbacks."""
@@ -336,8 +377,28 @@ class TrainerCLI(LightningCLI):
         except Exception as error:
             raise _InstantiationFailed from error
 
+    def _list_facts(self) -> dict[str, str]:
+        """Return what the ranks have to agree on: the checkpoint that each has found, and the settings.
+
+        Paths may differ, as a node may have its data in a folder of its own, and seeds, as rank 0 hands on its own.
+        """
+        flat = vars(self.config[self.subcommand].as_flat())
+        settings = {k: v for k, v in flat.items() if k.rpartition(".")[2] not in ("config", "seed_everything")}
+        facts = {key: hide_secrets(json.dumps(value, default=_describe_part)) for key, value in settings.items()}
+        found = self.config_init[self.subcommand].get("ckpt_path")
+        return {k: v for k, v in facts.items() if not v.startswith('"/')} | {"ckpt_path": str(found or "no checkpoint")}
+
     def _run_subcommand(self, subcommand: str) -> None:
         try:
+            self._run_and_explain(subcommand)
+        except BaseException:
+            self._remove_unused_folder()
+            raise
+
+    def _run_and_explain(self, subcommand: str) -> None:
+        try:
+            if isinstance(strategy := self.trainer.strategy, FSDP2Strategy):
+                strategy.facts |= self._list_facts()
             if (check := getattr(self.datamodule, "check_stage", None)) is not None:
                 check(subcommand)  # now, as ranks take long to start
             check_log_folders(self.trainer)
@@ -350,14 +411,21 @@ class TrainerCLI(LightningCLI):
                 report_error(describe_interruption(self._list_checkpoint_folders()))
             raise
         except Exception as error:
+            line = describe_exception(error)
+            if line is not None and isinstance(error, ValueError):
+                line = self._add_path(line)
+            # Before it waits for the ranks it started, which wait for what it says.
+            is_lost = _LOST_CONNECTION.search(str(error)) is not None
+            is_told = line is not None and not is_lost and not is_debugging() and share_refusal(line, patience_s=2.0)
             # Not in a `finally`: ranks that ended well are still leaving their last collective.
             codes = stop_children(self.trainer.strategy.launcher)
+            if is_told:
+                sys.exit(2 if is_refusal(error) else 1)
             if found := _LOST_CONNECTION.search(str(error)):
                 # The cause is the message of another rank, which a traceback here would bury.
                 raise RuntimeError(f"{describe_failed(codes)} ({found[0]})") from error
-            line = describe_exception(error)
             if line is not None and isinstance(error, ValueError) and not is_debugging():
-                raise ValueError(self._add_path(line)) from error
+                raise ValueError(line) from error
             raise
 
     def _add_path(self, line: str, path: str = "") -> str:
@@ -377,8 +445,12 @@ class TrainerCLI(LightningCLI):
         """Keep the settings stored in ``--ckpt_path`` from beating the command line in silence."""
 
 
-def _is_no_advertisement(record: logging.LogRecord) -> bool:
-    return "Tip: For seamless" not in record.getMessage()  # Lightning's own, for its paid service
+def _describe_part(value: Any) -> Any:
+    return vars(value) if isinstance(value, Namespace) else type(value).__name__
+
+
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return is_debugging() or record.levelno > logging.INFO or not _BANNERS.match(record.getMessage())
 
 
 def _check_places(settings: Mapping[str, Any]) -> None:

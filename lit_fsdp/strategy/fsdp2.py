@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -45,10 +47,12 @@ from lit_fsdp.sharding.torch_internals import list_edited
 from lit_fsdp.sharding.unit_table import print_plan
 from lit_fsdp.sharding.wrap import Unit, Wrap
 from lit_fsdp.strategy.finetuning import restore_groups
-from lit_fsdp.strategy.launcher import Launcher
+from lit_fsdp.strategy.launcher import Launcher, describe_ended
 from lit_fsdp.strategy.lightning_internals import (
     check_monitors,
     forget_train_loader,
+    has_no_batch,
+    is_of_unknown_length,
     is_placeholder,
     keep_links,
     watch_monitors,
@@ -64,6 +68,7 @@ from lit_fsdp.strategy.trainer_settings import (
     count_micro_batches,
     list_checkpoint_folders,
 )
+from lit_fsdp.strategy.uneven_loaders import note_batch
 from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
 
 # What each module was sharded with: a second run of it may be under another strategy object.
@@ -103,6 +108,8 @@ class FSDP2Strategy(RandomStreams):
             checksums of those up to 16 MiB. ``full``: all checksums, for which every file is read once more.
         print_plan: Print the units when ``fit`` starts.
         timeout_s: How long a collective may take before the run fails.
+        start_timeout_s: How long ranks wait for each other when the run starts, in seconds. Those that came then end
+            with one line that says who is missing.
     """
 
     is_distributed = True
@@ -123,6 +130,7 @@ class FSDP2Strategy(RandomStreams):
         verify_checkpoint: Verify = "sizes",
         print_plan: bool = True,
         timeout_s: float = 1800.0,
+        start_timeout_s: float = 60.0,
     ) -> None:
         super().__init__()
         self.settings = Settings(
@@ -149,9 +157,13 @@ class FSDP2Strategy(RandomStreams):
         self.disk_space: DiskSpace | None = None  # when fit began
         self.checkpoint_folders: list[Location] = []  # where earlier runs of this name have left theirs
         self.timeout_s = timeout_s
+        self.start_timeout_s = start_timeout_s
+        # What has to be the same on all ranks when the run starts, by name; the command line adds what it knows.
+        self.facts = {"torch": torch.__version__, "lit_fsdp": version("lit_fsdp")}
         self.verify_checkpoint = verify_checkpoint
         self._saved_settings: dict[str, Any] = {}  # of the run that saved the checkpoint
         self._has_seen_step = False
+        self._num_checks = 0  # of the numbers of batches: the same on all ranks
         self.device_mesh: DeviceMesh | None = None
         self.plan: list[Unit] = []
 
@@ -223,8 +235,9 @@ class FSDP2Strategy(RandomStreams):
     def _check_settings(self) -> None:
         """Refuse what cannot work, when the Trainer is built: before processes, collectives or memory."""
         self.settings.check(world_size=self.world_size, ranks_per_node=self.num_processes, device=self.root_device)
-        if self.timeout_s <= 0:
-            raise ValueError(f"timeout_s: got {self.timeout_s}: expected seconds above 0")
+        for name in ("timeout_s", "start_timeout_s"):
+            if (given := getattr(self, name)) <= 0:
+                raise ValueError(f"{name}: got {given}: expected seconds above 0")
         check_verify("verify_checkpoint", self.verify_checkpoint)
         if self._layer_sync is not None:
             raise ValueError(
@@ -252,7 +265,13 @@ class FSDP2Strategy(RandomStreams):
         self.set_world_ranks()
         assert self.cluster_environment is not None
         init_process_group(
-            self.cluster_environment, self.root_device, num_nodes=self.num_nodes, timeout_s=self.timeout_s
+            self.cluster_environment,
+            self.root_device,
+            num_nodes=self.num_nodes,
+            timeout_s=self.timeout_s,
+            start_timeout_s=self.start_timeout_s,
+            facts={"number of ranks": str(self.world_size), **self.facts},
+            find_lost=partial(describe_ended, self._launcher),
         )
         self._build_mesh()
 
@@ -400,7 +419,7 @@ class FSDP2Strategy(RandomStreams):
     def on_train_start(self) -> None:
         self._has_seen_step = False
         trainer = self._module.trainer
-        self._check_even("train_dataloader", [trainer.num_training_batches])
+        self._check_even("train_dataloader", [trainer.num_training_batches], trainer.fit_loop)
         if self._saved_settings:  # compared here, as the loader is there
             warn_of_changes(self._saved_settings, collect_run_settings(trainer, self.settings.mixed_precision))
             self._saved_settings = {}
@@ -409,29 +428,68 @@ class FSDP2Strategy(RandomStreams):
     def on_validation_start(self) -> None:
         trainer = self._module.trainer
         is_short = trainer.sanity_checking
-        self._check_even("val_dataloader", trainer.num_sanity_val_batches if is_short else trainer.num_val_batches)
+        counts = trainer.num_sanity_val_batches if is_short else trainer.num_val_batches
+        self._check_even("val_dataloader", counts, self._get_validation_loop())
         sync_buffers(self._module)
 
     @override
     def on_test_start(self) -> None:
-        self._check_even("test_dataloader", self._module.trainer.num_test_batches)
+        trainer = self._module.trainer
+        self._check_even("test_dataloader", trainer.num_test_batches, trainer.test_loop)
         sync_buffers(self._module)
 
     @override
     def on_predict_start(self) -> None:
-        self._check_even("predict_dataloader", self._module.trainer.num_predict_batches)
+        trainer = self._module.trainer
+        self._check_even("predict_dataloader", trainer.num_predict_batches, trainer.predict_loop)
         sync_buffers(self._module)
 
-    def _check_even(self, name: str, num_batches: Sequence[int | float]) -> None:
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        loop = self._module.trainer.fit_loop
+        is_last = loop.epoch_loop.batch_progress.is_last_batch
+        self._note_batch("train_dataloader", loop, self._module.trainer.current_epoch, batch_idx, is_last=is_last)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._note_evaluated("val_dataloader", self._get_validation_loop())
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._note_evaluated("test_dataloader", self._module.trainer.test_loop)
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._note_evaluated("predict_dataloader", self._module.trainer.predict_loop)
+        return super().predict_step(*args, **kwargs)
+
+    def _get_validation_loop(self) -> Any:
+        trainer = self._module.trainer
+        is_alone = trainer.state.fn == TrainerFn.VALIDATING
+        return trainer.validate_loop if is_alone else trainer.fit_loop.epoch_loop.val_loop
+
+    def _note_evaluated(self, name: str, loop: Any) -> None:
+        progress = loop.batch_progress
+        self._note_batch(name, loop, self._num_checks, progress.current.ready - 1, is_last=progress.is_last_batch)
+
+    def _note_batch(self, name: str, loop: Any, run: int, index: int, *, is_last: bool) -> None:
+        if self.world_size > 1 and is_of_unknown_length(loop):
+            note_batch(name, run, index, self.timeout_s, is_last=is_last)
+
+    def _check_even(self, name: str, num_batches: Sequence[int | float], loop: Any) -> None:
         """Refuse loaders of which one rank has more batches: it would wait for others to gather parameters with it."""
+        self._num_checks += 1
         if self.world_size == 1:
             return
         counts: list[Any] = [None] * self.world_size
-        dist.all_gather_object(counts, list(num_batches))
-        for by_rank in zip(*counts, strict=True):
+        dist.all_gather_object(counts, [0] if has_no_batch(loop) else list(num_batches))
+        for by_rank in zip(*counts, strict=False):
             if min(by_rank) != max(by_rank):
+                most = max(by_rank) if max(by_rank) < math.inf else "some"
                 raise ValueError(
-                    f"{name}: got {min(by_rank)} batches on one rank and {max(by_rank)} on another: sharded models "
+                    f"{name}: got {min(by_rank)} batches on one rank and {most} on another: sharded models "
                     "need as many on each; leave trainer.use_distributed_sampler on, or cut or pad the longer ones"
                 )
 

@@ -80,6 +80,13 @@ def stop_children(launcher: Any, patience_s: float = 5.0) -> dict[int, int]:
     return codes
 
 
+def describe_ended(launcher: Any) -> str | None:
+    """Return which of the local ranks that this process started are gone, ``None`` while all are there."""
+    children: list[subprocess.Popen[bytes]] = getattr(launcher, "procs", [])
+    codes = {rank: code for rank, child in enumerate(children, start=1) if (code := child.poll()) is not None}
+    return describe_failed(codes) if codes else None
+
+
 def describe_failed(codes: Mapping[int, int]) -> str:
     """Return which ranks failed and where to look, by the exit codes of ranks."""
     failed = {rank: code for rank, code in codes.items() if code}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from functools import partial
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -55,6 +56,17 @@ def forget_train_loader(trainer: pl.Trainer) -> None:
     the run would see rows of the epoch again, and others not at all. To be called when both have happened.
     """
     trainer.fit_loop._combined_loader = None
+
+
+def is_of_unknown_length(loop: Any) -> bool:
+    """Whether a loop asks loaders that do not know their length, and knows its last batch by asking ahead."""
+    fetcher = loop._data_fetcher
+    return fetcher is not None and fetcher.length is None and hasattr(fetcher, "prefetch_batches")
+
+
+def has_no_batch(loop: Any) -> bool:
+    """Whether a loop that is about to begin has found its loaders to be empty."""
+    return is_of_unknown_length(loop) and loop._data_fetcher.done
 
 
 def is_placeholder(optimizer: Optimizer) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
@@ -16,17 +16,38 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 
 # Private, seen in lightning 2.6.6: what its own strategies are made of.
 from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as in roll_call.py
+
+from lit_fsdp.strategy.roll_call import call_roll, open_store, sign_in
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
 def init_process_group(
-    environment: ClusterEnvironment, device: torch.device, *, num_nodes: int, timeout_s: float
+    environment: ClusterEnvironment,
+    device: torch.device,
+    *,
+    num_nodes: int,
+    timeout_s: float,
+    start_timeout_s: float,
+    facts: Mapping[str, str],
+    find_lost: Callable[[], str | None] = lambda: None,
 ) -> None:
-    """Start the process group, unless there is one. All ranks must call it.
+    """Start the process group, unless there is one, once all ranks have come. All ranks must call it.
+
+    Args:
+        environment: Says who this rank is, and where the ranks meet.
+        device: Of this rank.
+        num_nodes: Over how many the ranks are spread.
+        timeout_s: For collectives.
+        start_timeout_s: How long to wait for ranks to come.
+        facts: What has to be the same on all of them.
+        find_lost: See ``call_roll``.
 
     Raises:
-        ValueError: gloo would listen where other nodes cannot reach it.
+        ValueError: gloo would listen where other nodes cannot reach it; ranks cannot meet or start with different
+            things.
+        RuntimeError: Ranks are missing.
     """
     if dist.is_initialized():
         return
@@ -34,6 +55,11 @@ def init_process_group(
         check_gloo_address(environment.main_address, os.environ)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo for what is in host memory
     own: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    rank, world_size = environment.global_rank(), environment.world_size()
+    store = open_store(environment.main_address, environment.main_port, rank=rank, timeout_s=start_timeout_s)
+    call_roll(store, sign_in(rank, facts), world_size=world_size, timeout_s=start_timeout_s, find_lost=find_lost)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    own["store"] = PrefixStore("default_pg", store)  # as torch does with one that it makes itself
     _init_dist_connection(environment, backend, timeout=timedelta(seconds=timeout_s), **own)
     atexit.register(_destroy_dist_connection)  # Lightning does it for plain "nccl" only
 

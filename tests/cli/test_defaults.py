@@ -23,7 +23,7 @@ from lit_fsdp.callbacks import (
     ThroughputLogger,
     WritePredictions,
 )
-from lit_fsdp.cli.defaults import choose_callbacks
+from lit_fsdp.cli.defaults import choose_callbacks, remove_unused_run
 
 MEASURING = [StabilityMonitor, MemoryLogger, CommunicationLogger, ThroughputLogger, OOMReport]
 MONITORS = [ClassReport, *MEASURING, SpokenReport, RunReport]
@@ -130,3 +130,21 @@ def test_monitoring_false_and_a_run_without_logger_leave_no_report_and_one_besid
     numbers = read_numbers(tmp_path / "runs" / "run")
     assert numbers["config"]["trainer"]["logger"] is False
     assert numbers["run"]["name"] == "run"
+
+
+def test_the_folder_of_a_run_that_never_began_goes_and_what_others_put_there_stays(tmp_path: Path) -> None:
+    version = tmp_path / "runs/run/version_3"
+    (version / "checkpoints").mkdir(parents=True)
+    (version / "hparams.yaml").touch()
+    (version / "events.out.tfevents.1").touch()
+    remove_unused_run(version, [version, tmp_path])
+    assert version.exists()
+    note = version / "note.txt"
+    note.touch()
+    remove_unused_run(version, [tmp_path])
+    assert sorted(path.name for path in version.iterdir()) == [
+        *("checkpoints", "events.out.tfevents.1", "hparams.yaml", "note.txt")
+    ]
+    note.unlink()
+    remove_unused_run(version, [tmp_path])
+    assert list(tmp_path.iterdir()) == []

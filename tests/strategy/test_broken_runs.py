@@ -1,11 +1,16 @@
 """What a run refuses on two ranks: one clear line from each of them, and no rank waits for another."""
 
+import os
+import socket
+import time
 from pathlib import Path
 
 import pytest
-from launches import Ended, fork_ranks, torchrun, write_run
+from launches import Ended, fork_ranks, run_processes, torchrun, write_run
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from lit_fsdp.cli import train
 
 STRATEGY = "trainer.strategy.init_args"
 GOOD = '{"text": "a good row"}\n'
@@ -80,6 +85,8 @@ DATA = {
 
 # What only one rank meets, after the process group has come up.
 USER_DATA = """
+import os
+import signal
 from lit_fsdp.tasks import CausalLM, TextData
 
 class LoneData(TextData):
@@ -96,6 +103,12 @@ class StoppedTask(CausalLM):
     def on_train_batch_start(self, batch, batch_idx):
         if batch_idx == self.stop_at:
             raise KeyboardInterrupt
+
+class KilledTask(CausalLM):
+    def __init__(self, **kwargs):
+        if os.environ.get("LOCAL_RANK") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().__init__(**kwargs)
 
 class LoneTask(CausalLM):
     def training_step(self, batch, batch_idx):
@@ -135,26 +148,31 @@ def spell(setting: str) -> list[str]:
     return setting.split() if setting.startswith("--") else [f"--trainer.strategy.{setting}"]
 
 
-def check_all_refuse(ranks: list[Ended], expected: str) -> None:
-    first, second = ranks
+def check_all_refuse(expected: str, *args: str, is_met: bool = False) -> None:
+    before = sorted(Path("runs").rglob("*"))
+    first, second = fork_ranks(*args)
     assert first.code in (1, 2), first.err
     assert second.code == first.code
-    assert len(first.errors) == len(second.errors) == 1, first.err + second.err
+    assert len(first.errors) == 1, first.err + second.err
     assert first.errors[0].startswith(f"error: {expected}")
-    assert second.errors[0] == f"[rank 1] {first.errors[0]}"
+    # Before they have met they cannot know that both say the same.
+    assert second.errors in ([], [f"[rank 1] {first.errors[0]}"])
+    assert not (is_met and second.errors)
     assert "Traceback" not in first.err + second.err
+    assert len((first.err + second.err).splitlines()) <= 3, first.err + second.err
+    assert sorted(Path("runs").rglob("*")) == before
 
 
 @pytest.mark.full(after=3)
 @pytest.mark.parametrize("setting", CONFIGS)
 def test_a_broken_configuration_is_refused_by_every_rank_in_the_same_line(setting: str) -> None:
-    check_all_refuse(fork_ranks("fit", "--config=run.yaml", *spell(setting)), CONFIGS[setting])
+    check_all_refuse(CONFIGS[setting], "fit", "--config=run.yaml", *spell(setting))
 
 
 @pytest.mark.full(after=2)
 @pytest.mark.parametrize("name", DATA)
 def test_broken_data_is_refused_by_every_rank_with_file_and_line(name: str) -> None:
-    check_all_refuse(fork_ranks("fit", "--config=run.yaml", f"--data.train={name}"), DATA[name][1])
+    check_all_refuse(DATA[name][1], "fit", "--config=run.yaml", f"--data.train={name}", is_met=True)
 
 
 REAL = [
@@ -200,18 +218,40 @@ def test_an_error_of_the_users_code_on_one_rank_ends_the_other_one() -> None:
     check_second_failed_alone(*ranks, cause="ValueError: raised by the code of the user", code=1)
 
 
+def test_ranks_that_found_different_checkpoints_end_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        train, "find_last_checkpoint", lambda *_, **__: Path("data") if os.environ["RANK"] == "0" else None
+    )
+    monkeypatch.setattr(train, "check_checkpoint", lambda _: None)
+    ranks = fork_ranks("fit", "--config=run.yaml", "--ckpt_path=last", timeout_s=100)
+    host = socket.gethostname()
+    line = f"ckpt_path: rank 0 on {host} has data, rank 1 on {host} has no checkpoint: expected the same on all ranks"
+    assert ranks[0].errors == [f"error: {line}"], ranks[0].err
+    assert [rank.code for rank in ranks] == [2, 2]
+
+
+@pytest.mark.full
+def test_a_rank_that_is_killed_while_it_starts_ends_the_run_that_started_it() -> None:
+    task = ("--model.class_path=lone.KilledTask", "--cpu_processes=2", "--trainer.strategy.start_timeout_s=300")
+    began = time.monotonic()
+    (ended,) = run_processes(["-m", "lit_fsdp", "fit", "--config=run.yaml", *task], timeout_s=250)
+    assert time.monotonic() - began < 200
+    assert (ended.code, len(ended.errors)) == (1, 1)
+    assert ended.errors[0].startswith("error: rank 1 was killed (SIGKILL)")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_the_last_checkpoint_of_a_run_that_has_none_is_refused(command: str) -> None:
-    ranks = fork_ranks(command, "--config=run.yaml", "--run_name=new", "--ckpt_path=last")
-    check_all_refuse(ranks, "ckpt_path: got 'last': no run below runs/new has a checkpoint")
+    line = "ckpt_path: got 'last': no run below runs/new has a checkpoint"
+    check_all_refuse(line, command, "--config=run.yaml", "--run_name=new", "--ckpt_path=last")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_a_command_without_data_of_its_kind_is_refused(command: str) -> None:
     name = {"validate": "validation"}.get(command, command)
-    check_all_refuse(fork_ranks(command, "--config=run.yaml"), f"data.init_args.{name}: not set")
+    check_all_refuse(f"data.init_args.{name}: not set", command, "--config=run.yaml")
 
 
 @pytest.mark.full

@@ -53,6 +53,7 @@ def test_registered_names_stand_for_these_settings(name: str, expected: FSDP2Str
             "with mode 'none'",
         ),
         (lambda: FSDP2Strategy(timeout_s=0), {}, "timeout_s: got 0"),
+        (lambda: FSDP2Strategy(start_timeout_s=-1), {}, "start_timeout_s: got -1"),
         (
             lambda: FSDP2Strategy(verify_checkpoint="ful"),
             {},

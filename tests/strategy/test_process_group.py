@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
+from torch.distributed import HashStore
 
 from lit_fsdp.strategy import process_group
 from lit_fsdp.strategy.process_group import check_gloo_address, init_process_group
@@ -49,10 +50,13 @@ def test_a_run_on_several_nodes_is_checked_before_its_ranks_meet(monkeypatch: py
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     met: list[int] = []
     monkeypatch.setattr(process_group, "_init_dist_connection", lambda *_, **__: met.append(1))
+    monkeypatch.setattr(process_group, "open_store", lambda *_, **__: HashStore())
+    monkeypatch.setattr(process_group, "call_roll", lambda *_, **__: met.append(0))
     options: dict[str, Any] = {"environment": LightningEnvironment(), "device": torch.device("cpu"), "timeout_s": 60}
+    options |= {"start_timeout_s": 60, "facts": {}}
     with pytest.raises(ValueError, match="set GLOO_SOCKET_IFNAME"):
         init_process_group(num_nodes=2, **options)
     assert met == []
     monkeypatch.setattr(process_group.atexit, "register", lambda _: None)
     init_process_group(num_nodes=1, **options)
-    assert met == [1]
+    assert met == [0, 1]

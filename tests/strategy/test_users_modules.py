@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import numpy as np
@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from training import build_trainer
 
 from lit_fsdp import ActivationCheckpointing, FSDP2Strategy, Wrap
@@ -408,6 +408,66 @@ def test_uneven_validation_batches_are_refused_instead_of_waiting_for_ever(tmp_p
     refusal = r"val_dataloader: got 2 batches on one rank and 4 on another: .*as many on each"
     with pytest.raises(RankError, match=refusal):
         run_ranks(partial(train, use_distributed_sampler=False), Uneven, tmp_path / "out", True, timeout_s=60)
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """Rows of unknown number."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return iter([Rows()[i] for i in range(self.num_rows)])
+
+
+class Streamed(Plain):
+    """Has data of unknown length to train and to validate, which may be less on a rank."""
+
+    rows: ClassVar[dict[str, tuple[int, int]]] = {"train": (24, 24), "validation": (16, 16)}
+
+    def load(self, name: str) -> DataLoader[Any]:
+        return DataLoader(Stream(self.rows[name][dist.get_rank()]), batch_size=8)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self.load("train")
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.load("validation")
+
+    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        self.net(batch["x"])
+
+
+class ShortTraining(Streamed):
+    rows: ClassVar = Streamed.rows | {"train": (24, 16)}
+
+
+class ShortValidation(Streamed):
+    rows: ClassVar = Streamed.rows | {"validation": (8, 16)}
+
+
+class NothingToTrain(Streamed):
+    rows: ClassVar = Streamed.rows | {"train": (16, 0)}
+
+
+@pytest.mark.parametrize(
+    ("task", "refusal"),
+    [
+        (ShortTraining, r"train_dataloader: rank 1 ran out of data after 2 batches, rank 0 has more"),
+        (ShortValidation, r"val_dataloader: rank 0 ran out of data after 1 batches, rank 1 has more"),
+        (NothingToTrain, r"train_dataloader: got 0 batches on one rank and some on another"),
+        (Streamed, None),
+    ],
+)
+def test_ranks_that_run_out_of_data_of_unknown_length_before_others_are_named(
+    tmp_path: Path, task: type[Streamed], refusal: str | None
+) -> None:
+    run = partial(run_ranks, partial(train, max_epochs=2, num_sanity_val_steps=0), task, tmp_path / "out", True)
+    if refusal is None:
+        run(timeout_s=60)
+        return
+    with pytest.raises(RankError, match=refusal):
+        run(timeout_s=60)
 
 
 class Scaled(Plain):

@@ -1,0 +1,326 @@
+"""Who comes when a run starts: ranks tell each other where they are and what they start with, and none waits for long.
+
+Rank 0 has the store, or torchrun's agent does. Every rank signs in there; rank 0 looks who came, compares what they
+start with, and writes the verdict that all others read. So all ranks end with the same line.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch.distributed as dist
+
+# Public, but not in the __all__ that mypy goes by, seen in torch 2.15.
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+# Private, seen in torch 2.13 to 2.15: the store of a process group that the user may have started.
+from torch.distributed.distributed_c10d import _get_default_store
+
+_POLL_S = (0.001, 0.1)  # the first pause and the longest
+_GRACE_S = 5.0  # for what takes a moment once its other end is there
+
+_calls = count()  # of this process: a second run of it must not read the answers of the first
+
+_shared: list[str] = []  # the lines that this process has told the others
+
+
+@dataclass(frozen=True, kw_only=True)
+class Presence:
+    """A rank that came.
+
+    Args:
+        rank: Its number.
+        host: Where it is.
+        pid: Its process there.
+        facts: What has to be the same on all ranks, by name.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    facts: Mapping[str, str]
+
+
+def sign_in(rank: int, facts: Mapping[str, str]) -> Presence:
+    """Return the presence of this process."""
+    return Presence(rank=rank, host=socket.gethostname(), pid=os.getpid(), facts=facts)
+
+
+def open_store(address: str, port: int, *, rank: int, timeout_s: float) -> Store:
+    """Return the store where ranks meet: that of torchrun's agent, else one that rank 0 has.
+
+    Raises:
+        ValueError: The address is unknown here, or something else has the port.
+        RuntimeError: Nobody came to the port in time.
+    """
+    host = socket.gethostname()
+    try:
+        socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"MASTER_ADDR: got {address!r}: {host} knows no host of this name: expected the name or address of the "
+            "machine of rank 0"
+        ) from error
+    except OverflowError:
+        raise ValueError(f"MASTER_PORT: got {port}: expected 1 to 65535") from None
+    own: dict[str, Any] = {}
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and not has_agent:
+        own = {"is_master": True, "master_listen_fd": _listen(port)}
+    _wait_for_listener(address, port, host, timeout_s)
+    found: list[Store] = []
+    limit = timedelta(seconds=timeout_s)
+
+    def connect() -> None:
+        with suppress(DistError):
+            found.append(TCPStore(address, port, None, timeout=limit, wait_for_workers=False, **own))
+
+    # In a thread: what listens there may be no store and never answer, and torch would wait for it without an end.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(max(timeout_s, _GRACE_S))
+    if not found:
+        raise ValueError(
+            f"MASTER_PORT: got {port}: what listens there on {address} is not rank 0 of this run, as {host} sees it: "
+            "choose a port that is free"
+        )
+    return PrefixStore(_name_attempt(), found[0])
+
+
+def call_roll(
+    store: Store,
+    own: Presence,
+    *,
+    world_size: int,
+    timeout_s: float,
+    find_lost: Callable[[], str | None] = lambda: None,
+) -> None:
+    """Wait until all ranks are here and start with the same; all that are there end alike if not. Takes milliseconds.
+
+    Args:
+        store: From ``open_store``.
+        own: This rank.
+        world_size: How many ranks have to come.
+        timeout_s: How long rank 0 waits for the others, and they for it.
+        find_lost: Asked while rank 0 waits; returns why the wait is in vain, once it is.
+
+    Raises:
+        RuntimeError: Some did not come; names those that did and those that are missing.
+        ValueError: They start with different things, or two came as the same rank.
+    """
+    store = PrefixStore(f"roll_call_{next(_calls)}", store)
+    try:
+        if store.add(f"claims/{own.rank}", 1) > 1:
+            other = _read_presence(store, own.rank)
+            where = "elsewhere" if other is None else f"on {other.host} (pid {other.pid})"
+            raise ValueError(
+                f"rank {own.rank} came twice: {where} and on {own.host} (pid {own.pid}): give each process a rank of "
+                "its own, with RANK or NODE_RANK"
+            )
+        store.set(f"present/{own.rank}", json.dumps(asdict(own)))
+        if own.rank == 0:
+            _lead(store, own, world_size, timeout_s, find_lost)
+        else:
+            _follow(store, world_size, timeout_s)
+    except DistError as error:  # no answer from the store
+        raise RuntimeError(f"the connection to rank 0 was lost while the ranks started ({error})") from error
+
+
+def get_store(name: str) -> Store:
+    """Return the part of the process group's store that has this name."""
+    return PrefixStore(name, _get_default_store())
+
+
+def share_refusal(line: str, patience_s: float) -> bool:
+    """Tell the other ranks in which line this one ends, and return whether rank 0 ends in the same: that one says it.
+
+    False where ranks have no store in common, or lose it: a line that is told twice is better than one that is lost.
+    Uses the store of the process group, else that of torchrun's agent.
+
+    Args:
+        line: Of this rank.
+        patience_s: How long others wait for rank 0, and rank 0 for them to read.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    has_group = dist.is_initialized()
+    if has_group:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if world_size == 1 or not (has_group or has_agent) or line in _shared:
+        return False
+    _shared.append(line)
+    try:
+        if has_group:
+            store = get_store("refusals")
+        else:
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = PrefixStore("refusals", open_store(address, port, rank=rank, timeout_s=patience_s))
+        if rank == 0:
+            store.set("0", line)
+            wait_until(lambda: store.add("readers", 0) >= world_size - 1, patience_s)
+            return False
+        is_told = wait_until(lambda: bool(store.check(["0"])), patience_s) and store.get("0").decode() == line
+        store.add("readers", 1)
+        return is_told
+    except (DistError, ValueError, RuntimeError):  # it went with another rank
+        return False
+
+
+def describe_missing(present: Sequence[Presence], world_size: int, timeout_s: float) -> str:
+    """Return which ranks came, from where, and which did not."""
+    came = {p.rank for p in present}
+    missing = [rank for rank in range(world_size) if rank not in came]
+    hosts: dict[str, list[int]] = {}
+    for presence in present:
+        hosts.setdefault(presence.host, []).append(presence.rank)
+    where = ", ".join(f"{_name_ranks(ranks)} on {host}" for host, ranks in hosts.items())
+    return (
+        f"start_timeout_s: {len(came)} of {world_size} ranks came within {timeout_s:g} s: {where or 'none'}; missing: "
+        f"{_name_ranks(missing)}: see what stopped them there, or set start_timeout_s higher if they start slowly"
+    )
+
+
+def describe_difference(present: Sequence[Presence]) -> str | None:
+    """Return the first fact that is not the same on all ranks: both values, and who has which."""
+    first, *others = present
+    if all(other.facts == first.facts for other in others):
+        return None
+    for name in dict.fromkeys(name for presence in present for name in presence.facts):
+        expected = first.facts.get(name, "not set")
+        if differing := [p for p in others if p.facts.get(name, "not set") != expected]:
+            value = differing[0].facts.get(name, "not set")
+            same = [p.rank for p in differing if p.facts.get(name, "not set") == value]
+            return (
+                f"{name}: rank {first.rank} on {first.host} has {expected}, {_name_ranks(same)} on "
+                f"{differing[0].host} has {value}: expected the same on all ranks"
+            )
+    return None
+
+
+def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
+    """Return whether it is done in time. Not ``store.wait``: each that is in vain has torch write lines on stderr."""
+    pause_s, longest_s = _POLL_S
+    deadline = time.monotonic() + timeout_s
+    while not is_done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
+    return True
+
+
+def _lead(store: Store, own: Presence, world_size: int, timeout_s: float, find_lost: Callable[[], str | None]) -> None:
+    present = {own.rank: own}
+
+    def look() -> bool:
+        for rank in range(world_size):
+            if rank not in present and (found := _read_presence(store, rank)) is not None:
+                present[rank] = found
+        return len(present) == world_size
+
+    lost: list[str] = []
+
+    def look_again() -> bool:
+        lost.extend(filter(None, [None if (is_complete := look()) else find_lost()]))
+        return is_complete or bool(lost)
+
+    if wait_until(look_again, timeout_s) and not lost:
+        difference = describe_difference([present[rank] for rank in sorted(present)])
+        store.set("verdict", json.dumps({"difference": difference}))
+        if difference is not None:
+            _wait_for_readers(store, present)
+            raise ValueError(difference)
+        return
+    line = lost[0] if lost else describe_missing([present[r] for r in sorted(present)], world_size, timeout_s)
+    store.set("verdict", json.dumps({"missing": line}))
+    _wait_for_readers(store, present)
+    raise RuntimeError(line)
+
+
+def _follow(store: Store, world_size: int, timeout_s: float) -> None:
+    def is_decided() -> bool:
+        return bool(store.check(["verdict"]))
+
+    # Rank 0 counts from when it came itself.
+    if not wait_until(is_decided, timeout_s) and not (
+        store.check(["present/0"]) and wait_until(is_decided, timeout_s + _GRACE_S)
+    ):
+        present = [p for rank in range(world_size) if (p := _read_presence(store, rank)) is not None]
+        raise RuntimeError(describe_missing(present, world_size, timeout_s))
+    verdict = json.loads(store.get("verdict"))
+    if verdict.get("missing"):
+        store.add("readers", 1)
+        raise RuntimeError(verdict["missing"])
+    if verdict.get("difference"):
+        store.add("readers", 1)
+        raise ValueError(verdict["difference"])
+
+
+def _wait_for_readers(store: Store, present: Mapping[int, Presence]) -> None:
+    """Keep the store up until the others know why the run ends."""
+    wait_until(lambda: store.add("readers", 0) >= len(present) - 1, _GRACE_S)
+
+
+def _read_presence(store: Store, rank: int) -> Presence | None:
+    return Presence(**json.loads(store.get(key))) if store.check([key := f"present/{rank}"]) else None
+
+
+def _listen(port: int) -> int:
+    """Return a socket that listens on a port of all addresses; to be closed by the store."""
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    try:
+        return socket.create_server(("", port), family=family, backlog=2048, dualstack_ipv6=is_dual).detach()
+    except OSError as error:
+        why = "something else on" if error.errno == errno.EADDRINUSE else f"{error.strerror or error} on"
+        raise ValueError(
+            f"MASTER_PORT: got {port}: {why} {socket.gethostname()}, the host of rank 0, "
+            f"{'listens there already' if error.errno == errno.EADDRINUSE else 'at that port'}: choose one that is free"
+        ) from error
+
+
+def _wait_for_listener(address: str, port: int, host: str, timeout_s: float) -> None:
+    def is_there() -> bool:
+        try:
+            with socket.create_connection((address, port), timeout=max(min(timeout_s, 5.0), 0.1)):
+                return True
+        except OSError:
+            return False
+
+    if not wait_until(is_there, timeout_s):
+        raise RuntimeError(
+            f"start_timeout_s: nobody listens at MASTER_ADDR {address}, MASTER_PORT {port}, within {timeout_s:g} s, as "
+            f"{host} sees it: rank 0 did not start, or is on another host, or a firewall is in between"
+        )
+
+
+def _name_attempt() -> str:
+    """Return what keeps the keys of a run from those of one that the same agent started before.
+
+    torchrun's agents share one store between attempts unless they are told not to; then they may count them
+    differently, and need no name. Seen in torch 2.13 (pytorch#135712); drop when each attempt has its own.
+    """
+    is_shared = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
+    return f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if is_shared else 0}"
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """Return ``ranks 0-3, 6``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join('-'.join(map(str, span)) for span in spans)}"

@@ -1,0 +1,114 @@
+"""Ranks that cannot start together end soon, each with a line that names who came, who did not, and what differs."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launches import find_free_port
+
+from lit_fsdp.strategy.roll_call import Presence, call_roll, describe_difference, describe_missing, open_store, sign_in
+
+
+def start_ranks(folder: Path, *ranks: int, world_size: int, port: int, **options: Any) -> list[str]:
+    """Let these ranks come, each in a process, and return what each was told: nothing if all is well."""
+    facts: Callable[[int], dict[str, str]] = options.pop("facts", lambda _: {})
+    find_lost: Callable[[], str | None] = options.pop("find_lost", lambda: None)
+    timeout_s: float = options.pop("timeout_s", 30.0)
+
+    def body(place: int, rank: int) -> None:
+        try:
+            store = open_store("127.0.0.1", port, rank=rank, timeout_s=timeout_s)
+            own = sign_in(rank, facts(rank))
+            call_roll(store, own, world_size=world_size, timeout_s=timeout_s, find_lost=find_lost)
+            found = ""
+            # The store goes with rank 0, and the others may still read.
+            time.sleep(0.3 if rank == 0 else 0)
+        except (ValueError, RuntimeError) as error:
+            found = str(error)
+        (folder / f"{place}.json").write_text(json.dumps(found))
+
+    context = get_context("fork")
+    processes = [context.Process(target=body, args=(place, rank)) for place, rank in enumerate(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    return [json.loads((folder / f"{place}.json").read_text()) for place in range(len(ranks))]
+
+
+def test_ranks_that_start_with_the_same_go_on(tmp_path: Path) -> None:
+    assert start_ranks(tmp_path, 0, 1, 2, world_size=3, port=find_free_port()) == ["", "", ""]
+
+
+def test_a_missing_rank_is_named_by_all_that_came(tmp_path: Path) -> None:
+    found = start_ranks(tmp_path, 0, 2, world_size=4, port=find_free_port(), timeout_s=0.5)
+    host = socket.gethostname()
+    assert found[0].startswith(
+        f"start_timeout_s: 2 of 4 ranks came within 0.5 s: ranks 0, 2 on {host}; missing: ranks 1, 3"
+    )
+    assert found[1] == found[0]
+
+
+def test_what_differs_is_named_with_both_values_and_hosts(tmp_path: Path) -> None:
+    facts = lambda rank: {"torch": "2.13", "ckpt_path": "a.ckpt" if rank == 0 else "none"}  # noqa: E731
+    found = start_ranks(tmp_path, 0, 1, 2, world_size=3, port=find_free_port(), facts=facts)
+    host = socket.gethostname()
+    assert set(found) == {
+        f"ckpt_path: rank 0 on {host} has a.ckpt, ranks 1-2 on {host} has none: expected the same on all ranks"
+    }
+
+
+def test_two_processes_that_take_themselves_for_one_rank_are_told(tmp_path: Path) -> None:
+    found = start_ranks(tmp_path, 0, 1, 1, world_size=3, port=find_free_port(), timeout_s=1.0)
+    assert any(line.startswith("rank 1 came twice: ") for line in found)
+
+
+def test_rank_0_ends_at_once_when_a_rank_it_started_is_gone(tmp_path: Path) -> None:
+    began = time.monotonic()
+    find_lost = lambda: "rank 2 was killed"  # noqa: E731
+    assert start_ranks(tmp_path, 0, world_size=3, port=find_free_port(), find_lost=find_lost) == ["rank 2 was killed"]
+    assert time.monotonic() - began < 20
+
+
+def test_places_where_nobody_can_meet_are_refused() -> None:
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"MASTER_ADDR: got 'no.such.host.invalid': .* knows no host of this name"):
+        open_store("no.such.host.invalid", 29500, rank=1, timeout_s=30)
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"MASTER_PORT: got {port}: something else on .* choose one that is free"):
+            open_store("127.0.0.1", port, rank=0, timeout_s=30)
+    assert time.monotonic() - began < 15
+    with pytest.raises(RuntimeError, match=rf"nobody listens at MASTER_ADDR 127.0.0.1, MASTER_PORT {port}, within 0.3"):
+        open_store("127.0.0.1", port, rank=1, timeout_s=0.3)
+
+
+@pytest.mark.full
+def test_a_port_where_something_else_never_answers_is_refused(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        pid = os.fork()
+        if not pid:  # torch's thread waits for ever
+            try:
+                open_store("127.0.0.1", port, rank=1, timeout_s=1)
+            except ValueError as error:
+                (tmp_path / "line").write_text(str(error))
+            os._exit(0)
+        os.waitpid(pid, 0)
+    assert (
+        (tmp_path / "line").read_text().startswith(f"MASTER_PORT: got {port}: what listens there on 127.0.0.1 is not")
+    )
+
+
+def test_long_lists_of_ranks_are_told_by_host() -> None:
+    present = [Presence(rank=r, host=f"node{r // 4}", pid=r, facts={}) for r in range(12) if r not in (5, 6)]
+    line = describe_missing(present, 16, 60.0)
+    assert "ranks 0-3 on node0, ranks 4, 7 on node1, ranks 8-11 on node2; missing: ranks 5-6, 12-15:" in line
+    assert describe_difference(present) is None
