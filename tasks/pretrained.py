@@ -26,7 +26,7 @@ from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.base import Task, refuse_quantized_training
 from lit_fsdp.tasks.lr_schedule import LRSchedule
-from lit_fsdp.weights.base_weights import BASE, CONFIG, LORA, describe_base, fetch_pretrained, get_pretrained_folder
+from lit_fsdp.weights.base_weights import BASE, CONFIG, LORA, check_config_file, describe_base, fetch_pretrained, get_pretrained_folder
 from lit_fsdp.weights.load import init_weights, load_weights
 from lit_fsdp.weights.prequantized import read_quantization
 
@@ -179,8 +179,10 @@ class PretrainedTask(Task):
 
 def load_config(pretrained: str) -> PreTrainedConfig:
     """Return the configuration of a model, a folder or of the Hub."""
+    folder = get_pretrained_folder(pretrained)
+    check_config_file(folder)
     try:
-        return drop_quantization(AutoConfig.from_pretrained(get_pretrained_folder(pretrained), trust_remote_code=False))
+        return drop_quantization(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     except StrictDataclassError as error:
         raise ValueError(f"pretrained: {pretrained}: config.json: {error.__cause__ or error}") from error
     except (OSError, ValueError) as error:

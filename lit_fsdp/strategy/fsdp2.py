@@ -50,7 +50,7 @@ from lit_fsdp.strategy.lightning_internals import (
     watch_monitors,
 )
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
-from lit_fsdp.strategy.process_group import init_process_group
+from lit_fsdp.strategy.process_group import MAX_TIMEOUT_S, init_process_group
 from lit_fsdp.strategy.random_streams import RandomStreams
 from lit_fsdp.strategy.rebinding import rebind_optimizers, remember_parameters
 from lit_fsdp.strategy.trainer_settings import (
@@ -216,8 +216,8 @@ class FSDP2Strategy(RandomStreams):
     def _check_settings(self) -> None:
         """Refuse what cannot work, when the Trainer is built: before processes, collectives or memory."""
         self.settings.check(world_size=self.world_size, ranks_per_node=self.num_processes, device=self.root_device)
-        if self.timeout_s <= 0:
-            raise ValueError(f"timeout_s: got {self.timeout_s}: expected seconds above 0")
+        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(f"timeout_s: got {self.timeout_s}: expected seconds above 0, up to {MAX_TIMEOUT_S:,.0f}")
         check_verify("verify_checkpoint", self.verify_checkpoint)
         if self._layer_sync is not None:
             raise ValueError(

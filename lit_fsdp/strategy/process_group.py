@@ -17,6 +17,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 # Private, seen in lightning 2.6.6: what its own strategies are made of.
 from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
 
+MAX_TIMEOUT_S = 1e9  # 30 years; torch counts in nanoseconds, of which 64 bits hold 290
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
