@@ -26,7 +26,15 @@ from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.base import Task, refuse_quantized_training
 from lit_fsdp.tasks.lr_schedule import LRSchedule
-from lit_fsdp.weights.base_weights import BASE, CONFIG, LORA, check_config_file, describe_base, fetch_pretrained, get_pretrained_folder
+from lit_fsdp.weights.base_weights import (
+    BASE,
+    CONFIG,
+    LORA,
+    check_config_file,
+    describe_base,
+    fetch_pretrained,
+    get_pretrained_folder,
+)
 from lit_fsdp.weights.load import init_weights, load_weights
 from lit_fsdp.weights.prequantized import read_quantization
 

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp.tasks.causal_lm.tokenizer import TrainTokenizer, train_tokenizer
 from lit_fsdp.tasks.tts.preparation.prepared import write_shard
+from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
 
 GONE = object()  # in place of a value or a file: it is removed
 FIT = "fit --config run.yaml"
@@ -145,6 +146,7 @@ def make_voice(folder: Path) -> None:
     """A speech model with its codec, to speak with."""
     (folder / "voice").mkdir()
     save_model(folder / "voice")
+    build_byte_tokenizer().save_pretrained(folder / "voice")
     (folder / "texts.txt").write_text("one\ntwo\n")
 
 
@@ -193,8 +195,10 @@ def make_spoken(folder: Path) -> None:
 
 POINTS = {
     make.__name__.removeprefix("make_"): make
-    for make in (make_text, make_image, make_speech, make_voice, make_own)
-    + (make_base, make_trained, make_adapted, make_single, make_spoken)
+    for make in (
+        *(make_text, make_image, make_speech, make_voice, make_own),
+        *(make_base, make_trained, make_adapted, make_single, make_spoken),
+    )
 }
 
 
@@ -246,7 +250,9 @@ def run_rows(rows: Sequence[tuple[str, Row]], points: Mapping[str, Path], folder
             change_settings(place / "run.yaml", row.settings)
         for name, edit in row.files.items():
             _edit(place / name, edit)
-        starts.append(Start(args=row.args.split(), folder=place, environ={"LIT_FSDP_CACHE": str(folder / "cache"), **row.environ}))
+        starts.append(
+            Start(args=row.args.split(), folder=place, environ={"LIT_FSDP_CACHE": str(folder / "cache"), **row.environ})
+        )
         before.append(list_files(place))
     return [
         check_row(row, end, sorted(list_files(start.folder) - found))

@@ -5,10 +5,11 @@ words that a user needs to mend it. A row that does not hold yet goes into ``OPE
 """
 
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from input_rows import FIT, GONE, POINTS, Row, cut, data, edit_json, edit_line, fit, link, list_files, run, run_rows
+from input_rows import FIT, GONE, POINTS, Row, cut, data, edit_json, edit_line, fit, link, run, run_rows
 
 EXPORT = "export --checkpoint checkpoints/last.ckpt --out exported"
 SPEAK = "speak --model voice --out spoken --text hello --codec formants"
@@ -69,7 +70,7 @@ YAML = [
     run("option without value", f"{FIT} --trainer.max_steps", "no value given"),
     run("word for a number", f"{FIT} --trainer.max_steps two", "trainer.max_steps", "two"),
     run("config twice as last", f"{FIT} --config", "config: no value given"),
-]
+]  # fmt: skip
 
 TRAINER = [
     fit("max_steps a word", {"trainer.max_steps": "many"}, "trainer.max_steps", "int"),
@@ -106,14 +107,16 @@ TRAINER = [
     fit("seed too large", {"seed_everything": 2**40}, "seed_everything"),
     fit("seed a word", {"seed_everything": "random"}, "seed_everything"),
     fit("callback misspelt", {"trainer.callbacks": [{"class_path": "ModelCheckpont"}]}, "trainer.callbacks"),
-    fit("callback renamed", {"trainer.callbacks": [{"class_path": "lit_fsdp.callbacks.TrafficLogger"}]}, "Communication"),
+    fit("callback renamed", {"trainer.callbacks": [{"class_path": "lit_fsdp.callbacks.TrafficLogger"}]},
+        "Communication"),
     fit("callback a number", {"trainer.callbacks": [3]}, "trainer.callbacks"),
     fit("callback's key misspelt",
         {"trainer.callbacks": [{"class_path": "lit_fsdp.callbacks.EMA", "init_args": {"dcay": 0.9}}]}, "did you mean"),
     fit("EMA decay 1.5",
         {"trainer.callbacks": [{"class_path": "lit_fsdp.callbacks.EMA", "init_args": {"decay": 1.5}}]}, "decay"),
     fit("monitor misspelt",
-        {"trainer.callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"monitor": "val_los", "save_top_k": -2}}]},
+        {"trainer.callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"monitor": "val_los",
+        "save_top_k": -2}}]},
         "save_top_k"),
     fit("logger misspelt", {"trainer.logger": {"class_path": "TensorBordLogger"}}, "trainer.logger"),
     fit("profiler misspelt", {"trainer.profiler": "simpel"}, "profiler"),
@@ -129,7 +132,7 @@ TRAINER = [
     fit("cpu_processes a word", {"cpu_processes": "two"}, "cpu_processes"),
     fit("monitoring a word", {"monitoring": "sometimes"}, "monitoring"),
     fit("reload every 0", {"trainer.reload_dataloaders_every_n_epochs": -1}, "reload_dataloaders_every_n_epochs"),
-]
+]  # fmt: skip
 
 STRATEGY = [
     fit("mesh too large", {"strategy.mesh": {"replicate": 2, "shard": 3}}, "mesh", "6 ranks"),
@@ -143,7 +146,8 @@ STRATEGY = [
     fit("wrap of a class that is not there",
         {"strategy.wrap": {"policy": "module_classes", "module_classes": ["LlamaLayer"]}}, "LlamaLayer"),
     fit("reshard 0", {"strategy.sharding": {"reshard_after_forward": 0}}, "reshard_after_forward"),
-    fit("reshard into more than there are", {"strategy.sharding": {"reshard_after_forward": 7}}, "reshard_after_forward"),
+    fit("reshard into more than there are", {"strategy.sharding": {"reshard_after_forward": 7}},
+        "reshard_after_forward"),
     fit("no_sync without accumulation", {"strategy.sharding": {"no_sync": True}}, "no_sync", "accumulate_grad_batches"),
     fit("renamed sharding key", {"strategy.sharding": {"hold_gradients": True}}, "no_sync"),
     fit("sharding key misspelt", {"strategy.sharding": {"prefetchh": 1}}, "unknown key"),
@@ -152,7 +156,8 @@ STRATEGY = [
     fit("mixed precision a word", {"strategy.mixed_precision": "bf16-mixed"}, "mixed_precision", "mapping"),
     fit("checkpointing a word", {"strategy.activation_checkpointing": "full"}, "activation_checkpointing", "mapping"),
     fit("checkpointing mode misspelt", {"strategy.activation_checkpointing": {"mode": "ful"}}, "mode"),
-    fit("every 0 blocks", {"strategy.activation_checkpointing": {"mode": "full", "every_n_blocks": 0}}, "every_n_blocks"),
+    fit("every 0 blocks", {"strategy.activation_checkpointing": {"mode": "full", "every_n_blocks": 0}},
+        "every_n_blocks"),
     fit("saved ops that are none",
         {"strategy.activation_checkpointing": {"mode": "selective", "saved_ops": ["matmull"]}}, "matmull"),
     fit("every_n_blocks without a mode",
@@ -172,7 +177,7 @@ STRATEGY = [
     fit("timeout infinite", {"strategy.timeout_s": float("inf")}, "timeout_s"),
     fit("async save a word", {"strategy.async_save": "yes please"}, "async_save"),
     fit("async single file", {"strategy.async_save": True, "strategy.checkpoint_format": "single_file"}, "async_save"),
-]
+]  # fmt: skip
 
 MODEL = [
     fit("optimizer misspelt", {"model.optimizer": {"name": "adam"}}, "optimizer.name", "adamw"),
@@ -211,7 +216,8 @@ MODEL = [
     fit("hidden_size 0", {"model.config.hidden_size": 0}, "hidden_size"),
     fit("hidden_size negative", {"model.config.hidden_size": -32}, "hidden_size"),
     fit("hidden_size a word", {"model.config.hidden_size": "32k"}, "hidden_size"),
-    fit("heads that do not divide", {"model.config.num_attention_heads": 5}, "model.init_args.config", "attention heads"),
+    fit("heads that do not divide", {"model.config.num_attention_heads": 5}, "model.init_args.config",
+        "attention heads"),
     fit("more key heads than heads", {"model.config.num_key_value_heads": 3}, "num_key_value_heads"),
     fit("layers null", {"model.config.num_hidden_layers": None}, "num_hidden_layers"),
     fit("vocabulary too small", {"model.config.vocab_size": 20}, "vocab"),
@@ -259,10 +265,12 @@ BASE = [
     data("index cut", {"base/model.safetensors": GONE, "base/model.safetensors.index.json": '{"weight_map"'},
          "model.safetensors.index.json"),
     data("index of a part that is gone",
-         {"base/model.safetensors": GONE, "base/model.safetensors.index.json": '{"weight_map": {"a": "b.safetensors"}}'},
+         {"base/model.safetensors": GONE,
+         "base/model.safetensors.index.json": '{"weight_map": {"a": "b.safetensors"}}'},
          "b.safetensors"),
     data("index that leaves the folder",
-         {"base/model.safetensors": GONE, "base/model.safetensors.index.json": '{"weight_map": {"a": "../b.safetensors"}}'},
+         {"base/model.safetensors": GONE,
+         "base/model.safetensors.index.json": '{"weight_map": {"a": "../b.safetensors"}}'},
          "../b.safetensors"),
     data("index with absolute names",
          {"base/model.safetensors": GONE, "base/model.safetensors.index.json": '{"weight_map": {"a": "/etc/passwd"}}'},
@@ -279,7 +287,8 @@ BASE = [
     fit("dropout 1", {"model.lora": {"dropout": 1.0}}, "lora.dropout"),
     fit("adapters true", {"model.lora": True}, "lora", "mapping"),
     fit("targets that are not there", {"model.lora": {"target_modules": ["q_prj"]}}, "target_modules", "q_pr"),
-    fit("targets of no pattern", {"model.lora": {"target_modules": "*.q_proj"}}, "target_modules", "regular expression"),
+    fit("targets of no pattern", {"model.lora": {"target_modules": "*.q_proj"}}, "target_modules",
+        "regular expression"),
     fit("no targets", {"model.lora": {"target_modules": []}}, "target_modules"),
     fit("target a norm", {"model.lora": {"target_modules": ["norm"]}}, "target_modules"),
     fit("excluded that is not there", {"model.lora": {"exclude_modules": ["nothing"]}}, "exclude_modules"),
@@ -294,8 +303,10 @@ BASE = [
     fit("quantization a word", {"model.lora": {}, "model.quantization": "nf4"}, "quantization", "mapping"),
     fit("block size 100", {"model.lora": {}, "model.quantization": {"block_size": 100}}, "block_size"),
     fit("blocks larger than rows", {"model.lora": {}, "model.quantization": {"block_size": 4096}}, "block"),
-    fit("double int8", {"model.lora": {}, "model.quantization": {"type": "int8", "double_quant": True}}, "double_quant"),
-    fit("skipped that is not there", {"model.lora": {}, "model.quantization": {"skip_modules": ["hed"]}}, "skip_modules"),
+    fit("double int8", {"model.lora": {}, "model.quantization": {"type": "int8", "double_quant": True}},
+        "double_quant"),
+    fit("skipped that is not there", {"model.lora": {}, "model.quantization": {"skip_modules": ["hed"]}},
+        "skip_modules"),
 ]  # fmt: skip
 
 TEXT = [
@@ -328,11 +339,13 @@ TEXT = [
     data("Latin-1", {"train.jsonl": edit_line(4, b'{"text": "caf\xe9"}')}, "train.jsonl", "UTF-8"),
     data("zeros", {"train.jsonl": b"\x00" * 100}, "train.jsonl", "line 1"),
     data("no completion", {"train.jsonl": edit_line(1, '{"prompt": "a"}')}, "line 1"),
-    data("completion a list", {"train.jsonl": edit_line(1, '{"prompt": "a", "completion": ["b"]}')}, "line 1", "completion"),
+    data("completion a list", {"train.jsonl": edit_line(1, '{"prompt": "a", "completion": ["b"]}')}, "line 1",
+        "completion"),
     data("messages a text", {"train.jsonl": edit_line(1, '{"messages": "hi"}')}, "line 1", "messages"),
     data("messages empty", {"train.jsonl": edit_line(1, '{"messages": []}')}, "line 1", "messages"),
     data("message without role", {"train.jsonl": edit_line(1, '{"messages": [{"content": "a"}]}')}, "line 1", "role"),
-    data("role misspelt", {"train.jsonl": edit_line(1, '{"messages": [{"role": "asistant", "content": "a"}]}')}, "asistant"),
+    data("role misspelt", {"train.jsonl": edit_line(1, '{"messages": [{"role": "asistant", "content": "a"}]}')},
+        "asistant"),
     data("content a list",
          {"train.jsonl": edit_line(1, '{"messages": [{"role": "user", "content": [1]}]}')}, "line 1", "content"),
     data("chat without an answer",
@@ -378,9 +391,9 @@ TEXT = [
     data("vocabulary too small", {}, "vocab_size", tokenizer={"vocab_size": 3}),
     data("tokenizer's key misspelt", {}, "tokenizer", "size", tokenizer={"size": 300}),
     data("tokenizer left out", {}, "tokenizer", tokenizer=None),
-    run("validate without data", f"validate --config run.yaml", "validation"),
-    run("test without data", f"test --config run.yaml", "test"),
-    run("predict without data", f"predict --config run.yaml", "predict"),
+    run("validate without data", "validate --config run.yaml", "validation"),
+    run("test without data", "test --config run.yaml", "test"),
+    run("predict without data", "predict --config run.yaml", "predict"),
 ]  # fmt: skip
 
 IMAGE = [
@@ -465,7 +478,7 @@ SPEECH = [
     run("limits not a number", f"{PREPARE} --limits.min_seconds nan", "min_seconds"),
     run("transcriber gone", f"{PREPARE} --transcriber nobody/whisper", "transcriber"),
     run("option of prepare misspelt", f"{PREPARE} --num_process 2", "num_processes"),
-]
+]  # fmt: skip
 
 VOICES = [
     run("no text", "speak --model voice --out spoken", "text or texts"),
@@ -475,6 +488,7 @@ VOICES = [
     run("model's config cut", SPEAK, "config.json", files={"voice/config.json": cut()}),
     run("model's weights cut", SPEAK, "model.safetensors", files={"voice/model.safetensors": cut()}),
     run("model's weights gone", SPEAK, "safetensors", files={"voice/model.safetensors": GONE}),
+    run("model's tokenizer gone", SPEAK, "tokenizer", "voice", files={"voice/tokenizer.json": GONE}),
     run("codec misspelt", SPEAK.replace("formants", "formats"), "codec", "formats"),
     run("speaker unknown", f"{SPEAK} --speaker nobody", "speaker", "nobody"),
     run("batch 0", f"{SPEAK} --batch_size 0", "batch_size"),
@@ -515,7 +529,7 @@ OWN = [
     fit("class_path null", {"model.class_path": None}, "model", "class_path"),
     fit("class_path of a function", {"model.class_path": "os.path.join"}, "model.class_path"),
     fit("init_args a list", {"model.init_args": [1]}, "model.init_args"),
-]
+]  # fmt: skip
 
 RESUMED = [
     fit("checkpoint gone", {}, "ckpt_path", "did you mean", options="--ckpt_path checkpoints/lst.ckpt"),
@@ -549,9 +563,9 @@ RESUMED = [
         {"model_type": "vit", "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}}},
         "data": {"class_path": "lit_fsdp.tasks.ImageData", "init_args": {"train": "digits"}}},
         "last.ckpt", options=RESUME),
-    fit("no steps left", {}, "max_steps", options=f"{RESUME} --trainer.max_steps 1"),
     run("export: misspelt", "export --checkpoint chekpoints --out exported", "chekpoints"),
-    run("export: nothing there", "export --checkpoint . --out exported", "checkpoint"),
+    run("export: nothing there", "export --checkpoint runs --out exported", "runs is no checkpoint",
+        files={"runs/notes.txt": "a"}),
     run("export: no out", "export --checkpoint checkpoints/last.ckpt", "out"),
     run("export: no checkpoint", "export --out exported", "checkpoint"),
     run("export: out is there", EXPORT.replace("exported", "checkpoints"), "out", "checkpoints"),
@@ -579,22 +593,20 @@ RESUMED = [
     run("export: damaged", EXPORT, "__0_0.distcp", files={f"{CKPT}/__0_0.distcp": edit_line(1, b"x")}),
     run("export: meta.pt hostile", EXPORT, "meta.pt", files={f"{CKPT}/meta.pt": b"cos\nsystem\n(S'id'\ntR."}),
     run("export: a configuration", "export --checkpoint run.yaml --out exported", "run.yaml"),
-    run("export-voice: text", VOICE, "last.ckpt"),
-    run("speak: text", f"speak --model {CKPT} --out spoken --text hello --codec formants", "last.ckpt"),
+    run("export-voice: text", VOICE, "was not written by TextToSpeech"),
+    run("speak: text", f"speak --model {CKPT} --out spoken --text hello --codec formants", "was not written by"),
 ]  # fmt: skip
 
 ADAPTED = [
     run("export: base gone", f"{EXPORT} --merge true", "base", files={"base": GONE}),
     run("export: base misspelt", f"{EXPORT} --merge true --base ./bse", "base", "bse"),
-    run("export: base changed", f"{EXPORT} --merge true", "base", files={"base/config.json": edit_json(hidden_size=64)}),
     run("export: base cut", f"{EXPORT} --merge true", "safetensors", files={"base/model.safetensors": cut()}),
     run("export: quantized adapters", f"{EXPORT} --quantization.type nf4", "quantization", "merge"),
     run("export: base not used", f"{EXPORT} --base base", "base"),
     run("export: parts of adapters", f"{EXPORT} --max_shard_gb 1", "max_shard_gb"),
     fit("resumed with another rank", {"model.lora": {"r": 4}}, "last.ckpt", "shape", options=RESUME),
     fit("resumed without adapters", {"model.lora": GONE}, "last.ckpt", options=RESUME),
-    fit("resumed over quantized weights", {"model.quantization": {"block_size": 32}}, "quantiz", options=RESUME),
-]
+]  # fmt: skip
 
 SINGLE = [
     fit("file cut", {}, "last.ckpt", options=RESUME, files={CKPT: cut()}),
@@ -602,7 +614,7 @@ SINGLE = [
     fit("file hostile", {}, "last.ckpt", options=RESUME, files={CKPT: b"cos\nsystem\n(S'touch owned'\ntR."}),
     fit("file of another width", {"model.config.hidden_size": 64}, "shape", options=RESUME),
     run("export of a file", EXPORT, "last.ckpt"),
-]
+]  # fmt: skip
 
 SPOKEN = [
     run("export of speech", EXPORT, "export-voice"),
@@ -614,7 +626,7 @@ SPOKEN = [
     run("half precision", f"{VOICE} --dtype float16", "dtype"),
     run("voice of nobody", f"speak --model {CKPT} --out spoken --text a --codec formants --speaker max", "max"),
     run("no codec", f"speak --model {CKPT} --out spoken --text a", "codec"),
-]
+]  # fmt: skip
 
 PLAN = [
     run("memory without unit", "plan --config run.yaml --device-memory 16", "device_memory", "GiB"),
@@ -675,22 +687,26 @@ LAUNCH = [
     fit("local rank beyond the node", {}, "LOCAL_RANK", environ=NODE | {"LOCAL_RANK": "3"}),
     fit("local world 0", {}, "LOCAL_WORLD_SIZE", environ=NODE | {"LOCAL_WORLD_SIZE": "0"}),
     fit("local world larger than the world", {}, "LOCAL_WORLD_SIZE", environ=NODE | {"LOCAL_WORLD_SIZE": "4"}),
-    fit("world that nodes do not divide", {}, "WORLD_SIZE", environ=NODE | {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}),
+    fit("world that nodes do not divide", {}, "WORLD_SIZE", environ=NODE | {"WORLD_SIZE": "3",
+        "LOCAL_WORLD_SIZE": "2"}),
     fit("port a word", {}, "MASTER_PORT", environ=NODE | {"MASTER_PORT": "http"}),
     fit("port too large", {}, "MASTER_PORT", environ=NODE | {"MASTER_PORT": "99999"}),
     fit("other devices than torchrun's", {"trainer.devices": 3}, "trainer.devices", environ=NODE),
     fit("other nodes than torchrun's", {"trainer.num_nodes": 2}, "trainer.num_nodes", environ=NODE),
     run("bench with a world of words", "bench comm", "WORLD_SIZE", environ=NODE | {"WORLD_SIZE": "abc"}),
     fit("requeued how often", {}, "SLURM_RESTART_COUNT", environ={"SLURM_RESTART_COUNT": "once"}),
-]
+]  # fmt: skip
 
 VALID = [
-    ("text", fit("a number written as 1e0", {"trainer.max_steps": 1, "model.optimizer": {"learning_rate": "1e-4"}}, code=0)),
+    ("text", fit("a number written as 1e0", {"trainer.max_steps": 1, "model.optimizer": {"learning_rate": "1e-4"}},
+        code=0)),
     ("text", fit("a run name with folders", {"run_name": "sweep/lr-3.é"}, code=0)),
     ("text", fit("an unknown-looking but right split", {"data.validation_fraction": 0.02}, code=0)),
-    ("text", fit("classes of units without a policy", {"strategy.wrap": {"module_classes": ["LlamaDecoderLayer"]}}, code=0)),
+    ("text", fit("classes of units without a policy", {"strategy.wrap": {"module_classes": ["LlamaDecoderLayer"]}},
+        code=0)),
     ("image", fit("images of another size than the model's", {"data.processor": {"size": 24}}, code=0)),
-    ("text", fit("a file with a byte order mark and Windows' lines", {}, code=0, files={"train.jsonl": '\ufeff{"text": "a b c d e f g h"}\r\n' * 400})),
+    ("text", fit("a file with a byte order mark and Windows' lines", {}, code=0,
+        files={"train.jsonl": "\ufeff" + '{"text": "a b c d e f g h"}\r\n' * 400})),
     ("text", fit("no warm-up and no decay", {"model.lr_scheduler": {"warmup_steps": 0}}, code=0)),
     ("text", fit("devices as a text", {"trainer.devices": "1"}, code=0)),
     ("text", fit("fast_dev_run as a number", {"trainer.fast_dev_run": 1}, code=0)),
@@ -699,7 +715,8 @@ VALID = [
     ("text", run("a plan of many GPUs", "plan --config run.yaml --devices 8 --nodes 4", code=0)),
     ("base", fit("adapters with all by default", {"model.lora": {}}, code=0)),
     ("image", fit("classes in another order", {"data.classes": ["dog", "cat"]}, code=0)),
-    ("speech", run("clips with an unknown field", PREPARE, code=0, files={"clips.jsonl": '{"audio": "a.wav", "text": "A.", "id": 7}\n'})),
+    ("speech", run("clips with an unknown field", PREPARE, code=0,
+        files={"clips.jsonl": '{"audio": "a.wav", "text": "A.", "id": 7}\n'})),
     ("trained", fit("resumed with more steps", {}, code=0, options=f"{RESUME} --trainer.max_steps 3")),
     ("trained", run("an export of a run's folder", "export --checkpoint checkpoints --out exported", code=0)),
 ]  # fmt: skip
@@ -722,3 +739,59 @@ GROUPS: dict[str, tuple[str, list[Row]]] = {
     "plan": ("text", PLAN),
     "launch": ("text", LAUNCH),
 }
+
+# By group and name: what happens today. Rows that are mended must leave.
+OPEN: dict[str, str] = {}
+
+SAMPLE = 12  # every 12th row that holds is run by default, of groups that need no run before
+NEED_RUNS = ("resumed", "adapted", "single", "spoken")
+
+Check = Callable[[Iterable[tuple[str, str, Row]]], list[str]]
+
+
+@pytest.fixture(scope="module")
+def check_rows(tmp_path_factory: pytest.TempPathFactory) -> Check:
+    """Return what says which of some rows, each with group and starting point, do not hold, and which do again."""
+    made: dict[str, Path] = {}
+
+    def check(rows: Iterable[tuple[str, str, Row]]) -> list[str]:
+        rows = list(rows)
+        for point in {point for _, point, _ in rows} - made.keys():
+            made[point] = tmp_path_factory.mktemp(point)
+            POINTS[point](made[point])
+        folder = tmp_path_factory.mktemp("rows")
+        wrong = []
+        for (group, _, row), found in zip(rows, run_rows([r[1:] for r in rows], made, folder), strict=True):
+            name = f"{group}: {row.name}"
+            if found and name not in OPEN:
+                wrong.append(f"{name}: {found}")
+            if not found and name in OPEN:
+                wrong.append(f"{name}: holds now: take it out of OPEN")
+        return wrong
+
+    return check
+
+
+def test_names_are_used_once_and_there_are_enough_rows() -> None:
+    names = [f"{group}: {row.name}" for group, (_, rows) in GROUPS.items() for row in rows]
+    assert len(names) == len(set(names)) >= 200
+    assert set(names) >= set(OPEN)
+
+
+def test_a_sample_of_bad_inputs_ends_in_one_message(check_rows: Check) -> None:
+    rows = [(g, p, row) for g, (p, rows) in GROUPS.items() if g not in NEED_RUNS for row in rows]
+    holding = [row for row in rows if f"{row[0]}: {row[2].name}" not in OPEN]
+    valid = [("valid", point, row) for point, row in VALID[:2]]
+    assert check_rows([*holding[::SAMPLE], *valid]) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("group", GROUPS)
+def test_bad_inputs_end_in_one_message_at_once_and_leave_nothing(check_rows: Check, group: str) -> None:
+    point, rows = GROUPS[group]
+    assert check_rows((group, point, row) for row in rows) == []
+
+
+@pytest.mark.full
+def test_inputs_that_are_odd_but_right_are_taken(check_rows: Check) -> None:
+    assert check_rows(("valid", point, row) for point, row in VALID) == []

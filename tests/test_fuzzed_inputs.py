@@ -110,7 +110,19 @@ def test_a_random_value_is_taken_or_refused_by_its_key(
 
 # Data
 
-FIELDS = ("text", "prompt", "completion", "messages", "role", "content", "image", "label", "audio", "speaker", "seconds")
+FIELDS = (
+    "text",
+    "prompt",
+    "completion",
+    "messages",
+    "role",
+    "content",
+    "image",
+    "label",
+    "audio",
+    "speaker",
+    "seconds",
+)
 FIELDS += ("audio_codes", "num_frames", "speaker_embedding", "language", "tools")
 ROWS = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5)
 LINES = ROWS.map(lambda row: json.dumps(row).encode()) | VALUES.map(lambda row: json.dumps(row).encode()) | st.binary()
@@ -220,7 +232,13 @@ def test_a_random_index_of_weights_is_read_or_refused_by_name(num_examples: int,
 
 @amounts(60)
 def test_a_random_configuration_of_a_model_is_read_or_refused_by_name(num_examples: int, tmp_path: Path) -> None:
-    good = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 67}
+    good = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 67,
+    }
     good |= {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}, "dtype": "float32", "architectures": ["a"]}
 
     @each(num_examples, content=spoil(good))

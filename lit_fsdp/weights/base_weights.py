@@ -70,7 +70,8 @@ def check_config_file(folder: Path) -> None:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON: {error}; copy or download it again") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: got {type(content).__name__}: expected an object such as {{\"model_type\": \"llama\"}}")
+        got = type(content).__name__
+        raise ValueError(f'{path}: got {got}: expected an object such as {{"model_type": "llama"}}')  # noqa: TRY004
 
 
 def describe_base(pretrained: str, quantization: Quantization | None) -> dict[str, Any]:
