@@ -195,6 +195,9 @@ def load_config(pretrained: str) -> PreTrainedConfig:
         raise ValueError(f"pretrained: {pretrained}: config.json: {error.__cause__ or error}") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"pretrained: got {pretrained!r}: {str(error).strip().splitlines()[0]}") from error
+    except (TypeError, LookupError, AttributeError, ArithmeticError) as error:  # what values of other types come to
+        what = f"Transformers cannot read it: {type(error).__name__}: {error}"
+        raise ValueError(f"pretrained: {pretrained}: config.json: {what}") from error
 
 
 def make_config(settings: Mapping[str, Any]) -> PreTrainedConfig:

@@ -8,6 +8,8 @@ from pathlib import Path
 from lit_fsdp.tasks.data import parse_json
 from lit_fsdp.tasks.tts.preparation.manifest import read_lines
 
+_LINES, _ROWS = (".txt", ""), ".jsonl"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRow:
@@ -28,8 +30,10 @@ def read_prompts(path: Path, setting: str = "predict") -> list[PromptRow]:
     Raises:
         ValueError: It cannot be read, or a row has no text.
     """
+    if path.suffix not in (*_LINES, _ROWS):
+        raise ValueError(f"{setting}: {path}: expected lines of text in a .txt file, or rows in a {_ROWS} file")
     lines = [(i, line) for i, line in enumerate(read_lines(path.expanduser(), setting), start=1) if line.strip()]
-    if path.suffix != ".jsonl":
+    if path.suffix != _ROWS:
         return [PromptRow(text=line.strip()) for _, line in lines]
     rows = []
     for i, line in lines:
