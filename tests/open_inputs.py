@@ -210,4 +210,7 @@ OPEN: dict[str, str] = {
     "speech: rows not UTF-8": "traceback: UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff in",
     "resumed: checkpoint a folder of something else": "lacks 'ckpt_path'",
     "plan: plan of a bad model": "traceback: ZeroDivisionError: 0.0 cannot be raised to a negative power",
+    "text: batch left empty": "traceback: TypeError: null passes for any setting with a default",
+    "text: row length left empty": "traceback: TypeError: null passes for any setting with a default",
+    "speech: batch left empty": "traceback: TypeError: null passes for any setting with a default",
 }
