@@ -32,6 +32,7 @@ from lit_fsdp.weights.base_weights import (
     BASE,
     CONFIG,
     LORA,
+    check_config_file,
     describe_base,
     fetch_pretrained,
     get_pretrained_folder,
@@ -189,12 +190,17 @@ class PretrainedTask(Task):
 
 def load_config(pretrained: str) -> PreTrainedConfig:
     """Return the configuration of a model, a folder or of the Hub."""
+    folder = get_pretrained_folder(pretrained)
+    check_config_file(folder)
     try:
-        return drop_quantization(AutoConfig.from_pretrained(get_pretrained_folder(pretrained), trust_remote_code=False))
+        return drop_quantization(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     except StrictDataclassError as error:
         raise ValueError(f"pretrained: {pretrained}: config.json: {error.__cause__ or error}") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"pretrained: got {pretrained!r}: {str(error).strip().splitlines()[0]}") from error
+    except (TypeError, LookupError, AttributeError, ArithmeticError) as error:  # what values of other types come to
+        what = f"Transformers cannot read it: {type(error).__name__}: {error}"
+        raise ValueError(f"pretrained: {pretrained}: config.json: {what}") from error
 
 
 def make_config(settings: Mapping[str, Any]) -> PreTrainedConfig:

@@ -10,12 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib import import_module
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -37,11 +40,12 @@ OURS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """What is left of a process or rank: exit code (``None`` if it had to be killed) and what it printed."""
+    """What is left of a process or rank: exit code (``None`` if it had to be killed), what it printed, and its time."""
 
     code: int | None
     out: str
     err: str
+    took_s: float | None = None
 
     @property
     def errors(self) -> list[str]:
@@ -149,14 +153,76 @@ def fork_ranks(
 
 
 def _enter(rank: int, ranks: int, port: int, folder: Path, args: tuple[str, ...]) -> None:
-    gc.freeze()  # else collecting garbage would copy the memory shared with the parent, page by page
     values = (rank, rank, 0, ranks, ranks, "127.0.0.1", port)
     os.environ.update({name: str(value) for name, value in zip(OURS, values, strict=True)}, TORCHELASTIC_RUN_ID="test")
+    _run_main(args, folder / str(rank))
+
+
+def _run_main(args: Sequence[str], printed: Path) -> NoReturn:
+    gc.freeze()  # else collecting garbage would copy the memory shared with the parent, page by page
     for number, kind in ((1, "out"), (2, "err")):
-        with (folder / f"{rank}.{kind}").open("w") as file:
+        with printed.with_name(f"{printed.name}.{kind}").open("w") as file:
             os.dup2(file.fileno(), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     # Lightning's messages go through the handlers of whoever imported it first, here pytest's.
     logging.basicConfig(force=True, stream=sys.stderr, format="%(message)s")
     sys.argv = ["lit_fsdp", *args]
     sys.exit(main(args))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A command line to run in a folder of its own, with ``environ`` added to an environment without a launcher's."""
+
+    args: Sequence[str]
+    folder: Path
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+def fork_commands(starts: Sequence[Start], *, timeout_s: float = 60.0, at_once: int = 2) -> list[Ended]:
+    """Run command lines as a user would, each in a forked process; what it leaves running is killed with it.
+
+    Args:
+        starts: What to run.
+        timeout_s: Of each; one that takes longer is killed and has the code ``None``.
+        at_once: How many run at a time.
+    """
+    context, waiting, running = get_context("fork"), list(enumerate(starts)), dict[int, tuple[Any, float]]()
+    ended: list[Ended | None] = [None] * len(starts)
+    with tempfile.TemporaryDirectory() as name:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                number, start = waiting.pop(0)
+                process = context.Process(target=_enter_command, args=(start, Path(name, str(number))))
+                process.start()
+                running[number] = process, time.monotonic()
+            wait([process.sentinel for process, _ in running.values()], timeout=1.0)
+            for number, (process, begin) in list(running.items()):
+                took_s, code = time.monotonic() - begin, process.exitcode
+                if code is None and took_s < timeout_s:
+                    continue
+                with suppress(ProcessLookupError):  # what it has started
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.join()
+                out, err = (Path(name, f"{number}.{kind}").read_text() for kind in ("out", "err"))
+                ended[number] = Ended(code=code, out=out, err=err, took_s=took_s)
+                del running[number]
+    return [end for end in ended if end is not None]
+
+
+def _enter_command(start: Start, printed: Path) -> NoReturn:
+    os.setsid()
+    os.chdir(start.folder)
+    for name in (*OURS, "TORCHELASTIC_RUN_ID"):
+        os.environ.pop(name, None)
+    os.environ.update(start.environ)
+    # As Python shows warnings, which pytest keeps.
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    warnings.showwarning = _print_warning
+    _run_main(start.args, printed)
+
+
+def _print_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
+    print(f"{category.__name__}: {message}", file=sys.stderr)

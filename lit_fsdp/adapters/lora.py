@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,8 +62,10 @@ class LoRA:
     def check(self, *, is_quantized: bool) -> None:
         """Refuse values with which nothing would be trained, or which contradict each other."""
         rules = {
-            "r": (self.r >= 1 and all(r >= 1 for r in self.rank_pattern.values()), "1 or more"),
-            "alpha": (self.alpha > 0 and all(a > 0 for a in self.alpha_pattern.values()), "above 0"),
+            "r": (self.r >= 1, "1 or more"),
+            "rank_pattern": (all(r >= 1 for r in self.rank_pattern.values()), "ranks of 1 or more"),
+            "alpha": (0 < self.alpha < math.inf, "above 0, and finite"),
+            "alpha_pattern": (all(0 < a < math.inf for a in self.alpha_pattern.values()), "values above 0, and finite"),
             "dropout": (0 <= self.dropout < 1, "from 0 to below 1"),
             "target_modules": (bool(self.target_modules), "all-linear, names or a regular expression"),
         }

@@ -24,6 +24,7 @@ from lit_fsdp.cli.scaling import bench_scaling, make_table
 from lit_fsdp.errors import ConfigError, suggest
 from lit_fsdp.planning.timing.hardware import parse_memory
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, Line, Timing, fit_line, measure_fabric
+from lit_fsdp.strategy.process_group import MAX_TIMEOUT_S
 from lit_fsdp.strategy.processes import is_torchrun
 from lit_fsdp.strategy.signals import put_off_interrupt
 
@@ -77,8 +78,8 @@ def bench_comm(
         raise ConfigError(str(error)) from None
     if repeats < 1:
         raise ConfigError(f"repeats: got {repeats}: expected 1 or more")
-    if timeout_s <= 0:
-        raise ConfigError(f"timeout_s: got {timeout_s}: expected seconds above 0")
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ConfigError(f"timeout_s: got {timeout_s}: expected seconds above 0, up to {MAX_TIMEOUT_S:,.0f}")
     backend, world_size = _choose_ranks(ranks, backend)
     if out is not None:
         check_out_folder(out)

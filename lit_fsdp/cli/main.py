@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from lit_fsdp.cli.launch_variables import check_launch_variables
 from lit_fsdp.cli.messages import describe_exception, hide_secrets_in_logs, is_refusal, print_traceback, report_error
 from lit_fsdp.errors import ConfigError, is_debugging, suggest
 
@@ -139,6 +140,7 @@ def _run_command(args: list[str]) -> int:
     if name not in COMMANDS:
         hint = suggest(name, COMMANDS, f"expected one of {', '.join(COMMANDS)}")
         raise ConfigError(f"{name}: unknown command: {hint}")
+    check_launch_variables(os.environ)  # libraries read them while they are imported
     # Of an extra package that only 4-bit weights on CPUs would gain from; seen in bitsandbytes 0.50.
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_missing_kernel)
     module, function = COMMANDS[name].entry.split(":")

@@ -115,10 +115,13 @@ def describe_exception(error: BaseException, *, trusted: Iterable[str] = ("lit_f
             f"trainer.val_check_interval: got {late[1]}: an epoch has {late[2]} batches: set it to {late[2]} or less, "
             "or check_val_every_n_epoch: null, to count batches of all epochs"
         )
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not frames or not _is_inside(frames[-1].f_code.co_filename, trusted):
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or not _is_inside(last.tb_frame.f_code.co_filename, trusted):
         return None
-    raised_here = dis.opname[frames[-1].f_code.co_code[frames[-1].f_lasti]] == "RAISE_VARARGS"
+    # Not the frame's own last instruction, which is that of a `finally` or `with` around the raise.
+    raised_here = dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
     is_refusal = raised_here and isinstance(error, ValueError | TypeError | RuntimeError)
     return line if is_refusal or isinstance(error, FileNotFoundError | ImportError) else None
 

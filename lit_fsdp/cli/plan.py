@@ -93,6 +93,7 @@ class PlanTrainer(PlannedTrainer):
             write: With `search`: file for the configuration with the chosen settings, for `fit --config`.
             out: Folder for `plan.json` and the picture `plan.png`. By default nothing is written.
         """
+        _check_search(search=search, exact=exact, write=write)
         try:
             device_bytes = None if device_memory is None else parse_memory(device_memory)
             hardware = choose_hardware(
@@ -102,7 +103,8 @@ class PlanTrainer(PlannedTrainer):
             raise ConfigError(str(error)) from None
         if gpu is not None and device_bytes is None and hardware is not None:
             device_bytes = round(hardware.gpu.memory_gib * 2**30)
-        _check_search(search=search, exact=exact, write=write, device_bytes=device_bytes)
+        if search and device_bytes is None:
+            raise ConfigError("search: what has to fit is not known; add --device-memory, such as 16GiB, or --gpu")
         if out is not None:
             check_out_folder(out)
         candidates: list[Candidate] = []
@@ -246,15 +248,13 @@ def _report_search(steps: Steps, candidates: Sequence[Candidate], device_bytes: 
     return describe_search(candidates, chosen, notes)
 
 
-def _check_search(*, search: bool, exact: bool, write: Path | None, device_bytes: int | None) -> None:
+def _check_search(*, search: bool, exact: bool, write: Path | None) -> None:
     if write is not None and not search:
         raise ConfigError(f"write: got {write}: not used without search; add --search true")
     if write is not None and write.exists():
         raise ConfigError(f"write: got {write}: it exists; choose another file, or remove it")
     if search and exact:
         raise ConfigError("exact: got true with search: each setting would be traced; trace the chosen one afterwards")
-    if search and device_bytes is None:
-        raise ConfigError("search: what has to fit is not known; add --device-memory, such as 16GiB, or --gpu")
 
 
 def _spell_options(args: Sequence[str]) -> list[str]:

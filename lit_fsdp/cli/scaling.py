@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
+from lit_fsdp.cli.config_files import check_config_files
 from lit_fsdp.cli.parser import check_out_folder
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.strategy.processes import is_torchrun
@@ -81,6 +82,7 @@ def bench_scaling(
         scales = [read_report(Path(path)) for path in _list(reports)]
     else:
         assert config is not None
+        check_config_files([f"--config={path}" for path in _list(config)])
         scales = _run_all(_list(config), _choose_ranks(ranks), steps, _list(options))
     scales = sorted(scales, key=lambda scale: scale.num_ranks)
     _print(scales)

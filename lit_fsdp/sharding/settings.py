@@ -34,6 +34,8 @@ class Settings:
         self.sharding.check(shard)
         self.activation_checkpointing.check()
         build_offload_policy(self.cpu_offload, device)
+        if self.compile is not None:
+            self.compile.check()
 
     def check_accumulation(self, *, num_micro_batches: int | None, is_automatic: bool) -> None:
         """Raise a ``ValueError`` if gradients shall be held without micro-batches to hold them over.

@@ -82,15 +82,22 @@ class Compile:
     fullgraph: bool = False
     dynamic: bool | None = None
 
+    def check(self) -> None:
+        """Refuse a backend or mode that torch does not know."""
+        known = torch.compiler.list_backends(exclude_tags=())
+        if self.backend not in known:
+            usual = ", ".join(torch.compiler.list_backends())
+            raise ValueError(f"compile.backend: got {self.backend!r}: expected one such as {usual}")
+        try:
+            torch.compile(nn.Identity(), **vars(self))  # compiles nothing yet
+        except RuntimeError as error:
+            raise ValueError(f"compile.mode: got {self.mode!r}: torch says: {error}") from error
+
 
 def compile_blocks(model: nn.Module, settings: Compile, blocks: Sequence[str]) -> None:
     """Compile blocks in place, lazily at their first call. Between activation checkpointing and sharding."""
     if not blocks:
         raise ValueError("compile: no blocks were found to compile; name their classes in wrap.module_classes")
-    known = torch.compiler.list_backends(exclude_tags=())
-    if settings.backend not in known:
-        usual = ", ".join(torch.compiler.list_backends())
-        raise ValueError(f"compile.backend: got {settings.backend!r}: expected one such as {usual}")
     for name in blocks:
         model.get_submodule(name).compile(**vars(settings))
 

@@ -58,7 +58,7 @@ from lit_fsdp.strategy.lightning_internals import (
     watch_monitors,
 )
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
-from lit_fsdp.strategy.process_group import init_process_group
+from lit_fsdp.strategy.process_group import MAX_TIMEOUT_S, init_process_group
 from lit_fsdp.strategy.random_streams import RandomStreams
 from lit_fsdp.strategy.rebinding import keep_attributes, rebind_optimizers, remember_parameters
 from lit_fsdp.strategy.run_settings import RUN_SETTINGS, collect_run_settings, warn_of_changes
@@ -236,8 +236,8 @@ class FSDP2Strategy(RandomStreams):
         """Refuse what cannot work, when the Trainer is built: before processes, collectives or memory."""
         self.settings.check(world_size=self.world_size, ranks_per_node=self.num_processes, device=self.root_device)
         for name in ("timeout_s", "start_timeout_s"):
-            if (given := getattr(self, name)) <= 0:
-                raise ValueError(f"{name}: got {given}: expected seconds above 0")
+            if not 0 < (given := getattr(self, name)) <= MAX_TIMEOUT_S:
+                raise ValueError(f"{name}: got {given}: expected seconds above 0, up to {MAX_TIMEOUT_S:,.0f}")
         check_verify("verify_checkpoint", self.verify_checkpoint)
         if self._layer_sync is not None:
             raise ValueError(

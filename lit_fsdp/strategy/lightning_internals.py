@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl

@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as in
 
 from lit_fsdp.strategy.roll_call import call_roll, open_store, sign_in
 
+MAX_TIMEOUT_S = 1e9  # 30 years; torch counts in nanoseconds, of which 64 bits hold 290
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 
 

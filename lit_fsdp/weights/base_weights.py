@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -56,6 +57,24 @@ def get_pretrained_folder(pretrained: str, patterns: Sequence[str] = WEIGHTS) ->
     if folder.is_dir():
         return folder
     return Path(snapshot_download(pretrained, allow_patterns=list(patterns), local_files_only=True))
+
+
+def check_config_file(folder: Path) -> None:
+    """Refuse a ``config.json`` that holds no settings, for which libraries have no words.
+
+    Raises:
+        ValueError: With what it holds.
+    """
+    path = folder / CONFIG[0]
+    if not path.is_file():
+        return
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON: {error}; copy or download it again") from error
+    if not isinstance(content, dict):
+        got = type(content).__name__
+        raise ValueError(f'{path}: got {got}: expected an object such as {{"model_type": "llama"}}')  # noqa: TRY004
 
 
 def describe_base(pretrained: str, quantization: Quantization | None) -> dict[str, Any]:

@@ -68,6 +68,10 @@ def check_generation(generation: Mapping[str, Any]) -> None:
             near = get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "expected an argument of Transformers' GenerationConfig"
             raise ValueError(f"generation.{name}: no setting of generate: {hint}")
+    try:
+        GenerationConfig(**generation)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"generation: {str(error).splitlines()[0]}") from error
 
 
 @torch.no_grad()

@@ -187,6 +187,11 @@ def _check_plan(
     plan["contents"] = preparer.describe_models()
     path = out / PLAN
     if not path.is_file():
+        if foreign := sorted(file.name for kind in ("parquet", "jsonl") for file in out.glob(f"*.{kind}")):
+            raise ValueError(
+                f"out: {out} holds {foreign[0]}, which no `prepare tts` has put there and `fit` would train on as "
+                "well: expected an empty folder, or the name of a new one"
+            )
         write_whole(path, json.dumps(plan))
         return
     try:
