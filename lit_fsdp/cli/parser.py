@@ -24,6 +24,7 @@ import jsonargparse
 from jsonargparse._typehints import get_all_subclass_paths  # private, seen in 4.53
 from typing_extensions import override
 
+from lit_fsdp.cli.config_files import check_options
 from lit_fsdp.cli.renamed import RENAMED, rename_key
 from lit_fsdp.errors import ConfigError, nearest, suggest
 
@@ -54,6 +55,12 @@ class OneLineParser(jsonargparse.ArgumentParser):
         except KeyError:  # another jsonargparse
             line = message
         raise ConfigError(line) from ex
+
+    @override
+    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:
+        """Read a command line whose values all come to an end."""
+        check_options(sys.argv[1:] if args is None else [arg for arg in args if isinstance(arg, str)])
+        return super().parse_args(args, *more, **kwargs)
 
     @override
     def validate(self, namespace: jsonargparse.Namespace, *args: Any, **kwargs: Any) -> None:
