@@ -184,8 +184,14 @@ def _check_content(file: Path) -> None:
             size = file.stat().st_size / 2**20
             raise ConfigError(f"--config: {str(file)!r} has {size:.1f} MiB: expected settings, of 1 MiB or less")
         text = content.decode()
-        load_yaml(text)
+        try:
+            _check_size(text)
+        except _EndlessError:
+            raise
+        except yaml.YAMLError:
+            pass  # libyaml's words say less than those of the next line, which raises it again
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+        load_yaml(text)
     except UnicodeDecodeError:
         raise ConfigError(f"--config: {str(file)!r} is not text: expected a YAML file") from None
     except OSError as error:

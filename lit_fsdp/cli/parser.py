@@ -17,8 +17,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, ModuleType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from types import FrameType, ModuleType, UnionType
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import jsonargparse
 from jsonargparse._typehints import get_all_subclass_paths  # private, seen in 4.53
@@ -84,6 +84,25 @@ def run_function(function: Callable[..., Any], args: Sequence[str], *, command: 
     parser = OneLineParser(prog=f"python -m lit_fsdp {command}", description=description)
     parser.add_function_arguments(function, fail_untyped=True)
     return function(**parser.instantiate(parser.parse_args(list(args))).as_dict())
+
+
+def refuse_null(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse ``null`` for an argument whose type has none, which jsonargparse 4.53 takes for not given.
+
+    Raises:
+        ValueError: With the argument, and the types that it may have.
+    """
+    empty = [name for name, value in arguments.items() if value is None]
+    try:
+        hints = get_type_hints(function if dataclasses.is_dataclass(function) else function.__init__) if empty else {}
+    except NameError:  # names imported for type checkers only
+        return
+    for name in empty:
+        hint = hints.get(name, Any)
+        choices = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if not {Any, object, None, type(None)} & set(choices) and get_origin(hint) is not Annotated:
+            expected = " or ".join(word for choice in choices for word in _name_types(choice))
+            raise ValueError(f"{name}: got null: expected {expected}, or leave it out")
 
 
 def check_out_folder(folder: Path) -> None:
