@@ -1,4 +1,4 @@
-"""Reads YAML: the ``--config`` files before jsonargparse, which tells no line, and every value by one bounded loader."""
+"""Reads YAML: ``--config`` files before jsonargparse does, which tells no line, and all values by one loader."""
 
 from __future__ import annotations
 
@@ -176,7 +176,8 @@ def _check_size(text: str) -> None:
             raise _EndlessError(problem=problem, problem_mark=event.start_mark)
 
 
-def _check_content(file: Path) -> None:
+def _read_nodes(file: Path) -> yaml.Node | None:
+    """Return the root of a file, of which a value can be made."""
     try:
         with file.open("rb") as stream:
             content = stream.read(_MAX_BYTES + 1)
@@ -190,8 +191,9 @@ def _check_content(file: Path) -> None:
             raise
         except yaml.YAMLError:
             pass  # libyaml's words say less than those of the next line, which raises it again
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
         load_yaml(text)
+        return root
     except UnicodeDecodeError:
         raise ConfigError(f"--config: {str(file)!r} is not text: expected a YAML file") from None
     except OSError as error:
@@ -201,6 +203,10 @@ def _check_content(file: Path) -> None:
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error).replace("\n", " ") or "cannot be read"
         raise ConfigError(f"{file}{where}: not valid YAML: {problem}") from None
+
+
+def _check_content(file: Path) -> None:
+    root = _read_nodes(file)
     if root is None:
         raise ConfigError(f"--config: {str(file)!r} is empty: expected settings of trainer, model and data")
     if not isinstance(root, yaml.MappingNode):

@@ -323,7 +323,7 @@ def _explain_import(refusal: _Refusal) -> tuple[str, str]:
     if missing and class_path.startswith(f"{missing}."):
         return "class_path", f"{got}: {_explain_missing_module(missing)}"
     if not isinstance(error, ValueError):
-        return "class_path", f"importing {class_path} failed: {error}"
+        return "class_path", f"importing {class_path} failed: {_name_line(error)}"
     given, typehint = refusal.value, refusal.typehint
     if isinstance(given, tuple):  # a nested option, as jsonargparse keeps it
         example = "lit_fsdp.FSDP2Strategy" if class_path == "fsdp2" else "one"
@@ -333,6 +333,15 @@ def _explain_import(refusal: _Refusal) -> tuple[str, str]:
     known = [path.rpartition(".")[2] for path in get_all_subclass_paths(refusal.setting)]
     hint = suggest(name, known, "expected module.Class, or the name of a class of ours")
     return "class_path", f"{got}: no class of this name: {hint}"
+
+
+def _name_line(error: BaseException) -> str:
+    """Return an error of a module that is imported, with the line that raised it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    if isinstance(error, SyntaxError) or not frames:  # says it itself
+        return str(error)
+    kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+    return f"{kind}{error} ({frames[-1].filename}, line {frames[-1].lineno})"
 
 
 def _explain_missing_module(name: str) -> str:

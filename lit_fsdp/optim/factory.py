@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -50,8 +51,8 @@ class Optimizer:
     def check(self) -> None:
         """Refuse values with which the optimizer would not train, and those that it would not use."""
         rules = {
-            "learning_rate": (self.learning_rate > 0, "above 0"),
-            "weight_decay": (self.weight_decay >= 0, "0 or more"),
+            "learning_rate": (0 < self.learning_rate < math.inf, "above 0"),
+            "weight_decay": (0 <= self.weight_decay < math.inf, "0 or more"),
             "betas": (all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1"),
             "eps": (self.eps > 0, "above 0"),
         }

@@ -216,7 +216,7 @@ class FSDP2Strategy(RandomStreams):
     def _check_settings(self) -> None:
         """Refuse what cannot work, when the Trainer is built: before processes, collectives or memory."""
         self.settings.check(world_size=self.world_size, ranks_per_node=self.num_processes, device=self.root_device)
-        if self.timeout_s <= 0:
+        if not 0 < self.timeout_s <= 1e9:  # timedelta takes no more
             raise ValueError(f"timeout_s: got {self.timeout_s}: expected seconds above 0")
         check_verify("verify_checkpoint", self.verify_checkpoint)
         if self._layer_sync is not None:

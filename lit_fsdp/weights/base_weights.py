@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -34,8 +35,19 @@ def fetch_pretrained(pretrained: str, setting: str = "pretrained", patterns: Seq
         ValueError: It is neither.
     """
     folder = Path(pretrained).expanduser()
-    if folder.is_dir():
-        return
+    try:
+        if folder.is_dir():
+            return
+        is_file = os.path.lexists(folder)
+    except OSError as error:  # too long for a name of either kind
+        raise ValueError(
+            f"{setting}: got {pretrained[:40]!r}...: {error.strerror}: expected a folder or model"
+        ) from error
+    if is_file:
+        inside = (
+            f"the folder that it lies in, {folder.parent}" if folder.parent != Path() else "a folder with config.json"
+        )
+        raise ValueError(f"{setting}: got {pretrained!r}, which is no folder: expected {inside}")
     try:
         snapshot_download(pretrained, allow_patterns=list(patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:

@@ -17,7 +17,10 @@ FILES = [
     ("trainer: &a {<<: *a}\n", "line 1, column 18: not valid YAML: *a stands for something"),
     (f"trainer: {'[' * 3000}{']' * 3000}", "line 1, column 108: not valid YAML: nested in more than 100 levels"),
     ("trainer:\n  <<: 3\n", "line 2, column 7: not valid YAML: expected a mapping or list of mappings for merging"),
-    ("trainer:\n\tmax_steps: 1\n", "line 2, column 1: not valid YAML: found character '\\t' that cannot start any token"),
+    (
+        "trainer:\n\tmax_steps: 1\n",
+        "line 2, column 1: not valid YAML: found character '\\t' that cannot start any tok",
+    ),
     ("a: 1\n---\nb: 1\n", "line 2, column 1: not valid YAML: but found another document"),
     ("a: !!python/object/apply:os.system [ls]\n", "line 1, column 4: not valid YAML: could not determine a constr"),
     (f"seed_everything: {'1' * 5000}", "not valid YAML: Exceeds the limit (4300 digits)"),

@@ -98,6 +98,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tinytask.py").write_text(TASK)
     (folder / "run.yaml").write_text(RUN)
     (folder / "broken.yaml").write_text("trainer:\n  max_steps: [1\n  max_epochs: 1\n")
+    (folder / "unfinished.py").write_text("import os\ndef task(:\n")
+    (folder / "dividing.py").write_text("import os\nsize = 1 / 0\n")
     (folder / "imports_nothing.py").write_text("import a_package_nobody_has\n")
     return folder
 
@@ -205,9 +207,13 @@ SIMPLE = [
     ("{model: {init_args: {size: {width: null}}}}", "", "model.init_args.size.width: got null: expected int, or leave"),
     ("{}", "--seed_everything=-1", "seed_everything: got -1: expected 0 to 4294967295, or true for a random one"),
     ("{}", "--trainer.default_root_dir=run.yaml", "trainer.default_root_dir: got 'run.yaml': "),
+    # what a module of the user's dies of
+    ("{}", "--model=unfinished.Task", "importing unfinished.Task failed: invalid syntax (unfinished.py, line 2)"),
+    ("{}", "--model=dividing.Task", "importing dividing.Task failed: ZeroDivisionError: division by zero ("),
+    ("{}", "--model=dividing.Task", "dividing.py, line 2)"),
     # what a run cannot do without
     ("{}", "--model=tinytask.NoStep", "model: got NoStep: it has no training_step: expected a class_path of a task"),
-    ("{}", "--model=tinytask.NoData", "data: missing: NoData has no train_dataloader of its own: expected a class_path"),
+    ("{}", "--model=tinytask.NoData", "data: missing: NoData has no train_dataloader of its own: expected a class"),
     ("{}", "--model=tinytask.NoData --data=LightningDataModule", "data: got LightningDataModule: it has no train_data"),
     ("{}", "--cpu_processes=0", "cpu_processes: got 0: expected 1 or more"),
     ("", "", "--config: 'extra.yaml' is empty: expected settings of trainer, model and data"),
