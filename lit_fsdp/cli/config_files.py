@@ -141,7 +141,7 @@ def check_options(args: Sequence[str]) -> None:
             continue
 
 
-class _EndlessError(yaml.MarkedYAMLError):
+class _EndlessError(yaml.MarkedYAMLError):  # type: ignore[misc]  # yaml has no types
     problem: str
 
 

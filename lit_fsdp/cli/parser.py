@@ -57,9 +57,9 @@ class OneLineParser(jsonargparse.ArgumentParser):
         raise ConfigError(line) from ex
 
     @override
-    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:
+    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Read a command line whose values all come to an end."""
-        check_options(sys.argv[1:] if args is None else [arg for arg in args if isinstance(arg, str)])
+        check_options(sys.argv[1:] if args is None else args)
         return super().parse_args(args, *more, **kwargs)
 
     @override

@@ -294,6 +294,7 @@ class TrainerCLI(LightningCLI):
 
     def _refuse_missing_parts(self) -> None:
         """Refuse a run without data, or a model without a step, before logs are begun and ranks started."""
+        assert self.subcommand is not None
         step, loader = _PARTS[self.subcommand]
         model, data = type(self.model), self.datamodule
         # Lightning predicts with forward.

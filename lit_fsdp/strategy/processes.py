@@ -60,7 +60,7 @@ def count_devices(devices: Any) -> int | None:
     if devices in ("auto", "-1", -1, None):
         return None
     try:
-        given = devices.split(",") if isinstance(devices, str) and "," in devices else devices
+        given: Any = devices.split(",") if isinstance(devices, str) and "," in devices else devices
         listed = [int(part) for part in given if str(part).strip()] if isinstance(given, list | tuple) else None
         count = int(given) if listed is None else len(listed)
     except (TypeError, ValueError):

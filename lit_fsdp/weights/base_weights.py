@@ -44,10 +44,7 @@ def fetch_pretrained(pretrained: str, setting: str = "pretrained", patterns: Seq
             f"{setting}: got {pretrained[:40]!r}...: {error.strerror}: expected a folder or model"
         ) from error
     if is_file:
-        inside = (
-            f"the folder that it lies in, {folder.parent}" if folder.parent != Path() else "a folder with config.json"
-        )
-        raise ValueError(f"{setting}: got {pretrained!r}, which is no folder: expected {inside}")
+        raise ValueError(f"{setting}: got {pretrained!r}: no folder: expected one with config.json and safetensors")
     try:
         snapshot_download(pretrained, allow_patterns=list(patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
