@@ -294,7 +294,8 @@ class TrainerCLI(LightningCLI):
 
     def _refuse_missing_parts(self) -> None:
         """Refuse a run without data, or a model without a step, before logs are begun and ranks started."""
-        assert self.subcommand is not None
+        if self.subcommand not in _PARTS:  # a plan, which asks for other parts itself
+            return
         step, loader = _PARTS[self.subcommand]
         model, data = type(self.model), self.datamodule
         # Lightning predicts with forward.
