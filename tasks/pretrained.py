@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
+import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +26,7 @@ from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.checkpoint.untrusted import refuse_other_forms
+from lit_fsdp.errors import join_names, suggest
 from lit_fsdp.export.adapter import describe_adapters
 from lit_fsdp.export.folder import ADAPTER_CONFIG
 from lit_fsdp.optim.factory import Optimizer
@@ -40,6 +45,13 @@ from lit_fsdp.weights.base_weights import (
 )
 from lit_fsdp.weights.load import init_weights, load_weights
 from lit_fsdp.weights.prequantized import read_quantization
+
+# What every layer is made of; 0 would be none, and other counts may well be 0.
+_SIZES = re.compile(
+    r"num_(hidden_layers|attention_heads|key_value_heads)|n_(embd|head|layer|positions)|head_dim|"
+    r"(\w+_)?(hidden|intermediate|vocab|embedding|image|patch)_size|max_position_embeddings"
+)
+_SHARES = re.compile(r"(\w+_)?(dropout|pdrop|dropout_prob)")
 
 
 class PretrainedTask(Task):
@@ -71,6 +83,8 @@ class PretrainedTask(Task):
             raise ValueError(
                 f"config.model_type: missing, got {sorted(config)}: expected one as in {self.example_config}"
             )
+        if config is not None:
+            make_config(config)  # now, as ranks take long to start
         if quantization is not None:
             quantization.check()
         if lora is not None:
@@ -204,19 +218,98 @@ def load_config(pretrained: str) -> PreTrainedConfig:
 
 
 def make_config(settings: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return the configuration that settings describe, ``model_type`` among them."""
+    """Return the configuration that settings describe, ``model_type`` among them.
+
+    Raises:
+        ValueError: With the setting, its value and the rule.
+    """
     settings = dict(settings)
     model_type = settings.pop("model_type")
     try:
         config = AutoConfig.for_model(model_type)
-    except ValueError:
+    except (TypeError, ValueError):
         raise ValueError(f"config.model_type: got {model_type!r}: Transformers has no such model") from None
-    if unknown := sorted(name for name in settings if not hasattr(config, name)):
-        raise ValueError(f"config: {', '.join(unknown)}: no settings of {type(config).__name__}")
+    known = [name for name in vars(config) if not name.startswith("_") and not hasattr(PreTrainedConfig(), name)]
+    if unknown := sorted(str(name) for name in settings if not _is_setting(name, config)):
+        hint = suggest(unknown[0], known, f"expected some of its own, such as {', '.join(known[:3])}")
+        raise ValueError(f"config: {', '.join(unknown)}: no settings of {type(config).__name__}: {hint}")
+    _check_sizes(settings)
     try:
-        return AutoConfig.for_model(model_type, **settings)
-    except StrictDataclassError as error:
-        raise ValueError(f"config: {error.__cause__ or error}") from error
+        config = AutoConfig.for_model(model_type, **settings)
+    except Exception as error:
+        raise ValueError(_explain_config(settings, error)) from error
+    _check_heads(config)
+    return config
+
+
+@contextmanager
+def explain_build_errors(settings: Mapping[str, Any] | None) -> Iterator[None]:
+    """Turn what Transformers raises while a model is built into one line about its configuration.
+
+    Args:
+        settings: ``config`` of the task, or ``None`` of a pretrained model.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ValueError) and error.__cause__ is not None:  # explained already
+            raise
+        raise ValueError(_explain_config(settings, error)) from error
+
+
+def _explain_config(settings: Mapping[str, Any] | None, error: Exception) -> str:
+    """Say what a configuration is refused for, with the setting whose name or value the error has."""
+    first = next(iter(str(error.__cause__ or error).strip().splitlines()), "")
+    why = first if isinstance(error, StrictDataclassError | ValueError) else f"{type(error).__name__}: {first}"
+    if settings is None:
+        return f"pretrained: the model cannot be built from its config.json: {why}"
+    words = set(re.findall(r"\w+", first))
+    named = [name for name in settings if name in words or name.replace("_", " ") in first]
+    named += [name for name, value in settings.items() if isinstance(value, float) and repr(value) in first]
+    named += [n for n, value in settings.items() for word in words if f"'{word}'" in repr(value) and n != "model_type"]
+    if not named:
+        return f"config: got {join_names([f'{k} {v!r}' for k, v in settings.items()])}: no model can be built: {why}"
+    return f"config.{named[0]}: got {settings[named[0]]!r}: {why}"
+
+
+def _is_setting(name: Any, config: PreTrainedConfig) -> bool:
+    """Whether a model reads this setting: most are fields, some just read from what was given, as ``head_dim`` is."""
+    if not isinstance(name, str) or name.startswith("_") or callable(getattr(type(config), name, None)):
+        return False
+    # Asked of the class, as Gemma 4 refuses to tell what its layers have different ones of, seen in transformers 5.23.
+    if name in vars(config) or hasattr(type(config), name) or name in type(config).attribute_map:
+        return True
+    own = type(config).__module__
+    reads = re.compile(rf'(getattr\(config, |kwargs\.(get|pop)\()"{re.escape(name)}"')
+    for module in (own, own.replace(".configuration_", ".modeling_")):
+        spec = importlib.util.find_spec(module)
+        if spec is not None and spec.origin is not None and reads.search(Path(spec.origin).read_text(encoding="utf-8")):
+            return True
+    return False
+
+
+def _check_sizes(settings: Mapping[str, Any]) -> None:
+    """Refuse sizes of which no model can be made, or none that computes anything."""
+    for name, value in settings.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and _SIZES.fullmatch(name) and value < 1:
+            raise ValueError(f"config.{name}: got {value}: expected 1 or more")
+        if is_number and _SHARES.fullmatch(name) and not 0 <= value < 1:
+            raise ValueError(f"config.{name}: got {value}: expected 0 to below 1")
+
+
+def _check_heads(config: PreTrainedConfig) -> None:
+    """Refuse heads and experts that cannot be shared out."""
+    heads, groups = (vars(config).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        raise ValueError(
+            f"config.num_key_value_heads: got {groups}: the {heads} heads of num_attention_heads share them evenly: "
+            f"expected a divisor, such as {math.gcd(heads, groups)}"
+        )
+    counts = [vars(config).get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
+    experts, chosen = next((n for n in counts if n), None), vars(config).get("num_experts_per_tok")
+    if isinstance(experts, int) and isinstance(chosen, int) and chosen > experts:
+        raise ValueError(f"config.num_experts_per_tok: got {chosen}: there are {experts} experts: expected fewer")
 
 
 def read_tokenizer_files(tokenizer: Any) -> dict[str, str | bytes]:

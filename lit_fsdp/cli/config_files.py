@@ -1,4 +1,4 @@
-"""Checks the ``--config`` files themselves, before jsonargparse reads them without telling file and line."""
+"""Reads YAML: ``--config`` files before jsonargparse does, which tells no line, and all values by one loader."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import Namespace
+from jsonargparse import Namespace, get_loader, set_loader
 
 from lit_fsdp.cli.renamed import rename_key
 from lit_fsdp.errors import ConfigError, nearest, suggest
@@ -17,6 +17,9 @@ from lit_fsdp.redaction import LEFT_OUT
 
 # jsonargparse drops a scalar given for one of these groups without a word, seen in 4.53.
 _SECTIONS = ("trainer", "progress_bar")
+_CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
+_MAX_BYTES, _MAX_NODES, _MAX_DEPTH = 2**20, 100_000, 100  # far above any configuration that somebody wrote
+_load_plain = get_loader("yaml")
 
 
 def check_config_files(args: Sequence[str]) -> list[Path]:
@@ -54,7 +57,7 @@ def refuse_dropped_keys(config: Any, files: Sequence[Path], args: Sequence[str])
         ConfigError: With the key, and what it is called now or may have meant.
     """
     for file in files:
-        _look_for_dropped(yaml.safe_load(file.read_text()), config, "")
+        _look_for_dropped(load_yaml(file.read_text(encoding="utf-8")), config, "")
     for option, equals, value in (arg.partition("=") for arg in args if arg.startswith("--")):
         if equals and value.strip() == "{}":
             given: Any = {}
@@ -106,32 +109,135 @@ def _look_for_dropped(given: Any, parsed: Any, path: str) -> None:
             raise ConfigError(f"{name}: unknown key: {suggest(str(key), siblings, 'expected one that --help lists')}")
 
 
-def _check_content(file: Path) -> None:
+def load_yaml(text: str) -> Any:
+    """Return what a YAML text says, as jsonargparse reads it; what has no end is not YAML.
+
+    An alias that lies in what it stands for would be walked through for ever, and nine aliases of nine aliases of nine
+    take hours.
+
+    Raises:
+        yaml.YAMLError: With the place, and what is wrong there.
+    """
+    _check_size(text)
     try:
-        root = yaml.compose(file.read_text(), Loader=yaml.SafeLoader)
+        return _load_plain(text)
+    except ValueError as error:  # a number of 5,000 digits
+        raise yaml.YAMLError(str(error)) from error
+
+
+def check_options(args: Sequence[str]) -> None:
+    """Refuse the value of an option that has no end; jsonargparse 4.53 reads some past the loader that it was given.
+
+    Raises:
+        ConfigError: With the option.
+    """
+    for before, arg in zip(["", *args], args, strict=False):
+        option, equals, value = arg.partition("=") if arg.startswith("--") else (before, "=", arg)
+        if not equals or "&" not in value:
+            continue
+        try:
+            _check_size(value)
+        except _EndlessError as error:
+            got = value if len(value) <= 40 else f"{value[:40]}..."
+            raise ConfigError(f"{option.removeprefix('--')}: got {got!r}: {error.problem}") from None
+        except yaml.YAMLError:  # plain text, or for jsonargparse to refuse
+            continue
+
+
+class _EndlessError(yaml.MarkedYAMLError):  # type: ignore[misc]  # yaml has no types
+    problem: str
+
+
+def _check_size(text: str) -> None:
+    """Count nodes as they are after aliases are replaced, without making one."""
+    open_sizes: list[int] = [0]  # of the collections around the present place, the whole text first
+    open_anchors: list[str | None] = [None]
+    sizes: dict[str, int] = {}
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        problem, anchor = None, getattr(event, "anchor", None)
+        if isinstance(event, yaml.AliasEvent):
+            if anchor in open_anchors:
+                problem = f"*{anchor} stands for something that it is a part of: expected it outside of &{anchor}"
+            open_sizes[-1] += sizes.get(anchor or "", 0)
+        elif isinstance(event, yaml.ScalarEvent):
+            open_sizes[-1] += 1
+            if anchor is not None:
+                sizes[anchor] = 1
+        elif isinstance(event, yaml.CollectionStartEvent):
+            open_sizes.append(1)
+            open_anchors.append(anchor)
+            if len(open_sizes) > _MAX_DEPTH:
+                problem = f"nested in more than {_MAX_DEPTH} levels: expected fewer"
+        elif isinstance(event, yaml.CollectionEndEvent):
+            size, closed = open_sizes.pop(), open_anchors.pop()
+            open_sizes[-1] += size
+            if closed is not None:
+                sizes[closed] = size
+        if open_sizes[-1] > _MAX_NODES:
+            problem = f"more than {_MAX_NODES:,} values once aliases such as *{anchor} are replaced: expected fewer"
+        if problem is not None:
+            raise _EndlessError(problem=problem, problem_mark=event.start_mark)
+
+
+def _read_nodes(file: Path) -> yaml.Node | None:
+    """Return the root of a file, of which a value can be made."""
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            size = file.stat().st_size / 2**20
+            raise ConfigError(f"--config: {str(file)!r} has {size:.1f} MiB: expected settings, of 1 MiB or less")
+        text = content.decode()
+        try:
+            _check_size(text)
+        except _EndlessError:
+            raise
+        except yaml.YAMLError:
+            pass  # libyaml's words say less than those of the next line, which raises it again
+        root: yaml.Node | None = yaml.compose(text, Loader=yaml.SafeLoader)
+        load_yaml(text)
+        return root
     except UnicodeDecodeError:
         raise ConfigError(f"--config: {str(file)!r} is not text: expected a YAML file") from None
+    except OSError as error:
+        raise ConfigError(f"--config: {str(file)!r} cannot be read: {error.strerror}") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "cannot be read"
+        problem = getattr(error, "problem", None) or str(error).replace("\n", " ") or "cannot be read"
         raise ConfigError(f"{file}{where}: not valid YAML: {problem}") from None
+
+
+def _check_content(file: Path) -> None:
+    root = _read_nodes(file)
     if root is None:
         raise ConfigError(f"--config: {str(file)!r} is empty: expected settings of trainer, model and data")
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{file}: got a {root.id}: expected keys such as `trainer: {{max_steps: 100}}`")
     for key, value in root.value:
-        if key.value in _SECTIONS and not isinstance(value, yaml.MappingNode):
+        _refuse_other_than_text(key, file)
+        if key.value not in _SECTIONS:
+            continue
+        if not isinstance(value, yaml.MappingNode):
             where = f"{file}, line {value.start_mark.line + 1}"
-            raise ConfigError(f"{key.value}: got {value.value} ({where}): expected a mapping of its keys")
-    _refuse_repeated_keys(root, file, "")
+            got = value.value if isinstance(value, yaml.ScalarNode) else "a list"
+            raise ConfigError(f"{key.value}: got {got} ({where}): expected a mapping of its keys")
+        for inner, _ in value.value:
+            _refuse_other_than_text(inner, file)
+    _check_mappings(root, file, "")
 
 
-def _refuse_repeated_keys(node: yaml.Node, file: Path, path: str) -> None:
-    """Refuse two equal keys, of which YAML keeps the last in silence."""
+def _refuse_other_than_text(key: yaml.Node, file: Path) -> None:
+    if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+        got = key.value if isinstance(key, yaml.ScalarNode) else f"a {key.id}"
+        raise ConfigError(f"{file}, line {key.start_mark.line + 1}: got {got or 'nothing'} as a key: expected a name")
+
+
+def _check_mappings(node: yaml.Node, file: Path, path: str) -> None:
+    """Refuse two equal keys, of which YAML keeps the last in silence, and what cannot stand beside a class."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _refuse_repeated_keys(item, file, f"{path}[{index}]")
+            _check_mappings(item, file, f"{path}[{index}]")
     if not isinstance(node, yaml.MappingNode):
         return
     seen: dict[str, yaml.Node] = {}
@@ -141,4 +247,17 @@ def _refuse_repeated_keys(node: yaml.Node, file: Path, path: str) -> None:
             lines = f"lines {seen[name].start_mark.line + 1} and {key.start_mark.line + 1}"
             raise ConfigError(f"{name}: given twice ({file}, {lines}): expected it once")
         seen[name] = key
-        _refuse_repeated_keys(value, file, name)
+        _check_mappings(value, file, name)
+    keys = {key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)}
+    if "class_path" not in keys or "<<" in keys:
+        return
+    for key, value in keys.items():
+        where = f"({file}, line {value.start_mark.line + 1})"
+        if key not in _CLASS_KEYS:
+            raise ConfigError(f"{path}.{key}: beside class_path {where}: expected it below {path}.init_args")
+        if key == "init_args" and not isinstance(value, yaml.MappingNode):
+            got = value.value or "nothing" if isinstance(value, yaml.ScalarNode) else "a list"
+            raise ConfigError(f"{path}.init_args: got {got} {where}: expected a mapping of the class's arguments")
+
+
+set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))

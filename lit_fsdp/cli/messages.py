@@ -82,7 +82,9 @@ def is_refusal(error: BaseException) -> bool:
     return isinstance(error, ValueError) or is_misconfigured or any(p.search(str(error)) for p in _MONITORS)
 
 
-def describe_exception(error: BaseException, *, trusted: Iterable[str] = ("lit_fsdp",)) -> str | None:
+def describe_exception(
+    error: BaseException, *, trusted: Iterable[str] = ("lit_fsdp",), is_building: bool = False
+) -> str | None:
     """Return the one line that tells a user all, or ``None`` where the traceback is needed.
 
     One line is enough for what our own code refused: a ``raise`` written in our folders. An error that merely
@@ -91,6 +93,7 @@ def describe_exception(error: BaseException, *, trusted: Iterable[str] = ("lit_f
     Args:
         error: What was raised.
         trusted: The packages whose ``raise`` is a refusal.
+        is_building: Whether they were given nothing but settings, so that what they pass on is one too.
     """
     line = str(error) or type(error).__name__
     if isinstance(error, ModuleNotFoundError):
@@ -122,7 +125,7 @@ def describe_exception(error: BaseException, *, trusted: Iterable[str] = ("lit_f
         return None
     # Not the frame's own last instruction, which is that of a `finally` or `with` around the raise.
     raised_here = dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
-    is_refusal = raised_here and isinstance(error, ValueError | TypeError | RuntimeError)
+    is_refusal = (raised_here or is_building) and isinstance(error, ValueError | TypeError | RuntimeError)
     return line if is_refusal or isinstance(error, FileNotFoundError | ImportError) else None
 
 

@@ -17,8 +17,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, ModuleType
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from types import FrameType, ModuleType, UnionType
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import jsonargparse
 from jsonargparse._typehints import get_all_subclass_paths  # private, seen in 4.53
@@ -26,6 +26,7 @@ from jsonargparse.typing import register_type
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.remote import describe_local_only, is_remote, locate_local
+from lit_fsdp.cli.config_files import check_options
 from lit_fsdp.cli.renamed import RENAMED, rename_key
 from lit_fsdp.errors import ConfigError, nearest, suggest
 
@@ -62,6 +63,12 @@ class OneLineParser(jsonargparse.ArgumentParser):
         raise ConfigError(line) from ex
 
     @override
+    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Read a command line whose values all come to an end."""
+        check_options(sys.argv[1:] if args is None else args)
+        return super().parse_args(args, *more, **kwargs)
+
+    @override
     def validate(self, namespace: jsonargparse.Namespace, *args: Any, **kwargs: Any) -> None:
         """Refuse a scalar given for a dataclass, which jsonargparse 4.53 lets pass until it is built."""
         for key in self.groups or {}:
@@ -83,6 +90,25 @@ def run_function(function: Callable[..., Any], args: Sequence[str], *, command: 
     parser = OneLineParser(prog=f"python -m lit_fsdp {command}", description=description)
     parser.add_function_arguments(function, fail_untyped=True)
     return function(**parser.instantiate(parser.parse_args(list(args))).as_dict())
+
+
+def refuse_null(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse ``null`` for an argument whose type has none, which jsonargparse 4.53 takes for not given.
+
+    Raises:
+        ValueError: With the argument, and the types that it may have.
+    """
+    empty = [name for name, value in arguments.items() if value is None]
+    try:
+        hints = get_type_hints(function if dataclasses.is_dataclass(function) else function.__init__) if empty else {}
+    except NameError:  # names imported for type checkers only
+        return
+    for name in empty:
+        hint = hints.get(name, Any)
+        choices = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if not {Any, object, None, type(None)} & set(choices) and get_origin(hint) is not Annotated:
+            expected = " or ".join(word for choice in choices for word in _name_types(choice))
+            raise ValueError(f"{name}: got null: expected {expected}, or leave it out")
 
 
 def check_out_folder(folder: Path) -> None:
@@ -305,7 +331,7 @@ def _explain_import(refusal: _Refusal) -> tuple[str, str]:
     if missing and class_path.startswith(f"{missing}."):
         return "class_path", f"{got}: {_explain_missing_module(missing)}"
     if not isinstance(error, ValueError):
-        return "class_path", f"importing {class_path} failed: {error}"
+        return "class_path", f"importing {class_path} failed: {_name_line(error)}"
     given, typehint = refusal.value, refusal.typehint
     if isinstance(given, tuple):  # a nested option, as jsonargparse keeps it
         example = "lit_fsdp.FSDP2Strategy" if class_path == "fsdp2" else "one"
@@ -315,6 +341,15 @@ def _explain_import(refusal: _Refusal) -> tuple[str, str]:
     known = [path.rpartition(".")[2] for path in get_all_subclass_paths(refusal.setting)]
     hint = suggest(name, known, "expected module.Class, or the name of a class of ours")
     return "class_path", f"{got}: no class of this name: {hint}"
+
+
+def _name_line(error: BaseException) -> str:
+    """Return an error of a module that is imported, with the line that raised it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    if isinstance(error, SyntaxError) or not frames:  # says it itself
+        return str(error)
+    kind = "" if isinstance(error, ImportError) else f"{type(error).__name__}: "
+    return f"{kind}{error} ({frames[-1].filename}, line {frames[-1].lineno})"
 
 
 def _explain_missing_module(name: str) -> str:

@@ -23,6 +23,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by its short name
@@ -33,7 +34,7 @@ from lit_fsdp.checkpoint.remote import Location, locate, locate_local
 from lit_fsdp.cli.config_files import check_config_files, list_left_out, refuse_dropped_keys, refuse_left_out
 from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers, remove_unused_run
 from lit_fsdp.cli.messages import describe_exception, is_refusal, report_error
-from lit_fsdp.cli.parser import OneLineParser, read_path
+from lit_fsdp.cli.parser import OneLineParser, read_path, refuse_null
 from lit_fsdp.errors import ConfigError, is_debugging, join_names, nearest, suggest
 from lit_fsdp.files import describe_special_file, write_whole
 from lit_fsdp.planning.auto_strategy import NAME
@@ -45,7 +46,7 @@ from lit_fsdp.strategy.launcher import describe_failed, stop_children
 from lit_fsdp.strategy.lightning_internals import list_waiting_monitors
 from lit_fsdp.strategy.processes import choose_processes
 from lit_fsdp.strategy.roll_call import share_refusal
-from lit_fsdp.strategy.trainer_settings import list_checkpoint_folders, refuse_float16_on_cpu
+from lit_fsdp.strategy.trainer_settings import check_numbers, list_checkpoint_folders, refuse_float16_on_cpu
 from lit_fsdp.weights.file_names import NAME_RULE, is_plain_name
 
 _KNOWN_WARNINGS = (
@@ -63,6 +64,13 @@ _BANNERS = re.compile(
 _ONLY_FOR_TRAINING = "Be aware that when using `ckpt_path`.*"  # which callbacks a checkpoint has state of
 # Where the settings lie that an error may name, the inner ones first.
 _SETTINGS = ("trainer.strategy.init_args", "model.init_args", "data.init_args", "trainer")
+# What each command takes of the model, and of the data or the model.
+_PARTS = {
+    "fit": ("training_step", "train_dataloader"),
+    "validate": ("validation_step", "val_dataloader"),
+    "test": ("test_step", "test_dataloader"),
+    "predict": ("predict_step", "predict_dataloader"),
+}
 _LOST_CONNECTION = re.compile("Connection (closed|reset) by peer|Socket Timeout|Broken pipe")
 
 
@@ -201,6 +209,20 @@ class TrainerCLI(LightningCLI):
         )
         parser.add_class_arguments(ProgressBar, "progress_bar")
 
+    @override
+    def _set_seed(self) -> None:
+        """Check numbers before Lightning says which seed it takes: a refusal shall be the only line."""
+        seed = self._get(self.config, "seed_everything")
+        if not 0 <= seed < 2**32:
+            raise ConfigError(f"seed_everything: got {seed}: expected 0 to {2**32 - 1}, or true for a random one")
+        trainer = self._get(self.config, "trainer")
+        try:
+            check_numbers(trainer)
+        except ValueError as error:
+            raise ConfigError(f"trainer.{error}") from None
+        _check_root(trainer["default_root_dir"])
+        super()._set_seed()
+
     def before_instantiate_classes(self) -> None:
         """Settle the number of processes, before anything is built."""
         refuse_dropped_keys(self.config[self.subcommand], self.config_files, self.given_args)
@@ -253,13 +275,14 @@ class TrainerCLI(LightningCLI):
         settings = self._get(self.config_init, "trainer")
         kwargs |= self.choose_parts(settings)
         try:
+            refuse_null(self.trainer_class, vars(settings))
             refuse_float16_on_cpu(settings["precision"], kwargs.get("accelerator", settings["accelerator"]))
             trainer = super().instantiate_trainer(devices=self.devices, num_nodes=self.num_nodes, **kwargs)
         except Exception as error:
-            line = describe_exception(error, trusted=("lit_fsdp", "lightning"))
-            if line is None:
+            line = describe_exception(error, trusted=("lit_fsdp", "lightning"), is_building=True)
+            if line is None or is_debugging():
                 raise
-            raise ConfigError(self._add_path(line, "trainer")) from error
+            raise ConfigError(self._name_trainer_setting(line)) from error
         guard_loggers(trainer)
         return trainer
 
@@ -321,6 +344,23 @@ class TrainerCLI(LightningCLI):
                 check_checkpoint(_locate_checkpoint(path))
             except ValueError as error:  # before other ranks are started
                 raise ConfigError(f"ckpt_path: {error}") from error
+        self._refuse_missing_parts()
+
+    def _refuse_missing_parts(self) -> None:
+        """Refuse a run without data, or a model without a step, before logs are begun and ranks started."""
+        if self.subcommand not in _PARTS:  # a plan, which asks for other parts itself
+            return
+        step, loader = _PARTS[self.subcommand]
+        model, data = type(self.model), self.datamodule
+        # Lightning predicts with forward.
+        if step != "predict_step" and not is_overridden(step, self.model, LightningModule):
+            raise ConfigError(f"model: got {model.__name__}: it has no {step}: expected a class_path of a task")
+        if is_overridden(loader, self.model, LightningModule):
+            return
+        if data is None:
+            raise ConfigError(f"data: missing: {model.__name__} has no {loader} of its own: expected a class_path")
+        if not is_overridden(loader, data, LightningDataModule):
+            raise ConfigError(f"data: got {type(data).__name__}: it has no {loader}: expected data that does")
 
     def before_fit(self) -> None:
         """Say where checkpoints lie, and listen to signals before the other ranks are started."""
@@ -370,6 +410,7 @@ class TrainerCLI(LightningCLI):
         key = "model" if issubclass(class_type, LightningModule) else "data" if is_data else None
         try:
             _check_places(kwargs)
+            refuse_null(class_type, kwargs)
             if key is None:
                 return class_type(*args, **kwargs)
             build = _InstantiatorFn(cli=self, key=key)
@@ -441,6 +482,19 @@ class TrainerCLI(LightningCLI):
                 return f"{section}.{line}"
         return f"{path}: {line}" if path else line
 
+    def _name_trainer_setting(self, line: str) -> str:
+        """Begin an error of the Trainer's with the setting that it speaks of: by name, else by what it quotes."""
+        named = self._add_path(line, "trainer")
+        settings = {k: v for k, v in vars(self._get(self.config, "trainer")).items() if v not in (None, "auto")}
+        quoted = re.findall(r"'([^']+)'", line)
+        known = [word for word in re.findall(r"\w+", line) if word in settings]
+        known += [key for key, value in settings.items() for word in quoted if f"'{word}'" in repr(value)]
+        if not known or named != f"trainer: {line}":
+            return named
+        value = settings[known[0]]
+        got = "" if isinstance(value, Namespace | list) else f"got {value!r}: "
+        return f"trainer.{known[0]}: {got}{line}"
+
     def _parse_ckpt_path(self) -> None:
         """Keep the settings stored in ``--ckpt_path`` from beating the command line in silence."""
 
@@ -468,6 +522,18 @@ def _locate_checkpoint(given: str) -> Location:
         return locate(given)
     except ValueError as error:
         raise ConfigError(f"ckpt_path: {error}") from None
+
+
+def _check_root(root: Any) -> None:
+    """Refuse a place for runs that cannot be one, which loggers would answer with a traceback."""
+    if root is None or "://" in str(root):
+        return
+    folder = Path(root).absolute()
+    nearest_there = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+    if not nearest_there.is_dir():
+        raise ConfigError(f"trainer.default_root_dir: got {str(root)!r}: {nearest_there} is no folder: expected one")
+    if not os.access(nearest_there, os.W_OK):
+        raise ConfigError(f"trainer.default_root_dir: got {str(root)!r}: {nearest_there} cannot be written to")
 
 
 def _check_strategy_name(strategy: Any) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 _TORCHRUN_VARIABLES = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+_MOST_PROCESSES = 1024  # of one machine
 
 
 def is_torchrun(environ: Mapping[str, str]) -> bool:
@@ -43,17 +44,30 @@ def choose_processes(
             )
         return (local if count is None else devices), nodes
     if count is None and cpu_processes is not None and not has_accelerator:
-        if cpu_processes < 1:
-            raise ValueError(f"cpu_processes: got {cpu_processes}: expected 1 or more")
+        if not 1 <= cpu_processes <= _MOST_PROCESSES:
+            expected = "1 or more" if cpu_processes < 1 else f"{_MOST_PROCESSES} or less"
+            raise ValueError(f"cpu_processes: got {cpu_processes}: expected {expected}")
         return cpu_processes, num_nodes
     return devices, num_nodes
 
 
 def count_devices(devices: Any) -> int | None:
-    """Count what ``trainer.devices`` asks for; ``None`` when it is left to the machine."""
+    """Count what ``trainer.devices`` asks for; ``None`` when it is left to the machine.
+
+    Raises:
+        ValueError: It is neither a number of processes nor a list of GPUs.
+    """
     if devices in ("auto", "-1", -1, None):
         return None
-    if isinstance(devices, str):
-        parts = [part for part in devices.split(",") if part.strip()]
-        return int(devices) if len(parts) == 1 and "," not in devices else len(parts)
-    return len(devices) if isinstance(devices, Sequence) else int(devices)
+    try:
+        given: Any = devices.split(",") if isinstance(devices, str) and "," in devices else devices
+        listed = [int(part) for part in given if str(part).strip()] if isinstance(given, list | tuple) else None
+        count = int(given) if listed is None else len(listed)
+    except (TypeError, ValueError):
+        count = 0
+    if not 1 <= count <= _MOST_PROCESSES:
+        raise ValueError(
+            f"trainer.devices: got {devices!r}: expected auto, a number of processes from 1 to {_MOST_PROCESSES}, or "
+            "GPUs by number, such as [0, 1]"
+        )
+    return count

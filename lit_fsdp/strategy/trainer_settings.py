@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,63 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_fsdp.checkpoint.remote import Location, RemotePath, locate
+
+_Rule = tuple[Callable[[Any], bool], str]  # what holds of a value, and the words for it
+
+
+def _at_least(low: int, all_word: str = "") -> _Rule:
+    words = f"{low} or more, or -1 for {all_word}" if all_word else f"{low} or more"
+    return (lambda value: value >= low or (all_word != "" and value == -1)), words
+
+
+def _is_share(value: float) -> bool:
+    return value >= 0 and (isinstance(value, int) or value <= 1)
+
+
+_SHARE = (_is_share, "a number of batches, such as 10, or a fraction of them from 0.0 to 1.0")
+# Lightning takes some of these without a word though they mean nothing, and refuses others without their key.
+_RULES: dict[str, _Rule] = {
+    "accumulate_grad_batches": _at_least(1),
+    "check_val_every_n_epoch": _at_least(1),
+    "gradient_clip_val": (lambda value: value >= 0, "above 0, or null; with less, gradients would point uphill"),
+    "limit_predict_batches": _SHARE,
+    "limit_test_batches": _SHARE,
+    "limit_train_batches": _SHARE,
+    "limit_val_batches": _SHARE,
+    "log_every_n_steps": _at_least(0),
+    "max_epochs": _at_least(1, "no limit"),
+    "max_steps": _at_least(1, "no limit"),
+    "min_epochs": _at_least(0),
+    "min_steps": _at_least(0),
+    "num_nodes": _at_least(1),
+    "num_sanity_val_steps": _at_least(0, "all of them"),
+    "reload_dataloaders_every_n_epochs": _at_least(0),
+}
+
+
+def check_numbers(settings: Mapping[str, Any]) -> None:
+    """Refuse numbers of the Trainer that mean nothing, before it is built.
+
+    Args:
+        settings: By name, some or all. What is no number is left to others.
+
+    Raises:
+        ValueError: With the setting, its value and what it may be.
+    """
+    for name, (holds, expected) in _RULES.items():
+        value = settings.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and not holds(value):
+            raise ValueError(f"{name}: got {value}: expected {expected}")
+    every = settings.get("val_check_interval")
+    if isinstance(every, int | float) and not (_is_share(every) and every > 0):
+        raise ValueError(
+            f"val_check_interval: got {every}: expected a number of batches from 1, or a fraction of an epoch above 0; "
+            "limit_val_batches: 0 leaves validation out"
+        )
+    for unit in ("steps", "epochs"):
+        least, most = settings.get(f"min_{unit}"), settings.get(f"max_{unit}")
+        if isinstance(least, int) and isinstance(most, int) and least > most > 0:
+            raise ValueError(f"min_{unit}: got {least}: training ends at max_{unit} {most}: expected {most} or less")
 
 
 def count_micro_batches(trainer: pl.Trainer) -> int | None:
@@ -30,11 +88,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
     Raises:
         ValueError: With the setting and the nearest fix.
     """
-    limit = trainer.gradient_clip_val
-    if limit is not None and limit < 0:
-        raise ValueError(f"gradient_clip_val: got {limit}: gradients would point uphill; expected above 0, or null")
-    if trainer.accumulate_grad_batches < 1:
-        raise ValueError(f"accumulate_grad_batches: got {trainer.accumulate_grad_batches}: expected 1 or more")
+    check_numbers({name: getattr(trainer, name, None) for name in ("gradient_clip_val", "accumulate_grad_batches")})
     if trainer.state.fn != TrainerFn.FITTING:
         return
     list_checkpoint_folders(trainer)

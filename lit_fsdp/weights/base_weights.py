@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -38,8 +39,16 @@ def fetch_pretrained(pretrained: str, setting: str = "pretrained", patterns: Seq
         ValueError: It is neither.
     """
     folder = Path(pretrained).expanduser()
-    if folder.is_dir():
-        return
+    try:
+        if folder.is_dir():
+            return
+        is_file = os.path.lexists(folder)
+    except OSError as error:  # too long for a name of either kind
+        raise ValueError(
+            f"{setting}: got {pretrained[:40]!r}...: {error.strerror}: expected a folder or model"
+        ) from error
+    if is_file:
+        raise ValueError(f"{setting}: got {pretrained!r}: no folder: expected one with config.json and safetensors")
     try:
         snapshot_download(pretrained, allow_patterns=list(patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:

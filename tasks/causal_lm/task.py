@@ -26,7 +26,7 @@ from lit_fsdp.tasks.causal_lm.model import build_model, check_data, check_genera
 from lit_fsdp.tasks.causal_lm.tokenizer import get_pad_id
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.masks import keep_branches, needs_mask
-from lit_fsdp.tasks.pretrained import PretrainedTask, read_tokenizer_files
+from lit_fsdp.tasks.pretrained import PretrainedTask, explain_build_errors, read_tokenizer_files
 from lit_fsdp.weights.base_weights import get_pretrained_folder
 
 GENERATION = "generation_config.json"
@@ -131,7 +131,8 @@ class CausalLM(PretrainedTask):
     def configure_model(self) -> None:
         if self.model is not None:  # a second run of the same object
             return
-        model = build_model(self.read_config(), self.attention)
+        with explain_build_errors(self.config_settings):
+            model = build_model(self.read_config(), self.attention)
         self.resolve_quantization(model)
         self.adapt_model(model, lora=self.lora, quantization=self.quantization)
         if self.loss_chunks > 1:

@@ -42,7 +42,7 @@ from lit_fsdp.tasks.image_classification.model import (
 from lit_fsdp.tasks.image_classification.preprocessing import PROCESSOR_FILE, Preprocessing, compare_colors
 from lit_fsdp.tasks.image_classification.skipped import SkippedImages
 from lit_fsdp.tasks.lr_schedule import LRSchedule
-from lit_fsdp.tasks.pretrained import PretrainedTask
+from lit_fsdp.tasks.pretrained import PretrainedTask, explain_build_errors
 from lit_fsdp.weights.base_weights import IMAGE_SIZE, get_pretrained_folder
 from lit_fsdp.weights.load import load_weights
 
@@ -165,7 +165,8 @@ class ImageClassification(PretrainedTask):
         if self.model is not None:  # a second run of the same object
             return
         config = self.read_config()
-        model = build_classifier(config, self.attention)
+        with explain_build_errors(self.config_settings):
+            model = build_classifier(config, self.attention)
         self._head = find_head(config, model)
         is_fit = self.trainer.state.fn == TrainerFn.FITTING
         self._keeps_head = keeps_head(self.pretrained, self.head, self.class_names, is_told=is_fit)

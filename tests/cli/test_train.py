@@ -63,6 +63,13 @@ class BuggyTask(TinyTask):
     def training_step(self, batch, batch_idx):
         raise ValueError("raised by the code of the user")
 
+class NoStep(LightningModule):
+    pass
+
+class NoData(LightningModule):
+    def training_step(self, batch, batch_idx):
+        return None
+
 @dataclass(frozen=True, kw_only=True)
 class Grid:
     rows: int = 1
@@ -91,6 +98,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "tinytask.py").write_text(TASK)
     (folder / "run.yaml").write_text(RUN)
     (folder / "broken.yaml").write_text("trainer:\n  max_steps: [1\n  max_epochs: 1\n")
+    (folder / "unfinished.py").write_text("import os\ndef task(:\n")
+    (folder / "dividing.py").write_text("import os\nsize = 1 / 0\n")
     (folder / "imports_nothing.py").write_text("import a_package_nobody_has\n")
     return folder
 
@@ -184,7 +193,28 @@ SIMPLE = [
     ("{}", "--trainer.strategy=tinytask.TinyStrategy --trainer.strategy.grid.rows=7",
      f"trainer.strategy: {REFUSAL}"),
     ("{}", "--trainer.strategy=fsdp3", "trainer.strategy: got 'fsdp3': did you mean fsdp2?"),
-    ("{}", "--trainer.limit_train_batches=-3", "trainer: You have passed invalid value -3"),
+    # numbers that Lightning takes without a word, or refuses without naming the setting
+    ("{}", "--trainer.limit_train_batches=2.5", "trainer.limit_train_batches: got 2.5: expected a number of batches"),
+    ("{}", "--trainer.val_check_interval=0", "trainer.val_check_interval: got 0: expected a number of batches from 1"),
+    ("{}", "--trainer.max_steps=0", "trainer.max_steps: got 0: expected 1 or more, or -1 for no limit"),
+    ("{}", "--trainer.min_steps=9", "trainer.min_steps: got 9: training ends at max_steps 2: expected 2 or less"),
+    ("{trainer: {gradient_clip_val: .nan}}", "", "trainer.gradient_clip_val: got nan: expected above 0, or null"),
+    ("{}", "--trainer.devices=two", "trainer.devices: got 'two': expected auto, a number of processes from 1 to 1024"),
+    ("{}", "--trainer.devices=1,2", "trainer.devices: got '1,2': `devices` selected with `CPUAccelerator` should be"),
+    ("{}", "--trainer.max_time=abc", "trainer.max_time: got 'abc': `Timer(duration='abc')` is not a valid duration"),
+    ("{trainer: {max_time: {foo: 3}}}", "", "trainer.max_time: got {'foo': 3}: 'foo' is an invalid keyword argument"),
+    ("{trainer: {detect_anomaly: null}}", "", "trainer.detect_anomaly: got null: expected true or false, or leave it"),
+    ("{model: {init_args: {size: {width: null}}}}", "", "model.init_args.size.width: got null: expected int, or leave"),
+    ("{}", "--seed_everything=-1", "seed_everything: got -1: expected 0 to 4294967295, or true for a random one"),
+    ("{}", "--trainer.default_root_dir=run.yaml", "trainer.default_root_dir: got 'run.yaml': "),
+    # what a module of the user's dies of
+    ("{}", "--model=unfinished.Task", "importing unfinished.Task failed: invalid syntax (unfinished.py, line 2)"),
+    ("{}", "--model=dividing.Task", "importing dividing.Task failed: ZeroDivisionError: division by zero ("),
+    ("{}", "--model=dividing.Task", "dividing.py, line 2)"),
+    # what a run cannot do without
+    ("{}", "--model=tinytask.NoStep", "model: got NoStep: it has no training_step: expected a class_path of a task"),
+    ("{}", "--model=tinytask.NoData", "data: missing: NoData has no train_dataloader of its own: expected a class"),
+    ("{}", "--model=tinytask.NoData --data=LightningDataModule", "data: got LightningDataModule: it has no train_data"),
     ("{}", "--cpu_processes=0", "cpu_processes: got 0: expected 1 or more"),
     ("", "", "--config: 'extra.yaml' is empty: expected settings of trainer, model and data"),
 ]  # fmt: skip
@@ -321,8 +351,9 @@ def test_a_bug_in_our_code_is_no_refusal() -> None:
     with pytest.raises(AttributeError) as bug:
         nearest(None, ["a"])  # type: ignore[arg-type]
     assert describe_exception(bug.value) is None
+    environ = {**TORCHRUN, "LOCAL_WORLD_SIZE": "two"}
     with pytest.raises(ValueError, match="invalid literal") as bug:  # int("two"), not a raise of ours
-        choose_processes("two", 1, cpu_processes=None, has_accelerator=False, environ={})
+        choose_processes("auto", 1, cpu_processes=None, has_accelerator=False, environ=environ)
     assert describe_exception(bug.value) is None
 
 

@@ -1,0 +1,101 @@
+"""Configurations of models: what a model reads is taken, what none could be made of is refused with its setting."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_fsdp.tasks import CausalLM
+from lit_fsdp.tasks.causal_lm.model import build_model
+from lit_fsdp.tasks.pretrained import explain_build_errors, make_config
+from lit_fsdp.weights.base_weights import fetch_pretrained
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA = {"model_type": "llama", **TINY}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "qwen3_moe", "num_experts": 4},
+        {"model_type": "glm4_moe", "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+        {"model_type": "dots1", "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    ],
+    ids=lambda settings: settings["model_type"],
+)
+def test_a_setting_that_only_the_model_reads_is_taken_and_shapes_it(settings: dict[str, Any]) -> None:
+    model = build_model(make_config({**TINY, **EXPERTS, **settings}), "sdpa")
+    shapes = {name.split(".")[-2]: tuple(p.shape) for name, p in model.named_parameters() if "self_attn" in name}
+    assert (shapes["q_proj"], shapes["k_proj"]) == ((4 * 16, 32), (2 * 16, 32))
+
+
+def test_gemma_4_takes_a_head_dim_that_only_some_of_its_layers_have() -> None:
+    settings = {
+        "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8,
+        "head_dim": 8,
+        "global_head_dim": 16,
+    }
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    model = build_model(make_config({**TINY, **settings, **layers, "model_type": "gemma4_text"}), "sdpa")
+    assert [layer.self_attn.q_proj.weight.shape[0] for layer in model.model.layers] == [4 * 8, 4 * 16]
+
+
+REFUSED = [
+    ({"hidden_size": 0}, "config.hidden_size: got 0: expected 1 or more"),
+    ({"hidden_size": "x"}, "config.hidden_size: got 'x': Field 'hidden_size' expected int"),
+    ({"hidden_size": 30}, "config.hidden_size: got 30: The hidden size (30) is not a multiple"),
+    ({"num_attention_heads": 0}, "config.num_attention_heads: got 0: expected 1 or more"),
+    ({"num_key_value_heads": 3}, "config.num_key_value_heads: got 3: the 4 heads of num_attention_heads share them"),
+    ({"num_hidden_layers": -1}, "config.num_hidden_layers: got -1: expected 1 or more"),
+    ({"attention_dropout": 2.0}, "config.attention_dropout: got 2.0: expected 0 to below 1"),
+    ({"initializer_range": -1.0}, "config.initializer_range: got -1.0: Value must be greater or equal to 0.0"),
+    ({"dtype": "foo"}, "config.dtype: got 'foo': AttributeError"),
+    ({"hiden_size": 8}, "config: hiden_size: no settings of LlamaConfig: did you mean hidden_size?"),
+    ({"to_dict": 3}, "config: to_dict: no settings of LlamaConfig"),
+    ({"_attn_implementation": "eager"}, "config: _attn_implementation: no settings of LlamaConfig"),
+    ({3: 4}, "config: 3: no settings of LlamaConfig"),
+    ({"model_type": "llamaa"}, "config.model_type: got 'llamaa': Transformers has no such model"),
+    ({"model_type": "qwen3_moe", "num_experts": 4}, "config.num_experts_per_tok: got 8: there are 4 experts"),
+]
+
+
+@pytest.mark.parametrize(("change", "line"), REFUSED, ids=[str(change) for change, _ in REFUSED])
+def test_a_config_that_no_model_can_be_made_of_is_refused_when_the_task_is_made(
+    change: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(line)):
+        CausalLM(config={**LLAMA, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"hidden_act": "foo"}, "config.hidden_act: got 'foo': KeyError: 'foo'"),
+        ({"pad_token_id": 99}, "no model can be built: AssertionError: Padding_idx must be within"),
+    ],
+)
+def test_what_only_the_model_refuses_names_the_setting_too(change: dict[str, Any], line: str) -> None:
+    settings = {**LLAMA, **change}
+    with pytest.raises(ValueError, match=re.escape(line)), explain_build_errors(settings):
+        build_model(make_config(settings), "sdpa")
+
+
+@pytest.mark.parametrize("is_named_too_long", [False, True])
+def test_what_is_no_folder_of_a_model_is_not_looked_for_on_the_hub(tmp_path: Path, is_named_too_long: bool) -> None:
+    path = tmp_path / "model.safetensors"
+    path.touch()
+    name = "a" * 400 if is_named_too_long else str(path)
+    line = f"model: got '{'a' * 40}'...: File name too long" if is_named_too_long else f"model: got '{path}': no folder"
+    with pytest.raises(ValueError, match=re.escape(line)):
+        fetch_pretrained(name, "model")
