@@ -9,7 +9,6 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from lit_fsdp.quantization.layers import count_weights
 from lit_fsdp.sharding.wrap import Unit, count_shard_bytes
@@ -17,14 +16,14 @@ from lit_fsdp.sharding.wrap import Unit, count_shard_bytes
 COLUMNS = ("unit", "parameters", "trainable", "bytes per rank")
 
 
-def print_plan(model: nn.Module, plan: Sequence[Unit], mesh: DeviceMesh) -> None:
-    """Print one row for each unit of a model that is not sharded yet; neighbouring blocks of one size share a row."""
+def print_table(table: Table) -> None:
+    """Print the table of ``make_table``."""
     # A file or pipe has no width that the names would have to be cut to.
-    Console(width=None if sys.stdout.isatty() else 160).print(make_table(model, plan, tuple(mesh.mesh.shape)))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def make_table(model: nn.Module, plan: Sequence[Unit], mesh_shape: tuple[int, ...]) -> Table:
-    """Return the table of ``print_plan``."""
+    """Return one row for each unit of a model that is not sharded yet; neighbouring blocks of one size share a row."""
     replicate, num_shards = (1, *mesh_shape)[-2:]
     table = Table(title=f"FSDP units, mesh replicate {replicate} x shard {num_shards}", title_justify="left")
     for name in COLUMNS:

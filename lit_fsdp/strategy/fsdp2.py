@@ -21,6 +21,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core import rank_zero
+from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -44,7 +45,7 @@ from lit_fsdp.sharding.random_state import collect_random_state, split_generator
 from lit_fsdp.sharding.settings import PRESETS, Settings
 from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, register_steps, reshard
 from lit_fsdp.sharding.torch_internals import list_edited
-from lit_fsdp.sharding.unit_table import print_plan
+from lit_fsdp.sharding.unit_table import make_table, print_table
 from lit_fsdp.sharding.wrap import Unit, Wrap
 from lit_fsdp.strategy.finetuning import restore_groups
 from lit_fsdp.strategy.launcher import Launcher, describe_ended
@@ -166,6 +167,7 @@ class FSDP2Strategy(RandomStreams):
         self._num_checks = 0  # of the numbers of batches: the same on all ranks
         self.device_mesh: DeviceMesh | None = None
         self.plan: list[Unit] = []
+        self._unit_table: Table | None = None  # to be printed
 
     @property
     def missing_checkpoint(self) -> Location | None:
@@ -371,7 +373,10 @@ class FSDP2Strategy(RandomStreams):
                 f"max_norm of {join_names(limited)} has no lasting effect: it changes gathered copies of the weights; "
                 "see docs/limits.md"
             )
-        is_shown = self.prints_plan and self.is_global_zero and module.trainer.state.fn == TrainerFn.FITTING
+        if self.prints_plan and self.is_global_zero and module.trainer.state.fn == TrainerFn.FITTING:
+            show = partial(self._keep_table, module)
+        else:
+            show = None
         self.plan = shard_module(
             module,
             self.settings,
@@ -379,9 +384,19 @@ class FSDP2Strategy(RandomStreams):
             mesh=self.device_mesh,
             device=self.root_device,
             is_whole=module.automatic_optimization,
-            show=partial(print_plan, module, mesh=self.device_mesh) if is_shown else None,
+            show=show,
         )
         _SHARDED_WITH[module] = self.settings
+
+    def _keep_table(self, module: nn.Module, plan: Sequence[Unit]) -> None:
+        assert self.device_mesh is not None
+        self._unit_table = make_table(module, plan, tuple(self.device_mesh.mesh.shape))
+
+    def _print_units(self) -> None:
+        """Print the table of units, once nothing is left that could refuse the run."""
+        if self._unit_table is not None:
+            print_table(self._unit_table)
+            self._unit_table = None
 
     def _fill(self, module: pl.LightningModule) -> None:
         """Give memory to what was built on the meta device, and values."""
@@ -423,9 +438,11 @@ class FSDP2Strategy(RandomStreams):
         if self._saved_settings:  # compared here, as the loader is there
             warn_of_changes(self._saved_settings, collect_run_settings(trainer, self.settings.mixed_precision))
             self._saved_settings = {}
+        self._print_units()
 
     @override
     def on_validation_start(self) -> None:
+        self._print_units()
         trainer = self._module.trainer
         is_short = trainer.sanity_checking
         counts = trainer.num_sanity_val_batches if is_short else trainer.num_val_batches
