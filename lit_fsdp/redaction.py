@@ -2,7 +2,7 @@
 
 Note [Writing doors]: credentials are left out where a text leaves the process, not where it comes from: reports, model
 cards, saved configurations and hyper-parameters, tables, the one line of an error, tracebacks, log records, warnings.
-A new door calls ``hide_secrets``. No library that we depend on does this; tokens are known by their published shapes.
+A new door calls ``redact``. No library that we depend on does this; tokens are known by their published shapes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-LEFT_OUT = "(credential left out)"
+REDACTED = "(redacted)"
 _NAME = r"[^\s/'\"<>|:;,()\[\]{}]+"
 _PATH = re.compile(rf"(?:file://|(?<![\w./~-]))/(?:{_NAME}/)+(?:{_NAME})?")
 _ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
@@ -60,7 +60,7 @@ _SECRETS = tuple(
 )
 
 
-def hide_secrets(value: Any) -> Any:
+def redact(value: Any) -> Any:
     """Leave out the credentials in all texts of a value, and the values of keys such as ``password`` or ``api_key``.
 
     Addresses keep their host and path, so that one sees what was meant. A value may be a text, or dicts, lists and
@@ -69,12 +69,12 @@ def hide_secrets(value: Any) -> Any:
     return _change_texts(value, _hide_in_text)
 
 
-def hide_secrets_in_yaml(text: str) -> str:
+def redact_yaml(text: str) -> str:
     """Do so in the values of a YAML text; one without any is returned as it is."""
     import yaml  # late, as the front door needs the rest of this file
 
     config = yaml.safe_load(text)
-    hidden = hide_secrets(config)
+    hidden = redact(config)
     return text if hidden == config else yaml.safe_dump(hidden, sort_keys=False, allow_unicode=True)
 
 
@@ -111,9 +111,9 @@ def _shorten_match(found: re.Match[str]) -> str:
 def _hide_in_text(text: str, key: str) -> str:
     """Return a text without credentials; all of it is one if its key says so."""
     if text and _SECRET_KEY.search(key):
-        return LEFT_OUT
+        return REDACTED
     for pattern in _SECRETS:
-        text = pattern.sub(rf"\g<1>{LEFT_OUT}", text)
+        text = pattern.sub(rf"\g<1>{REDACTED}", text)
     return text
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lit_fsdp.redaction import LEFT_OUT, hide_hosts, hide_paths, hide_secrets, hide_secrets_in_yaml
+from lit_fsdp.redaction import REDACTED, hide_hosts, hide_paths, redact, redact_yaml
 from lit_fsdp.reporting.report_files import draw_section
 from lit_fsdp.reporting.run_facts import describe_end
 from lit_fsdp.reporting.sections import Section, Table, print_table
@@ -35,8 +35,8 @@ def test_what_lies_below_the_current_folder_is_seen_from_there(tmp_path: Path, m
 
 def test_secrets_go_and_tokens_of_the_model_stay() -> None:
     config = {"logger": [{"api_key": "k", "hf_token": "t"}], "eos_token": "</s>", "token": None, "tokenizer": "x"}
-    hidden = {"logger": [{"api_key": LEFT_OUT, "hf_token": LEFT_OUT}], "eos_token": "</s>", "token": None}
-    assert hide_secrets(config) == {**hidden, "tokenizer": "x"}
+    hidden = {"logger": [{"api_key": REDACTED, "hf_token": REDACTED}], "eos_token": "</s>", "token": None}
+    assert redact(config) == {**hidden, "tokenizer": "x"}
 
 
 def test_hosts_go_from_errors_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def test_hosts_go_from_errors_of_connections(monkeypatch: pytest.MonkeyPatch) ->
     assert hide_hosts(text) == "Connection closed by peer [(host)]:4711 on (host) (torch 2.13.0)"
 
 
-X = LEFT_OUT
+X = REDACTED
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl"
 PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabc=\n-----END RSA PRIVATE KEY-----"
 
@@ -83,23 +83,23 @@ PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabc=\n-----END RSA PRIVATE KEY----
     ],
 )  # fmt: skip
 def test_credentials_go_from_texts_and_the_rest_stays(text: str, hidden: str) -> None:
-    assert hide_secrets({"k": [text, (text, 1)]}) == {"k": [hidden, (hidden, 1)]}
-    assert hide_secrets(hidden) == hidden
+    assert redact({"k": [text, (text, 1)]}) == {"k": [hidden, (hidden, 1)]}
+    assert redact(hidden) == hidden
 
 
 def test_a_long_text_takes_no_longer_by_its_square() -> None:
     for text in ("a" * 200_000, "a-" * 100_000, "a." * 100_000, "https://" * 30_000, "token=" * 30_000):
         begin = time.perf_counter()
-        hide_secrets(text)
+        redact(text)
         assert time.perf_counter() - begin < 5
 
 
 def test_a_configuration_without_credentials_keeps_its_bytes() -> None:
     text = "a:   {b: 1, c: .nan}  # kept\nd: 'x'\n"
-    assert hide_secrets_in_yaml(text) == text
-    hidden = hide_secrets_in_yaml(text + "token: abc\ndata: {password: 123, url: Größe}\n")
-    assert yaml.safe_load(hidden)["data"] == {"password": LEFT_OUT, "url": "Größe"}
-    assert yaml.safe_load(hidden)["token"] == LEFT_OUT
+    assert redact_yaml(text) == text
+    hidden = redact_yaml(text + "token: abc\ndata: {password: 123, url: Größe}\n")
+    assert yaml.safe_load(hidden)["data"] == {"password": REDACTED, "url": "Größe"}
+    assert yaml.safe_load(hidden)["token"] == REDACTED
 
 
 def test_tables_in_the_terminal_tell_no_credentials(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from jsonargparse import Namespace, get_loader, set_loader
 from lit_fsdp.cli.renamed import rename_key
 from lit_fsdp.errors import ConfigError, nearest, suggest
 from lit_fsdp.files import describe_special_file
-from lit_fsdp.redaction import LEFT_OUT
+from lit_fsdp.redaction import REDACTED
 
 # jsonargparse drops a scalar given for one of these groups without a word, seen in 4.53.
 _SECTIONS = ("trainer", "progress_bar")
@@ -81,7 +81,7 @@ def refuse_left_out(config: Any) -> None:
 
 def list_left_out(config: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield path and value of each setting that holds what stands for a credential."""
-    if isinstance(config, str) and LEFT_OUT in config:
+    if isinstance(config, str) and REDACTED in config:
         yield path, config
     elif isinstance(config, Mapping | Namespace):
         for key, value in (config if isinstance(config, Mapping) else vars(config)).items():

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from lit_fsdp.errors import describe_unknown_metric
-from lit_fsdp.redaction import hide_secrets
+from lit_fsdp.redaction import redact
 
 _KILLED_WORKER = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: Killed")
 _LATE_CHECK = re.compile(r"`val_check_interval` \((\d+)\) must be .* number of the training batches \((\d+)\)")
@@ -36,7 +36,7 @@ def report_error(line: str) -> None:
     """Print ``error: line`` on stderr, with the rank in front on all but the first; without credentials."""
     rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
     prefix = f"[rank {rank}] " if rank != "0" else ""
-    line = " ".join(hide_secrets(line).split())
+    line = " ".join(redact(line).split())
     line = line if len(line) <= 500 else f"{line[:497]}..."
     # One write, so that the lines of several ranks do not mix.
     sys.stderr.write(f"{prefix}error: {line}\n")
@@ -45,10 +45,10 @@ def report_error(line: str) -> None:
 
 def print_traceback(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
     """Print a traceback as Python does, without credentials; for ``sys.excepthook``."""
-    sys.stderr.write(hide_secrets("".join(traceback.format_exception(kind, error, trace))))
+    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
 
 
-def hide_secrets_in_logs() -> None:
+def redact_logs() -> None:
     """Leave credentials out of all that this process logs, warns of, or dies of from here on.
 
     Called once everything is imported, as Lightning puts a format of its own in the place of that of warnings.
@@ -64,12 +64,12 @@ def hide_secrets_in_logs() -> None:
             text = record.getMessage()
         except (TypeError, ValueError):  # the logger will say what is wrong with these arguments
             return record
-        if (hidden := hide_secrets(text)) != text:
+        if (hidden := redact(text)) != text:
             record.msg, record.args = hidden, ()
         return record
 
     def format_plain_warning(*args: Any, **kwargs: Any) -> str:
-        return str(hide_secrets(format_warning(*args, **kwargs)))
+        return str(redact(format_warning(*args, **kwargs)))
 
     format_plain_warning.hides_secrets = True  # type: ignore[attr-defined]
     logging.setLogRecordFactory(make_plain_record)

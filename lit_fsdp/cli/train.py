@@ -38,7 +38,7 @@ from lit_fsdp.cli.parser import OneLineParser, read_path, refuse_null
 from lit_fsdp.errors import ConfigError, is_debugging, join_names, nearest, suggest
 from lit_fsdp.files import describe_special_file, write_whole
 from lit_fsdp.planning.auto_strategy import NAME
-from lit_fsdp.redaction import hide_secrets, hide_secrets_in_yaml
+from lit_fsdp.redaction import redact, redact_yaml
 from lit_fsdp.reporting.lost_logs import check_log_folders, guard_loggers, outlive_lost_log
 from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy  # registers `strategy: fsdp2`
@@ -141,7 +141,7 @@ class SaveRunConfig(SaveConfigCallback):
         logger = trainer.logger
         folder = Path(logger.log_dir if isinstance(logger, CSVLogger | TensorBoardLogger) else self.fallback_dir)
         text = self.parser.dump(self.config, skip_unset=False)
-        if (hidden := hide_secrets_in_yaml(text)) != text:
+        if (hidden := redact_yaml(text)) != text:
             names = join_names([path for path, _ in list_left_out(yaml.safe_load(hidden))])
             rank_zero_info(f"{self.config_filename}: credentials left out of {names}: a run from it needs them again")
         with outlive_lost_log(trainer, self.config_filename, folder):
@@ -397,7 +397,7 @@ class TrainerCLI(LightningCLI):
     def _dump_config(self) -> None:
         """Keep credentials out of the hyper-parameters too, which loggers and checkpoints write."""
         super()._dump_config()
-        self.config_dump = hide_secrets(self.config_dump)
+        self.config_dump = redact(self.config_dump)
 
     def _add_instantiators(self) -> None:
         assert isinstance(self.parser, RunParser)
@@ -425,7 +425,7 @@ class TrainerCLI(LightningCLI):
         """
         flat = vars(self.config[self.subcommand].as_flat())
         settings = {k: v for k, v in flat.items() if k.rpartition(".")[2] not in ("config", "seed_everything")}
-        facts = {key: hide_secrets(json.dumps(value, default=_describe_part)) for key, value in settings.items()}
+        facts = {key: redact(json.dumps(value, default=_describe_part)) for key, value in settings.items()}
         found = self.config_init[self.subcommand].get("ckpt_path")
         return {k: v for k, v in facts.items() if not v.startswith('"/')} | {"ckpt_path": str(found or "no checkpoint")}
 

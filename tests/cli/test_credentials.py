@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lit_fsdp.cli.main import main
-from lit_fsdp.redaction import LEFT_OUT
+from lit_fsdp.redaction import REDACTED
 
 TASK = """
 import logging
@@ -85,13 +85,13 @@ def test_no_file_and_no_line_of_a_run_tells_a_credential(
     printed = "".join([*capfd.readouterr(), caplog.text, *shown])
     check_secrets(folder / "runs", printed)
     for what in ("reading", "slow:"):
-        assert f"{what} https://{LEFT_OUT}@data.example.org/train.tar?part=1&X-Amz-Signature={LEFT_OUT}" in printed
+        assert f"{what} https://{REDACTED}@data.example.org/train.tar?part=1&X-Amz-Signature={REDACTED}" in printed
     names = "model.init_args.url, model.init_args.storage.api_key, model.init_args.storage.env.WANDB_API_KEY"
     assert f"config.yaml: credentials left out of {names}" in printed
     run = folder / "runs" / "run" / "version_0"
     saved = yaml.safe_load((run / "config.yaml").read_text())["model"]["init_args"]
     assert saved["storage"]["region"] == "north"
-    assert saved["mirrors"] == ["https://example.org/b.tar", f"https://example.org/{LEFT_OUT}/b.tar"]
+    assert saved["mirrors"] == ["https://example.org/b.tar", f"https://example.org/{REDACTED}/b.tar"]
     assert {"report.html", "report.json", "report.md", "hparams.yaml"} <= {path.name for path in run.iterdir()}
 
 
@@ -104,7 +104,7 @@ def test_an_error_that_names_a_credential_tells_it_nowhere(
         sys.excepthook(type(error), error, error.__traceback__)
     printed = "".join([*capfd.readouterr(), caplog.text])
     check_secrets(folder / "runs", printed)
-    assert f"OSError: cannot reach https://{LEFT_OUT}@data.example.org/train.tar" in printed
+    assert f"OSError: cannot reach https://{REDACTED}@data.example.org/train.tar" in printed
     assert "cannot reach" in (folder / "runs/run/version_0/report.md").read_text()
     assert main(["fit", "--config=run.yaml", f"--trainer.strategy={URL}"]) == 2
     check_secrets(folder / "runs", capfd.readouterr().err)
@@ -118,7 +118,7 @@ def test_a_run_from_a_saved_configuration_asks_for_its_credentials(
     capfd.readouterr()
     assert main(["fit", saved]) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"error: model.init_args.url: got 'https://{LEFT_OUT}@data.example.org")
+    assert line.startswith(f"error: model.init_args.url: got 'https://{REDACTED}@data.example.org")
     assert line.endswith("give the whole value again, in the file or as an option")
     Path("again.yaml").write_text(yaml.safe_dump({"model": {"init_args": SETTINGS}}))
     assert main(["fit", saved, "--config=again.yaml"]) == 0
