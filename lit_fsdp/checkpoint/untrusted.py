@@ -82,8 +82,8 @@ def refuse_other_forms() -> Iterator[None]:
         yield
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"checkpoint: its metadata has another form ({_shorten(error)}): another version of lit_fsdp wrote it, or it is "
-            "damaged; use that version, or choose another checkpoint"
+            f"checkpoint: its metadata has another form ({_shorten(error)}): another version of lit_fsdp wrote it, or "
+            "it is damaged; use that version, or choose another checkpoint"
         ) from error
 
 
@@ -140,8 +140,8 @@ class _ForeignError(pickle.UnpicklingError):
 class _Unpickler(pickle.Unpickler):
     """Makes a tree of stand-ins for the objects in ``.metadata``; see Note [Stand-ins].
 
-    Note [Stand-ins]: a pickle may set any attribute of whatever it can name, be it a class, a function or a member of an
-    enum, and of what those return. So each unpickler makes classes of its own for the known names. They hold what they
+    Note [Stand-ins]: a pickle may set any attribute of whatever it can name, be it a class, a function or a member of
+    an enum, and of what those return. So each unpickler makes classes of its own for the known names. They hold what they
     are given, and nothing outlives the reading. What cannot be changed, dtypes and ``torch.Size``, needs none.
     """
 
