@@ -20,7 +20,7 @@ from lit_fsdp.planning.advice import Situation, Suggestion, suggest_settings
 from lit_fsdp.profiling.device_memory import read_resident_bytes, start_recording, stop_recording, write_snapshot
 from lit_fsdp.profiling.expected_communication import count_gathered_bytes
 from lit_fsdp.profiling.memory import KINDS, Kind, is_on, iterate_states, measure_states
-from lit_fsdp.redaction import hide_secrets
+from lit_fsdp.redaction import redact
 from lit_fsdp.reporting.metrics import find_run_folder
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.launcher import outlive_children
@@ -115,7 +115,7 @@ class OOMReport(Callback):
         except Exception as error:  # noqa: BLE001  there may be no memory for this either, and the cause must be heard
             print(f"out of memory on {where}; no report: {type(error).__name__}: {error}", flush=True)
             return
-        head, stack = hide_secrets((head, "".join(traceback.format_exception(exception))))
+        head, stack = redact((head, "".join(traceback.format_exception(exception))))
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / "out_of_memory.md"
         try:

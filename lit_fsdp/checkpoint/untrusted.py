@@ -141,8 +141,8 @@ class _Unpickler(pickle.Unpickler):
     """Makes a tree of stand-ins for the objects in ``.metadata``; see Note [Stand-ins].
 
     Note [Stand-ins]: a pickle may set any attribute of whatever it can name, be it a class, a function or a member of
-    an enum, and of what those return. So each unpickler makes classes of its own for the known names. They hold what they
-    are given, and nothing outlives the reading. What cannot be changed, dtypes and ``torch.Size``, needs none.
+    an enum, and of what those return. So each unpickler makes classes of its own for the known names. They hold what
+    they are given, and nothing outlives the reading. What cannot be changed, dtypes and ``torch.Size``, needs none.
     """
 
     def __init__(self, file: IO[bytes]) -> None:

@@ -12,7 +12,7 @@ from jsonargparse import Namespace
 
 from lit_fsdp.cli.renamed import rename_key
 from lit_fsdp.errors import ConfigError, nearest, suggest
-from lit_fsdp.redaction import LEFT_OUT
+from lit_fsdp.redaction import REDACTED
 
 # jsonargparse drops a scalar given for one of these groups without a word, seen in 4.53.
 _SECTIONS = ("trainer", "progress_bar")
@@ -61,21 +61,21 @@ def refuse_dropped_keys(config: Any, files: Sequence[Path], args: Sequence[str])
 
 
 def refuse_left_out(config: Any) -> None:
-    """Refuse a value whose credential was left out when the configuration was saved, unless it was given again.
+    """Refuse a value whose credential was redacted when the configuration was saved, unless it was given again.
 
     Raises:
         ConfigError: With the first of them.
     """
     for path, value in list_left_out(config):
         raise ConfigError(
-            f"{path}: got {value!r}: it was left out when this configuration was saved: give the whole value again, "
+            f"{path}: got {value!r}: it was redacted when this configuration was saved: give the whole value again, "
             "in the file or as an option"
         )
 
 
 def list_left_out(config: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield path and value of each setting that holds what stands for a credential."""
-    if isinstance(config, str) and LEFT_OUT in config:
+    if isinstance(config, str) and REDACTED in config:
         yield path, config
     elif isinstance(config, Mapping | Namespace):
         for key, value in (config if isinstance(config, Mapping) else vars(config)).items():

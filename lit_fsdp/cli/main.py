@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from lit_fsdp.cli.messages import describe_exception, hide_secrets_in_logs, is_refusal, print_traceback, report_error
+from lit_fsdp.cli.messages import describe_exception, is_refusal, print_traceback, redact_logs, report_error
 from lit_fsdp.errors import ConfigError, is_debugging, suggest
 
 
@@ -142,7 +142,7 @@ def _run_command(args: list[str]) -> int:
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_missing_kernel)
     module, function = COMMANDS[name].entry.split(":")
     run = getattr(_import_fast(module), function)
-    hide_secrets_in_logs()
+    redact_logs()
     code = run(args)
     return int(code or 0)
 

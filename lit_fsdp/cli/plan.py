@@ -30,7 +30,7 @@ from lit_fsdp.planning.search.steps import Steps, list_new_notes, search_steps
 from lit_fsdp.planning.search.variants import prepare_variants
 from lit_fsdp.planning.timing.hardware import choose_usual_gpu, find_gpu, list_cards, parse_memory, suggest_gpus
 from lit_fsdp.planning.timing.links import choose_links, parse_links
-from lit_fsdp.redaction import hide_secrets_in_yaml
+from lit_fsdp.redaction import redact_yaml
 from lit_fsdp.strategy.processes import count_devices
 
 _OWN_OPTIONS = {"--device-memory": "--device_memory"}
@@ -143,7 +143,7 @@ class PlanTrainer(PlannedTrainer):
         head = f"# Chosen by `plan --search true`: {format_changes(chosen.changes)}.\n"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(head + hide_secrets_in_yaml(yaml.safe_dump(settings, sort_keys=False)))
+            path.write_text(head + redact_yaml(yaml.safe_dump(settings, sort_keys=False)))
         except OSError as error:
             raise ConfigError(f"write: got {path}: {error.strerror}; choose another file") from error
         print(f"written: {path}: python -m lit_fsdp fit --config {path}")

@@ -34,7 +34,7 @@ from lit_fsdp.cli.messages import describe_exception, report_error
 from lit_fsdp.cli.parser import OneLineParser, read_path
 from lit_fsdp.errors import ConfigError, is_debugging, join_names, nearest, suggest
 from lit_fsdp.planning.auto_strategy import NAME
-from lit_fsdp.redaction import hide_secrets, hide_secrets_in_yaml
+from lit_fsdp.redaction import redact, redact_yaml
 from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy  # registers `strategy: fsdp2`
 from lit_fsdp.strategy.launcher import describe_failed, stop_children
@@ -86,7 +86,7 @@ class RunParser(OneLineParser, LightningArgumentParser):
 class SaveRunConfig(SaveConfigCallback):
     """Write the merged configuration into the run's folder, where ``--config`` can read it again.
 
-    Credentials are left out and named; what reads the file refuses them until they are given again.
+    Credentials are redacted and named; what reads the file refuses them until they are given again.
 
     Loggers that have no folder of their own for a run name the current one, where ``config.yaml`` may well be
     what the user wrote: then it goes to ``fallback_dir``.
@@ -103,10 +103,10 @@ class SaveRunConfig(SaveConfigCallback):
         folder = Path(logger.log_dir if isinstance(logger, CSVLogger | TensorBoardLogger) else self.fallback_dir)
         folder.mkdir(parents=True, exist_ok=True)
         text = self.parser.dump(self.config, skip_unset=False)
-        if (hidden := hide_secrets_in_yaml(text)) != text:
-            names = join_names([path for path, _ in list_left_out(yaml.safe_load(hidden))])
-            rank_zero_info(f"{self.config_filename}: credentials left out of {names}: a run from it needs them again")
-        (folder / self.config_filename).write_text(hidden)
+        if (redacted := redact_yaml(text)) != text:
+            names = join_names([path for path, _ in list_left_out(yaml.safe_load(redacted))])
+            rank_zero_info(f"{self.config_filename}: redacted {names}: a run from it needs them again")
+        (folder / self.config_filename).write_text(redacted)
 
 
 class _InstantiationFailed(BaseException):
@@ -303,7 +303,7 @@ class TrainerCLI(LightningCLI):
     def _dump_config(self) -> None:
         """Keep credentials out of the hyper-parameters too, which loggers and checkpoints write."""
         super()._dump_config()
-        self.config_dump = hide_secrets(self.config_dump)
+        self.config_dump = redact(self.config_dump)
 
     def _add_instantiators(self) -> None:
         assert isinstance(self.parser, RunParser)

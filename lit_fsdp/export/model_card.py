@@ -12,7 +12,7 @@ from huggingface_hub import ModelCardData
 
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, find_run
 from lit_fsdp.export.position_embeddings import explain_size
-from lit_fsdp.redaction import hide_secrets, hide_secrets_in_yaml
+from lit_fsdp.redaction import redact, redact_yaml
 from lit_fsdp.weights.base_weights import BASE, LORA
 
 _TAGS = {"ForCausalLM": "text-generation", "ForImageClassification": "image-classification"}
@@ -44,8 +44,8 @@ def write_model_card(name: str, stored: StoredCheckpoint, dtype: str, num_parame
         lines += ["", "## Metrics", "", "| metric | value | step |", "|---|---|---|"]
         lines += [f"| {key} | {value:.6g} | {at:,} |" for key, (value, at) in sorted(metrics.items())]
     if run is not None and (config := run / "config.yaml").is_file():
-        lines += ["", "## Configuration", "", "```yaml", hide_secrets_in_yaml(config.read_text()).rstrip(), "```"]
-    return str(hide_secrets("\n".join(lines))) + "\n"
+        lines += ["", "## Configuration", "", "```yaml", redact_yaml(config.read_text()).rstrip(), "```"]
+    return str(redact("\n".join(lines))) + "\n"
 
 
 def _explain_loading(name: str, base: Mapping[str, Any], architecture: str, saved: Sequence[str]) -> list[str]:

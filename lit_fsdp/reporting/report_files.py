@@ -18,7 +18,7 @@ import torch
 from jinja2 import Environment, StrictUndefined
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_fsdp.redaction import hide_hosts, hide_paths, hide_secrets
+from lit_fsdp.redaction import hide_hosts, hide_paths, redact
 from lit_fsdp.reporting.plots import NARROW, render_svg, write_png
 from lit_fsdp.reporting.sections import HasSection, Section
 
@@ -73,7 +73,7 @@ def draw_section(section: Section, folder: Path, *, code: str = "", is_grid: boo
     Its texts are cleared of credentials and of paths of this machine. ``code`` is shown with the rest as it is. A grid
     has small pictures beside each other.
     """
-    section, code = hide_paths(hide_secrets(section)), hide_secrets(code)
+    section, code = hide_paths(redact(section)), redact(code)
     anchor = _make_slug(section.name)
     if section.plots or section.sounds:
         (folder / PICTURES).mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def draw_sections(callbacks: Iterable[Any], folder: Path) -> dict[str, tuple[Par
         except Exception as error:  # noqa: BLE001 - of a callback that may be anyone's
             name, text = type(callback).__name__, f"{type(error).__name__}: {error}"
             rank_zero_warn(f"{name} has no section in the report: make_section: {text}")
-            text = hide_secrets(hide_hosts(text))
+            text = redact(hide_hosts(text))
             note = f"This section could not be made: {text}"
             section = _rename(Section(title=name, name=name.lower(), notes=[note]), taken)
             part, entry = draw_section(section, folder), {"title": name, "error": text}
@@ -122,10 +122,10 @@ def draw_sections(callbacks: Iterable[Any], folder: Path) -> dict[str, tuple[Par
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Write the three files without credentials; those that exist are replaced."""
+    """Write the three files, credentials redacted; those that exist are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
-    told = {name: hide_secrets(getattr(report, name)) for name in ("name", "message", "facts", "numbers")}
-    report = replace(report, **told)  # its parts were cleared when they were drawn
+    redacted = {name: redact(getattr(report, name)) for name in ("name", "message", "facts", "numbers")}
+    report = replace(report, **redacted)  # its parts were redacted when they were drawn
     texts = {
         JSON: json.dumps(report.numbers, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
         MARKDOWN: _format_markdown(report),

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_fsdp.quantization.layers import count_weights
-from lit_fsdp.redaction import hide_hosts, hide_paths, hide_secrets, shorten_path
+from lit_fsdp.redaction import hide_hosts, hide_paths, redact, shorten_path
 from lit_fsdp.reporting.sections import Section, Table
 from lit_fsdp.sharding.unit_table import COLUMNS, list_rows
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
@@ -38,7 +38,7 @@ _TRAINER_KEYS = (
 def read_config(trainer: Trainer, folder: Path) -> dict[str, Any]:
     """Return the merged configuration where a command line wrote it, else what Trainer and modules tell.
 
-    Credentials are left out.
+    Credentials are redacted.
     """
     config = _read_saved_config(trainer, folder)
     if config is None:
@@ -47,7 +47,7 @@ def read_config(trainer: Trainer, folder: Path) -> dict[str, Any]:
         for name, part in (("model", trainer.lightning_module), ("data", getattr(trainer, "datamodule", None))):
             if part is not None:
                 config[name] = _describe_object(part, dict(part.hparams))
-    return hide_paths(hide_secrets(_simplify(config)))
+    return hide_paths(redact(_simplify(config)))
 
 
 def describe_units(trainer: Trainer, module: LightningModule) -> Section | None:
@@ -126,7 +126,7 @@ def describe_end(exception: BaseException, when: str) -> tuple[str, str]:
         return "preempted", f"a signal ended the run {when}."
     if isinstance(exception, KeyboardInterrupt):
         return "interrupted", f"Ctrl-C ended the run {when}."
-    text = hide_secrets(str(exception))  # before it is cut: a part of a credential is not known as one
+    text = redact(str(exception))  # before it is cut: a part of a credential is not known as one
     text = text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]} ..."
     frames = traceback.extract_tb(exception.__traceback__)
     where = f" ({frames[-1].name}, {Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from rich import table as rich_table
 from rich.console import Console
 
-from lit_fsdp.redaction import hide_secrets
+from lit_fsdp.redaction import redact
 
 _WIDE = 200  # of a file or pipe, which has no width that cells would have to be cut to
 
@@ -134,7 +134,7 @@ class HasSection(Protocol):
 
 def print_table(table: Table) -> None:
     """Print a table to the terminal, without credentials."""
-    table = hide_secrets(table)
+    table = redact(table)
     drawn = rich_table.Table(title=table.title, title_justify="left", show_header=bool(table.columns))
     for i, column in enumerate(table.columns or ("", "")):
         drawn.add_column(column, justify="right" if i and table.columns else "left", overflow="fold")

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import yaml
 
 from lit_fsdp.cli.main import main
-from lit_fsdp.redaction import LEFT_OUT
+from lit_fsdp.cli.messages import redact_logs
+from lit_fsdp.redaction import REDACTED
 
 TASK = """
 import logging
@@ -85,13 +87,13 @@ def test_no_file_and_no_line_of_a_run_tells_a_credential(
     printed = "".join([*capfd.readouterr(), caplog.text, *shown])
     check_secrets(folder / "runs", printed)
     for what in ("reading", "slow:"):
-        assert f"{what} https://{LEFT_OUT}@data.example.org/train.tar?part=1&X-Amz-Signature={LEFT_OUT}" in printed
+        assert f"{what} https://{REDACTED}@data.example.org/train.tar?part=1&X-Amz-Signature={REDACTED}" in printed
     names = "model.init_args.url, model.init_args.storage.api_key, model.init_args.storage.env.WANDB_API_KEY"
-    assert f"config.yaml: credentials left out of {names}" in printed
+    assert f"config.yaml: redacted {names}" in printed
     run = folder / "runs" / "run" / "version_0"
     saved = yaml.safe_load((run / "config.yaml").read_text())["model"]["init_args"]
     assert saved["storage"]["region"] == "north"
-    assert saved["mirrors"] == ["https://example.org/b.tar", f"https://example.org/{LEFT_OUT}/b.tar"]
+    assert saved["mirrors"] == ["https://example.org/b.tar", f"https://example.org/{REDACTED}/b.tar"]
     assert {"report.html", "report.json", "report.md", "hparams.yaml"} <= {path.name for path in run.iterdir()}
 
 
@@ -104,10 +106,43 @@ def test_an_error_that_names_a_credential_tells_it_nowhere(
         sys.excepthook(type(error), error, error.__traceback__)
     printed = "".join([*capfd.readouterr(), caplog.text])
     check_secrets(folder / "runs", printed)
-    assert f"OSError: cannot reach https://{LEFT_OUT}@data.example.org/train.tar" in printed
+    assert f"OSError: cannot reach https://{REDACTED}@data.example.org/train.tar" in printed
     assert "cannot reach" in (folder / "runs/run/version_0/report.md").read_text()
     assert main(["fit", "--config=run.yaml", f"--trainer.strategy={URL}"]) == 2
     check_secrets(folder / "runs", capfd.readouterr().err)
+
+
+def test_errors_in_threads_in_logs_and_nobody_waits_for_tell_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    for place, name in ((sys, "excepthook"), (logging, "_logRecordFactory"), (warnings, "formatwarning")):
+        monkeypatch.setattr(place, name, getattr(place, name))  # put back at the end
+
+    def fail() -> None:
+        raise OSError(URL)
+
+    class Late:
+        def __del__(self) -> None:
+            fail()
+
+    redact_logs()
+    logger = logging.getLogger("anyone")
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(sys.stderr)])
+    thread = threading.Thread(target=fail, name="loader")
+    thread.start()
+    thread.join()
+    Late()
+    try:
+        fail()
+    except OSError:
+        logger.exception("no data")
+    printed = capsys.readouterr().err
+    assert printed.count(f"OSError: https://{REDACTED}@data.example.org") == 3
+    assert printed.count("in fail") == 3
+    assert "Exception in thread loader:" in printed
+    assert not any(secret in printed for secret in SECRETS)
 
 
 def test_a_run_from_a_saved_configuration_asks_for_its_credentials(
@@ -118,7 +153,7 @@ def test_a_run_from_a_saved_configuration_asks_for_its_credentials(
     capfd.readouterr()
     assert main(["fit", saved]) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"error: model.init_args.url: got 'https://{LEFT_OUT}@data.example.org")
+    assert line.startswith(f"error: model.init_args.url: got 'https://{REDACTED}@data.example.org")
     assert line.endswith("give the whole value again, in the file or as an option")
     Path("again.yaml").write_text(yaml.safe_dump({"model": {"init_args": SETTINGS}}))
     assert main(["fit", saved, "--config=again.yaml"]) == 0
