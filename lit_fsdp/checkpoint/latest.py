@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterable
@@ -11,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lit_fsdp.checkpoint.manifest import MANIFEST, is_complete, read_position
 from lit_fsdp.checkpoint.places import get_place, is_being_written
+from lit_fsdp.checkpoint.untrusted import load_plain
 
 SAVE_NUMBER = "save_number"  # in a single file
 
@@ -115,8 +113,8 @@ def _read_single_file(path: Path) -> tuple[int, int | None] | None:
     if not path.is_file() or not zipfile.is_zipfile(path):
         return None
     try:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # maps the tensors only
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError):
+        checkpoint = load_plain(path, path, is_mapped=True)  # maps the tensors only
+    except ValueError:
         return None
     found = checkpoint if isinstance(checkpoint, dict) else {}
     number, step = found.get(SAVE_NUMBER), found.get("global_step")

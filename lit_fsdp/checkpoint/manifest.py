@@ -106,7 +106,7 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
         }
     except FileNotFoundError:
         raise ValueError(f"{folder} is no complete checkpoint: {MANIFEST} is missing; choose another one") from None
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
         raise ValueError(f"{path} is damaged; choose another checkpoint") from None
     check_names(folder, files, source=path)
     return files
