@@ -127,7 +127,7 @@ def _step_without_memory(optimizer: Optimizer) -> int | None:
         switches: dict[str, Any] = {name: False for name in ("fused", "foreach", "capturable") if name in group}
         twin.param_groups.append({**group, **switches, "params": parameters})
     try:
-        step = type(twin).step
+        step: Any = type(twin).step
         # The method itself, as torch's wrapper calls the hooks of all optimizers.
         (step.__wrapped__ if hasattr(step, "hooked") else step)(twin)
     except Exception:  # noqa: BLE001  of anybody's optimizer: LBFGS wants a closure, others read values
