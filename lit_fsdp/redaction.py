@@ -1,8 +1,11 @@
-"""What must not be told to whoever reads a report, a log or a saved configuration: people share those.
+"""Redaction: what must not reach whoever reads a report, a log or a saved configuration, as people share those.
 
-Note [Writing doors]: credentials are left out where a text leaves the process, not where it comes from: reports, model
+Note [Writing doors]: credentials are redacted where a text leaves the process, not where it comes from: reports, model
 cards, saved configurations and hyper-parameters, tables, the one line of an error, tracebacks, log records, warnings.
 A new door calls ``redact``. No library that we depend on does this; tokens are known by their published shapes.
+
+Note [Code in tracebacks]: ``token = self.tokens[i]`` assigns no secret. In lines of source, and with spaces around the
+``=``, only a value in quotes is one.
 """
 
 from __future__ import annotations
@@ -19,54 +22,86 @@ _NAME = r"[^\s/'\"<>|:;,()\[\]{}]+"
 _PATH = re.compile(rf"(?:file://|(?<![\w./~-]))/(?:{_NAME}/)+(?:{_NAME})?")
 _ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 
-# Not every name that ends in token: eos_token is a part of the model.
-_WORDS = (
-    r"passw(?:or)?d|passphrase|secret|credential|api[_-]?key|access[_-]?key|account[_-]?key|private[_-]?key|"
-    r"(?:auth|access|refresh|session|security|bearer|hf|hub|sas|id)[_-]?token"
+# A name says what it holds by its last word: `secret_layers`, `passwd_file`, `num_access_tokens` and `token_id` hold no
+# secrets, and neither does every name that ends in token: eos_token is a part of the model.
+_WORD = r"(?:(?<![a-z0-9])|(?-i:(?<=[a-z0-9])(?=[A-Z])))"  # where one begins, also inside of camelCase
+_PASSWORD = rf"passw(?:or)?ds?|passphrase|passcode|{_WORD}(?:(?-i:[Pp]wd|[Pp]w)|(?<![a-z0-9_])(?<!\w-)(?:pass|pin))"
+_CREDENTIAL = (
+    rf"(?:{_WORD}|client)secrets?|{_WORD}credentials?|{_WORD}authorization|api[_-]?keys?|"
+    rf"{_WORD}(?:access|account|private|secret|auth|signing|encryption)[_-]?keys?(?:[_-]?id)?|"
+    rf"{_WORD}(?:auth|access|refresh|session|security|bearer|hf|hub|sas|id|api|private|deploy|service)[_-]?token|"
+    r"(?<![a-z0-9_])(?<!\w-)token"
 )
-_IN_CAPITALS = r"(?-i:[A-Z][A-Z0-9_]*_(?:KEY|TOKEN))"  # of the environment
-_SECRET_KEY = re.compile(rf"{_WORDS}|passw|authorization|^(?:token|pwd|{_IN_CAPITALS})$", re.IGNORECASE)
-_ASSIGNED = rf"(?:[\w-]*(?:{_WORDS})s?|token|pwd|{_IN_CAPITALS})"
-_IN_QUERY = rf"(?:[\w.-]*(?:{_WORDS}|token|signature|accesskeyid)|sig|key|auth|pwd)"
+_OF_ENVIRONMENT = r"(?-i:(?<![A-Za-z0-9_.-])[A-Z][A-Z0-9_]*_(?:KEY|TOKEN))"
+_SECRET_KEY = re.compile(rf"(?:{_PASSWORD}|{_CREDENTIAL}|{_OF_ENVIRONMENT})$", re.IGNORECASE)
+_PASSWORD_KEY = re.compile(rf"(?:{_PASSWORD})$", re.IGNORECASE)
+_ASSIGNED = rf"(?<![\w.-])(?:[\w.-]*(?:{_PASSWORD}|{_CREDENTIAL})|{_OF_ENVIRONMENT})"
+_PASSWORD_ASSIGNED = rf"(?<![\w.-])[\w.-]*(?:{_PASSWORD})"
+_IN_QUERY = rf"(?:[\w.-]*(?:{_CREDENTIAL}|{_PASSWORD}|token|signature|accesskeyid)|sig|key|auth|pwd)"
+_NOT_REDACTED = r"(?!\(redacted)"
 _END = r"[^\s\"'<>&;,)\]}`]+"  # a value that no quotes end
+_QUOTED = rf"[rbfu]{{0,2}}(?P<quote>\\*[\"'])){_NOT_REDACTED}(?:(?!(?P=quote))(?:\\.|[^\\\n]))+"
+_ODD = r"(?=\S*\d|\S{16})(?=\S{4})"  # no word of a sentence: `password: missing`
+_NO_NUMBER = r"(?!\d+(?:\.\d+)?(?![\w.+/-]))"
 # What is kept of a match is its first group.
-_SECRETS = tuple(
+_IN_CODE = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
-        # User and password of an address; of the web also a user alone, which may be a token. Elsewhere that is no
-        # secret: abfss://container@account.
-        r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://)[^\s/?#\"'<>@:]*:[^\s/?#\"'<>]*(?=@)",
+        # User and password of an address, up to the last @: a password may hold any of /?#@. Of the web also a user
+        # alone, which may be a token; elsewhere that is no secret: abfss://container@account. A port is no password,
+        # and after the @ of an image follows its digest.
+        r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]*://)[^\s/?#\"'<>@:]*:(?!\d{1,5}[/?#])(?:(?!://)[^\s\"'<>])*(?=@(?!sha256:))",
         r"((?<![a-z0-9+.-])(?:git\+)?https?://)[^\s/?#\"'<>]+(?=@)",
-        rf"([?&;#]{_IN_QUERY}=)(?!\(credential){_END}",
-        rf"((?<![\w-]){_ASSIGNED}\s*=\s*[\"']?)(?!None\b|null\b|True\b|False\b|\(credential){_END}",
-        rf"([\"']{_ASSIGNED}[\"']\s*:\s*[\"']?)(?!\(credential)(?:(?<=[\"'])[^\"']+|\d+)",
-        r"(\b(?:bearer|basic)\s+)(?=[\w.~+/-]*[\d=])[\w.~+/-]{12,}=*",
+        rf"([?&;#]{_IN_QUERY}=){_NOT_REDACTED}{_END}",
+        rf"({_ASSIGNED}(?:\s*=\s*|\\*[\"']?\s*:\s*){_QUOTED}",
+        rf"(\\*[\"']{_PASSWORD_ASSIGNED}\\*[\"']\s*:\s*)\d[\d.]*",
+        rf"(\bauthorization\\*[\"']?\s*[:=]\s*[\\\"']*(?:bearer|basic|token|digest|apikey)\s+){_NOT_REDACTED}{_END}",
+        r"(\b(?-i:Bearer)\s+)(?=[\w.~+/-]*\d)[\w.~+/-]{16,}=*",
+        r"(\bhooks\.slack\.com/(?:services|workflows)/)[\w/-]+",
+        r"(\bdiscord(?:app)?\.com/api/webhooks/)[\w/-]+",
         r"()-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.*?)(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     )
 ) + tuple(
-    re.compile(rf"()(?<![A-Za-z0-9_-]){shape}(?![A-Za-z0-9])")
+    re.compile(rf"()(?<![A-Za-z0-9]){shape}(?![A-Za-z0-9])")
     for shape in (
-        r"(?:hf|api_org)_[A-Za-z0-9]{20,}",
+        r"(?:hf|api_org)_(?:[A-Za-z0-9]{30,}|oauth_[\w.-]{16,})",
         r"gh[pousr]_[A-Za-z0-9]{20,}",
         r"github_pat_\w{20,}",
         r"glpat-[\w-]{16,}",
-        r"sk-(?=[\w-]*\d)[\w-]{16,}",
+        r"sk-(?=[\w-]{0,99}\d)(?=[\w-]{0,99}\w{16})[\w-]+",
         r"(?:AKIA|ASIA)[A-Z0-9]{16}",
         r"AIza[\w-]{35}",
+        r"ya29\.[\w-]{20,}",
+        r"nvapi-[\w-]{20,}",
+        r"dapi[0-9a-f]{32}(?:-\d)?",
         r"xox[abeprs]-[\w-]{10,}",
         r"wandb_v\d_\w{16,}",
         r"eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*",
+        r"eyJhcGlf[\w+/-]{20,}=*",  # of Neptune
     )
 )
+_IN_PROSE = tuple(
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        rf"({_PASSWORD_ASSIGNED}=)(?!None\b|null\b|True\b|False\b){_NOT_REDACTED}{_END}",
+        rf"({_ASSIGNED}=)(?!None\b|null\b|True\b|False\b){_NOT_REDACTED}{_NO_NUMBER}{_END}",
+        rf"({_PASSWORD_ASSIGNED}:\s+){_NOT_REDACTED}{_ODD}{_END}",
+        rf"({_ASSIGNED}:\s+){_NOT_REDACTED}{_ODD}{_NO_NUMBER}{_END}",
+        rf"((?=--?\w){_ASSIGNED}\s+)(?!-){_NOT_REDACTED}{_ODD}{_END}",
+    )
+)
+# Of a traceback, also of one in a group of exceptions: the lines of source are indented below where they are.
+_SOURCE = re.compile(r"^(?P<indent>[ |+]*)File \"[^\"\n]*\", line \d+.*(?P<code>(?:\n(?P=indent)  .*)+)", re.MULTILINE)
 
 
 def redact(value: Any) -> Any:
-    """Leave out the credentials in all texts of a value, and the values of keys such as ``password`` or ``api_key``.
+    """Replace the credentials in all texts of a value, and the values of keys such as ``password`` or ``api_key``.
 
-    Addresses keep their host and path, so that one sees what was meant. A value may be a text, or dicts, lists and
-    dataclasses that hold some; what has no credentials comes back equal.
+    Addresses keep their host and path, so that one sees what was meant. A value may be a text, or dicts, lists, sets
+    and dataclasses that hold some; what has no credentials comes back equal. Below the key of a secret only the
+    names of parts are kept. A number that is the value itself is a secret of a password or a pin alone.
     """
-    return _change_texts(value, _hide_in_text)
+    return _change_texts(value, _redact_text, _redact_below)
 
 
 def redact_yaml(text: str) -> str:
@@ -74,8 +109,8 @@ def redact_yaml(text: str) -> str:
     import yaml  # late, as the front door needs the rest of this file
 
     config = yaml.safe_load(text)
-    hidden = redact(config)
-    return text if hidden == config else yaml.safe_dump(hidden, sort_keys=False, allow_unicode=True)
+    redacted = redact(config)
+    return text if redacted == config else yaml.safe_dump(redacted, sort_keys=False, allow_unicode=True)
 
 
 def hide_paths(value: Any) -> Any:
@@ -83,7 +118,7 @@ def hide_paths(value: Any) -> Any:
 
     A value may be a text, or dicts, lists and dataclasses that hold some.
     """
-    return _change_texts(value, lambda text, _: _PATH.sub(_shorten_match, text))
+    return _change_texts(value, lambda text: _PATH.sub(_shorten_match, text))
 
 
 def hide_hosts(text: str) -> str:
@@ -108,29 +143,56 @@ def _shorten_match(found: re.Match[str]) -> str:
     return shorten_path(found[0].removeprefix("file://"))
 
 
-def _hide_in_text(text: str, key: str) -> str:
-    """Return a text without credentials; all of it is one if its key says so."""
-    if text and _SECRET_KEY.search(key):
-        return REDACTED
-    for pattern in _SECRETS:
+def _redact_text(text: str) -> str:
+    for pattern in _IN_CODE:
+        text = pattern.sub(rf"\g<1>{REDACTED}", text)
+    parts, end = [], 0
+    for found in _SOURCE.finditer(text):  # see Note [Code in tracebacks]
+        parts += [_redact_prose(text[end : found.start("code")]), found["code"]]
+        end = found.end()
+    return "".join([*parts, _redact_prose(text[end:])])
+
+
+def _redact_prose(text: str) -> str:
+    for pattern in _IN_PROSE:
         text = pattern.sub(rf"\g<1>{REDACTED}", text)
     return text
 
 
-def _change_texts(value: Any, change: Callable[[str, str], str], key: str = "") -> Any:
-    """Return a value with all its texts changed; of those in dicts, ``change`` is also told the key."""
+def _redact_below(key: str, value: Any) -> Any:
+    """Return the value of a key, redacted if its key says so."""
+    if not _SECRET_KEY.search(key):
+        return value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and not _PASSWORD_KEY.search(key) else _redact_all(value)
+
+
+def _redact_all(value: Any) -> Any:
+    if value is None or isinstance(value, bool) or value in ("", b""):
+        return value
+    if isinstance(value, Mapping):
+        return {name: _redact_all(part) for name, part in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_redact_all(part) for part in value]
+    return REDACTED
+
+
+def _change_texts(
+    value: Any, change: Callable[[str], str], below: Callable[[str, Any], Any] = lambda _, part: part
+) -> Any:
+    """Return a value with all its texts changed; of dicts and dataclasses ``below`` first sees each key and value."""
     if isinstance(value, str):
-        return change(value, key)
-    if type(value) is int and key:  # a password may be one
-        return value if (changed := change(str(value), key)) == str(value) else changed
+        return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {f.name: _change_texts(getattr(value, f.name), change) for f in dataclasses.fields(value)}
+        parts = {f.name: _change_texts(getattr(value, f.name), change, below) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **parts)
     if isinstance(value, Mapping):
         return {
-            _change_texts(name, change): _change_texts(part, change, name if isinstance(name, str) else "")
+            _change_texts(name, change, below): _change_texts(
+                below(name, part) if isinstance(name, str) else part, change, below
+            )
             for name, part in value.items()
         }
-    if type(value) in (list, tuple):
-        return type(value)(_change_texts(part, change, key) for part in value)
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(_change_texts(part, change, below) for part in value)
     return value

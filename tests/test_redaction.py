@@ -1,5 +1,6 @@
 import socket
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from lit_fsdp.reporting.sections import Section, Table, print_table
 
 
 @pytest.mark.parametrize(
-    ("text", "hidden"),
+    ("text", "redacted"),
     [
         ("no /mnt/anna/x/file.bin, or", "no …/file.bin, or"),
         ("'/mnt/anna/x/'", "'…/x'"),
@@ -23,8 +24,8 @@ from lit_fsdp.reporting.sections import Section, Table, print_table
         ("a / b", None),
     ],
 )
-def test_absolute_paths_become_names_and_nothing_else_changes(text: str, hidden: str | None) -> None:
-    expected = text if hidden is None else hidden
+def test_absolute_paths_become_names_and_nothing_else_changes(text: str, redacted: str | None) -> None:
+    expected = text if redacted is None else redacted
     assert hide_paths({"k": [text, (text, 1)]}) == {"k": [expected, (expected, 1)]}
 
 
@@ -35,8 +36,8 @@ def test_what_lies_below_the_current_folder_is_seen_from_there(tmp_path: Path, m
 
 def test_secrets_go_and_tokens_of_the_model_stay() -> None:
     config = {"logger": [{"api_key": "k", "hf_token": "t"}], "eos_token": "</s>", "token": None, "tokenizer": "x"}
-    hidden = {"logger": [{"api_key": REDACTED, "hf_token": REDACTED}], "eos_token": "</s>", "token": None}
-    assert redact(config) == {**hidden, "tokenizer": "x"}
+    redacted = {"logger": [{"api_key": REDACTED, "hf_token": REDACTED}], "eos_token": "</s>", "token": None}
+    assert redact(config) == {**redacted, "tokenizer": "x"}
 
 
 def test_hosts_go_from_errors_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +52,7 @@ PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabc=\n-----END RSA PRIVATE KEY----
 
 
 @pytest.mark.parametrize(
-    ("text", "hidden"),
+    ("text", "redacted"),
     [
         # addresses
         ("https://anna:pw@host:80/a?b=1", f"https://{X}@host:80/a?b=1"),
@@ -62,7 +63,7 @@ PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabc=\n-----END RSA PRIVATE KEY----
         ("<a href='https://h/?sv=1&amp;sig=s%2F'>", f"<a href='https://h/?sv=1&amp;sig={X}'>"),
         # names with values
         ("WANDB_API_KEY=0a1b2c, PATH=/bin", f"WANDB_API_KEY={X}, PATH=/bin"),
-        ("--data.password='a b'", f"--data.password='{X} b'"),
+        ("--data.password='a b'", f"--data.password='{X}'"),
         ("{'api_key': 'a b', 'n': 1}", f"{{'api_key': '{X}', 'n': 1}}"),
         ("{'password': 4711, 'port': 4711}", f"{{'password': {X}, 'port': 4711}}"),
         ('{"secret": "a"}', f'{{"secret": "{X}"}}'),
@@ -70,25 +71,102 @@ PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabc=\n-----END RSA PRIVATE KEY----
         # shapes
         *((f"got {token}, no", f"got {X}, no") for token in (
             "hf_" + "aB1" * 11, "ghp_" + "aB1" * 12, "github_pat_11ABC_" + "a1" * 15, "glpat-" + "aB1-" * 5,
-            "sk-proj-" + "aB1_" * 9, "sk-ant-api03-" + "aB1-" * 9, "AKIAIOSFODNN7EXAMPLE", "AIza" + "aB1_-" * 7,
-            "xoxb-12345-abcde", "wandb_v1_" + "a1" * 20, JWT, PEM,
+            "sk-proj-" + "aB1_" * 9, "sk-ant-api03-" + "aB1-" + "aB1" * 9, "AKIAIOSFODNN7EXAMPLE", "AIza" + "aB1_-" * 7,
+            "xoxb-12345-abcde", "wandb_v1_" + "a1" * 20, JWT, PEM, "hf_oauth_" + "aB1" * 9, "dapi" + "0123abcd" * 4,
+            "nvapi-" + "aB1-" * 9, "ya29." + "aB1-" * 9, "eyJhcGlfYWRkcmVzcyI6Imh0dHBz" + "aB1" * 9,
         )),
+        (f"tok-hf_{'aB1' * 11}", f"tok-{X}"),
+        ("https://hooks.slack.com/services/T0/B0/XXX", f"https://hooks.slack.com/services/{X}"),
+        ("https://discord.com/api/webhooks/12/ab-c_d", f"https://discord.com/api/webhooks/{X}"),
+        # a password up to the last @, whatever is in it
+        ("s3://AKIA123:wJalr/K7+x@bucket/a", f"s3://{X}@bucket/a"),
+        ("'https://u:p/w#x?y@h/a' failed", f"'https://{X}@h/a' failed"),
+        # values with spaces and the other quote end at their own
+        ("password=\"hunter 'n' 2\", n=1", f'password="{X}", n=1'),
+        (r'{\"password\": \"a b\"}', rf'{{\"password\": \"{X}\"}}'),
+        # headers, YAML and options
+        ("password: hunter2", f"password: {X}"),
+        ("aws_secret_access_key: wJalrXUtnFEMI/K7MDENG+bPx", f"aws_secret_access_key: {X}"),
+        ("X-Api-Key: abcd1234", f"X-Api-Key: {X}"),
+        ("Authorization: token abcdef", f"Authorization: token {X}"),
+        ("Authorization: Bearer abcdef", f"Authorization: Bearer {X}"),
+        ("x --password hunter2 --n 1", f"x --password {X} --n 1"),
+        ("AccountName=a;AccountKey=ab1==;clientSecret=b", f"AccountName=a;AccountKey={X};clientSecret={X}"),
         # what is none
         *((text, text) for text in (
             "abfss://box@account.dfs.core.windows.net/a", "ssh://git@github.com/a", "tcp://localhost:29500/a@b",
             "eos_token='</s>'", "max_tokens=5", "https://h/?max_tokens=5", "token: expected a value", "api_key=None",
             "task-scheduler-long-name-1", "commit 0a1b2c3d4e5f60718293a4b5c6d7e8f901234567", "hf_home", "AKIA",
             "basic understanding", "https://huggingface.co/a/b?download=true", "password: missing",
+            "docker://a:b@sha256:0123456789abcdef", "oci://reg:5000/x/y@v1", "basic modeling_utils1",
+            "sk-SK-bratislava-2024-data", "hf_hubdownloadedmodel2024test", "api_key: Optional[str] = None",
+            # other words
+            "valid_tokens=51 grid_token=52 invalid_token_id=53", "image_id_tokens: 12345", "num_access_tokens: 12345",
+            "secretary=anna2 secret_layers=12 passwd_file=/etc/x1", "PWD=/home/x1", "hub_token_count: 12345",
+            # code
+            "token = self.tokens[idx]", "pwd = os.getcwd()", "PRIMARY_KEY=7",
         )),
     ],
 )  # fmt: skip
-def test_credentials_go_from_texts_and_the_rest_stays(text: str, hidden: str) -> None:
-    assert redact({"k": [text, (text, 1)]}) == {"k": [hidden, (hidden, 1)]}
-    assert redact(hidden) == hidden
+def test_credentials_go_from_texts_and_the_rest_stays(text: str, redacted: str) -> None:
+    assert redact({"k": [text, (text, 1)]}) == {"k": [redacted, (redacted, 1)]}
+    assert redact(redacted) == redacted
+
+
+KEYS = ("password", "pin", "apiKey", "hf_token", "AWS_SECRET_ACCESS_KEY", "clientsecret", "pass", "pw", "X-Api-Key")
+OTHER_KEYS = (
+    "secretary",
+    "secret_layers",
+    "passwd_file",
+    "valid_tokens",
+    "grid_token",
+    "invalid_token_id",
+    "eos_token",
+)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_all_below_the_key_of_a_secret_is_redacted(key: str) -> None:
+    value = {"a": {"b": 1.5}, "c": [b"x", {"y"}], "d": None, "e": True}
+    assert redact({key: value}) == {key: {"a": {"b": X}, "c": [X, [X]], "d": None, "e": True}}
+    assert redact({key: 4711})[key] == (X if key in ("password", "pin", "pass", "pw") else 4711)
+
+
+@pytest.mark.parametrize("key", OTHER_KEYS)
+def test_keys_with_other_words_keep_their_values(key: str) -> None:
+    for value in (3, 0.5, "text", ["a"], {"b": 1}):
+        assert redact({key: value}) == {key: value}
+
+
+def fail_with(token: str) -> None:
+    tokens = [token]
+    token=tokens[0]; raise OSError(f"password={token}")  # fmt: skip  # noqa: E702
+
+
+def test_the_code_of_a_traceback_stays_and_its_secrets_go() -> None:
+    for kind in (OSError, ExceptionGroup):
+        try:
+            try:
+                fail_with("hunter2")
+            except OSError as error:
+                raise (error if kind is OSError else ExceptionGroup("several", [error])) from None
+        except (OSError, ExceptionGroup) as error:
+            text = redact("".join(traceback.format_exception(error)))
+        assert "    token=tokens[0]; raise OSError(" in text
+        assert f"OSError: password={X}" in text
+        assert "hunter2\n" not in text
 
 
 def test_a_long_text_takes_no_longer_by_its_square() -> None:
-    for text in ("a" * 200_000, "a-" * 100_000, "a." * 100_000, "https://" * 30_000, "token=" * 30_000):
+    for text in (
+        "a" * 60_000,
+        "a-" * 30_000,
+        "a." * 30_000,
+        "x://a:b" * 9_000,
+        "https://" * 9_000,
+        "token=" * 9_000,
+        "sk-" * 20_000,
+    ):
         begin = time.perf_counter()
         redact(text)
         assert time.perf_counter() - begin < 5
@@ -97,9 +175,9 @@ def test_a_long_text_takes_no_longer_by_its_square() -> None:
 def test_a_configuration_without_credentials_keeps_its_bytes() -> None:
     text = "a:   {b: 1, c: .nan}  # kept\nd: 'x'\n"
     assert redact_yaml(text) == text
-    hidden = redact_yaml(text + "token: abc\ndata: {password: 123, url: Größe}\n")
-    assert yaml.safe_load(hidden)["data"] == {"password": REDACTED, "url": "Größe"}
-    assert yaml.safe_load(hidden)["token"] == REDACTED
+    redacted = redact_yaml(text + "token: abc\ndata: {password: 123, url: Größe}\n")
+    assert yaml.safe_load(redacted)["data"] == {"password": REDACTED, "url": "Größe"}
+    assert yaml.safe_load(redacted)["token"] == REDACTED
 
 
 def test_tables_in_the_terminal_tell_no_credentials(capsys: pytest.CaptureFixture[str]) -> None:

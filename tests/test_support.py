@@ -41,7 +41,6 @@ IMPORTS = {
         "torch._subclasses.fake_tensor.FakeTensorMode",
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.distributed.distributed_c10d._get_default_store",
-        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
         "torch.distributed.fsdp._fully_shard._fsdp_common.DDPMeshInfo",
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",

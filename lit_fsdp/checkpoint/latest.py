@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterable
@@ -11,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.serialization import skip_data
 
 from lit_fsdp.checkpoint.manifest import MANIFEST, is_complete, read_position
 from lit_fsdp.checkpoint.places import enter, get_place, get_save_number, is_being_written, list_saves
 from lit_fsdp.checkpoint.remote import Location, RemotePath
+from lit_fsdp.checkpoint.untrusted import load_plain
 
 SAVE_NUMBER = "save_number"  # in a single file
 
@@ -137,11 +136,11 @@ def _read_single_file(path: Location) -> tuple[int, int | None] | None:
         return None
     try:
         if isinstance(path, RemotePath):
-            with path.open("rb") as file, skip_data():  # reads no tensor
-                checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+            with skip_data():  # reads no tensor
+                checkpoint = load_plain(path, path)
         else:
-            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # maps the tensors only
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError):
+            checkpoint = load_plain(path, path, is_mapped=True)  # maps the tensors only
+    except (ValueError, OSError):
         return None
     found = checkpoint if isinstance(checkpoint, dict) else {}
     number, step = found.get(SAVE_NUMBER), found.get("global_step")

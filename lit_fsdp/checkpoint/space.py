@@ -110,7 +110,9 @@ def _count_sharded(optimizer: ShardOptimizer) -> int:
 
 
 def _step_without_memory(optimizer: Optimizer) -> int | None:
-    """Let a copy of an optimizer step on the meta device, and count what it keeps."""
+    """Let a copy of an optimizer step on the meta device, and count what it keeps; ``None`` if no copy can."""
+    if type(optimizer).__getstate__ is not Optimizer.__getstate__:
+        return None  # it copies in its own way: a wrapper shares the inner optimizer, whose step would be a real one
     twin = copy.copy(optimizer)  # without the hooks
     twin.state = defaultdict(dict)
     twin.param_groups = []
@@ -125,7 +127,9 @@ def _step_without_memory(optimizer: Optimizer) -> int | None:
         switches: dict[str, Any] = {name: False for name in ("fused", "foreach", "capturable") if name in group}
         twin.param_groups.append({**group, **switches, "params": parameters})
     try:
-        twin.step()
+        step: Any = type(twin).step
+        # The method itself, as torch's wrapper calls the hooks of all optimizers.
+        (step.__wrapped__ if hasattr(step, "hooked") else step)(twin)
     except Exception:  # noqa: BLE001  of anybody's optimizer: LBFGS wants a closure, others read values
         return None
     return sum(count_bytes(state) // copies.get(parameter, 1) for parameter, state in twin.state.items())

@@ -9,24 +9,22 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-# Private, seen in torch 2.13 to 2.15: parts of what `.metadata` holds.
+# Private, seen in torch 2.13 to 2.15: a part of what `.metadata` holds.
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -40,6 +38,18 @@ from lit_fsdp.weights.file_names import check_names
 
 METADATA = ".metadata"
 _NAMED = re.compile(r"GLOBAL (\S+)")  # in the errors of torch.load
+_DCP = "torch.distributed.checkpoint"
+_KNOWN = {
+    *((f"{_DCP}.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *((f"{_DCP}.metadata", f"{kind}Metadata") for kind in ("TensorStorage", "BytesStorage", "ChunkStorage")),
+    (f"{_DCP}.metadata", "TensorProperties"),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("builtins", "getattr"),  # by which early releases of Python 3.11 stored members of enums
+    # Where it was written, maybe on another system. `_local` is of Python 3.13.
+    *((m, n) for m in ("pathlib", "pathlib._local") for n in ("PosixPath", "WindowsPath")),
+}
+_T = TypeVar("_T")
 
 
 def load_plain(file: Location | IO[bytes], name: Location | str, *, is_mapped: bool = False) -> Any:
@@ -75,10 +85,9 @@ def refuse_other_forms() -> Iterator[None]:
     try:
         yield
     except (AttributeError, KeyError, TypeError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(
-            f"checkpoint: its metadata has another form ({reason}): another version of lit_fsdp wrote it, or it is "
-            "damaged; use that version, or choose another checkpoint"
+            f"checkpoint: its metadata has another form ({_shorten(error)}): another version of lit_fsdp wrote it, or "
+            "it is damaged; use that version, or choose another checkpoint"
         ) from error
 
 
@@ -86,13 +95,11 @@ def read_metadata(path: Location) -> Metadata:
     """Return what tensors a checkpoint folder holds, and where they lie.
 
     Raises:
-        ValueError: This torch cannot read it, it is damaged, or names what no checkpoint needs, such as a file outside
-            the folder. Torch 2.15 writes what 2.13 and 2.14 cannot read.
+        ValueError: It is damaged, or names what no checkpoint needs, such as a file outside the folder.
     """
     try:
-        with (path / METADATA).open("rb") as file, _kept_classes():
-            metadata: Metadata = _Unpickler(file).load()
-        _check_metadata(metadata)
+        with (path / METADATA).open("rb") as file:
+            metadata = _make_metadata(_Unpickler(file).load())
     except OSError as error:
         raise ValueError(f"{path / METADATA}: {error.strerror}; choose another checkpoint") from error
     except _ForeignError as error:
@@ -100,7 +107,7 @@ def read_metadata(path: Location) -> Metadata:
     except Exception as error:  # pickles that are damaged, or made to be, raise anything
         raise ValueError(
             f"{path}: torch {torch.__version__} cannot read its {METADATA} ({_shorten(error)}): a newer torch wrote "
-            "it, or it is damaged; use torch 2.15 or later, or choose another checkpoint"
+            "it, or it is damaged; use the newest torch, or choose another checkpoint"
         ) from error
     check_names((place.relative_path for place in metadata.storage_data.values()), source=str(path / METADATA))
     return metadata
@@ -135,15 +142,38 @@ class _ForeignError(pickle.UnpicklingError):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes what torch puts into ``.metadata``, and calls nothing else."""
+    """Makes a tree of stand-ins for the objects in ``.metadata``; see Note [Stand-ins].
+
+    Note [Stand-ins]: a pickle may set any attribute of whatever it can name, be it a class, a function or a member of
+    an enum, and of what those return. So each unpickler makes classes of its own for the known names. They hold what
+    they are given, and nothing outlives the reading. What cannot be changed, dtypes and ``torch.Size``, needs none.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self._classes: dict[str, type] = {}
 
     @override
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _KNOWN:
-            return _KNOWN[module, name]
-        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
-            return dtype
-        raise _ForeignError(f"it names {module}.{name}, which is no part of a checkpoint")
+        if module == "torch" and (name == "Size" or isinstance(vars(torch).get(name), torch.dtype)):
+            return vars(torch)[name]
+        if (module, name) not in _KNOWN:
+            raise _ForeignError(f"it names {module}.{name}, which is no part of a checkpoint")
+        return self._classes.setdefault(name, _make_stand_in(name))
+
+
+def _make_stand_in(name: str) -> type:
+    """Return a class of that name whose objects take whatever torch's are made from, and keep their ``state``."""
+
+    class StandIn:
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def __setstate__(self, state: Any) -> None:
+            self.state = state
+
+    StandIn.__name__ = name
+    return StandIn
 
 
 class _Reader(FileSystemReader):
@@ -177,92 +207,65 @@ class _Planner(DefaultLoadPlanner):
         holder[last] = load_plain(value, f"{self._path}: {name}")
 
 
-def _check_metadata(metadata: Any) -> None:
-    """Raise where a part is of another type than torch gives it, in any way: then it was not torch that wrote it."""
-    there, places = metadata.state_dict_metadata, metadata.storage_data
-    for part, kind in ((metadata, Metadata), (there, dict), (places, dict)):
-        _check_type(part, kind)
-    for name, value in there.items():
-        _check_type(name, str)
-        _check_type(value, TensorStorageMetadata | BytesStorageMetadata)
-        if isinstance(value, TensorStorageMetadata):
-            _check_type(value.properties.dtype, torch.dtype)
-            _check_type(value.size, torch.Size)
-            for chunk in value.chunks:
-                _check_type(chunk.offsets, torch.Size)
-                _check_type(chunk.sizes, torch.Size)
-    for index, place in places.items():
-        _check_type(index, MetadataIndex)
-        _check_type(index.fqn, str)
-        _check_type(place.offset, int)
-        _check_type(place.length, int)
+def _make_metadata(found: Any) -> Metadata:
+    """Make what reading needs from its stand-in; leave the rest, such as where the checkpoint was written."""
+    parts = _check(found.state, dict)
+    return Metadata(
+        state_dict_metadata={
+            _check(name, str): _make_tensor(value.state)
+            if type(value).__name__ != BytesStorageMetadata.__name__
+            else BytesStorageMetadata()
+            for name, value in _check(parts["state_dict_metadata"], dict).items()
+        },
+        storage_data={
+            _make_index(index.state): _StorageInfo(
+                relative_path=place.state["relative_path"],  # for `check_names`
+                offset=_check(place.state["offset"], int),
+                length=_check(place.state["length"], int),
+                # By which torch finds code of its own, in its own table.
+                transform_descriptors=[_check(name, str) for name in place.state.get("transform_descriptors", ())],
+            )
+            for index, place in _check(parts["storage_data"], dict).items()
+        },
+    )
 
 
-def _check_type(value: Any, kind: Any) -> None:
+def _make_tensor(state: Any) -> TensorStorageMetadata:
+    # The first of the properties is the dtype. Their number differs between releases, and reading needs no other.
+    dtype, *_ = _check(state["properties"].state, tuple)
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=_check(dtype, torch.dtype)),
+        size=_check(state["size"], torch.Size),
+        chunks=[
+            ChunkStorageMetadata(
+                offsets=_check(chunk.state["offsets"], torch.Size), sizes=_check(chunk.state["sizes"], torch.Size)
+            )
+            for chunk in _check(state["chunks"], list)
+        ],
+    )
+
+
+def _make_index(state: Any) -> MetadataIndex:
+    offset, index = state.get("offset"), state.get("index")
+    return MetadataIndex(
+        _check(state["fqn"], str),
+        None if offset is None else _check(offset, torch.Size),
+        None if index is None else _check(index, int),
+    )
+
+
+def _check(value: Any, kind: type[_T]) -> _T:
+    """Refuse a part of another type than torch gives it: then it was not torch that wrote it."""
     if not isinstance(value, kind):
-        raise TypeError(f"it holds a {type(value).__name__} where {getattr(kind, '__name__', kind)} belongs")
+        raise TypeError(f"it holds a {type(value).__name__} where a {kind.__name__} belongs")
+    return value
 
 
 def _shorten(error: BaseException) -> str:
     """Return one line of an error; torch advises over many to read the file all the same."""
-    text = str(error).strip() or type(error).__name__
+    text = (f"no {error}" if isinstance(error, KeyError) else str(error).strip()) or type(error).__name__
     named = _NAMED.search(text)
     if named:
         return f"it names {named[1]}"
     is_advice = text.startswith("Weights only load failed")
     return "it holds more than tensors and plain values" if is_advice else text.splitlines()[0].removesuffix(".")
-
-
-@contextmanager
-def _kept_classes() -> Iterator[None]:
-    """Undo and refuse what a pickle does to a class instead of an object: it may set any attribute of either."""
-    before = [(kind, dict(vars(kind))) for kind in _CLASSES]
-    try:
-        yield
-    finally:
-        changed = []
-        for kind, attributes in before:
-            for name in vars(kind).keys() | attributes.keys():
-                if name not in attributes:
-                    delattr(kind, name)
-                elif vars(kind).get(name) is not attributes[name]:
-                    setattr(kind, name, attributes[name])
-                else:
-                    continue
-                changed.append(f"{kind.__name__}.{name}")
-    if changed:
-        raise _ForeignError(f"it changes {changed[0]}")
-
-
-def _get_layout(name: str) -> torch.layout:
-    return {str(v): v for v in vars(torch).values() if isinstance(v, torch.layout)}[name]
-
-
-def _get_memory_format(value: int) -> _MEM_FORMAT_ENCODING:
-    return _MEM_FORMAT_ENCODING(value)
-
-
-def _get_memory_format_by_name(kind: Any, name: str) -> _MEM_FORMAT_ENCODING:
-    """Stand in for ``getattr``, by which early releases of Python 3.11 stored members of enums."""
-    if kind is not _get_memory_format:
-        raise _ForeignError("it names an attribute, which is no part of a checkpoint")
-    return _MEM_FORMAT_ENCODING[name]
-
-
-def _drop_path(*_: str) -> None:
-    """Stand in for where a checkpoint was written, which may be on another system, and is not followed."""
-
-
-_CLASSES = (
-    *(BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties),
-    *(TensorStorageMetadata, _StorageInfo),
-)
-# No other class than these: of one written in Python, such as Path, a pickle could change attributes for all.
-_KNOWN: Mapping[tuple[str, str], Callable[..., Any]] = {
-    **{(kind.__module__, kind.__name__): kind for kind in (*_CLASSES, torch.Size)},
-    (_MEM_FORMAT_ENCODING.__module__, _MEM_FORMAT_ENCODING.__name__): _get_memory_format,
-    ("builtins", "getattr"): _get_memory_format_by_name,
-    ("torch.serialization", "_get_layout"): _get_layout,
-    # `_local` is of Python 3.13.
-    **{(m, n): _drop_path for m in ("pathlib", "pathlib._local") for n in ("PosixPath", "WindowsPath")},
-}

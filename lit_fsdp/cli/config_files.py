@@ -67,14 +67,14 @@ def refuse_dropped_keys(config: Any, files: Sequence[Path], args: Sequence[str])
 
 
 def refuse_left_out(config: Any) -> None:
-    """Refuse a value whose credential was left out when the configuration was saved, unless it was given again.
+    """Refuse a value whose credential was redacted when the configuration was saved, unless it was given again.
 
     Raises:
         ConfigError: With the first of them.
     """
     for path, value in list_left_out(config):
         raise ConfigError(
-            f"{path}: got {value!r}: it was left out when this configuration was saved: give the whole value again, "
+            f"{path}: got {value!r}: it was redacted when this configuration was saved: give the whole value again, "
             "in the file or as an option"
         )
 

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterable
@@ -33,7 +34,7 @@ _EXTRAS = {"wandb": "wandb", "mlflow": "mlflow"}
 
 
 def report_error(line: str) -> None:
-    """Print ``error: line`` on stderr, with the rank in front on all but the first; without credentials."""
+    """Print ``error: line`` on stderr, with the rank in front on all but the first; credentials redacted."""
     rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
     prefix = f"[rank {rank}] " if rank != "0" else ""
     line = " ".join(redact(line).split())
@@ -44,36 +45,55 @@ def report_error(line: str) -> None:
 
 
 def print_traceback(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-    """Print a traceback as Python does, without credentials; for ``sys.excepthook``."""
+    """Print a traceback as Python does, credentials redacted; for ``sys.excepthook``."""
     sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
 
 
+def _print_thread_error(args: threading.ExceptHookArgs) -> None:
+    if args.exc_type is not SystemExit:
+        sys.stderr.write(f"Exception in thread {args.thread.name if args.thread else '?'}:\n")
+        print_traceback(args.exc_type, args.exc_value, args.exc_traceback)
+
+
+def _print_ignored_error(args: sys.UnraisableHookArgs) -> None:
+    sys.stderr.write(redact(f"{args.err_msg or 'Exception ignored in'}: {args.object!r}\n"))
+    print_traceback(args.exc_type, args.exc_value, args.exc_traceback)
+
+
 def redact_logs() -> None:
-    """Leave credentials out of all that this process logs, warns of, or dies of from here on.
+    """Redact the credentials in all that this process logs, warns of, or dies of from here on, in any thread.
 
     Called once everything is imported, as Lightning puts a format of its own in the place of that of warnings.
     """
     sys.excepthook = print_traceback
-    if getattr(warnings.formatwarning, "hides_secrets", False):  # a second command in one process
+    if threading.excepthook is threading.__excepthook__:  # another's does something else with it, such as count
+        threading.excepthook = _print_thread_error
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _print_ignored_error
+    if getattr(warnings.formatwarning, "is_redacted", False):  # a second command in one process
         return
     make_record, format_warning = logging.getLogRecordFactory(), warnings.formatwarning
 
-    def make_plain_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+    def make_redacted_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make_record(*args, **kwargs)
         try:
             text = record.getMessage()
         except (TypeError, ValueError):  # the logger will say what is wrong with these arguments
             return record
-        if (hidden := redact(text)) != text:
-            record.msg, record.args = hidden, ()
+        if (redacted := redact(text)) != text:
+            record.msg, record.args = redacted, ()
+        if record.exc_info and record.exc_info[0]:
+            text = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
+            if (redacted := redact(text)) != text:
+                record.exc_text = redacted  # which formatters print instead
         return record
 
-    def format_plain_warning(*args: Any, **kwargs: Any) -> str:
+    def format_redacted_warning(*args: Any, **kwargs: Any) -> str:
         return str(redact(format_warning(*args, **kwargs)))
 
-    format_plain_warning.hides_secrets = True  # type: ignore[attr-defined]
-    logging.setLogRecordFactory(make_plain_record)
-    warnings.formatwarning = format_plain_warning
+    format_redacted_warning.is_redacted = True  # type: ignore[attr-defined]
+    logging.setLogRecordFactory(make_redacted_record)
+    warnings.formatwarning = format_redacted_warning
 
 
 def is_refusal(error: BaseException) -> bool:

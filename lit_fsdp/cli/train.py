@@ -105,7 +105,7 @@ class RunParser(OneLineParser, LightningArgumentParser):
 class SaveRunConfig(SaveConfigCallback):
     """Write the merged configuration into the run's folder, where ``--config`` can read it again.
 
-    Credentials are left out and named; what reads the file refuses them until they are given again.
+    Credentials are redacted and named; what reads the file refuses them until they are given again.
 
     Loggers that have no folder of their own for a run name the current one, where ``config.yaml`` may well be
     what the user wrote: then it goes to ``fallback_dir``.
@@ -141,12 +141,12 @@ class SaveRunConfig(SaveConfigCallback):
         logger = trainer.logger
         folder = Path(logger.log_dir if isinstance(logger, CSVLogger | TensorBoardLogger) else self.fallback_dir)
         text = self.parser.dump(self.config, skip_unset=False)
-        if (hidden := redact_yaml(text)) != text:
-            names = join_names([path for path, _ in list_left_out(yaml.safe_load(hidden))])
-            rank_zero_info(f"{self.config_filename}: credentials left out of {names}: a run from it needs them again")
+        if (redacted := redact_yaml(text)) != text:
+            names = join_names([path for path, _ in list_left_out(yaml.safe_load(redacted))])
+            rank_zero_info(f"{self.config_filename}: redacted {names}: a run from it needs them again")
         with outlive_lost_log(trainer, self.config_filename, folder):
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(folder / self.config_filename, hidden)
+            write_whole(folder / self.config_filename, redacted)
 
 
 class _InstantiationFailed(BaseException):

@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel
 
+from lit_fsdp.errors import join_names
 from lit_fsdp.export.quantized import Quantizer
 from lit_fsdp.export.safetensors_writer import open_tensor_files
 from lit_fsdp.weights.file_names import check_names, join_name
@@ -21,6 +22,8 @@ from lit_fsdp.weights.hub_names import Part, convert_part
 ADAPTER_CONFIG = "adapter_config.json"
 _INDEX = "model.safetensors.index.json"
 _SOURCE = "checkpoint"  # in errors
+# Of configurations, tokenizers and templates of chats. No code, and no weights that would be unpickled.
+_SMALL = (".json", ".jinja", ".txt", ".model", ".tokenizer", ".codes", ".bpe", ".spm", ".tiktoken", ".vocab")
 
 
 def write_model(
@@ -78,9 +81,15 @@ def write_small_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
     """Write files by the names that a checkpoint tells, all or none; none of them outside of the folder.
 
     Raises:
-        ValueError: A name would lead out of the folder, or a file is no text and no bytes.
+        ValueError: A name would lead out of the folder, or ends as code or weights do. Or a file is neither text nor
+            bytes.
     """
     check_names(files, source=_SOURCE)
+    if strange := [name for name in files if not name.endswith(_SMALL)]:
+        raise ValueError(
+            f"{_SOURCE}: its file {strange[0]} is none of a configuration or a tokenizer: expected a name that ends in "
+            f"{join_names(_SMALL)}; choose another checkpoint, or leave it out of checkpoint['export']"
+        )
     for name, content in files.items():
         if not isinstance(content, str | bytes):
             raise ValueError(f"{_SOURCE}: its file {name} is a {type(content).__name__}: expected text")  # noqa: TRY004

@@ -7,8 +7,10 @@ a folder of its own beside its place. It replaces another export only, and of th
 
 from __future__ import annotations
 
+import ctypes
 import glob
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from lit_fsdp.files import refuse_unwritable
 
 MANIFEST = "export_manifest.json"  # in an exported folder: the names of all files in it
 _INCOMPLETE, _REPLACED = ".incomplete", ".replaced"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux
 
 
 def locate_out(out: str | Path) -> Path:
@@ -44,6 +47,8 @@ def check_out(out: Path, *sources: Location, overwrite: bool) -> None:
         return
     if not out.is_dir():
         raise ValueError(f"out: {out} is a file: expected a folder to make")
+    if out.is_mount():
+        raise ValueError(f"out: {out} is a mount point, which nothing can take the place of: choose a folder in it")
     if not any(out.iterdir()):
         return
     if not overwrite:
@@ -75,10 +80,10 @@ def write_beside(out: Path, *sources: Location, overwrite: bool) -> Iterator[Pat
             names = sorted([*list_files(beside), MANIFEST])
             (beside / MANIFEST).write_text(json.dumps({"files": names}, indent=1) + "\n")
             check_out(out, *sources, overwrite=overwrite)
+            _replace(out, beside)
         except BaseException:
             shutil.rmtree(beside, ignore_errors=True)
             raise
-        _replace(out, beside)
 
 
 @contextmanager
@@ -109,9 +114,18 @@ def lock_out(out: Path, file: Path) -> Iterator[None]:
         lock.release()
 
 
+def exchange(one: Path, other: Path) -> bool:
+    """Let two paths swap what lies there, at once; whether this system and its file system can."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2  # Python has no name for it
+    except (AttributeError, OSError, TypeError):  # another system
+        return False
+    return bool(rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
+
+
 def list_files(folder: Path) -> list[str]:
-    """Return the names of all files below a folder, and of links to whatever."""
-    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    """Return the names of all files below a folder, of links to whatever, and of empty folders."""
+    paths = (p for p in folder.rglob("*") if p.is_symlink() or not p.is_dir() or not any(p.iterdir()))
     return sorted(path.relative_to(folder).as_posix() for path in paths)
 
 
@@ -124,7 +138,7 @@ def _list_foreign(out: Path) -> list[str]:
             f"out: {out} is not replaced, as it has no {MANIFEST}, in which an export lists its files (one of an "
             "earlier version has none): remove the folder yourself, or choose another one"
         ) from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
             f"out: {out} is not replaced, as its {MANIFEST} is damaged: remove the folder yourself, or choose another"
         ) from error
@@ -132,10 +146,21 @@ def _list_foreign(out: Path) -> list[str]:
 
 
 def _replace(out: Path, beside: Path) -> None:
+    if not out.exists():
+        beside.rename(out)
+        return
+    shutil.copymode(out, beside)
+    if exchange(beside, out):
+        shutil.rmtree(beside, ignore_errors=True)
+        return
     old = beside.with_suffix(_REPLACED)
-    if out.exists():
+    try:
         out.rename(old)
-    beside.rename(out)
+        beside.rename(out)
+    except BaseException:  # an interrupt between the two is one
+        if not out.exists():
+            old.rename(out)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -122,10 +122,10 @@ def draw_sections(callbacks: Iterable[Any], folder: Path) -> dict[str, tuple[Par
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Write the three files without credentials; those that exist are replaced."""
+    """Write the three files, credentials redacted; those that exist are replaced."""
     folder.mkdir(parents=True, exist_ok=True)
-    told = {name: redact(getattr(report, name)) for name in ("name", "message", "facts", "numbers")}
-    report = replace(report, **told)  # its parts were cleared when they were drawn
+    redacted = {name: redact(getattr(report, name)) for name in ("name", "message", "facts", "numbers")}
+    report = replace(report, **redacted)  # its parts were redacted when they were drawn
     texts = {
         JSON: json.dumps(report.numbers, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
         MARKDOWN: _format_markdown(report),

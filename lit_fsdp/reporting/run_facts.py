@@ -38,7 +38,7 @@ _TRAINER_KEYS = (
 def read_config(trainer: Trainer, folder: Path) -> dict[str, Any]:
     """Return the merged configuration where a command line wrote it, else what Trainer and modules tell.
 
-    Credentials are left out.
+    Credentials are redacted.
     """
     config = _read_saved_config(trainer, folder)
     if config is None:

@@ -1,6 +1,7 @@
 """A run goes on from the newest checkpoint that is complete, and says what it passed over."""
 
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,30 @@ def test_nobody_waits_for_a_pipe_or_follows_a_link_to_itself(tmp_path: Path) -> 
         resolve_checkpoint(tmp_path / "pipe.ckpt")
     with pytest.raises(ValueError, match=r"^checkpoint: \S+last.ckpt: is a link to last.ckpt, which is not there"):
         resolve_checkpoint(tmp_path / "last.ckpt")
+
+
+def test_damage_of_any_kind_is_passed_over(tmp_path: Path) -> None:
+    good = tmp_path / "good.ckpt"
+    torch.save({"state_dict": {}, "global_step": 3}, good)
+    os.utime(good, ns=(0, 0))
+    for number in ("Infinity", "NaN", "1e999", "9" * 5000, "[" * 100_000):
+        (tmp_path / "folder.ckpt").mkdir(exist_ok=True)
+        (tmp_path / "folder.ckpt" / MANIFEST).write_text(f'{{"files": {{"a": {{"bytes": {number}, "crc32": 0}}}}}}')
+        assert find_last_checkpoint([tmp_path], lambda _: None) == good
+    # Each raises another error: of an index, a key, a type, an assertion, ...
+    for damaged in (
+        b"",
+        b".",
+        b"0.",
+        b"h\x05.",
+        b"K\x01b.",
+        b"R.",
+        b"(u.",
+        b"K\x01K\x02s.",
+        b"]K\x01K\x02s.",
+        b"K\x01Q.",
+    ):
+        with zipfile.ZipFile(good) as read, zipfile.ZipFile(tmp_path / "damaged.ckpt", "w") as written:
+            for name in read.namelist():
+                written.writestr(name, b"\x80\x02" + damaged if name.endswith("data.pkl") else read.read(name))
+        find_last_checkpoint([tmp_path], lambda _: None)

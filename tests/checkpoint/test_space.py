@@ -10,6 +10,7 @@ import torch
 from launches import fork_ranks, write_run
 from lightning_utilities.core import rank_zero
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lit_fsdp.checkpoint.space import DiskSpace, estimate_state_bytes
 from lit_fsdp.checkpoint.writer import CheckpointWriter
@@ -38,8 +39,10 @@ def test_what_an_optimizer_will_keep_is_known_without_a_step(name: str) -> None:
     optimizer = OPTIMIZERS[name](model.parameters())
     called: list[int] = []
     optimizer.register_step_pre_hook(lambda *_: called.append(1))
+    of_all = register_optimizer_step_post_hook(lambda *_: called.append(2))
     before = model.weight.clone()
     estimate = estimate_state_bytes([optimizer])
+    of_all.remove()
     assert not optimizer.state
     assert not called
     assert torch.equal(model.weight, before)
@@ -47,6 +50,31 @@ def test_what_an_optimizer_will_keep_is_known_without_a_step(name: str) -> None:
     optimizer.step()
     assert estimate == pytest.approx(count(optimizer), abs=8)  # but for the counts of steps
     assert estimate_state_bytes([optimizer]) == count(optimizer)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer, and says itself what a copy of it holds."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_no_inner_optimizer_steps_before_the_first_step() -> None:
+    model = nn.Linear(4, 4)
+    inner = torch.optim.AdamW(model.parameters())
+    stepped: list[int] = []
+    inner.register_step_post_hook(lambda *_: stepped.append(1))
+    model(torch.ones(1, 4)).sum().backward()
+    before = model.weight.clone()
+    assert estimate_state_bytes([Lookahead(inner)]) is None
+    assert not stepped
+    assert torch.equal(model.weight, before)
 
 
 def test_what_only_a_step_can_tell_is_said() -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from lit_fsdp.cli.main import main
+from lit_fsdp.cli.messages import redact_logs
 from lit_fsdp.redaction import REDACTED
 
 TASK = """
@@ -87,7 +89,7 @@ def test_no_file_and_no_line_of_a_run_tells_a_credential(
     for what in ("reading", "slow:"):
         assert f"{what} https://{REDACTED}@data.example.org/train.tar?part=1&X-Amz-Signature={REDACTED}" in printed
     names = "model.init_args.url, model.init_args.storage.api_key, model.init_args.storage.env.WANDB_API_KEY"
-    assert f"config.yaml: credentials left out of {names}" in printed
+    assert f"config.yaml: redacted {names}" in printed
     run = folder / "runs" / "run" / "version_0"
     saved = yaml.safe_load((run / "config.yaml").read_text())["model"]["init_args"]
     assert saved["storage"]["region"] == "north"
@@ -108,6 +110,39 @@ def test_an_error_that_names_a_credential_tells_it_nowhere(
     assert "cannot reach" in (folder / "runs/run/version_0/report.md").read_text()
     assert main(["fit", "--config=run.yaml", f"--trainer.strategy={URL}"]) == 2
     check_secrets(folder / "runs", capfd.readouterr().err)
+
+
+def test_errors_in_threads_in_logs_and_nobody_waits_for_tell_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    for place, name in ((sys, "excepthook"), (logging, "_logRecordFactory"), (warnings, "formatwarning")):
+        monkeypatch.setattr(place, name, getattr(place, name))  # put back at the end
+
+    def fail() -> None:
+        raise OSError(URL)
+
+    class Late:
+        def __del__(self) -> None:
+            fail()
+
+    redact_logs()
+    logger = logging.getLogger("anyone")
+    monkeypatch.setattr(logger, "handlers", [logging.StreamHandler(sys.stderr)])
+    thread = threading.Thread(target=fail, name="loader")
+    thread.start()
+    thread.join()
+    Late()
+    try:
+        fail()
+    except OSError:
+        logger.exception("no data")
+    printed = capsys.readouterr().err
+    assert printed.count(f"OSError: https://{REDACTED}@data.example.org") == 3
+    assert printed.count("in fail") == 3
+    assert "Exception in thread loader:" in printed
+    assert not any(secret in printed for secret in SECRETS)
 
 
 def test_a_run_from_a_saved_configuration_asks_for_its_credentials(

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -95,6 +96,13 @@ def test_what_a_killed_export_left_goes_with_the_next_and_nothing_else_does(tmp_
     assert list_names(tmp_path) == ["out", "out.0123abcd"]
 
 
+@pytest.fixture
+def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system where two folders cannot swap their places at once."""
+    monkeypatch.setattr("lit_fsdp.export.out_folder.exchange", lambda *_: False)
+
+
+@pytest.mark.usefixtures("no_exchange")
 def test_a_kill_while_one_takes_the_place_of_another_loses_neither(tmp_path: Path) -> None:
     out = tmp_path / "out"
     export(out, "old")
@@ -120,6 +128,70 @@ def test_a_kill_while_one_takes_the_place_of_another_loses_neither(tmp_path: Pat
     assert list_names(tmp_path) == ["out"]
 
 
+def test_at_no_moment_is_there_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    export(out, "old")
+    real, seen = shutil.rmtree, []
+
+    def remove(path: Path, **options: bool) -> None:
+        seen.append((out / "config.json").read_text())
+        real(path, **options)
+
+    monkeypatch.setattr(Path, "rename", lambda *_: pytest.fail("two steps where one would do"))
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda *a, **k: seen.append((out / "config.json").read_text()) or real(*a, **k)
+    )
+    export(out, overwrite=True)
+    assert seen == ["new"]
+    assert list_names(tmp_path) == ["out"]
+
+
+@pytest.mark.usefixtures("no_exchange")
+@pytest.mark.parametrize("error", [OSError(errno.EBUSY, "no"), KeyboardInterrupt()])
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_replacement_that_fails_half_way_is_undone(
+    error: BaseException, is_done: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real = tmp_path / "out", Path.rename
+    export(out, "old")
+
+    def rename(self: Path, target: Path) -> Path:
+        if self == out and is_done:
+            real(self, target)
+            raise error
+        if self.suffix == ".incomplete":
+            raise error
+        return real(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        patch.setattr(Path, "rename", rename)
+        export(out, overwrite=True)
+    assert (out / "config.json").read_text() == "old"
+    assert list_names(tmp_path) == ["out"]
+
+
+def test_a_mount_point_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda self: self == tmp_path / "out")
+    begun = []
+    with pytest.raises(ValueError, match=r"out: .*out is a mount point.*: choose a folder in it$"):  # noqa: SIM117
+        with write_beside(tmp_path / "out", overwrite=True):
+            begun.append(1)
+    assert not begun
+
+
+def test_a_replaced_folder_keeps_its_mode_and_empty_folders_of_others_are_named(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export(out)
+    out.chmod(0o2775)
+    export(out, "again", overwrite=True)
+    assert out.stat().st_mode & 0o7777 == 0o2775
+    (out / "mine").mkdir()
+    with pytest.raises(ValueError, match=r"no export wrote mine in it"):
+        export(out, overwrite=True)
+    assert (out / "mine").is_dir()
+
+
 def test_only_files_that_an_export_wrote_are_replaced(tmp_path: Path) -> None:
     out = tmp_path / "out"
     export(out)
@@ -140,6 +212,7 @@ def test_only_files_that_an_export_wrote_are_replaced(tmp_path: Path) -> None:
         ("{", "is damaged"),
         ('{"files": 3}', "is damaged"),
         ("[]", "is damaged"),
+        pytest.param("[" * 100_000, "is damaged", id="deep"),
         ("\ud800", "is damaged"),
     ],
 )

@@ -110,7 +110,13 @@ def test_a_checkpoint_cannot_name_files_elsewhere(folder: Path, tamper: Callable
         export_model(path, folder.parent / "out")
 
 
-@pytest.mark.parametrize("files", [{"../stolen.json": "{}"}, {"{root}/stolen.json": "{}"}, {"x.json": {"a": 1}}])
+STRANGE: list[Any] = [
+    *({"../stolen.json": "{}"}, {"{root}/stolen.json": "{}"}, {"x.json": {"a": 1}}),
+    *({name: "x"} for name in ("modeling.py", "pytorch_model.bin", "a/b.safetensors", "json", "x.sh")),
+]
+
+
+@pytest.mark.parametrize("files", STRANGE)
 def test_an_export_writes_no_file_elsewhere(folder: Path, files: dict[str, Any]) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
