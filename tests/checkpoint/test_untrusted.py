@@ -282,7 +282,7 @@ def test_no_command_runs_what_a_checkpoint_holds(
     assert main(write_command(entry, checkpoint)) == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
     assert checkpoint.name in line
-    assert any(reason in line for reason in ("mkdir", "is a file: expected a folder", "no such folder"))
+    assert any(reason in line for reason in ("mkdir", "is a file: expected a folder", "no folder: expected one"))
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -294,11 +294,11 @@ def test_neither_does_a_run_once_it_has_started(
     shutil.copytree(user, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     attack(Path("folder.ckpt"), kind)
-    for rank in fork_ranks("fit", "--config=run.yaml", "--ckpt_path=folder.ckpt"):
-        assert rank.code == 2
-        (line,) = rank.errors
-        assert "folder.ckpt" in line
-        assert "mkdir" in line
+    ranks = fork_ranks("fit", "--config=run.yaml", "--ckpt_path=folder.ckpt")
+    assert {rank.code for rank in ranks} == {2}
+    (line,) = {line for rank in ranks for line in rank.errors}
+    assert "folder.ckpt" in line
+    assert "mkdir" in line
     assert not Path(MARKER).exists()
 
 
@@ -342,5 +342,5 @@ def test_metadata_as_another_version_wrote_it_is_refused_in_one_line(
     attack(Path("folder.ckpt"), "write")
     ranks = fork_ranks(*command, ranks=2 if command[0] == "fit" else 1)
     assert {rank.code for rank in ranks} == {2}, ranks[0].err
-    (line,) = [line for rank in ranks for line in rank.errors]
+    (line,) = {line.removeprefix("[rank 1] ") for rank in ranks for line in rank.errors}
     assert reason in line
