@@ -54,7 +54,7 @@ class TaskData(LightningDataModule):
     ) -> None:
         super().__init__()
         check_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
-        check_least(0, num_workers=num_workers)
+        check_least(0, num_workers=num_workers, seed=seed)
         for split, (source, name) in sources.items():
             if source is None and name is not None:
                 raise ValueError(f"{split}_split: not used, as {split} names no data set; leave it out")

@@ -302,6 +302,8 @@ def _explain_key(key: str, parser: jsonargparse.ArgumentParser, refusal: _Refusa
         if part not in siblings:
             break
         prefix += f"{part}."
+    if part == "init_args":
+        return f"{prefix}class_path", "missing: expected the class that the init_args are of"
     old = _join(refusal.path, key)
     new = rename_key(old)
     start = len(_join(refusal.path, prefix)) + 1 if refusal.path else len(prefix)

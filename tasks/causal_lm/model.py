@@ -24,10 +24,7 @@ def build_model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     except (ImportError, ValueError) as error:
         text = str(error)
         if text.startswith("Unrecognized configuration class"):
-            raise ValueError(
-                f"model_type: got {config.model_type!r}: Transformers has no causal language model of this type: "
-                "expected one of a decoder, such as llama, qwen3 or gpt2"
-            ) from error
+            raise _describe_wrong_type(config) from error
         if "attention" not in text:
             raise
         got = f"attention: got {attention!r}{', the default' if attention == _DEFAULT else ''}"
@@ -37,9 +34,18 @@ def build_model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     return model
 
 
+def _describe_wrong_type(config: PreTrainedConfig) -> ValueError:
+    return ValueError(
+        f"model_type: got {config.model_type!r}: Transformers has no causal language model of this type: "
+        "expected one of a decoder, such as llama, qwen3 or gpt2"
+    )
+
+
 def check_data(config: PreTrainedConfig, data: Any) -> None:
     """Refuse ids and positions that the model has no row for, which would fail inside a kernel."""
     text = config.get_text_config()
+    if not hasattr(text, "vocab_size"):
+        raise _describe_wrong_type(config)
     if hasattr(data, "tokenizer") and len(data.tokenizer) > text.vocab_size:
         size = len(data.tokenizer)
         raise ValueError(

@@ -153,6 +153,7 @@ class SpeechData(LightningDataModule):
         """Read the rows that a stage needs."""
         if stage == "fit" and self.sources["train"] is None:
             raise ValueError(f"train: not set; name a folder that `lit_fsdp prepare tts` wrote, or {SPOKEN}")
+        _ = self.tokenizer  # now, as one that is not there is no fault of a row
         if self.sources["train"] is not None and "train" not in self._rows:
             rows = self._read("train")
             kept, held = _split(rows, self.validation_fraction)

@@ -43,7 +43,7 @@ def read_manifest(path: Path) -> list[ManifestRow]:
     """Return the rows of a manifest, those that cannot be used too.
 
     Raises:
-        ValueError: There is no such file, or nothing in it.
+        ValueError: There is no such file, or nothing in it that can be used.
     """
     path = path.expanduser()
     lines = read_lines(path, f"manifest: {path}")
@@ -52,6 +52,8 @@ def read_manifest(path: Path) -> list[ManifestRow]:
     ]
     if not rows:
         raise ValueError(f'manifest: {path}: empty: expected lines such as {{"audio": "a.wav", "text": "Hello."}}')
+    if all(row.problem is not None for row in rows):
+        raise ValueError(f"manifest: {path} line {rows[0].line}: {rows[0].problem}: no line of it can be used")
     return rows
 
 
