@@ -40,7 +40,7 @@ from lit_fsdp.strategy.fsdp2 import FSDP2Strategy  # registers `strategy: fsdp2`
 from lit_fsdp.strategy.launcher import describe_failed, stop_children
 from lit_fsdp.strategy.lightning_internals import list_waiting_monitors
 from lit_fsdp.strategy.processes import choose_processes
-from lit_fsdp.strategy.trainer_settings import list_checkpoint_folders, refuse_float16_on_cpu
+from lit_fsdp.strategy.trainer_settings import derive_accumulation, list_checkpoint_folders, refuse_float16_on_cpu
 from lit_fsdp.weights.file_names import NAME_RULE, is_plain_name
 
 _KNOWN_WARNINGS = (
@@ -259,6 +259,11 @@ class TrainerCLI(LightningCLI):
             guess = nearest(Path(given).name, [p.name for p in folder.glob("*")]) if folder.is_dir() else None
             hint = f"did you mean {folder / guess}?" if guess else "expected a checkpoint, or last"
             raise ConfigError(f"ckpt_path: {given!r} does not exist: {hint}")
+        if self.subcommand in ("fit", "plan"):
+            try:
+                derive_accumulation(self.trainer, self.datamodule, is_resumed=command.get("ckpt_path") is not None)
+            except ValueError as error:
+                raise ConfigError(self._add_path(str(error))) from None
         if command.get("weights_only") is None:
             command["weights_only"] = True  # Lightning's default for addresses runs what is there, seen in 2.6.6
         path = Path(command.get("ckpt_path") or "")

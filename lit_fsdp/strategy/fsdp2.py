@@ -57,6 +57,7 @@ from lit_fsdp.strategy.trainer_settings import (
     check_trainer,
     count_checkpoints,
     count_micro_batches,
+    derive_accumulation,
     list_checkpoint_folders,
 )
 from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
@@ -239,7 +240,11 @@ class FSDP2Strategy(RandomStreams):
 
     @override
     def setup_environment(self) -> None:
-        check_trainer(self._module.trainer)  # before callbacks are set up, some of which copy the module
+        trainer = self._module.trainer
+        check_trainer(trainer)  # before callbacks are set up, some of which copy the module
+        if trainer.state.fn == TrainerFn.FITTING:
+            data = trainer.datamodule  # type: ignore[attr-defined]
+            derive_accumulation(trainer, data, is_resumed=trainer.ckpt_path is not None)
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()

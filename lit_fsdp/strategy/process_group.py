@@ -17,6 +17,8 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 # Private, seen in lightning 2.6.6: what its own strategies are made of.
 from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
 
+from lit_fsdp.strategy.elastic import open_store
+
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 
 
@@ -26,7 +28,8 @@ def init_process_group(
     """Start the process group, unless there is one. All ranks must call it.
 
     Raises:
-        ValueError: gloo would listen where other nodes cannot reach it.
+        ValueError: gloo would listen where other nodes cannot reach it, or nodes may change under a shared store.
+        RuntimeError: torchrun's agents share a store, and the ranks did not all come.
     """
     if dist.is_initialized():
         return
@@ -34,6 +37,9 @@ def init_process_group(
         check_gloo_address(environment.main_address, os.environ)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo for what is in host memory
     own: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    rank, world_size = environment.global_rank(), environment.world_size()
+    if store := open_store(os.environ, rank=rank, world_size=world_size, timeout_s=timeout_s):
+        own["store"] = store
     _init_dist_connection(environment, backend, timeout=timedelta(seconds=timeout_s), **own)
     atexit.register(_destroy_dist_connection)  # Lightning does it for plain "nccl" only
 

@@ -272,6 +272,32 @@ def test_lightning_keeps_our_samplers_on_two_ranks_although_it_may_replace_sampl
     assert [v[:2] for v in validated] == [[[0, 1], [4, PADDING]], [[2, 3], [PADDING, PADDING]]]
 
 
+def test_whole_steps_are_the_same_samples_whatever_the_layout_and_wherever_it_changes(tmp_path: Path) -> None:
+    """67 rows make 8 steps of 8, of which micro-batches of 2 would otherwise leave a ninth."""
+
+    class WholeSteps(Recorder):
+        def train_dataloader(self) -> ResumableLoader:
+            return loader_of(*self.loader_options, trainer=self.trainer, whole_steps=True)
+
+    def list_steps(seen: list[tuple[int, list[int]]]) -> list[int]:
+        return [row for _, rows in seen for row in rows]
+
+    whole = list_steps(fit(WholeSteps(67, 8)).seen)
+    assert len(whole) == 2 * 64
+    # In the middle of an epoch, with its last step, and in the middle of the next one.
+    seen: list[int] = []
+    saved: Path | None = None
+    for k, (batch_size, num_steps) in enumerate([(4, 5), (2, 8), (1, 11), (8, 16)]):
+        path = tmp_path / f"{k}.ckpt"
+        accumulate, module = 8 // batch_size, WholeSteps(67, batch_size)
+        save = SaveAt("on_train_batch_end", (num_steps - len(seen) // 8) * accumulate, path)
+        fit(module, save, resume=saved, accumulate_grad_batches=accumulate, max_steps=num_steps)
+        seen += list_steps(module.seen)
+        assert len(seen) == num_steps * 8
+        saved = path
+    assert seen == whole
+
+
 def test_prediction_tells_which_rows_are_real() -> None:
     module = Recorder(8, 2)
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
