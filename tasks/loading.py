@@ -75,12 +75,13 @@ class GlobalSampler(DistributedSampler[int]):
     @property
     def num_batches(self) -> int:
         """Micro-batches per rank in a whole epoch."""
-        return self.count_batches(self.dataset_size)
+        num_whole, rest = divmod(self.dataset_size, self.global_batch_size)
+        return num_whole // self.batches_per_step * self.batches_per_step if self.drop_last else num_whole + bool(rest)
 
     @property
     def num_batches_left(self) -> int:
         """Micro-batches per rank from the present place to the end of the epoch."""
-        return self.count_batches(self.dataset_size - self.samples_seen)
+        return self.count_batches_left(self.samples_seen)
 
     def __len__(self) -> int:
         # Of the whole epoch also after a resume, because Lightning counts the batches before it, too.
@@ -100,10 +101,11 @@ class GlobalSampler(DistributedSampler[int]):
         if epoch != self.epoch:
             self.epoch, self.samples_seen = epoch, 0
 
-    def count_batches(self, num_samples: int) -> int:
-        """Return how many micro-batches each rank makes of the last samples of an epoch."""
-        num_whole, rest = divmod(max(num_samples, 0), self.global_batch_size)
-        return num_whole // self.batches_per_step * self.batches_per_step if self.drop_last else num_whole + bool(rest)
+    def count_batches_left(self, samples_seen: int) -> int:
+        """Return how many micro-batches per rank there are from a place to the end of the epoch."""
+        end = self.dataset_size if self.batches_per_step == 1 else self.num_batches * self.global_batch_size
+        num_whole, rest = divmod(max(end - samples_seen, 0), self.global_batch_size)
+        return num_whole if self.drop_last or not rest else num_whole + 1
 
     def list_samples(self, epoch: int, samples_seen: int) -> list[int]:
         """Return the samples of this rank's micro-batch at a place; draws the order of that epoch."""

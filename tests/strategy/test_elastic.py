@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from lit_fsdp.callbacks import Preemption, preemption
 from lit_fsdp.strategy.elastic import agree_on_start, check_nodes
 from lit_fsdp.strategy.trainer_settings import choose_accumulation, derive_accumulation
 
-NUM_STEPS = 26
+NUM_STEPS = 40
 # Writes the loss of each step by itself: loggers lose what they hold when a rank is killed.
 TASK = """
 import os, time
@@ -32,10 +33,9 @@ from lit_fsdp.tasks import CausalLM
 
 class Watched(CausalLM):
     def training_step(self, batch, batch_idx):
-        # However late the test is, no run gets past the steps in which something is to happen.
-        while Path("limit").exists() and self.trainer.global_step >= int(Path("limit").read_text() or 0):
-            time.sleep(0.01)
-        time.sleep(0.05)
+        # Slow from there on, so that what is to happen then happens in time.
+        is_late = Path("limit").exists() and self.trainer.global_step >= int(Path("limit").read_text() or 0)
+        time.sleep(1 if is_late else 0.05)
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -118,22 +118,49 @@ def wait_for(is_true: Callable[[], bool], agent: subprocess.Popen[bytes], timeou
 
 
 def wait_for_step(step: int, world_size: int, agent: subprocess.Popen[bytes]) -> None:
-    """Let the run come to a step, which has to be done by this many ranks, and hold it there."""
+    """Let the run come to a step, which has to be done by this many ranks, and be slow from there on."""
     Path("limit").write_text(str(step))
     wait_for(lambda: any(done.step == step and done.world_size == world_size for done in read_done()), agent)
 
 
-@pytest.mark.slow
-def test_nodes_and_ranks_that_are_killed_and_come_back_leave_no_trace_in_the_losses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def truth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """The losses of an undisturbed run of one rank, in whose folder the test goes on."""
     monkeypatch.chdir(tmp_path)
     configure(tmp_path)
     (whole,) = fork_ranks(*FIT, "--run_name=whole", ranks=1)
     assert whole.code == 0, whole.err
-    truth = {done.step: done.loss for done in read_done()}
-    assert len(truth) == NUM_STEPS
+    losses = {done.step: done.loss for done in read_done()}
+    assert len(losses) == NUM_STEPS
     Path("losses").unlink()
+    return losses
+
+
+def check_losses(truth: dict[int, float]) -> None:
+    steps = read_done()
+    assert {done.step for done in steps} == set(truth)
+    for done in steps:
+        assert done.loss == pytest.approx(truth[done.step], rel=1e-6), done
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_is_started_again_in_the_store_of_its_agent(truth: dict[int, float]) -> None:
+    with agents("--standalone", "--nproc-per-node=2", "--max-restarts=2") as start:
+        agent = start("agent")
+        wait_for_step(8, 2, agent)
+        kill(list_ranks(agent)[1])
+        num_done = len(read_done())
+        wait_for(lambda: len(read_done()) > num_done + 1, agent)
+        Path("limit").unlink()
+        assert agent.wait(240) == 0, Path("agent.log").read_text()[-5000:]
+    check_losses(truth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_node_gone", [True, False], ids=["node", "agent"])
+def test_nodes_and_ranks_that_are_killed_and_come_back_leave_no_trace_in_the_losses(
+    truth: dict[int, float], is_node_gone: bool
+) -> None:
     options = ["--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-conf=last_call_timeout=2"]
     options += [f"--rdzv-endpoint=127.0.0.1:{find_free_port()}", "--local-addr=127.0.0.1"]
     Path("limit").write_text("0")
@@ -142,21 +169,23 @@ def test_nodes_and_ranks_that_are_killed_and_come_back_leave_no_trace_in_the_los
         wait_for(lambda: bool(list_ranks(first)), first)
         second = start("second")
         wait_for_step(8, 2, first)
-        kill(second.pid, *list_ranks(second))  # a node is gone, three steps after a save
+        kill(second.pid, *(list_ranks(second) if is_node_gone else ()))
         wait_for_step(12, 1, first)
-        before = len(read_done())
+        repeated = [step for step, times in Counter(done.step for done in read_done()).items() if times > 1]
+        assert repeated == ([6, 7, 8] if is_node_gone else [])  # ranks without an agent save before they end
+        shrunk = len(read_done())
         third = start("third")  # a node comes: nothing is lost
-        wait_for_step(17, 2, first)
-        grown = read_done()[before:]
-        assert [done.step for done in grown] == list(range(13, 18))
+        wait_for(lambda: read_done()[-1].world_size == 2, first)
+        grown = [done.step for done in read_done()[shrunk - 1 :]]
+        assert grown == list(range(grown[0], grown[-1] + 1))
+        assert grown[-1] < NUM_STEPS - 6
+        wait_for_step(grown[-1] + 3, 2, first)
         kill(*list_ranks(third))  # a rank alone: its agent starts it again
-        wait_for_step(22, 2, first)
+        num_done = len(read_done())
+        wait_for(lambda: len(read_done()) > num_done + 1 and read_done()[-1].world_size == 2, first)
         Path("limit").unlink()
         assert [agent.wait(240) for agent in (first, third)] == [0, 0], Path("first.log").read_text()[-5000:]
-    steps = read_done()
-    assert {done.step for done in steps} == set(truth)
-    for done in steps:
-        assert done.loss == pytest.approx(truth[done.step], rel=1e-6), done
+    check_losses(truth)
 
 
 def test_ranks_that_start_again_do_not_take_what_those_before_them_left() -> None:
