@@ -47,6 +47,7 @@ from lit_fsdp.strategy.lightning_internals import (
     forget_train_loader,
     is_placeholder,
     keep_links,
+    save_whole_steps,
     watch_monitors,
 )
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
@@ -288,6 +289,7 @@ class FSDP2Strategy(RandomStreams):
             loop.inference_mode = False
         keep_links(trainer, self._writer.skipped)
         watch_monitors(trainer)
+        save_whole_steps(trainer)
         if is_fitting:
             self._check_accumulation()
         if find_roots(module):  # by its user, or in an earlier run

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -75,6 +75,21 @@ def keep_links(trainer: pl.Trainer, skipped: Collection[Path]) -> None:
     for callback in _list_model_checkpoints(trainer):
         linker = type(callback)._link_checkpoint
         callback._link_checkpoint = partial(link, linker)  # type: ignore[method-assign]
+
+
+def save_whole_steps(trainer: pl.Trainer) -> None:
+    """Keep every ``ModelCheckpoint`` from saving between the micro-batches of a step.
+
+    A resumed one does, as it does not know that its step is saved: what goes on from there would leave out the
+    gradients of the micro-batches before. So does one with ``train_time_interval``, which now waits for the step.
+    """
+
+    def save(callback: ModelCheckpoint, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            type(callback).on_train_batch_end(callback, trainer, *args, **kwargs)
+
+    for callback in _list_model_checkpoints(trainer):
+        callback.on_train_batch_end = partial(save, callback)  # type: ignore[method-assign]
 
 
 def watch_monitors(trainer: pl.Trainer) -> None:

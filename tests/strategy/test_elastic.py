@@ -147,6 +147,18 @@ def check_losses(truth: dict[int, float]) -> None:
         assert done.loss == pytest.approx(truth[done.step], rel=1e-6), done
 
 
+def test_a_resumed_run_saves_no_checkpoint_between_the_micro_batches_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    configure(tmp_path)
+    for num_steps in (5, 6):  # the second run begins at a step of which a checkpoint was due
+        (ended,) = fork_ranks(*FIT, f"--trainer.max_steps={num_steps}", "--ckpt_path=last", ranks=1)
+        assert ended.code == 0, ended.err
+    saved = [str(path.relative_to("runs/run")) for path in Path("runs/run").glob("*/checkpoints/*")]
+    assert saved == ["version_0/checkpoints/epoch=0-step=5.ckpt"]
+
+
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_started_again_in_the_store_of_its_agent(truth: dict[int, float]) -> None:
     with agents("--standalone", "--nproc-per-node=2", "--max-restarts=2") as start:
