@@ -161,7 +161,7 @@ def test_a_resumed_run_saves_no_checkpoint_between_the_micro_batches_of_a_step(
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_started_again_in_the_store_of_its_agent(truth: dict[int, float]) -> None:
-    with agents("--standalone", "--nproc-per-node=2", "--max-restarts=2") as start:
+    with agents("--standalone", "--nproc-per-node=2", "--max-restarts=1") as start:
         agent = start("agent")
         wait_for_step(8, 2, agent)
         kill(list_ranks(agent)[1])
