@@ -31,6 +31,10 @@ import os, time
 from pathlib import Path
 from lit_fsdp.tasks import CausalLM
 
+# Late enough for the other rank to find what the first one left in the store before it was started again.
+if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and os.environ["RANK"] == "0":
+    time.sleep(4)
+
 class Watched(CausalLM):
     def training_step(self, batch, batch_idx):
         # Slow from there on, so that what is to happen then happens in time.
