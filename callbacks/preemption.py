@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,12 +20,15 @@ from lit_fsdp.checkpoint.remote import locate
 from lit_fsdp.reporting.metrics import find_checkpoint_folder
 from lit_fsdp.reporting.rank_stats import AsyncRankStats, gather_over_ranks
 from lit_fsdp.reporting.step_callback import StepCallback
+from lit_fsdp.strategy.elastic import Agent, find_agent
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.launcher import Launcher
 from lit_fsdp.strategy.lightning_internals import leave_signals_alone, mark_saved
 from lit_fsdp.strategy.signals import SignalListener
 
 _NOTHING, _STOP, _REQUEUE = 0, 1, 2  # what a rank was told; what all ranks do is the maximum
+_PATIENCE_S = 5.0  # an agent of torchrun looks for new nodes ten times a second
+_TRY_AGAIN = 75  # EX_TEMPFAIL
 
 
 class Preemption(StepCallback):
@@ -39,6 +43,10 @@ class Preemption(StepCallback):
 
     It replaces Lightning's own handling of these signals. Where Lightning would requeue a SLURM job (its
     ``SLURMEnvironment`` with ``auto_requeue``, on its ``requeue_signal``), the job is requeued after the save.
+
+    Under torchrun on several nodes, the run goes on where ranks got no signal themselves: their node stays. They wait
+    a moment for that of their own torchrun, which sends it when nodes join, and end with 75 if it will start them
+    again. A rank whose torchrun is gone counts as one that got a signal.
 
     Args:
         signals: Their names.
@@ -64,6 +72,7 @@ class Preemption(StepCallback):
         self._order = _NOTHING  # what this rank was told
         self._listener = SignalListener(self._note)
         self._undo: Callable[[], None] | None = None
+        self._agent: Agent | None = None
 
     def listen(self, trainer: Trainer) -> None:
         """Begin to listen, already before ``trainer.fit`` if called there: from then on no signal is lost."""
@@ -74,6 +83,7 @@ class Preemption(StepCallback):
         if not self._listener.start(signals):
             rank_zero_warn(f"{type(self).__name__} hears no signals: fit does not run in the main thread")
         if self._undo is None:
+            self._agent = find_agent(os.environ)
             if isinstance(launcher := trainer.strategy.launcher, Launcher):
                 launcher.held_signals = signals
             self._undo = leave_signals_alone(trainer)
@@ -131,6 +141,8 @@ class Preemption(StepCallback):
         self._order = max(self._order, _REQUEUE if number == self._requeue_signal else _STOP)
 
     def _save_if_told(self, trainer: Trainer) -> None:
+        if self._agent is not None and not self._agent.is_alive:
+            self._note(signal.SIGTERM)  # nobody else would end this rank, which the run will start again elsewhere
         found = self._stats.exchange({"order": self._order})
         order = _NOTHING if found is None else int(found[0]["order"].high)
         if trainer.world_size == 1:  # there is nobody to wait for
@@ -155,7 +167,17 @@ class Preemption(StepCallback):
 
     def _leave_if_preempted(self) -> None:
         if self.is_preempted:
-            raise SIGTERMException(self.exit_code)
+            raise SIGTERMException(self._choose_exit_code())
+
+    def _choose_exit_code(self) -> int:
+        """Return that of this rank. With 0, its torchrun would take the run for a finished one."""
+        if self._agent is None or self._agent.num_agents == 1:
+            return self.exit_code
+        deadline = time.monotonic() + _PATIENCE_S
+        while self._order == _NOTHING and time.monotonic() < deadline:
+            time.sleep(0.02)
+        goes_on = self._order == _NOTHING and self._agent.num_restarts < self._agent.max_restarts
+        return self.exit_code or (_TRY_AGAIN if goes_on else 0)
 
     def _stop_listening(self) -> None:
         # After a signal the process is about to end, well or not; the next signal must not end it half-way.

@@ -51,9 +51,10 @@ class TaskData(LightningDataModule):
         num_workers: int,
         shuffle: bool,
         seed: int,
+        global_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        check_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size)
+        check_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size, global_batch_size=global_batch_size)
         check_least(0, num_workers=num_workers, seed=seed)
         for split, (source, name) in sources.items():
             if source is None and name is not None:
@@ -65,6 +66,7 @@ class TaskData(LightningDataModule):
         self.sources, self.validation_fraction = sources, validation_fraction
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
         self.num_workers, self.shuffle, self.seed = num_workers, shuffle, seed
+        self.global_batch_size = global_batch_size
 
     @abstractmethod
     def build_eval_loader(self, split: Split) -> DataLoader[Any]:
@@ -129,6 +131,7 @@ class TaskData(LightningDataModule):
             trainer=self.trainer,
             what=what,
             fingerprint=fingerprint,
+            whole_steps=self.global_batch_size is not None,
         )
 
     def load_eval(self, rows: Rows, collate: Callable[[Any], Any]) -> DataLoader[Any]:

@@ -7,7 +7,7 @@ every optimizer step. A place in the epoch is one number, ``samples_seen``, that
 size.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -44,6 +44,8 @@ class GlobalSampler(DistributedSampler[int]):
         seed: Of that order. Must be the same on all ranks.
         drop_last: Leave out the last micro-batch if the ranks cannot all fill it. Otherwise it is filled up
             with ``PADDING``, so that every rank gets as many batches of the same size.
+        batches_per_step: With ``drop_last``, leave out what does not fill this many micro-batches of every rank: an
+            epoch is a whole number of optimizer steps, the same at any world size.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class GlobalSampler(DistributedSampler[int]):
         shuffle: bool,
         seed: int = 0,
         drop_last: bool,
+        batches_per_step: int = 1,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size {batch_size} must be at least 1")
@@ -64,6 +67,7 @@ class GlobalSampler(DistributedSampler[int]):
         self.batch_size = batch_size
         self.dataset_size = num_samples
         self.global_batch_size = batch_size * num_replicas
+        self.batches_per_step = batches_per_step
         self.samples_seen = 0
         self.num_samples = self.num_batches * batch_size  # what upstream calls a rank's share of an epoch
         self.total_size = self.num_samples * num_replicas
@@ -71,12 +75,13 @@ class GlobalSampler(DistributedSampler[int]):
     @property
     def num_batches(self) -> int:
         """Micro-batches per rank in a whole epoch."""
-        return self._count_batches(self.dataset_size)
+        num_whole, rest = divmod(self.dataset_size, self.global_batch_size)
+        return num_whole // self.batches_per_step * self.batches_per_step if self.drop_last else num_whole + bool(rest)
 
     @property
     def num_batches_left(self) -> int:
         """Micro-batches per rank from the present place to the end of the epoch."""
-        return self._count_batches(self.dataset_size - self.samples_seen)
+        return self.count_batches_left(self.samples_seen)
 
     def __len__(self) -> int:
         # Of the whole epoch also after a resume, because Lightning counts the batches before it, too.
@@ -96,8 +101,10 @@ class GlobalSampler(DistributedSampler[int]):
         if epoch != self.epoch:
             self.epoch, self.samples_seen = epoch, 0
 
-    def _count_batches(self, num_samples: int) -> int:
-        num_whole, rest = divmod(max(num_samples, 0), self.global_batch_size)
+    def count_batches_left(self, samples_seen: int) -> int:
+        """Return how many micro-batches per rank there are from a place to the end of the epoch."""
+        end = self.dataset_size if self.batches_per_step == 1 else self.num_batches * self.global_batch_size
+        num_whole, rest = divmod(max(end - samples_seen, 0), self.global_batch_size)
         return num_whole if self.drop_last or not rest else num_whole + 1
 
     def list_samples(self, epoch: int, samples_seen: int) -> list[int]:
@@ -185,6 +192,7 @@ class ResumableLoader(DataLoader[Any]):
             "epoch": place.epoch,
             "samples_seen": place.samples_seen,
             "global_batch_size": place.global_batch_size,
+            "batches_per_step": place.batches_per_step,
             **self._order,
         }
 
@@ -193,8 +201,7 @@ class ResumableLoader(DataLoader[Any]):
         place = self._sampler
         # What only one side knows is not compared.
         saved_order = {name: state_dict.get(name, own) for name, own in self._order.items()}
-        old_batch_size, seen = state_dict["global_batch_size"], state_dict["samples_seen"]
-        is_over = saved_order["num_samples"] - seen < old_batch_size
+        seen, is_over = state_dict["samples_seen"], _is_epoch_over({**state_dict, **saved_order})
         if seen and not is_over and saved_order != self._order:
             changed = ", ".join(
                 "the rows are others" if name == "fingerprint" else f"{name} {value}, now {self._order[name]}"
@@ -208,7 +215,8 @@ class ResumableLoader(DataLoader[Any]):
             )
         place.epoch = state_dict["epoch"]
         place.samples_seen = place.dataset_size if is_over else seen
-        if old_batch_size != place.global_batch_size and self.on_restore is not None:
+        layout = {"global_batch_size": place.global_batch_size, "batches_per_step": place.batches_per_step}
+        if layout != {name: state_dict.get(name, 1) for name in layout} and self.on_restore is not None:
             self.on_restore(place)
 
     @property
@@ -255,6 +263,7 @@ def build_train_loader(
     trainer: Trainer | None = None,
     what: str = "the training data",
     fingerprint: str = "",
+    whole_steps: bool = False,
 ) -> ResumableLoader:
     """Return a loader for this rank that drops the last incomplete micro-batch and resumes exactly.
 
@@ -269,14 +278,19 @@ def build_train_loader(
         what: Names the data in errors.
         fingerprint: Tells the rows from others, such as a digest of them: a checkpoint in the middle of an epoch is
             not resumed with other rows.
+        whole_steps: Leave out what does not fill an optimizer step, so that an epoch has the same steps at any world
+            size.
     """
     if trainer is not None:
         refuse_overfit(trainer)
     rank, world_size = get_rank(trainer)
-    if len(rows) < batch_size * world_size:
+    batches_per_step = trainer.accumulate_grad_batches if whole_steps and trainer is not None else 1
+    if len(rows) < (needed := batch_size * world_size * batches_per_step):
+        times = f" x {batches_per_step} accumulated" if batches_per_step > 1 else ""
+        setting = "global_batch_size" if whole_steps else "batch_size"
         raise ValueError(
-            f"{what}: {len(rows)} rows do not fill one global batch of {batch_size * world_size} "
-            f"(batch_size {batch_size} x {world_size} ranks); lower batch_size or add data"
+            f"{what}: {len(rows)} rows do not fill one global batch of {needed} "
+            f"(batch_size {batch_size} x {world_size} ranks{times}); lower {setting} or add data"
         )
     sampler = GlobalSampler(
         len(rows),
@@ -286,6 +300,7 @@ def build_train_loader(
         shuffle=shuffle,
         seed=seed,
         drop_last=True,
+        batches_per_step=batches_per_step,
     )
     on_restore = None
     if trainer is not None:
@@ -354,8 +369,8 @@ def restore_epoch(trainer: Trainer) -> None:
     states = loop._combined_loader_states_to_load
     if not states or loop.epoch_progress.current.processed <= states[0]["epoch"]:
         return
-    seen, batches = states[0]["samples_seen"], loop.epoch_loop.batch_progress
-    is_over = batches.is_last_batch or states[0]["num_samples"] - seen < states[0]["global_batch_size"]
+    batches = loop.epoch_loop.batch_progress
+    is_over = batches.is_last_batch or _is_epoch_over(states[0])
     if not is_over:
         # An epoch that max_steps, max_time or early stopping cut short counts as a whole one, and the rest of
         # its samples would be skipped. Count it as open.
@@ -371,6 +386,12 @@ def restore_epoch(trainer: Trainer) -> None:
         batches.reset_on_run()
         loop.epoch_loop.scheduler_progress.reset_on_run()
         loop.epoch_loop.automatic_optimization.optim_progress.reset_on_run()
+
+
+def _is_epoch_over(state: Mapping[str, Any]) -> bool:
+    """Whether the loader that saved this state would have given no further batch in its epoch."""
+    step_size = state["global_batch_size"] * state.get("batches_per_step", 1)
+    return bool(state["num_samples"] - state["samples_seen"] < step_size)
 
 
 def correct_progress(trainer: Trainer, sampler: GlobalSampler) -> None:

@@ -69,6 +69,15 @@ def test_torchrun_starts_a_run_and_continues_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_torchrun_starts_an_elastic_run_on_the_nodes_that_are_there(tmp_path: Path) -> None:
+    write_run(tmp_path, data={"global_batch_size": 8})
+    start = {"cwd": tmp_path, "NNODES": "1:2", "NPROC_PER_NODE": "1", "MASTER_PORT": str(find_free_port())}
+    out = run("bash", EXAMPLES / "torchrun.sh", "run.yaml", **start)  # type: ignore[arg-type]
+    assert "4 (now at 4)" in out
+    assert "1 on cpu" in out
+
+
+@pytest.mark.full
 def test_the_sbatch_script_starts_one_task_for_each_rank(tmp_path: Path) -> None:
     write_run(tmp_path)
     srun = tmp_path / "bin" / "srun"

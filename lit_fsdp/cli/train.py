@@ -46,7 +46,12 @@ from lit_fsdp.strategy.launcher import describe_failed, stop_children
 from lit_fsdp.strategy.lightning_internals import list_waiting_monitors
 from lit_fsdp.strategy.processes import choose_processes
 from lit_fsdp.strategy.roll_call import share_refusal
-from lit_fsdp.strategy.trainer_settings import check_numbers, list_checkpoint_folders, refuse_float16_on_cpu
+from lit_fsdp.strategy.trainer_settings import (
+    check_numbers,
+    derive_accumulation,
+    list_checkpoint_folders,
+    refuse_float16_on_cpu,
+)
 from lit_fsdp.weights.file_names import NAME_RULE, is_plain_name
 
 _KNOWN_WARNINGS = (
@@ -306,7 +311,21 @@ class TrainerCLI(LightningCLI):
         return {"callbacks": [*given, *added], "logger": choose_loggers(settings, self.run_root)}
 
     def after_instantiate_classes(self) -> None:
-        """Let ``--ckpt_path last`` find the newest complete checkpoint of the runs of this name."""
+        """Settle what needs all parts: the checkpoint to go on from, and the accumulation of a global batch."""
+        self._choose_checkpoint()
+        if self.subcommand in ("fit", "plan"):
+            try:
+                derive_accumulation(
+                    self.trainer,
+                    self.datamodule,
+                    is_resumed=self.config_init[self.subcommand].get("ckpt_path") is not None,
+                )
+            except ValueError as error:
+                raise ConfigError(self._add_path(str(error))) from None
+        self._refuse_missing_parts()
+
+    def _choose_checkpoint(self) -> None:
+        """Let ``--ckpt_path last`` find the newest complete checkpoint of the runs of this name; check any other."""
         command = self.config_init[self.subcommand]
         given = command.get("ckpt_path")
         if given is None and self.subcommand == "fit" and int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0:
@@ -317,25 +336,9 @@ class TrainerCLI(LightningCLI):
                 f"below {self.run_root}, or last"
             )
         if given == "last":
-            # Lightning would look into the folder of the new run only.
-            found = find_last_checkpoint(self._list_checkpoint_folders(), report=rank_zero_info)
-            command["ckpt_path"] = None if found is None else str(found)
-            if found is None and self.subcommand != "fit":
-                raise ConfigError(
-                    f"ckpt_path: got 'last': no run below {self.run_root} has a checkpoint: expected the path of "
-                    "one, or the --run_name of the run that wrote one"
-                )
-            if found is None:
-                rank_zero_info(f"ckpt_path last: no run below {self.run_root} has a checkpoint: starting afresh")
+            command["ckpt_path"] = self._find_last()
         elif given and given != "hpc":
-            place = _locate_checkpoint(given)
-            if isinstance(place, Path) and (problem := describe_special_file(place)) is not None:
-                raise ConfigError(f"ckpt_path: {given!r} {problem}")
-            if not place.exists():
-                folder = place.parent
-                guess = nearest(place.name, [p.name for p in folder.glob("*")]) if folder.is_dir() else None
-                hint = f"did you mean {folder / guess}?" if guess else "expected a checkpoint, or last"
-                raise ConfigError(f"ckpt_path: {given!r} does not exist: {hint}")
+            _check_place(given)
         if command.get("weights_only") is None:
             command["weights_only"] = True  # Lightning's default for addresses runs what is there, seen in 2.6.6
         path = command.get("ckpt_path")
@@ -344,7 +347,19 @@ class TrainerCLI(LightningCLI):
                 check_checkpoint(_locate_checkpoint(path))
             except ValueError as error:  # before other ranks are started
                 raise ConfigError(f"ckpt_path: {error}") from error
-        self._refuse_missing_parts()
+
+    def _find_last(self) -> str | None:
+        # Lightning would look into the folder of the new run only.
+        found = find_last_checkpoint(self._list_checkpoint_folders(), report=rank_zero_info)
+        if found is not None:
+            return str(found)
+        if self.subcommand != "fit":
+            raise ConfigError(
+                f"ckpt_path: got 'last': no run below {self.run_root} has a checkpoint: expected the path of "
+                "one, or the --run_name of the run that wrote one"
+            )
+        rank_zero_info(f"ckpt_path last: no run below {self.run_root} has a checkpoint: starting afresh")
+        return None
 
     def _refuse_missing_parts(self) -> None:
         """Refuse a run without data, or a model without a step, before logs are begun and ranks started."""
@@ -522,6 +537,18 @@ def _locate_checkpoint(given: str) -> Location:
         return locate(given)
     except ValueError as error:
         raise ConfigError(f"ckpt_path: {error}") from None
+
+
+def _check_place(given: str) -> None:
+    """Refuse a checkpoint that is not there."""
+    place = _locate_checkpoint(given)
+    if isinstance(place, Path) and (problem := describe_special_file(place)) is not None:
+        raise ConfigError(f"ckpt_path: {given!r} {problem}")
+    if not place.exists():
+        folder = place.parent
+        guess = nearest(place.name, [p.name for p in folder.glob("*")]) if folder.is_dir() else None
+        hint = f"did you mean {folder / guess}?" if guess else "expected a checkpoint, or last"
+        raise ConfigError(f"ckpt_path: {given!r} does not exist: {hint}")
 
 
 def _check_root(root: Any) -> None:

@@ -56,6 +56,7 @@ from lit_fsdp.strategy.lightning_internals import (
     is_of_unknown_length,
     is_placeholder,
     keep_links,
+    save_whole_steps,
     watch_monitors,
 )
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
@@ -67,6 +68,7 @@ from lit_fsdp.strategy.trainer_settings import (
     check_trainer,
     count_checkpoints,
     count_micro_batches,
+    derive_accumulation,
     list_checkpoint_folders,
 )
 from lit_fsdp.strategy.uneven_loaders import note_batch
@@ -261,7 +263,11 @@ class FSDP2Strategy(RandomStreams):
 
     @override
     def setup_environment(self) -> None:
-        check_trainer(self._module.trainer)  # before callbacks are set up, some of which copy the module
+        trainer = self._module.trainer
+        check_trainer(trainer)  # before callbacks are set up, some of which copy the module
+        if trainer.state.fn == TrainerFn.FITTING:
+            data = trainer.datamodule  # type: ignore[attr-defined]
+            derive_accumulation(trainer, data, is_resumed=trainer.ckpt_path is not None)
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -311,6 +317,7 @@ class FSDP2Strategy(RandomStreams):
             loop.inference_mode = False
         keep_links(trainer, self._writer.skipped)
         watch_monitors(trainer)
+        save_whole_steps(trainer)
         if is_fitting:
             self._check_accumulation()
         if find_roots(module):  # by its user, or in an earlier run

@@ -88,6 +88,21 @@ def keep_links(trainer: pl.Trainer, skipped: Collection[Location]) -> None:
         callback._link_checkpoint = partial(link, linker)  # type: ignore[method-assign]
 
 
+def save_whole_steps(trainer: pl.Trainer) -> None:
+    """Keep every ``ModelCheckpoint`` from saving between the micro-batches of a step.
+
+    A resumed one does, as it does not know that its step is saved: what goes on from there would leave out the
+    gradients of the micro-batches before. So does one with ``train_time_interval``, which now waits for the step.
+    """
+
+    def save(callback: ModelCheckpoint, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            type(callback).on_train_batch_end(callback, trainer, *args, **kwargs)
+
+    for callback in _list_model_checkpoints(trainer):
+        callback.on_train_batch_end = partial(save, callback)  # type: ignore[method-assign]
+
+
 def watch_monitors(trainer: pl.Trainer) -> None:
     """Refuse a ``monitor`` of a ``ModelCheckpoint`` that nothing logs, when a save is due and no validation may log it.
 

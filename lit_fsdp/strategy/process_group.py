@@ -18,6 +18,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as in roll_call.py
 
+from lit_fsdp.strategy.elastic import leave_old_keys
 from lit_fsdp.strategy.roll_call import call_roll, open_store, sign_in
 
 MAX_TIMEOUT_S = 1e9  # 30 years; torch counts in nanoseconds, of which 64 bits hold 290
@@ -47,7 +48,7 @@ def init_process_group(
 
     Raises:
         ValueError: gloo would listen where other nodes cannot reach it; ranks cannot meet or start with different
-            things.
+            things; nodes may change under a shared store.
         RuntimeError: Ranks are missing.
     """
     if dist.is_initialized():
@@ -58,6 +59,7 @@ def init_process_group(
     own: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     rank, world_size = environment.global_rank(), environment.world_size()
     store = open_store(environment.main_address, environment.main_port, rank=rank, timeout_s=start_timeout_s)
+    store = leave_old_keys(store, os.environ, rank=rank, world_size=world_size, timeout_s=start_timeout_s)
     call_roll(store, sign_in(rank, facts), world_size=world_size, timeout_s=start_timeout_s, find_lost=find_lost)
     store.set_timeout(timedelta(seconds=timeout_s))
     own["store"] = PrefixStore("default_pg", store)  # as torch does with one that it makes itself

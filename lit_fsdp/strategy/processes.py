@@ -30,8 +30,13 @@ def choose_processes(
     """
     count = count_devices(devices)
     if is_torchrun(environ):
-        local = int(environ["LOCAL_WORLD_SIZE"])
-        nodes = int(environ["WORLD_SIZE"]) // local
+        local, total = int(environ["LOCAL_WORLD_SIZE"]), int(environ["WORLD_SIZE"])
+        nodes = int(environ.get("GROUP_WORLD_SIZE", total // local))  # SLURM's and others' may not be there
+        if local * nodes != total:
+            raise ValueError(
+                f"torchrun started {local} processes on this node, of {total} on {nodes} nodes: expected as many on "
+                "each node: use the same --nproc-per-node on all"
+            )
         if count not in (None, local):
             raise ValueError(
                 f"trainer.devices: got {devices}: torchrun started {local} processes on this node: "

@@ -95,7 +95,7 @@ def open_store(address: str, port: int, *, rank: int, timeout_s: float) -> Store
             f"MASTER_PORT: got {port}: what listens there on {address} is not rank 0 of this run, as {host} sees it: "
             "choose a port that is free"
         )
-    return PrefixStore(_name_attempt(), found[0])
+    return found[0]
 
 
 def call_roll(
@@ -165,7 +165,8 @@ def share_refusal(line: str, patience_s: float) -> bool:
             store = get_store("refusals")
         else:
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = PrefixStore("refusals", open_store(address, port, rank=rank, timeout_s=patience_s))
+            name = f"refusals_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # agents may keep earlier ones
+            store = PrefixStore(name, open_store(address, port, rank=rank, timeout_s=patience_s))
         if rank == 0:
             store.set("0", line)
             wait_until(lambda: store.add("readers", 0) >= world_size - 1, patience_s)
@@ -303,16 +304,6 @@ def _wait_for_listener(address: str, port: int, host: str, timeout_s: float) -> 
             f"start_timeout_s: nobody listens at MASTER_ADDR {address}, MASTER_PORT {port}, within {timeout_s:g} s, as "
             f"{host} sees it: rank 0 did not start, or is on another host, or a firewall is in between"
         )
-
-
-def _name_attempt() -> str:
-    """Return what keeps the keys of a run from those of one that the same agent started before.
-
-    torchrun's agents share one store between attempts unless they are told not to; then they may count them
-    differently, and need no name. Seen in torch 2.13 (pytorch#135712); drop when each attempt has its own.
-    """
-    is_shared = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
-    return f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if is_shared else 0}"
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

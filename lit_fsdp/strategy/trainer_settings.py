@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
@@ -14,8 +16,12 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_fsdp.checkpoint.remote import Location, RemotePath, locate
+from lit_fsdp.strategy.elastic import find_agent
+
+_DERIVED: WeakSet[pl.Trainer] = WeakSet()  # those whose accumulation was derived
 
 _Rule = tuple[Callable[[Any], bool], str]  # what holds of a value, and the words for it
 
@@ -80,6 +86,53 @@ def count_micro_batches(trainer: pl.Trainer) -> int | None:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     is_scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
     return None if is_scheduled else trainer.accumulate_grad_batches
+
+
+def derive_accumulation(trainer: pl.Trainer, data: object, *, is_resumed: bool) -> None:
+    """Set how many micro-batches a step accumulates by ``global_batch_size`` and ``batch_size`` of data that has them.
+
+    Where the number of ranks is not the user's to choose, as torchrun may start fewer or the run is a resumed one, the
+    nearest global batch is taken if that one is not to be had, and a warning says so.
+
+    Raises:
+        ValueError: The ranks cannot share a global batch, or the accumulation was set, too.
+    """
+    rows: int | None = getattr(data, "global_batch_size", None)
+    if rows is None or trainer in _DERIVED:
+        return
+    if count_micro_batches(trainer) != 1:
+        given = count_micro_batches(trainer) or "by a callback"
+        raise ValueError(
+            f"accumulate_grad_batches: set ({given}) beside data.global_batch_size {rows}, which decides it: leave one "
+            "of them out"
+        )
+    batch_size = getattr(data, "batch_size", None)
+    if not isinstance(batch_size, int):
+        what = "the rows in a micro-batch of one rank"
+        raise ValueError(f"global_batch_size: got {rows}: needs batch_size, {what}")  # noqa: TRY004  a setting
+    agent = find_agent(os.environ)
+    is_fixed = not is_resumed and (agent is None or agent.max_restarts == 0)
+    num_micro_batches, problem = choose_accumulation(rows, batch_size=batch_size, world_size=trainer.world_size)
+    if problem and is_fixed:
+        raise ValueError(problem)
+    if problem:
+        rank_zero_warn(f"{problem}; this start takes {num_micro_batches * batch_size * trainer.world_size}")
+    trainer.accumulate_grad_batches = num_micro_batches
+    _DERIVED.add(trainer)
+
+
+def choose_accumulation(global_batch_size: int, *, batch_size: int, world_size: int) -> tuple[int, str]:
+    """Return how many micro-batches come nearest to a global batch, and what to say if they do not make it up."""
+    at_once = batch_size * world_size
+    num, rest = divmod(global_batch_size, at_once)
+    if not rest:
+        return num, ""
+    sizes = [k * at_once for k in (num, num + 1) if k]
+    nearest = min(sizes, key=lambda size: abs(size - global_batch_size))
+    return nearest // at_once, (
+        f"global_batch_size: got {global_batch_size}: expected a multiple of {at_once} (batch_size {batch_size} x "
+        f"{world_size} ranks), such as {' or '.join(map(str, sizes))}"
+    )
 
 
 def check_trainer(trainer: pl.Trainer) -> None:

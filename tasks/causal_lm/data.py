@@ -84,6 +84,9 @@ class TextData(TaskData):
             false, each document is a row, cut at ``seq_length`` and padded to the longest of its batch.
         pad_to_multiple_of: Without packing, round the length of a batch up to a multiple of this.
         batch_size: Rows in a micro-batch of one rank.
+        global_batch_size: Rows in an optimizer step, of all ranks and accumulated micro-batches together. Each start
+            sets ``trainer.accumulate_grad_batches`` by it, so a run keeps it on another number of ranks, and an epoch
+            is a whole number of steps. ``null`` leaves both to you.
         eval_batch_size: The same for validation, test and prediction; ``batch_size`` if not given.
         num_workers: Processes per rank that read ahead; 0 reads in the main process.
         shuffle: Train in a new order each epoch, the same for any number of ranks.
@@ -116,6 +119,7 @@ class TextData(TaskData):
         packing: bool = True,
         pad_to_multiple_of: int = 1,
         batch_size: int = 1,
+        global_batch_size: int | None = None,
         eval_batch_size: int | None = None,
         num_workers: int = 2,
         shuffle: bool = True,
@@ -131,6 +135,7 @@ class TextData(TaskData):
             },
             validation_fraction=validation_fraction,
             batch_size=batch_size,
+            global_batch_size=global_batch_size,
             eval_batch_size=eval_batch_size,
             num_workers=num_workers,
             shuffle=shuffle,

@@ -67,6 +67,9 @@ class ImageData(TaskData):
         augmentation: How training images are changed; ``null`` does not. By default crops and flips.
         bad_images: ``error`` stops at the first image that cannot be decoded; ``skip`` names it and counts it nowhere.
         batch_size: Images in a micro-batch of one rank.
+        global_batch_size: Images in an optimizer step, of all ranks and accumulated micro-batches together. Each start
+            sets ``trainer.accumulate_grad_batches`` by it, so a run keeps it on another number of ranks, and an epoch
+            is a whole number of steps. ``null`` leaves both to you.
         eval_batch_size: The same for validation, test and prediction; ``batch_size`` if not given.
         num_workers: Processes per rank that read ahead; 0 reads in the main process.
         shuffle: Train in a new order each epoch, the same for any number of ranks.
@@ -94,6 +97,7 @@ class ImageData(TaskData):
         augmentation: Augmentation | None = Augmentation(),  # noqa: B008  likewise
         bad_images: Literal["error", "skip"] = "error",
         batch_size: int = 32,
+        global_batch_size: int | None = None,
         eval_batch_size: int | None = None,
         num_workers: int = 2,
         shuffle: bool = True,
@@ -108,6 +112,7 @@ class ImageData(TaskData):
             },
             validation_fraction=validation_fraction,
             batch_size=batch_size,
+            global_batch_size=global_batch_size,
             eval_batch_size=eval_batch_size,
             num_workers=num_workers,
             shuffle=shuffle,

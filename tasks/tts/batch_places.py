@@ -71,7 +71,7 @@ class StepCounts:
         if isinstance(limit, int) and limit > 0:
             num_batches = min(num_batches, limit)
         # As Lightning counts them, also where a resumed epoch goes on with another batch size.
-        done = self.sampler.num_batches - (self.sampler.dataset_size - seen) // size
+        done = self.sampler.num_batches - self.sampler.count_batches_left(seen)
         # Asked each time: GradientAccumulationScheduler changes it between epochs.
         accumulate = getattr(self.trainer, "accumulate_grad_batches", 1)
         first = done // accumulate * accumulate

@@ -51,6 +51,9 @@ class SpeechData(LightningDataModule):
             and 0 for models that are not guided.
         max_seconds: Leave longer rows out: the longest ones set the memory of a step.
         batch_size: Rows in a micro-batch of one rank.
+        global_batch_size: Rows in an optimizer step, of all ranks and accumulated micro-batches together. Each start
+            sets ``trainer.accumulate_grad_batches`` by it, so a run keeps it on another number of ranks, and an epoch
+            is a whole number of steps. ``null`` leaves both to you.
         eval_batch_size: The same for validation and prediction; ``batch_size`` if not given.
         num_workers: Processes per rank that read ahead; 0 reads in the main process.
         repeat: Count this many passes over the rows as one epoch. With few rows, what happens once an epoch, such as
@@ -72,6 +75,7 @@ class SpeechData(LightningDataModule):
         text_dropout: float | None = None,
         max_seconds: float = 30.0,
         batch_size: int = 1,
+        global_batch_size: int | None = None,
         eval_batch_size: int | None = None,
         num_workers: int = 2,
         repeat: int = 1,
@@ -90,6 +94,7 @@ class SpeechData(LightningDataModule):
         for name, value, least in (
             ("batch_size", batch_size, 1),
             ("eval_batch_size", batch_size if eval_batch_size is None else eval_batch_size, 1),
+            ("global_batch_size", batch_size if global_batch_size is None else global_batch_size, 1),
             ("num_workers", num_workers, 0),
             ("repeat", repeat, 1),
         ):
@@ -100,6 +105,7 @@ class SpeechData(LightningDataModule):
         self.tokenizer_name, self.speaker_embedding, self.streaming = tokenizer, speaker_embedding, streaming
         self.text_dropout = text_dropout
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size  # not 0
+        self.global_batch_size = global_batch_size
         self.num_workers, self.repeat, self.shuffle, self.seed = num_workers, repeat, shuffle, seed
         self.speech_config: FamilyConfig | None = None
         self.voices: dict[str, Voice] = {}
@@ -197,6 +203,7 @@ class SpeechData(LightningDataModule):
             trainer=trainer,
             what=f"train ({len(rows)} clips)",
             fingerprint=hash_rows(part for row in rows for part in (row.speaker, row.text, row.codes.tobytes())),
+            whole_steps=self.global_batch_size is not None,
         )
         counts = StepCounts(loader, lengths, trainer, predicts_ends=self.family.predicts_ends)
         dropout = TextDropout(loader, self.family, self.text_dropout) if self.text_dropout else None

@@ -18,6 +18,7 @@ from lit_fsdp.strategy.processes import choose_processes
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = {"RANK": "0", "GROUP_RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
+UNEQUAL = {**TORCHRUN, "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2"}
 
 TASK = '''
 import os
@@ -369,6 +370,7 @@ def test_a_bug_in_our_code_is_no_refusal() -> None:
         ("0,1", 2, None, TORCHRUN, ("0,1", 2)),
         (3, 1, None, TORCHRUN, "torchrun started 2 processes on this node: expected 2"),
         (2, 3, None, TORCHRUN, "torchrun started 2 nodes: expected 2"),
+        ("auto", 1, None, UNEQUAL, "started 1 processes on this node, of 3 on 2 nodes: .* the same --nproc-per-node"),
     ],
 )
 def test_the_number_of_processes_comes_from_torchrun_where_nothing_is_set(

@@ -272,6 +272,44 @@ def test_lightning_keeps_our_samplers_on_two_ranks_although_it_may_replace_sampl
     assert [v[:2] for v in validated] == [[[0, 1], [4, PADDING]], [[2, 3], [PADDING, PADDING]]]
 
 
+# In the middle of an epoch, with its last step, and beyond it.
+@pytest.mark.parametrize("layouts", [[(4, 5), (2, 10), (8, 16)], [(2, 8), (1, 16)]])
+def test_whole_steps_are_the_same_samples_whatever_the_layout_and_wherever_it_changes(
+    tmp_path: Path, layouts: list[tuple[int, int]]
+) -> None:
+    """67 rows make 8 steps of 8, of which micro-batches of 2 would otherwise leave a ninth."""
+
+    class WholeSteps(Recorder):
+        def train_dataloader(self) -> ResumableLoader:
+            return loader_of(*self.loader_options, trainer=self.trainer, whole_steps=True)
+
+    def list_steps(seen: list[tuple[int, list[int]]]) -> list[int]:
+        return [row for _, rows in seen for row in rows]
+
+    whole = list_steps(fit(WholeSteps(67, 8)).seen)
+    assert len(whole) == 2 * 64
+    seen: list[int] = []
+    saved: Path | None = None
+    for k, (batch_size, num_steps) in enumerate(layouts):
+        path = tmp_path / f"{k}.ckpt"
+        accumulate, module = 8 // batch_size, WholeSteps(67, batch_size)
+        save = SaveAt("on_train_batch_end", (num_steps - len(seen) // 8) * accumulate, path)
+        fit(module, save, resume=saved, accumulate_grad_batches=accumulate, max_steps=num_steps)
+        seen += list_steps(module.seen)
+        assert len(seen) == num_steps * 8
+        saved = path
+    assert seen == whole
+
+
+def test_an_epoch_of_whole_steps_is_over_though_rows_are_left() -> None:
+    loader = loader_of(67, 2, seed=1)
+    state = loader.state_dict() | {"samples_seen": 64, "batches_per_step": 4, "seed": 0}
+    loader.load_state_dict(state)  # in the middle of an epoch, another order would be refused
+    assert len(list(loader)) == 0
+    with pytest.raises(ValueError, match="an epoch whose order has changed"):
+        loader.load_state_dict(state | {"batches_per_step": 1})
+
+
 def test_prediction_tells_which_rows_are_real() -> None:
     module = Recorder(8, 2)
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)

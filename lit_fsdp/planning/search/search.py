@@ -55,6 +55,7 @@ class Problem:
         splits_batch: Whether ``data.batch_size`` may change, with accumulation in return.
         hardware: What it would run on.
         device_bytes: Memory of one GPU.
+        sets_accumulation: Whether the accumulation is a setting of its own: not with ``data.global_batch_size``.
         tries_optimizers: Whether the optimizer may change.
         device_type: ``cuda``, or ``cpu`` for a run that is tried out there.
         host_bytes: Memory of each node for what is offloaded, where it is known.
@@ -72,6 +73,7 @@ class Problem:
     splits_batch: bool
     hardware: Hardware
     device_bytes: int
+    sets_accumulation: bool = True
     tries_optimizers: bool = True
     device_type: str = "cuda"
     host_bytes: int | None = None
@@ -268,7 +270,9 @@ def _estimate(problem: Problem, variant: Variant, settings: Settings, rows: int)
     has_host = problem.host_bytes is None or host_bytes * problem.ranks.per_node <= problem.host_bytes
     own = dict(variant.changes)
     if rows != problem.micro_batch.rows:
-        own |= {"data.batch_size": rows, "trainer.accumulate_grad_batches": num}
+        own["data.batch_size"] = rows
+        if problem.sets_accumulation:
+            own["trainer.accumulate_grad_batches"] = num
     own |= _list_changes(problem.settings, settings)
     if model.optimizer.name != configured.optimizer.name:
         own["model.optimizer.name"] = model.optimizer.name

@@ -40,6 +40,7 @@ def search_steps(
         return search(replace(problem, trace=make_tracer([step], None))), unit
     if _splits_batch(trainer, step, data):
         problem = replace(problem, splits_batch=True, measure=partial(_measure_rows, step, data))
+        problem = replace(problem, sets_accumulation=getattr(data, "global_batch_size", None) is None)
     try:
         return search(problem), unit
     except UnreadableModuleError as error:

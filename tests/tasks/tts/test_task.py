@@ -125,6 +125,10 @@ def test_counts_of_a_step_are_those_of_all_its_micro_batches_and_ranks(prepared:
     for group in (batches[:4], batches[4:]):
         tokens, frames = (sum(len(b[name]) for b in group) for name in ("labels", "frame_index"))
         assert all(b["step_counts"].tolist() == [tokens, frames] for b in group)
+    loader.sampler.batches_per_step = 4  # as global_batch_size has it: an epoch of whole steps
+    batches = list(loader)
+    tokens, frames = (sum(len(b[name]) for b in batches) for name in ("labels", "frame_index"))
+    assert [b["step_counts"].tolist() for b in batches] == [[tokens, frames]] * 4
 
 
 def test_accumulated_batches_that_say_nothing_of_their_step_are_refused() -> None:
