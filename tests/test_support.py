@@ -99,6 +99,7 @@ ATTRIBUTES = {
     "torch: FSDP2": {
         *("_all_gather_comm", "_all_reduce_hook", "_all_reduce_process_group", "_comm_ctx", "_end_backward_iteration"),
         *("_fsdp_param_groups", "_get_fsdp_state", "_orig_cls_mro_index", "_reduce_scatter_comm", "_unsharded_param"),
+        "_root_post_backward_final_callback",
     },
     "torch: operators": {
         *("_amp_foreach_non_finite_check_and_unscale_", "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_"),

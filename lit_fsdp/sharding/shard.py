@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -20,7 +21,8 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from lit_fsdp.sharding.scalars import replicate_scalars
+from lit_fsdp.sharding.scalars import hold_scalars, reduce_scalars, replicate_scalars
+from lit_fsdp.sharding.torch_internals import call_after_backward
 from lit_fsdp.sharding.wrap import Unit
 
 _WITH_STEPS: WeakSet[nn.Module] = WeakSet()
@@ -113,12 +115,14 @@ def shard_model(
     _check_dtypes(model, plan)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy, "offload_policy": offload_policy}
     if scalars := replicate_scalars(model, mesh):
-        options["ignored_params"] = scalars
+        options["ignored_params"] = set(scalars)
     for unit in sorted(plan, key=_get_depth, reverse=True):
         members = [modules[name] for name in unit.names]
         # Head and root are used at the end of forward and the beginning of backward, nothing comes between.
         reshard = sharding.reshard_after_forward if unit.kind in ("block", "embedding") else unit.kind == "idle"
         fully_shard(members, reshard_after_forward=reshard, **options)
+    if scalars:
+        call_after_backward(model, partial(reduce_scalars, model, list(scalars.values()), mesh))
     _set_prefetch(modules, plan, sharding)
 
 
@@ -131,8 +135,8 @@ def no_sync(*roots: FSDPModule) -> Iterator[None]:
     size, as many times the sharded ones as there are shards.
     """
     for root in roots:
-        modules: Iterator[nn.Module] = root.modules()  # type: ignore[attr-defined]  # it is a module as well
-        for module in modules:
+        hold_scalars(cast(nn.Module, root), True)
+        for module in cast(nn.Module, root).modules():
             # Of a unit that was never gathered FSDP2 reads gradients that are not there. Seen in torch 2.13 and 2.14;
             # drop the condition when we need 2.15.
             if isinstance(module, FSDPModule) and any(p.requires_grad for p in module.parameters()):
@@ -143,6 +147,7 @@ def no_sync(*roots: FSDPModule) -> Iterator[None]:
         # Also on an exception: while this is off, sharded parameters get no ``.grad`` and the optimizer skips
         # them, so training would go on without learning anything.
         for root in roots:
+            hold_scalars(cast(nn.Module, root), False)
             root.set_requires_gradient_sync(True)
 
 

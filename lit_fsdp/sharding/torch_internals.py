@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -67,3 +67,16 @@ def list_unreduced_gradients(parameter: Any) -> list[Tensor]:
     gradient, held = None if gathered is None else gathered.grad, parameter.unsharded_accumulated_grad
     # In torch 2.13 and 2.14 what no_sync adds up is another tensor; in 2.15 it is the gradient itself.
     return [tensor for tensor in (gradient, None if held is gradient else held) if tensor is not None]
+
+
+def call_after_backward(root: nn.Module, function: Callable[[], None]) -> None:
+    """Call a function at the end of each backward in which FSDP2 takes part: on all ranks, whatever each has used."""
+    for state in dict.fromkeys(m._get_fsdp_state() for m in root.modules() if isinstance(m, FSDPModule)):
+        # Whichever unit comes first in a backward queues its own, once for all units of a root.
+        end: Any = state._root_post_backward_final_callback
+
+        def end_and_call(end: Callable[[], None] = end) -> None:
+            end()
+            function()
+
+        state._root_post_backward_final_callback = end_and_call  # type: ignore[method-assign]
