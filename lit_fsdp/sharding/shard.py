@@ -20,9 +20,10 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.utils.hooks import RemovableHandle
 
 from lit_fsdp.sharding.scalars import hold_scalars, reduce_scalars, replicate_scalars
-from lit_fsdp.sharding.torch_internals import call_after_backward
+from lit_fsdp.sharding.torch_internals import call_after_backward, get_gathered, get_shard, iterate_sharded
 from lit_fsdp.sharding.wrap import Unit
 
 _WITH_STEPS: WeakSet[nn.Module] = WeakSet()
@@ -169,6 +170,31 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def reshard_when_toggled(root: FSDPModule) -> RemovableHandle:
+    """Let a forward of ``root`` see which parameters need a gradient by now; return what undoes it.
+
+    Gathered parameters learn that when they are gathered, and those of a root stay gathered after a forward. Until then
+    the module has them, and an optimizer has the shards: either may be what was toggled.
+    """
+    module = cast(nn.Module, root)
+    pairs = [parameter for _, parameter in iterate_sharded(module)]
+    known = {pair: get_shard(pair).requires_grad for pair in pairs}
+
+    @torch.compiler.disable
+    def follow(*_: Any) -> None:
+        gathered = {pair: value for pair in pairs if (value := get_gathered(pair)) is not None}
+        toggled = [pair for pair, value in gathered.items() if value.requires_grad != get_shard(pair).requires_grad]
+        if toggled:
+            present = {id(parameter) for parameter in module.parameters()}
+            for pair in toggled:
+                if id(gathered[pair]) in present and get_shard(pair).requires_grad == known[pair]:
+                    get_shard(pair).requires_grad_(gathered[pair].requires_grad)
+            reshard(module)
+        known.update({pair: get_shard(pair).requires_grad for pair in pairs})
+
+    return module.register_forward_pre_hook(follow, prepend=True)  # before that of FSDP2, which gathers
 
 
 def register_steps(root: nn.Module, names: Iterable[str]) -> None:

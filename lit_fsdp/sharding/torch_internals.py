@@ -61,9 +61,14 @@ def get_shard(parameter: Any) -> nn.Parameter:
     return parameter.sharded_param
 
 
+def get_gathered(parameter: Any) -> nn.Parameter | None:
+    """Return the gathered form of a parameter, which has no memory while it is sharded; before the first, none."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
 def list_unreduced_gradients(parameter: Any) -> list[Tensor]:
     """Return the gradients at full size that a parameter has at this moment, before they are reduced."""
-    gathered = getattr(parameter, "_unsharded_param", None)
+    gathered = get_gathered(parameter)
     gradient, held = None if gathered is None else gathered.grad, parameter.unsharded_accumulated_grad
     # In torch 2.13 and 2.14 what no_sync adds up is another tensor; in 2.15 it is the gradient itself.
     return [tensor for tensor in (gradient, None if held is gradient else held) if tensor is not None]

@@ -21,6 +21,7 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.manifest import Verify, check_verify
@@ -38,7 +39,7 @@ from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.random_state import collect_random_state, split_generators
 from lit_fsdp.sharding.settings import PRESETS, Settings
-from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, register_steps, reshard
+from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, register_steps, reshard_when_toggled
 from lit_fsdp.sharding.unit_table import print_plan
 from lit_fsdp.sharding.wrap import Unit, Wrap
 from lit_fsdp.strategy.launcher import Launcher
@@ -147,6 +148,7 @@ class FSDP2Strategy(RandomStreams):
         self.verify_checkpoint = verify_checkpoint
         self.device_mesh: DeviceMesh | None = None
         self.plan: list[Unit] = []
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def missing_checkpoint(self) -> Path | None:
@@ -307,17 +309,8 @@ class FSDP2Strategy(RandomStreams):
             rebind_optimizers(module, self._real_optimizers)
             self._check_disk(trainer)
             if not module.automatic_optimization:
-                self._reshard_when_toggled(module)
+                self._hooks = [reshard_when_toggled(root) for root in find_roots(module)]
         self.setup_precision_plugin()
-
-    def _reshard_when_toggled(self, module: pl.LightningModule) -> None:
-        # Gathered parameters learn whether they need a gradient when they are gathered, and root units stay gathered.
-        def toggle(name: str, optimizer: Any) -> None:
-            getattr(type(module), name)(module, optimizer)
-            reshard(module)
-
-        for name in ("toggle_optimizer", "untoggle_optimizer"):
-            setattr(module, name, partial(toggle, name))
 
     def _check_accumulation(self) -> None:
         num_micro_batches = count_micro_batches(self._module.trainer)
@@ -497,6 +490,8 @@ class FSDP2Strategy(RandomStreams):
     def teardown(self) -> None:
         # Not super(): it would move the shards to the CPU, and Lightning's next run on this module back.
         assert self.cluster_environment is not None and self.accelerator is not None  # noqa: PT018
+        while self._hooks:
+            self._hooks.pop().remove()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -289,9 +289,10 @@ def test_workers_of_two_ranks_draw_other_numbers(tmp_path: Path) -> None:
 class Adversaries(Plain):
     """Two networks, of which one trains at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_by_hand: bool = False) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self.is_by_hand = is_by_hand
         self.judge = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
         self.net.scale, self.judge.scale = (nn.Parameter(torch.tensor(value)) for value in (0.5, 1.5))
 
@@ -301,7 +302,9 @@ class Adversaries(Plain):
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> None:
         for optimizer, sign in zip(self.optimizers(), (1, -1), strict=True):  # type: ignore[arg-type]
-            self.toggle_optimizer(optimizer)
+            with torch.no_grad():
+                self.judge(self.net(batch["x"]))  # both are gathered now
+            self.toggle(optimizer, sign)
             made = self.net(batch["x"]) * self.net.scale
             loss = self.judge(batch["y"]).mean() - sign * self.judge(made).mean() * self.judge.scale
             self.manual_backward(loss)
@@ -309,11 +312,23 @@ class Adversaries(Plain):
             assert all(p.grad is None for p in idle.parameters()), "a network that does not train got gradients"
             optimizer.step()
             optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
+            if not self.is_by_hand:
+                self.untoggle_optimizer(optimizer)
+
+    def toggle(self, optimizer: Any, sign: int) -> None:
+        if not self.is_by_hand:
+            self.toggle_optimizer(optimizer)
+            return
+        self.net.requires_grad_(sign > 0)
+        self.judge.requires_grad_(sign < 0)
+
+    def on_train_end(self) -> None:
+        assert "toggle_optimizer" not in vars(self), "a copy of the module would toggle the original"
 
 
-def test_toggled_optimizers_train_one_network_at_a_time(tmp_path: Path) -> None:
-    compare(Adversaries, tmp_path)
+@pytest.mark.parametrize("is_by_hand", [False, True])
+def test_toggled_optimizers_train_one_network_at_a_time(is_by_hand: bool, tmp_path: Path) -> None:
+    compare(partial(Adversaries, is_by_hand), tmp_path)
 
 
 class WithRate(Plain):
