@@ -42,7 +42,7 @@ from lit_fsdp.sharding.settings import PRESETS, Settings
 from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, register_steps, reshard_when_toggled
 from lit_fsdp.sharding.unit_table import print_plan
 from lit_fsdp.sharding.wrap import Unit, Wrap
-from lit_fsdp.strategy.launcher import Launcher
+from lit_fsdp.strategy.launcher import Launcher, note_lost
 from lit_fsdp.strategy.lightning_internals import (
     check_monitors,
     forget_train_loader,
@@ -425,6 +425,7 @@ class FSDP2Strategy(RandomStreams):
         self._writer.save(Path(self.broadcast(str(filepath))), checkpoint)
         if self._module.trainer.state.finished:  # the user saves, after the run has waited for earlier saves
             self._writer.close()
+            self._note_missing()
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -433,6 +434,13 @@ class FSDP2Strategy(RandomStreams):
     @override
     def on_train_end(self) -> None:
         self._writer.close()
+        self._note_missing()
+
+    def _note_missing(self) -> None:
+        # An exception would end a script before it can save its weights elsewhere.
+        if self.is_global_zero:
+            path = self.missing_checkpoint
+            note_lost(self._writer, None if path is None else f"{path} could not be saved: the disk is full")
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
