@@ -118,11 +118,12 @@ def _make_reader(name: str) -> Any:
     return read
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _get_plain(parameter: Any) -> nn.Parameter:
     """Return the plain form of a parameter, which needs a gradient where it does; made at the first call."""
     link: _Link | None = getattr(parameter, _LINK, None)
     if link is None:
         link = _Link(nn.Parameter(parameter.detach().to_local(), requires_grad=parameter.requires_grad))
         setattr(parameter, _LINK, link)
-    return link.plain.requires_grad_(parameter.requires_grad)
+    link.plain.requires_grad_(parameter.requires_grad)
+    return link.plain

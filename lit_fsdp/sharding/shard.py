@@ -182,7 +182,7 @@ def reshard_when_toggled(root: FSDPModule) -> RemovableHandle:
     pairs = [parameter for _, parameter in iterate_sharded(module)]
     known = {pair: get_shard(pair).requires_grad for pair in pairs}
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def follow(*_: Any) -> None:
         gathered = {pair: value for pair in pairs if (value := get_gathered(pair)) is not None}
         toggled = [pair for pair, value in gathered.items() if value.requires_grad != get_shard(pair).requires_grad]
