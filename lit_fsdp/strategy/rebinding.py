@@ -44,7 +44,7 @@ def remember_parameters(model: nn.Module) -> None:
         for module in model.modules()
         for name, parameter in module.named_parameters(recurse=False)
     }
-    hooked = [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+    hooked = [n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
     if hooked:
         rank_zero_warn(
             f"hooks on {join_names(hooked)} do not outlive sharding: change gradients in on_before_optimizer_step"
