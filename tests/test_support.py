@@ -105,7 +105,7 @@ ATTRIBUTES = {
     "torch: FSDP2": {
         *("_all_gather_comm", "_all_reduce_hook", "_all_reduce_process_group", "_comm_ctx", "_end_backward_iteration"),
         *("_fsdp_param_groups", "_get_fsdp_state", "_orig_cls_mro_index", "_reduce_scatter_comm", "_unsharded_param"),
-        "_version",
+        "_root_post_backward_final_callback",
     },
     "torch: operators": {
         *("_amp_foreach_non_finite_check_and_unscale_", "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_"),
@@ -125,7 +125,7 @@ ATTRIBUTES = {
         ),
         *("_dataset_fetcher", "_dump_snapshot", "_get_iterator", "_is_functional_tensor", "_is_view"),
         *("_non_persistent_buffers_set", "_parameters", "_post_accumulate_grad_hooks"),
-        *("_record_memory_history", "_top_saved_tensors_default_hooks", "_type"),
+        *("_record_memory_history", "_top_saved_tensors_default_hooks", "_type", "_version"),
     },
     "transformers": {
         *("_attn_implementation", "_experts_implementation", "_ignore_causal_mask_sdpa", "_no_split_modules"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -42,7 +43,7 @@ from lit_fsdp.redaction import redact, redact_yaml
 from lit_fsdp.reporting.lost_logs import check_log_folders, guard_loggers, outlive_lost_log
 from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy  # registers `strategy: fsdp2`
-from lit_fsdp.strategy.launcher import describe_failed, stop_children
+from lit_fsdp.strategy.launcher import describe_failed, end_for_lost, stop_children
 from lit_fsdp.strategy.lightning_internals import list_waiting_monitors
 from lit_fsdp.strategy.processes import choose_processes
 from lit_fsdp.strategy.roll_call import share_refusal
@@ -379,6 +380,7 @@ class TrainerCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """Say where checkpoints lie, and listen to signals before the other ranks are started."""
+        atexit.unregister(end_for_lost)  # after_fit looks
         if isinstance(self.trainer.strategy, FSDP2Strategy):
             self.trainer.strategy.checkpoint_folders = self._list_checkpoint_folders()
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]

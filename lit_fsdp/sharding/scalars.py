@@ -1,24 +1,42 @@
 """Parameters of no dimension, such as CLIP's ``logit_scale``, which ``fully_shard`` refuses: every rank keeps a copy.
 
-For optimizers, clipping and checkpoints they are replicated DTensors, so that they mix with the sharded ones. To the
-code of the model they are plain tensors, whose gradient is averaged over ranks as FSDP2 averages the others.
+For optimizers, clipping and checkpoints they are replicated DTensors, so that they mix with the sharded ones. The code
+of the model reads plain parameters in the same memory, where gradients add up until a backward is over. Then one
+all-reduce averages those of all of them, as FSDP2 averages the others.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, reduce
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+_HELD: WeakSet[nn.Module] = WeakSet()
+_LINK = "plain_form"  # the attribute of the DTensor that holds its link
 
-def replicate_scalars(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
-    """Replace the parameters of no dimension, which are the same on all ranks; return what they became."""
+
+class _Link:
+    """The plain form of a parameter; a deep copy of that, which has other memory, begins without."""
+
+    def __init__(self, plain: nn.Parameter) -> None:
+        self.plain = plain
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+
+def replicate_scalars(model: nn.Module, mesh: DeviceMesh) -> dict[nn.Parameter, tuple[nn.Module, str]]:
+    """Replace the parameters of no dimension, which are the same on all ranks; return what they became, and where."""
     made: dict[nn.Parameter, nn.Parameter] = {}
+    places: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     placements = [Replicate()] * mesh.ndim
     for module in model.modules():
         own = {n: p for n, p in module.named_parameters(recurse=False, remove_duplicate=False) if not p.ndim}
@@ -26,16 +44,60 @@ def replicate_scalars(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
             if parameter not in made:
                 value = DTensor.from_local(parameter.detach(), mesh, placements, run_check=False)
                 made[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                places[made[parameter]] = (module, name)
             module.register_parameter(name, made[parameter])
         if own:
             kind: Any = type(module)
             module.__class__ = _read_plainly(kind, tuple(own))
-    return set(made.values())
+    link_scalars(model)
+    return places
+
+
+def link_scalars(model: nn.Module) -> None:
+    """Make the plain parameters that the code of a model reads. Before compiled code runs, which cannot make them."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor) and not parameter.ndim and not parameter.is_meta:
+            _get_plain(parameter)
+
+
+def hold_scalars(root: nn.Module, is_held: bool) -> None:
+    """Let gradients add up over backwards without reducing them, or no longer."""
+    (_HELD.add if is_held else _HELD.discard)(root)
+
+
+@torch.no_grad()
+def reduce_scalars(root: nn.Module, places: Sequence[tuple[nn.Module, str]], mesh: DeviceMesh) -> None:
+    """Average the gradients of all parameters of no dimension, used on this rank or not, at the end of a backward.
+
+    Those that no rank has used get none.
+    """
+    parameters: list[Any] = [module._parameters[name] for module, name in places]
+    parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    if root in _HELD or not parameters:
+        return
+    plain = [_get_plain(parameter) for parameter in parameters]
+    is_used = [value.grad is not None for value in plain]
+    dtype = reduce(torch.promote_types, (value.dtype for value in plain), torch.float32)
+    gradients = [torch.zeros_like(value) if value.grad is None else value.grad for value in plain]
+    counts = torch.tensor(is_used, dtype=dtype).to(plain[0].device, non_blocking=True)
+    row = torch.cat([torch.stack([gradient.to(dtype) for gradient in gradients]), counts])
+    if mesh.size() > 1:
+        for group in mesh.get_all_groups():
+            dist.all_reduce(row, group=group)
+    means = row[: len(plain)] / mesh.size()
+    # Waits for the device, so only where this rank cannot know. A dry run has no values.
+    if not all(is_used) and not isinstance(row, FakeTensor):
+        is_used = [bool(count) for count in row[len(plain) :].tolist()]
+    for parameter, value, mean, is_used_somewhere in zip(parameters, plain, means, is_used, strict=True):
+        value.grad = None
+        if is_used_somewhere:
+            gradient = DTensor.from_local(mean.to(value.dtype, copy=True), mesh, parameter.placements, run_check=False)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 @cache
 def _read_plainly(kind: Any, names: tuple[str, ...]) -> Any:
-    """Return a class like ``kind``, with attributes that are the plain tensors of these parameters."""
+    """Return a class like ``kind``, with attributes that are the plain forms of these parameters."""
     return type(
         kind.__name__, (kind,), {"__module__": kind.__module__, **{n: property(_make_reader(n)) for n in names}}
     )
@@ -44,26 +106,24 @@ def _read_plainly(kind: Any, names: tuple[str, ...]) -> Any:
 def _make_reader(name: str) -> Any:
     def read(module: nn.Module) -> Tensor | None:
         # Not through the class, whose attribute this is.
-        parameter: Any = dict(module.named_parameters(recurse=False, remove_duplicate=False)).get(name)
-        if not isinstance(parameter, DTensor):
+        parameter: Any = module._parameters.get(name)
+        if not isinstance(parameter, DTensor) or parameter.is_meta:
             return parameter
-        value = parameter.to_local()
-        average: Any = _AverageGradient.apply
-        # Without a gradient it is the memory itself, which models limit in place.
-        return average(value, parameter.device_mesh) if value.requires_grad and torch.is_grad_enabled() else value
+        # As FSDP2 does where it gathers: what toggles gradients only knows the parameter.
+        link = getattr(parameter, _LINK, None)
+        if link is None or link.plain.requires_grad != parameter.requires_grad:
+            return _get_plain(parameter)
+        return link.plain
 
     return read
 
 
-class _AverageGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh = mesh
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.clone()
-        for group in ctx.mesh.get_all_groups():
-            dist.all_reduce(gradient, group=group)
-        return gradient / ctx.mesh.size(), None
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _get_plain(parameter: Any) -> nn.Parameter:
+    """Return the plain form of a parameter, which needs a gradient where it does; made at the first call."""
+    link: _Link | None = getattr(parameter, _LINK, None)
+    if link is None:
+        link = _Link(nn.Parameter(parameter.detach().to_local(), requires_grad=parameter.requires_grad))
+        setattr(parameter, _LINK, link)
+    link.plain.requires_grad_(parameter.requires_grad)
+    return link.plain

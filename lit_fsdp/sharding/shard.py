@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -19,8 +20,10 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.utils.hooks import RemovableHandle
 
-from lit_fsdp.sharding.scalars import replicate_scalars
+from lit_fsdp.sharding.scalars import hold_scalars, reduce_scalars, replicate_scalars
+from lit_fsdp.sharding.torch_internals import call_after_backward, get_gathered, get_shard, iterate_sharded
 from lit_fsdp.sharding.wrap import Unit
 
 _WITH_STEPS: WeakSet[nn.Module] = WeakSet()
@@ -120,12 +123,14 @@ def shard_model(
     _check_dtypes(model, plan)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy, "offload_policy": offload_policy}
     if scalars := replicate_scalars(model, mesh):
-        options["ignored_params"] = scalars
+        options["ignored_params"] = set(scalars)
     for unit in sorted(plan, key=_get_depth, reverse=True):
         members = [modules[name] for name in unit.names]
         # Head and root are used at the end of forward and the beginning of backward, nothing comes between.
         reshard = sharding.reshard_after_forward if unit.kind in ("block", "embedding") else unit.kind == "idle"
         fully_shard(members, reshard_after_forward=reshard, **options)
+    if scalars:
+        call_after_backward(model, partial(reduce_scalars, model, list(scalars.values()), mesh))
     _set_prefetch(modules, plan, sharding)
 
 
@@ -138,8 +143,8 @@ def no_sync(*roots: FSDPModule) -> Iterator[None]:
     size, as many times the sharded ones as there are shards.
     """
     for root in roots:
-        modules: Iterator[nn.Module] = root.modules()  # type: ignore[attr-defined]  # it is a module as well
-        for module in modules:
+        hold_scalars(cast(nn.Module, root), True)
+        for module in cast(nn.Module, root).modules():
             # Of a unit that was never gathered FSDP2 reads gradients that are not there. Seen in torch 2.13 and 2.14;
             # drop the condition when we need 2.15.
             if isinstance(module, FSDPModule) and any(p.requires_grad for p in module.parameters()):
@@ -150,6 +155,7 @@ def no_sync(*roots: FSDPModule) -> Iterator[None]:
         # Also on an exception: while this is off, sharded parameters get no ``.grad`` and the optimizer skips
         # them, so training would go on without learning anything.
         for root in roots:
+            hold_scalars(cast(nn.Module, root), False)
             root.set_requires_gradient_sync(True)
 
 
@@ -171,6 +177,31 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def reshard_when_toggled(root: FSDPModule) -> RemovableHandle:
+    """Let a forward of ``root`` see which parameters need a gradient by now; return what undoes it.
+
+    Gathered parameters learn that when they are gathered, and those of a root stay gathered after a forward. Until then
+    the module has them, and an optimizer has the shards: either may be what was toggled.
+    """
+    module = cast(nn.Module, root)
+    pairs = [parameter for _, parameter in iterate_sharded(module)]
+    known = {pair: get_shard(pair).requires_grad for pair in pairs}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def follow(*_: Any) -> None:
+        gathered = {pair: value for pair in pairs if (value := get_gathered(pair)) is not None}
+        toggled = [pair for pair, value in gathered.items() if value.requires_grad != get_shard(pair).requires_grad]
+        if toggled:
+            present = {id(parameter) for parameter in module.parameters()}
+            for pair in toggled:
+                if id(gathered[pair]) in present and get_shard(pair).requires_grad == known[pair]:
+                    get_shard(pair).requires_grad_(gathered[pair].requires_grad)
+            reshard(module)
+        known.update({pair: get_shard(pair).requires_grad for pair in pairs})
+
+    return module.register_forward_pre_hook(follow, prepend=True)  # before that of FSDP2, which gathers
 
 
 def register_steps(root: nn.Module, names: Iterable[str]) -> None:

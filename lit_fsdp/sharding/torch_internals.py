@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, cast
 
@@ -62,9 +62,14 @@ def get_shard(parameter: Any) -> nn.Parameter:
     return parameter.sharded_param
 
 
+def get_gathered(parameter: Any) -> nn.Parameter | None:
+    """Return the gathered form of a parameter, which has no memory while it is sharded; before the first, none."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
 def list_unreduced_gradients(parameter: Any) -> list[Tensor]:
     """Return the gradients at full size that a parameter has at this moment, before they are reduced."""
-    gathered = getattr(parameter, "_unsharded_param", None)
+    gathered = get_gathered(parameter)
     gradient, held = None if gathered is None else gathered.grad, parameter.unsharded_accumulated_grad
     # In torch 2.13 and 2.14 what no_sync adds up is another tensor; in 2.15 it is the gradient itself.
     return [tensor for tensor in (gradient, None if held is gradient else held) if tensor is not None]
@@ -88,3 +93,16 @@ def list_edited(model: nn.Module) -> list[str]:
         if local._version or not (is_own or local.data_ptr() == sources[0].data_ptr()):
             found.append(names.get(id(gathered)) or names.get(id(shard)) or "a parameter")
     return found
+
+
+def call_after_backward(root: nn.Module, function: Callable[[], None]) -> None:
+    """Call a function at the end of each backward in which FSDP2 takes part: on all ranks, whatever each has used."""
+    for state in dict.fromkeys(m._get_fsdp_state() for m in root.modules() if isinstance(m, FSDPModule)):
+        # Whichever unit comes first in a backward queues its own, once for all units of a root.
+        end: Any = state._root_post_backward_final_callback
+
+        def end_and_call(end: Callable[[], None] = end) -> None:
+            end()
+            function()
+
+        state._root_post_backward_final_callback = end_and_call  # type: ignore[method-assign]

@@ -25,6 +25,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.manifest import Verify, check_verify
@@ -43,12 +44,12 @@ from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.random_state import collect_random_state, split_generators
 from lit_fsdp.sharding.settings import PRESETS, Settings
-from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, register_steps, reshard
+from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, register_steps, reshard_when_toggled
 from lit_fsdp.sharding.torch_internals import list_edited
 from lit_fsdp.sharding.unit_table import make_table, print_table
 from lit_fsdp.sharding.wrap import Unit, Wrap
 from lit_fsdp.strategy.finetuning import restore_groups
-from lit_fsdp.strategy.launcher import Launcher, describe_ended
+from lit_fsdp.strategy.launcher import Launcher, describe_ended, note_lost
 from lit_fsdp.strategy.lightning_internals import (
     check_monitors,
     forget_train_loader,
@@ -170,6 +171,7 @@ class FSDP2Strategy(RandomStreams):
         self.device_mesh: DeviceMesh | None = None
         self.plan: list[Unit] = []
         self._unit_table: Table | None = None  # to be printed
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def missing_checkpoint(self) -> Location | None:
@@ -342,17 +344,8 @@ class FSDP2Strategy(RandomStreams):
             rebind_optimizers(module, self._real_optimizers)
             self._check_disk(trainer)
             if not module.automatic_optimization:
-                self._reshard_when_toggled(module)
+                self._hooks = [reshard_when_toggled(root) for root in find_roots(module)]
         self.setup_precision_plugin()
-
-    def _reshard_when_toggled(self, module: pl.LightningModule) -> None:
-        # Gathered parameters learn whether they need a gradient when they are gathered, and root units stay gathered.
-        def toggle(name: str, optimizer: Any) -> None:
-            getattr(type(module), name)(module, optimizer)
-            reshard(module)
-
-        for name in ("toggle_optimizer", "untoggle_optimizer"):
-            setattr(module, name, partial(toggle, name))
 
     def _check_accumulation(self) -> None:
         num_micro_batches = count_micro_batches(self._module.trainer)
@@ -545,6 +538,7 @@ class FSDP2Strategy(RandomStreams):
         self._writer.save(locate(self.broadcast(str(filepath))), checkpoint)
         if trainer.state.finished:  # the user saves, after the run has waited for earlier saves
             self._writer.close()
+            self._note_missing()
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -557,6 +551,13 @@ class FSDP2Strategy(RandomStreams):
     @override
     def on_train_end(self) -> None:
         self._writer.close()
+        self._note_missing()
+
+    def _note_missing(self) -> None:
+        # An exception would end a script before it can save its weights elsewhere.
+        if self.is_global_zero:
+            path = self.missing_checkpoint
+            note_lost(self._writer, None if path is None else f"{path} could not be saved: the disk is full")
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -616,6 +617,8 @@ class FSDP2Strategy(RandomStreams):
     def teardown(self) -> None:
         # Not super(): it would move the shards to the CPU, and Lightning's next run on this module back.
         assert self.cluster_environment is not None and self.accelerator is not None  # noqa: PT018
+        while self._hooks:
+            self._hooks.pop().remove()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from signal import SIGKILL, Signals
@@ -18,6 +21,7 @@ from typing_extensions import override
 from lit_fsdp.strategy.signals import hold_signals
 
 _PATIENCE_S = 15.0
+_LOST: dict[object, str] = {}
 
 
 class Launcher(_SubprocessScriptLauncher):
@@ -95,3 +99,23 @@ def describe_failed(codes: Mapping[int, int]) -> str:
         return f"{killed} was killed (SIGKILL), and left no message: the kernel does so when host memory runs out"
     who = " and ".join(f"rank {rank} (exit code {code})" for rank, code in failed.items()) or "another rank"
     return f"{who} failed first, see the message there"
+
+
+def note_lost(owner: object, line: str | None) -> None:
+    """Let this process end with code 1 and a line of what ``owner`` has lost by then; with ``None``, no longer."""
+    _LOST.pop(owner, None)
+    if line is not None:
+        _LOST[owner] = line
+
+
+# Here, so that it runs after what anything registers later: no code can be returned, and nothing comes after it.
+@atexit.register
+def end_for_lost() -> None:
+    """End this process with code 1 if something was lost. Unregister it where an exit code is chosen otherwise."""
+    for line in _LOST.values():
+        sys.stderr.write(f"error: {line}\n")
+    if _LOST:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

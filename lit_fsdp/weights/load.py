@@ -23,6 +23,7 @@ from lit_fsdp.adapters.initialization import is_decomposed, reset_adapter
 from lit_fsdp.adapters.layers import clean_name, is_adapter_name, iterate_adapters
 from lit_fsdp.errors import join_names
 from lit_fsdp.quantization.layers import iterate_quantized
+from lit_fsdp.sharding.scalars import link_scalars
 from lit_fsdp.weights.convert import Conversion, convert_rows, describe_sources, list_optional, plan_conversions
 from lit_fsdp.weights.prequantized import QuantizedFiles
 from lit_fsdp.weights.safetensors_io import StoredTensor, TensorFiles, split_rows
@@ -58,6 +59,7 @@ def materialize(model: nn.Module, device: torch.device, *, parameter_device: tor
     stays = {id(p.grad) for p in model.parameters() if p.grad is not None}  # an earlier run's, where its shard is
     # Also tells FSDP about its new parameters.
     model._apply(lambda t: t if isinstance(t, nn.Parameter) or id(t) in stays else t.to(device))
+    link_scalars(model)
 
 
 def init_weights(model: nn.Module, seed: int) -> None:

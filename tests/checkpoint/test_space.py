@@ -1,6 +1,8 @@
 """A run knows before its first step whether its checkpoints fit, and does not end well if the last one did not."""
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,3 +146,35 @@ def test_a_disk_with_room_for_one_but_not_for_all_is_said_once(tmp_path: Path) -
     assert len(checkpoints) == 1
     assert [rank.err.count("may get too full") for rank in ranks] == [1, 0]
     assert "up to 2 lie there at once" in ranks[0].err
+
+
+SCRIPT = """
+import shutil, sys
+import lightning.pytorch as pl, torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lit_fsdp import FSDP2Strategy
+
+out, is_saved = sys.argv[1], sys.argv[2] == "saved"
+strategy = FSDP2Strategy(print_plan=False)
+saver = ModelCheckpoint(dirpath=out, every_n_train_steps=2)
+trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, callbacks=[saver], max_steps=2, logger=False)
+usage, frees = shutil.disk_usage, [2**40]
+shutil.disk_usage = lambda path: usage(path)._replace(free=frees.pop() if frees else 1000)
+trainer.fit(BoringModel())
+print("fit has returned")
+if is_saved:
+    shutil.disk_usage = usage
+    trainer.save_checkpoint(out + "/elsewhere")
+"""
+
+
+def test_a_script_whose_last_checkpoint_is_missing_ends_with_a_line_and_code_1_unless_it_saves(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    for word, code in (("lost", 1), ("saved", 0)):
+        command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / word), word]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+        assert ended.returncode == code, ended.stderr
+        assert "fit has returned" in ended.stdout
+        assert ("error: " in ended.stderr and "could not be saved" in ended.stderr) == (code == 1)
+        assert (tmp_path / word / "elsewhere").exists() == (code == 0)

@@ -205,6 +205,26 @@ def test_gradients_are_held_beside_a_unit_that_no_step_gathers() -> None:
     run_ranks(body)
 
 
+def test_parameters_of_no_dimension_are_reduced_together_once_per_backward_that_is_not_held() -> None:
+    def body() -> None:
+        model = nn.Linear(2, 2)
+        model.first, model.second = (nn.Parameter(torch.tensor(value)) for value in (2.0, 3.0))
+        shard(model, plan=[Unit(names=("",), kind="root")])
+        counts = []
+        for is_held in (True, True, False, False):
+            with CommDebugMode() as mode, no_sync(*(find_roots(model) if is_held else [])):
+                made = model(torch.ones(1, 2)) * 0 + (1.0 + dist.get_rank())
+                (made * model.first * model.second * model.first).sum().backward()
+            counts.append(sum(count for name, count in mode.get_comm_counts().items() if "allreduce" in str(name)))
+        assert counts == [0, 0, 1, 1]
+        # 2 elements of 1.5 on average, 4 times: d/df = 2 * f * s, d/ds = f * f.
+        gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+        assert gradients["first"] == 4 * 2 * 1.5 * 12
+        assert gradients["second"] == 4 * 2 * 1.5 * 4
+
+    run_ranks(body)
+
+
 def test_an_error_inside_no_sync_turns_reduction_back_on() -> None:
     def body() -> None:
         model = build()

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, IterableDataset
 from training import build_trainer
 
-from lit_fsdp import ActivationCheckpointing, FSDP2Strategy, Wrap
+from lit_fsdp import ActivationCheckpointing, Compile, FSDP2Strategy, Sharding, Wrap
 from ranks import RankError, run_ranks
 
 NUM_ROWS = 32
@@ -330,10 +330,12 @@ def test_workers_of_two_ranks_draw_other_numbers(tmp_path: Path) -> None:
 class Adversaries(Plain):
     """Two networks, of which one trains at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_by_hand: bool = False) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self.is_by_hand = is_by_hand
         self.judge = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.net.scale, self.judge.scale = (nn.Parameter(torch.tensor(value)) for value in (0.5, 1.5))
 
     def configure_optimizers(self) -> Any:
         networks = (self.net, self.judge)
@@ -341,19 +343,33 @@ class Adversaries(Plain):
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> None:
         for optimizer, sign in zip(self.optimizers(), (1, -1), strict=True):  # type: ignore[arg-type]
-            self.toggle_optimizer(optimizer)
-            made = self.net(batch["x"])
-            loss = self.judge(batch["y"]).mean() - sign * self.judge(made).mean()
+            with torch.no_grad():
+                self.judge(self.net(batch["x"]))  # both are gathered now
+            self.toggle(optimizer, sign)
+            made = self.net(batch["x"]) * self.net.scale
+            loss = self.judge(batch["y"]).mean() - sign * self.judge(made).mean() * self.judge.scale
             self.manual_backward(loss)
             idle = self.judge if sign > 0 else self.net
             assert all(p.grad is None for p in idle.parameters()), "a network that does not train got gradients"
             optimizer.step()
             optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
+            if not self.is_by_hand:
+                self.untoggle_optimizer(optimizer)
+
+    def toggle(self, optimizer: Any, sign: int) -> None:
+        if not self.is_by_hand:
+            self.toggle_optimizer(optimizer)
+            return
+        self.net.requires_grad_(sign > 0)
+        self.judge.requires_grad_(sign < 0)
+
+    def on_train_end(self) -> None:
+        assert "toggle_optimizer" not in vars(self), "a copy of the module would toggle the original"
 
 
-def test_toggled_optimizers_train_one_network_at_a_time(tmp_path: Path) -> None:
-    compare(Adversaries, tmp_path)
+@pytest.mark.parametrize("is_by_hand", [False, True])
+def test_toggled_optimizers_train_one_network_at_a_time(is_by_hand: bool, tmp_path: Path) -> None:
+    compare(partial(Adversaries, is_by_hand), tmp_path)
 
 
 class WithRate(Plain):
@@ -583,6 +599,43 @@ def test_a_run_that_has_unfrozen_its_backbone_is_resumed(
     checkpointing = {**strategy, "activation_checkpointing": ActivationCheckpointing(mode="full")}
     run_ranks(lambda: resume(**{**sharded, "strategy": checkpointing}), world_size=1)
     assert_same(tmp_path / "resumed", tmp_path / "whole", 1e-6)
+
+
+class Gate(nn.Module):
+    """Adds a branch with a weight of its own, as ReZero and LayerScale do; a block to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.alpha = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.alpha * self.linear(x).tanh()
+
+
+class Gated(Plain):
+    """Uses a parameter of no dimension in compiled blocks, one by its name, one on the first rank, and one nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Gate(), Gate(), nn.Linear(6, 1))
+        self.scale, self.own, self.idle = (nn.Parameter(torch.tensor(value)) for value in (1.5, 0.5, 2.0))
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        made = self.net(batch["x"]) * self.get_parameter("scale")
+        return nn.functional.mse_loss(made * self.own if self.global_rank == 0 else made, batch["y"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4, weight_decay=1.0)
+
+
+def test_parameters_of_no_dimension_train_in_compiled_blocks_and_where_one_rank_uses_them(tmp_path: Path) -> None:
+    compiled = Compile(backend="aot_eager")
+    settings = {"compile": compiled, "wrap": Wrap(module_classes=["Gate"]), "sharding": Sharding(no_sync=True)}
+    compare(Gated, tmp_path, strategy=settings, accumulate_grad_batches=2, gradient_clip_val=0.3)
+    weights = torch.load(tmp_path / "sharded")
+    assert weights["idle"] == 2.0, "what no rank has used decayed"
+    assert weights["own"] != 0.5
 
 
 class SecondOrder(Plain):
