@@ -103,6 +103,8 @@ def _look_for_dropped(given: Any, parsed: Any, path: str) -> None:
         if key in inside:
             _look_for_dropped(value, inside[key], name)
         elif value == {}:
+            if key == "init_args":
+                raise ConfigError(f"{path}.class_path: missing: expected the class that the init_args are of")
             if (new := rename_key(name)) != name:
                 raise ConfigError(f"{name}: renamed: {new.rpartition('.')[2]}")
             siblings = {str(sibling).partition(".")[0] for sibling in inside.keys()}  # noqa: SIM118 of a Namespace
