@@ -184,7 +184,6 @@ def test_random_rows_of_json_lines_are_read_or_refused_by_file(num_examples: int
         check_readers(path, JSON_READERS)
 
 
-@pytest.mark.xfail(strict=True, reason="rows that are not UTF-8 are refused without the name of their file")
 @amounts(40)
 def test_random_prepared_rows_are_read_or_refused_by_file(num_examples: int, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
