@@ -1,6 +1,5 @@
 """A run knows before its first step whether its checkpoints fit, and does not end well if the last one did not."""
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -88,12 +87,12 @@ def test_what_only_a_step_can_tell_is_said() -> None:
 
 def run(folder: Path, frees: list[int], *options: str) -> tuple[list[Any], list[Path]]:
     """Run two ranks that are told these numbers of free bytes one after the other, the last for ever."""
-    usage = shutil.disk_usage(folder)
     write_run(folder, trainer={"max_steps": 3})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(rank_zero, "rank_zero_warn", rank_zero.rank_zero_info)  # pytest keeps warnings of forked ranks
-        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=frees.pop(0) if len(frees) > 1 else frees[0]))
+        free = "lit_fsdp.checkpoint.writer.measure_free"
+        patch.setattr(free, lambda _: frees.pop(0) if len(frees) > 1 else frees[0])
         ranks = fork_ranks("fit", "--config=run.yaml", *options)
     return ranks, [
         path for path in folder.glob("runs/run/version_*/checkpoints/*") if path.is_dir() and not path.is_symlink()

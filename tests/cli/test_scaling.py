@@ -52,8 +52,14 @@ REFUSED: list[tuple[list[str], str]] = [
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=str)
 def test_what_cannot_be_compared_is_refused_in_one_line(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path)
     assert main(["bench", "scaling", *options]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"error: {message}")

@@ -78,8 +78,11 @@ def test_a_folder_for_logs_that_cannot_be_is_refused_before_ranks_start(
     write_run(tmp_path)
     (tmp_path / "taken").touch()
     before = sorted(tmp_path.rglob("*"))
-    assert main(["fit", "--config=run.yaml", "--trainer.default_root_dir=taken/here"]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert line.startswith("error: trainer.logger: TensorBoardLogger cannot write to taken/here/runs: ")
-    assert line.endswith("taken is no folder: choose another default_root_dir, or set logger to false")
+    for setting in ("trainer.default_root_dir=taken/here", "trainer.logger.init_args.save_dir=taken/here"):
+        given = ["--trainer.logger=CSVLogger"] if "logger" in setting else []
+        assert main(["fit", "--config=run.yaml", *given, f"--{setting}"]) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        name = "CSVLogger cannot write to taken/here: " if given else "got 'taken/here': "
+        assert line.startswith(f"error: trainer.{'logger' if given else 'default_root_dir'}: {name}")
+        assert "taken is no folder" in line
     assert sorted(tmp_path.rglob("*")) == before
