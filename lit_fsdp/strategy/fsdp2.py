@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -53,8 +52,6 @@ from lit_fsdp.strategy.launcher import Launcher, describe_ended, note_lost
 from lit_fsdp.strategy.lightning_internals import (
     check_monitors,
     forget_train_loader,
-    has_no_batch,
-    is_of_unknown_length,
     is_placeholder,
     keep_links,
     save_whole_steps,
@@ -72,7 +69,7 @@ from lit_fsdp.strategy.trainer_settings import (
     derive_accumulation,
     list_checkpoint_folders,
 )
-from lit_fsdp.strategy.uneven_loaders import note_batch
+from lit_fsdp.strategy.uneven_loaders import EvenBatches
 from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
 
 # What each module was sharded with: a second run of it may be under another strategy object.
@@ -85,7 +82,7 @@ def get_used_settings(module: pl.LightningModule) -> Settings:
     return _SHARDED_WITH.get(module, Settings())
 
 
-class FSDP2Strategy(RandomStreams):
+class FSDP2Strategy(EvenBatches, RandomStreams):
     """Shards parameters, gradients and optimizer state with FSDP2 (``fully_shard``).
 
     The LightningModule becomes the root FSDP unit, the modules that ``wrap`` finds become units inside it. Build
@@ -167,7 +164,6 @@ class FSDP2Strategy(RandomStreams):
         self.verify_checkpoint = verify_checkpoint
         self._saved_settings: dict[str, Any] = {}  # of the run that saved the checkpoint
         self._has_seen_step = False
-        self._num_checks = 0  # of the numbers of batches: the same on all ranks
         self.device_mesh: DeviceMesh | None = None
         self.plan: list[Unit] = []
         self._unit_table: Table | None = None  # to be printed
@@ -434,7 +430,7 @@ class FSDP2Strategy(RandomStreams):
     def on_train_start(self) -> None:
         self._has_seen_step = False
         trainer = self._module.trainer
-        self._check_even("train_dataloader", [trainer.num_training_batches], trainer.fit_loop)
+        super().on_train_start()
         if self._saved_settings:  # compared here, as the loader is there
             warn_of_changes(self._saved_settings, collect_run_settings(trainer, self.settings.mixed_precision))
             self._saved_settings = {}
@@ -443,72 +439,18 @@ class FSDP2Strategy(RandomStreams):
     @override
     def on_validation_start(self) -> None:
         self._print_units()
-        trainer = self._module.trainer
-        is_short = trainer.sanity_checking
-        counts = trainer.num_sanity_val_batches if is_short else trainer.num_val_batches
-        self._check_even("val_dataloader", counts, self._get_validation_loop())
+        super().on_validation_start()
         sync_buffers(self._module)
 
     @override
     def on_test_start(self) -> None:
-        trainer = self._module.trainer
-        self._check_even("test_dataloader", trainer.num_test_batches, trainer.test_loop)
+        super().on_test_start()
         sync_buffers(self._module)
 
     @override
     def on_predict_start(self) -> None:
-        trainer = self._module.trainer
-        self._check_even("predict_dataloader", trainer.num_predict_batches, trainer.predict_loop)
+        super().on_predict_start()
         sync_buffers(self._module)
-
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        loop = self._module.trainer.fit_loop
-        is_last = loop.epoch_loop.batch_progress.is_last_batch
-        self._note_batch("train_dataloader", loop, self._module.trainer.current_epoch, batch_idx, is_last=is_last)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._note_evaluated("val_dataloader", self._get_validation_loop())
-        return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._note_evaluated("test_dataloader", self._module.trainer.test_loop)
-        return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._note_evaluated("predict_dataloader", self._module.trainer.predict_loop)
-        return super().predict_step(*args, **kwargs)
-
-    def _get_validation_loop(self) -> Any:
-        trainer = self._module.trainer
-        is_alone = trainer.state.fn == TrainerFn.VALIDATING
-        return trainer.validate_loop if is_alone else trainer.fit_loop.epoch_loop.val_loop
-
-    def _note_evaluated(self, name: str, loop: Any) -> None:
-        progress = loop.batch_progress
-        self._note_batch(name, loop, self._num_checks, progress.current.ready - 1, is_last=progress.is_last_batch)
-
-    def _note_batch(self, name: str, loop: Any, run: int, index: int, *, is_last: bool) -> None:
-        if self.world_size > 1 and is_of_unknown_length(loop):
-            note_batch(name, run, index, self.timeout_s, is_last=is_last)
-
-    def _check_even(self, name: str, num_batches: Sequence[int | float], loop: Any) -> None:
-        """Refuse loaders of which one rank has more batches: it would wait for others to gather parameters with it."""
-        self._num_checks += 1
-        if self.world_size == 1:
-            return
-        counts: list[Any] = [None] * self.world_size
-        dist.all_gather_object(counts, [0] if has_no_batch(loop) else list(num_batches))
-        for by_rank in zip(*counts, strict=False):
-            if min(by_rank) != max(by_rank):
-                most = max(by_rank) if max(by_rank) < math.inf else "some"
-                raise ValueError(
-                    f"{name}: got {min(by_rank)} batches on one rank and {most} on another: sharded models "
-                    "need as many on each; leave trainer.use_distributed_sampler on, or cut or pad the longer ones"
-                )
 
     @override
     def on_validation_end(self) -> None:

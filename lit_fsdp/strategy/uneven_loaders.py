@@ -1,10 +1,106 @@
-"""Sees that all ranks run out of batches together where no loader knows its length, without a collective."""
+"""Sees that all ranks run out of batches together: sharded models wait for each other in every step."""
 
 from __future__ import annotations
 
-import torch.distributed as dist
+import math
+from collections.abc import Sequence
+from typing import Any
 
+import lightning.pytorch as pl
+import torch.distributed as dist
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from typing_extensions import override
+
+from lit_fsdp.strategy.lightning_internals import has_no_batch, is_of_unknown_length
 from lit_fsdp.strategy.roll_call import get_store, wait_until
+
+
+class EvenBatches(ParallelStrategy):
+    """A strategy that refuses loaders of which one rank has more batches than another.
+
+    Loaders that know their length are compared before their first batch, others by ``note_batch``.
+    """
+
+    timeout_s: float
+    _num_checks = 0  # of the numbers of batches: the same on all ranks
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._check_even("train_dataloader", [self._trainer.num_training_batches], self._trainer.fit_loop)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        trainer = self._trainer
+        counts = trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        self._check_even("val_dataloader", counts, self._validation_loop)
+
+    @override
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._check_even("test_dataloader", self._trainer.num_test_batches, self._trainer.test_loop)
+
+    @override
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._check_even("predict_dataloader", self._trainer.num_predict_batches, self._trainer.predict_loop)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        loop = self._trainer.fit_loop
+        is_last = loop.epoch_loop.batch_progress.is_last_batch
+        self._note_batch("train_dataloader", loop, self._trainer.current_epoch, batch_idx, is_last=is_last)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._note_evaluated("val_dataloader", self._validation_loop)
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._note_evaluated("test_dataloader", self._trainer.test_loop)
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._note_evaluated("predict_dataloader", self._trainer.predict_loop)
+        return super().predict_step(*args, **kwargs)
+
+    def _note_evaluated(self, name: str, loop: Any) -> None:
+        progress = loop.batch_progress
+        self._note_batch(name, loop, self._num_checks, progress.current.ready - 1, is_last=progress.is_last_batch)
+
+    def _note_batch(self, name: str, loop: Any, run: int, index: int, *, is_last: bool) -> None:
+        if self.world_size > 1 and is_of_unknown_length(loop):
+            note_batch(name, run, index, self.timeout_s, is_last=is_last)
+
+    def _check_even(self, name: str, num_batches: Sequence[int | float], loop: Any) -> None:
+        """Refuse loaders of which one rank has more batches: it would wait for others to gather parameters with it."""
+        self._num_checks += 1
+        if self.world_size == 1:
+            return
+        counts: list[Any] = [None] * self.world_size
+        dist.all_gather_object(counts, [0] if has_no_batch(loop) else list(num_batches))
+        for by_rank in zip(*counts, strict=False):
+            if min(by_rank) != max(by_rank):
+                most = max(by_rank) if max(by_rank) < math.inf else "some"
+                raise ValueError(
+                    f"{name}: got {min(by_rank)} batches on one rank and {most} on another: sharded models "
+                    "need as many on each; leave trainer.use_distributed_sampler on, or cut or pad the longer ones"
+                )
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def _validation_loop(self) -> Any:
+        is_alone = self._trainer.state.fn == TrainerFn.VALIDATING
+        return self._trainer.validate_loop if is_alone else self._trainer.fit_loop.epoch_loop.val_loop
 
 
 def note_batch(name: str, run: int, index: int, timeout_s: float, *, is_last: bool) -> None:
