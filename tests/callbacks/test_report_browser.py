@@ -100,6 +100,7 @@ def test_nothing_is_wider_than_the_window_but_what_scrolls(
     assert seen["name_px"] > 60  # no column of single letters
 
 
+@pytest.mark.full
 def test_dark_mode_turns_the_page_dark(page: Path, tmp_path: Path) -> None:
     assert look(page, tmp_path, 800, "--blink-settings=preferredColorScheme=1")["background"] == "rgb(251, 251, 250)"
     assert look(page, tmp_path, 800, "--blink-settings=preferredColorScheme=0")["background"] == "rgb(20, 23, 26)"

@@ -326,6 +326,7 @@ REFUSED = (
 )
 
 
+@pytest.mark.full
 def test_what_no_store_can_hold_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for said, option, value in REFUSED:

@@ -138,6 +138,7 @@ def test_the_estimate_is_what_is_written(tmp_path: Path) -> None:
     assert space.checkpoint_bytes == pytest.approx(written, rel=0.01)
 
 
+@pytest.mark.full
 def test_a_disk_with_room_for_one_but_not_for_all_is_said_once(tmp_path: Path) -> None:
     size = ["--model.init_args.config.hidden_size=256"]
     ranks, checkpoints = run(tmp_path, [72 * 2**20], *size)  # 7.5 MiB each
