@@ -62,7 +62,7 @@ def compute_once(cache_dir: Path, name: str, paths: Sequence[Path], compute: Cal
     def build(folder: Path) -> None:
         (folder / _FOUND).write_text(json.dumps(compute()))
 
-    return json.loads((build_once(cache_dir / name / make_key(files=states), build) / _FOUND).read_text())
+    return json.loads((build_once(cache_dir / name / make_key(file=_FOUND, files=states), build) / _FOUND).read_text())
 
 
 def read_digests(folder: Path) -> dict[str, str]:
