@@ -238,7 +238,7 @@ def test_the_written_configuration_takes_what_the_search_said(
 @pytest.mark.full
 def test_the_written_configuration_tells_no_credentials(folder: Path) -> None:
     options = ["--config=run.yaml", "--devices=2", "--device-memory=16GiB", "--search=true", "--write=mine.yaml"]
-    plan(*options, "--trainer.default_root_dir=https://anna:hunter2@host/x")
+    plan(*options, "--trainer.logger=CSVLogger", "--trainer.logger.init_args.save_dir=https://anna:hunter2@host/x")
     written = Path("mine.yaml").read_text()
     assert "@host/x" in written
     assert "hunter2" not in written
