@@ -32,7 +32,7 @@ CONFIGS = {
     "--trainer.devices=3": "trainer.devices: got 3: torchrun started 2 processes on this node: expected 2",
     "--model.config.vocab_size=260": "model.init_args.config.vocab_size: got 260: the tokenizer has 300 tokens",
     "--model.config.hiden_size=8": "model.init_args.config: hiden_size: no settings of LlamaConfig",
-    "--model.config.hidden_size=33": "model.init_args.config: The hidden size (33) is not a multiple of",
+    "--model.config.hidden_size=33": "model.init_args.config.hidden_size: got 33: The hidden size (33) is not a multiple of",
     "--model.config.model_type=lama": "model.init_args.config.model_type: got 'lama': Transformers has no such model",
     "--model.config=null": "model.init_args.pretrained or config: expected one of them",
     "--model.pretrained=lacking": "model.init_args.pretrained or config: expected one of them",
@@ -172,7 +172,8 @@ def test_a_broken_configuration_is_refused_by_every_rank_in_the_same_line(settin
 @pytest.mark.full(after=2)
 @pytest.mark.parametrize("name", DATA)
 def test_broken_data_is_refused_by_every_rank_with_file_and_line(name: str) -> None:
-    check_all_refuse(DATA[name][1], "fit", "--config=run.yaml", f"--data.train={name}", is_met=True)
+    is_found_early = name in ("letter.docx", "empty", "trian.jsonl", "null")  # before ranks have met
+    check_all_refuse(DATA[name][1], "fit", "--config=run.yaml", f"--data.train={name}", is_met=not is_found_early)
 
 
 REAL = [
