@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import re
@@ -34,6 +33,7 @@ from lit_fsdp.checkpoint.reader import check_checkpoint
 from lit_fsdp.checkpoint.remote import Location, locate, locate_local
 from lit_fsdp.cli.config_files import check_config_files, list_left_out, refuse_dropped_keys, refuse_left_out
 from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers, list_found, remove_unused_run
+from lit_fsdp.cli.facts import choose_facts, describe_start
 from lit_fsdp.cli.messages import describe_exception, is_refusal, report_error
 from lit_fsdp.cli.parser import OneLineParser, read_path, refuse_null
 from lit_fsdp.errors import ConfigError, is_debugging, join_names, nearest, suggest
@@ -431,15 +431,10 @@ class TrainerCLI(LightningCLI):
             raise _InstantiationFailed from error
 
     def _list_facts(self) -> dict[str, str]:
-        """Return what the ranks have to agree on: the checkpoint that each has found, and the settings.
-
-        Paths may differ, as a node may have its data in a folder of its own, and seeds, as rank 0 hands on its own.
-        """
-        flat = vars(self.config[self.subcommand].as_flat())
-        settings = {k: v for k, v in flat.items() if k.rpartition(".")[2] not in ("config", "seed_everything")}
-        facts = {key: redact(json.dumps(value, default=_describe_part)) for key, value in settings.items()}
+        """Return what the ranks have to agree on: settings, and the checkpoint that each has found."""
         found = self.config_init[self.subcommand].get("ckpt_path")
-        return {k: v for k, v in facts.items() if not v.startswith('"/')} | {"ckpt_path": str(found or "no checkpoint")}
+        start = str(found) if found == "hpc" else describe_start(_locate_checkpoint(found) if found else None)
+        return choose_facts(self.config[self.subcommand]) | {"ckpt_path": start}
 
     def _run_subcommand(self, subcommand: str) -> None:
         loggers = self.trainer.loggers if self.trainer.is_global_zero else ()
@@ -511,10 +506,6 @@ class TrainerCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Keep the settings stored in ``--ckpt_path`` from beating the command line in silence."""
-
-
-def _describe_part(value: Any) -> Any:
-    return vars(value) if isinstance(value, Namespace) else type(value).__name__
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:
