@@ -266,7 +266,7 @@ def explain_build_errors(settings: Mapping[str, Any] | None) -> Iterator[None]:
         if is_other or _is_our_own(error):
             raise
         if isinstance(error, ImportError):
-            raise ImportError(" ".join(str(error).split()), name=error.name) from error
+            raise ImportError(" ".join(str(error).split()), name=error.name) from error  # noqa: TRY004  what it was
         raise ValueError(_explain_config(settings, error)) from error
 
 

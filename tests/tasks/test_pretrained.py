@@ -133,7 +133,7 @@ def test_an_error_of_our_own_code_is_not_blamed_on_the_configuration(monkeypatch
 
 
 def test_a_package_that_a_model_needs_is_named_with_how_to_install_it() -> None:
-    with pytest.raises(ImportError, match="^It needs this: pip install this$") as caught, explain_build_errors(LLAMA):
+    with pytest.raises(ImportError, match=r"^It needs this: pip install this$") as caught, explain_build_errors(LLAMA):
         raise ImportError("\nIt needs this:\npip install this\n")
     assert describe_exception(caught.value) == "It needs this: pip install this"
 
