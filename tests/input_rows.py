@@ -280,8 +280,8 @@ def check_row(row: Row, ended: Ended, changes: Mapping[str, Sequence[str]]) -> s
     wrong += [f"no {word!r}" for word in row.words if word not in ended.err]
     if ended.out and not row.is_late:
         wrong.append(f"printed {ended.out.splitlines()[0]!r}")
-    if not row.is_late:
-        wrong += [f"{what} {', '.join(names[:3])}" for what, names in changes.items() if names]
+    seen = {what: names for what, names in changes.items() if names and not (row.is_late and what == "left")}
+    wrong += [f"{what} {', '.join(names[:3])}" for what, names in seen.items()]
     return f"{', '.join(wrong)}: {lines[-3:]}" if wrong else ""
 
 
