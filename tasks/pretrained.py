@@ -7,6 +7,7 @@ import json
 import math
 import re
 import tempfile
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -46,12 +47,14 @@ from lit_fsdp.weights.base_weights import (
 from lit_fsdp.weights.load import init_weights, load_weights
 from lit_fsdp.weights.prequantized import read_quantization
 
-# What every layer is made of; 0 would be none, and other counts may well be 0.
+# What every model is made of; 0 would be none. Of parts that only some have, such as shared experts, 0 may mean none.
 _SIZES = re.compile(
     r"num_(hidden_layers|attention_heads|key_value_heads)|n_(embd|head|layer|positions)|head_dim|"
-    r"(\w+_)?(hidden|intermediate|vocab|embedding|image|patch)_size|max_position_embeddings"
+    r"(hidden|intermediate|vocab|image|patch)_size|max_position_embeddings"
 )
 _SHARES = re.compile(r"(\w+_)?(dropout|pdrop|dropout_prob)")
+# What bad values come to in Transformers.
+_OF_VALUES = (StrictDataclassError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
 
 
 class PretrainedTask(Task):
@@ -233,10 +236,10 @@ def make_config(settings: Mapping[str, Any]) -> PreTrainedConfig:
     if unknown := sorted(str(name) for name in settings if not _is_setting(name, config)):
         hint = suggest(unknown[0], known, f"expected some of its own, such as {', '.join(known[:3])}")
         raise ValueError(f"config: {', '.join(unknown)}: no settings of {type(config).__name__}: {hint}")
-    _check_sizes(settings)
+    _check_sizes(settings, config)
     try:
         config = AutoConfig.for_model(model_type, **settings)
-    except Exception as error:
+    except _OF_VALUES as error:
         raise ValueError(_explain_config(settings, error)) from error
     _check_heads(config)
     return config
@@ -244,17 +247,33 @@ def make_config(settings: Mapping[str, Any]) -> PreTrainedConfig:
 
 @contextmanager
 def explain_build_errors(settings: Mapping[str, Any] | None) -> Iterator[None]:
-    """Turn what Transformers raises while a model is built into one line about its configuration.
+    """Turn what Transformers raises for bad values while a model is built into one line about its configuration.
+
+    All else stays what it is: missing memory, lost connections, and what our own code raises.
 
     Args:
         settings: ``config`` of the task, or ``None`` of a pretrained model.
+
+    Raises:
+        ValueError: With the setting, its value and the rule.
+        ImportError: A package is missing that only this model needs; in one line.
     """
     try:
         yield
-    except Exception as error:
-        if isinstance(error, ValueError) and error.__cause__ is not None:  # explained already
+    except (*_OF_VALUES, RuntimeError, ImportError) as error:
+        # Of the others, torch has classes for memory, devices and connections; of memory of the host it has none.
+        is_other = isinstance(error, RuntimeError) and (type(error) is not RuntimeError or "allocate" in str(error))
+        if is_other or _is_our_own(error):
             raise
+        if isinstance(error, ImportError):
+            raise ImportError(" ".join(str(error).split()), name=error.name) from error  # noqa: TRY004  what it was
         raise ValueError(_explain_config(settings, error)) from error
+
+
+def _is_our_own(error: BaseException) -> bool:
+    """Whether an error was raised in our code."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals["__name__"]).partition(".")[0] == __name__.partition(".")[0]
 
 
 def _explain_config(settings: Mapping[str, Any] | None, error: Exception) -> str:
@@ -288,10 +307,11 @@ def _is_setting(name: Any, config: PreTrainedConfig) -> bool:
     return False
 
 
-def _check_sizes(settings: Mapping[str, Any]) -> None:
-    """Refuse sizes of which no model can be made, or none that computes anything."""
+def _check_sizes(settings: Mapping[str, Any], defaults: PreTrainedConfig) -> None:
+    """Refuse sizes of which no model can be made, or none that computes anything; a default can be no mistake."""
     for name, value in settings.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_number = is_number and value != vars(defaults).get(name)
         if is_number and _SIZES.fullmatch(name) and value < 1:
             raise ValueError(f"config.{name}: got {value}: expected 1 or more")
         if is_number and _SHARES.fullmatch(name) and not 0 <= value < 1:

@@ -256,14 +256,14 @@ def run_rows(rows: Sequence[tuple[str, Row]], points: Mapping[str, Path], folder
         starts.append(
             Start(args=row.args.split(), folder=place, environ={"LIT_FSDP_CACHE": str(folder / "cache"), **row.environ})
         )
-        before.append(list_files(place))
+        before.append(list_contents(place))
     return [
-        check_row(row, end, sorted(list_files(start.folder) - found))
+        check_row(row, end, compare_contents(found, list_contents(start.folder)))
         for (_, row), end, start, found in zip(rows, fork_commands(starts), starts, before, strict=True)
     ]
 
 
-def check_row(row: Row, ended: Ended, new: Sequence[str]) -> str:
+def check_row(row: Row, ended: Ended, changes: Mapping[str, Sequence[str]]) -> str:
     """Return what is wrong with the end of a row; an empty text where all is well."""
     wrong = []
     lines = [line for line in ended.err.splitlines() if line.strip()]
@@ -280,14 +280,22 @@ def check_row(row: Row, ended: Ended, new: Sequence[str]) -> str:
     wrong += [f"no {word!r}" for word in row.words if word not in ended.err]
     if ended.out and not row.is_late:
         wrong.append(f"printed {ended.out.splitlines()[0]!r}")
-    if new and not row.is_late:
-        wrong.append(f"left {', '.join(new[:3])}")
+    seen = {what: names for what, names in changes.items() if names and not (row.is_late and what == "left")}
+    wrong += [f"{what} {', '.join(names[:3])}" for what, names in seen.items()]
     return f"{', '.join(wrong)}: {lines[-3:]}" if wrong else ""
 
 
-def list_files(folder: Path) -> set[str]:
-    """Return all that lies below a folder; not what Python compiles."""
-    return {str(p.relative_to(folder)) for p in folder.rglob("*") if "__pycache__" not in p.parts}
+def list_contents(folder: Path) -> dict[str, bytes]:
+    """Return what lies below a folder and what each file holds, nothing for all else; not what Python compiles."""
+    found = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"" for p in found}
+
+
+def compare_contents(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> dict[str, list[str]]:
+    """Return the names that a command has left, removed or changed."""
+    changed = sorted(name for name in before.keys() & after.keys() if before[name] != after[name])
+    left, gone = sorted(after.keys() - before.keys()), sorted(before.keys() - after.keys())
+    return {"left": left, "gone": gone, "changed": changed}
 
 
 def _edit(path: Path, edit: Edit) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from input_rows import FIT, GONE, POINTS, Row, cut, data, edit_json, edit_line, fit, link, run, run_rows
 
+from lit_fsdp.redaction import REDACTED
+
 EXPORT = "export --checkpoint checkpoints/last.ckpt --out exported"
 SPEAK = "speak --model voice --out spoken --text hello --codec formants"
 PREPARE = "prepare tts --manifest clips.jsonl --out rows --model formants"
@@ -65,7 +67,8 @@ YAML = [
     fit("class of a package that is not there", {"model.class_path": "nowhere.Model"}, "nowhere"),
     fit("number key", {"1": 2}, "1"),
     fit("null trainer", {"trainer": None}, "trainer"),
-    fit("value left out in a saved file", {"data.train": "https://<left out>@host/a.jsonl"}, "data.init_args.train"),
+    fit("value left out in a saved file", {"data.train": f"https://{REDACTED}@host/a.jsonl"}, "data.init_args.train",
+        "it was redacted"),
     run("option misspelt", f"{FIT} --trainer.max_step=3", "did you mean max_steps"),
     run("option without value", f"{FIT} --trainer.max_steps", "no value given"),
     run("word for a number", f"{FIT} --trainer.max_steps two", "trainer.max_steps", "two"),
@@ -713,6 +716,8 @@ VALID = [
     ("text", fit("fast_dev_run as a number", {"trainer.fast_dev_run": 1}, code=0)),
     ("text", fit("a resume of nothing", {}, code=0, options="--ckpt_path last")),
     ("text", fit("torchrun of one process", {}, code=0, environ=NODE)),
+    ("text", run("a plan where an earlier launch left its variables", "plan --config run.yaml", code=0,
+        environ={"RANK": "x", "MASTER_PORT": ""})),
     ("text", run("a plan of many GPUs", "plan --config run.yaml --devices 8 --nodes 4", code=0)),
     ("base", fit("adapters with all by default", {"model.lora": {}}, code=0)),
     ("image", fit("classes in another order", {"data.classes": ["dog", "cat"]}, code=0)),

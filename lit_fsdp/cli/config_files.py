@@ -79,6 +79,11 @@ def refuse_left_out(config: Any) -> None:
         )
 
 
+def use_own_loader() -> None:
+    """Let jsonargparse read YAML by ``load_yaml``, in this whole process."""
+    set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))
+
+
 def list_left_out(config: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield path and value of each setting that holds what stands for a credential."""
     if isinstance(config, str) and REDACTED in config:
@@ -260,6 +265,3 @@ def _check_mappings(node: yaml.Node, file: Path, path: str) -> None:
         if key == "init_args" and not isinstance(value, yaml.MappingNode):
             got = value.value or "nothing" if isinstance(value, yaml.ScalarNode) else "a list"
             raise ConfigError(f"{path}.init_args: got {got} {where}: expected a mapping of the class's arguments")
-
-
-set_loader("yaml", load_yaml, exceptions=(yaml.YAMLError,))

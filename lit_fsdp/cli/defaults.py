@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,6 @@ from lit_fsdp.callbacks import (
     ThroughputLogger,
     WritePredictions,
 )
-
-_BEGINNINGS = ("hparams.yaml", "metrics.csv")
 
 
 def choose_callbacks(
@@ -86,24 +86,41 @@ def choose_loggers(trainer: Mapping[str, Any], run_root: Path) -> Any:
     return [tensorboard, CSVLogger(folder, name=name, version=tensorboard.version)]
 
 
-def remove_unused_run(folder: Path, known: Sequence[Path]) -> None:
-    """Remove the folder of a run, if it holds nothing but what loggers begin with, and those above that it made.
+def list_found(logger: CSVLogger | TensorBoardLogger) -> frozenset[Path]:
+    """Return what a logger finds where it will write: its folder, those above it, and all that lies directly in it."""
+    # Of a copy: a logger takes its number when it is first asked, and another may write before it.
+    folder = Path(copy(logger).log_dir).resolve()
+    inside = folder.iterdir() if folder.is_dir() else ()
+    return frozenset((*filter(Path.exists, (folder, *folder.parents)), *inside))
+
+
+def remove_unused_run(folder: Path, found: Collection[Path]) -> None:
+    """Remove what loggers of this process began in a folder, and the folders made for it; all or nothing.
+
+    What is not a logger's beginning, or another process wrote, was put there since: then everything stays.
 
     Args:
         folder: Of the run.
-        known: Folders that were there before it; they are left alone.
+        found: What was there before, see ``list_found``; it stays.
     """
-    known = [path.resolve() for path in known]
     folder = folder.resolve()
-    if folder in known or not folder.is_dir():
+    if not folder.is_dir():
         return
-    files = [path for path in folder.rglob("*") if not path.is_dir()]
-    if any(path.name not in _BEGINNINGS and not path.name.startswith("events.out.tfevents") for path in files):
+    new = list(folder.iterdir() if folder in found else folder.rglob("*"))
+    new = [path for path in new if path not in found]
+    files = [path for path in new if not path.is_dir()]
+    if not all(_is_beginning(path.name) for path in files):
         return
     for path in files:
         path.unlink()
-    folders = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True)
+    folders = sorted((path for path in new if path.is_dir()), reverse=True)
     for empty in (*folders, folder, *folder.parents):
-        if empty in known or any(empty.iterdir()):
+        if empty in found or any(empty.iterdir()):
             return
         empty.rmdir()
+
+
+def _is_beginning(name: str) -> bool:
+    """Whether loggers begin with a file: the number of the process is in the name of TensorBoard's."""
+    is_tensorboard = name.startswith("events.out.tfevents.") and f".{os.getpid()}." in name
+    return is_tensorboard or name in ("hparams.yaml", "metrics.csv")

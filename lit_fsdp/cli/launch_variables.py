@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 from lit_fsdp.errors import ConfigError
 
@@ -39,6 +39,15 @@ def check_launch_variables(environ: Mapping[str, str]) -> None:
             f"WORLD_SIZE: got {world} in the environment, with LOCAL_WORLD_SIZE {local}: expected a multiple of it, as "
             "all nodes have as many processes; start that many on each"
         )
+
+
+def drop_stale_variables(environ: MutableMapping[str, str]) -> None:
+    """Remove variables that no launcher can have meant, for a command to which none of them matters."""
+    try:
+        check_launch_variables(environ)
+    except ConfigError:
+        for name in _LIMITS:
+            environ.pop(name, None)
 
 
 def _read(name: str, text: str) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from lit_fsdp.cli.launch_variables import check_launch_variables
+from lit_fsdp.cli.launch_variables import check_launch_variables, drop_stale_variables
 from lit_fsdp.cli.messages import describe_exception, is_refusal, print_traceback, redact_logs, report_error
 from lit_fsdp.errors import ConfigError, is_debugging, suggest
 
@@ -29,19 +29,21 @@ class Command:
         summary: Its line in ``--help``.
         entry: ``module:function`` of what runs it, imported only when asked for. The function takes the whole
             argument list, the command's name first.
+        has_ranks: Whether it may be one of the processes that a launcher has started.
     """
 
     summary: str
     entry: str
+    has_ranks: bool = False
 
 
 _TRAINER = "lit_fsdp.cli.train:run_trainer"
 
 COMMANDS: dict[str, Command] = {
-    "fit": Command(summary="Train, from the start or from --ckpt_path.", entry=_TRAINER),
-    "validate": Command(summary="Measure on the validation data.", entry=_TRAINER),
-    "test": Command(summary="Measure on the test data.", entry=_TRAINER),
-    "predict": Command(summary="Run the model over the predict data.", entry=_TRAINER),
+    "fit": Command(summary="Train, from the start or from --ckpt_path.", entry=_TRAINER, has_ranks=True),
+    "validate": Command(summary="Measure on the validation data.", entry=_TRAINER, has_ranks=True),
+    "test": Command(summary="Measure on the test data.", entry=_TRAINER, has_ranks=True),
+    "predict": Command(summary="Run the model over the predict data.", entry=_TRAINER, has_ranks=True),
     "export": Command(
         summary="Write the model of a checkpoint for Transformers and other tools.",
         entry="lit_fsdp.cli.export:run_export",
@@ -65,6 +67,7 @@ COMMANDS: dict[str, Command] = {
     "bench": Command(
         summary="Measure the machines: `bench comm` the connections between ranks.",
         entry="lit_fsdp.cli.bench:run_bench",
+        has_ranks=True,
     ),
 }
 
@@ -140,7 +143,11 @@ def _run_command(args: list[str]) -> int:
     if name not in COMMANDS:
         hint = suggest(name, COMMANDS, f"expected one of {', '.join(COMMANDS)}")
         raise ConfigError(f"{name}: unknown command: {hint}")
-    check_launch_variables(os.environ)  # libraries read them while they are imported
+    # Libraries read them while they are imported.
+    if COMMANDS[name].has_ranks:
+        check_launch_variables(os.environ)
+    else:
+        drop_stale_variables(os.environ)
     # Of an extra package that only 4-bit weights on CPUs would gain from; seen in bitsandbytes 0.50.
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_no_missing_kernel)
     module, function = COMMANDS[name].entry.split(":")

@@ -26,7 +26,7 @@ from jsonargparse.typing import register_type
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.remote import describe_local_only, is_remote, locate_local
-from lit_fsdp.cli.config_files import check_options
+from lit_fsdp.cli.config_files import check_options, use_own_loader
 from lit_fsdp.cli.renamed import RENAMED, rename_key
 from lit_fsdp.errors import ConfigError, nearest, suggest
 
@@ -34,17 +34,17 @@ _BASES = ("LightningModule", "LightningDataModule")  # what model and data are w
 _TYPE_WORDS = {type(None): "null", bool: "true or false", collections.abc.Iterable: "list", dict: "mapping"}
 
 
-# Of every setting that is a path of this machine: an address would become a folder named after its scheme.
-register_type(Path, str, locate_local, fail_already_registered=False)
-
-
 class OneLineParser(jsonargparse.ArgumentParser):
     """A parser that raises one line instead of printing its usage.
 
-    The parser that jsonargparse makes for each class is of the same type, and hands on what it refuses.
+    The parser that jsonargparse makes for each class is of the same type, and hands on what it refuses. The first one
+    changes how jsonargparse reads YAML and ``Path`` in this process; importing this module changes nothing.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        use_own_loader()
+        # Of every setting that is a path of this machine: an address would become a folder named after its scheme.
+        register_type(Path, str, locate_local, fail_already_registered=False)
         # An abbreviation is a typo that runs: --trainer.max_step=3 would be taken for max_steps.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,8 @@ from lit_fsdp.checkpoint.latest import describe_interruption, find_last_checkpoi
 from lit_fsdp.checkpoint.reader import check_checkpoint
 from lit_fsdp.checkpoint.remote import Location, locate, locate_local
 from lit_fsdp.cli.config_files import check_config_files, list_left_out, refuse_dropped_keys, refuse_left_out
-from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers, remove_unused_run
+from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers, list_found, remove_unused_run
+from lit_fsdp.cli.facts import choose_facts, describe_start
 from lit_fsdp.cli.messages import describe_exception, is_refusal, report_error
 from lit_fsdp.cli.parser import OneLineParser, read_path, refuse_null
 from lit_fsdp.errors import ConfigError, is_debugging, join_names, nearest, suggest
@@ -259,9 +259,6 @@ class TrainerCLI(LightningCLI):
             self.run_root = locate_local(trainer["default_root_dir"] or ".") / "runs" / name
         except ValueError as error:
             raise ConfigError(f"trainer.default_root_dir: {error}") from None
-        # What a run that is refused must leave.
-        above = (self.run_root, *self.run_root.parents)
-        self.known_folders = [*filter(Path.exists, above), *self.run_root.glob("version_*")]
         self.save_config_kwargs = {"fallback_dir": str(self.run_root)}
 
     def instantiate_classes(self) -> None:
@@ -292,15 +289,13 @@ class TrainerCLI(LightningCLI):
         guard_loggers(trainer)
         return trainer
 
-    def _remove_unused_folder(self) -> None:
-        """Remove the folder of a run that ended before it began, if it holds nothing but what loggers begin with."""
+    def _remove_unused_folders(self, found: Mapping[CSVLogger | TensorBoardLogger, Collection[Path]]) -> None:
+        """Remove what loggers began, if the run ended before it did."""
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        has_begun = any(isinstance(callback, SaveRunConfig) and callback.already_saved for callback in callbacks)
-        if has_begun or not self.trainer.is_global_zero:
+        if any(isinstance(callback, SaveRunConfig) and callback.already_saved for callback in callbacks):
             return
-        for logger in self.trainer.loggers:
-            if isinstance(logger, CSVLogger | TensorBoardLogger):
-                remove_unused_run(Path(logger.log_dir), self.known_folders)
+        for logger, before in found.items():
+            remove_unused_run(Path(logger.log_dir), before)
 
     def choose_parts(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the Trainer is built of besides its settings: loggers and callbacks."""
@@ -436,21 +431,18 @@ class TrainerCLI(LightningCLI):
             raise _InstantiationFailed from error
 
     def _list_facts(self) -> dict[str, str]:
-        """Return what the ranks have to agree on: the checkpoint that each has found, and the settings.
-
-        Paths may differ, as a node may have its data in a folder of its own, and seeds, as rank 0 hands on its own.
-        """
-        flat = vars(self.config[self.subcommand].as_flat())
-        settings = {k: v for k, v in flat.items() if k.rpartition(".")[2] not in ("config", "seed_everything")}
-        facts = {key: redact(json.dumps(value, default=_describe_part)) for key, value in settings.items()}
+        """Return what the ranks have to agree on: settings, and the checkpoint that each has found."""
         found = self.config_init[self.subcommand].get("ckpt_path")
-        return {k: v for k, v in facts.items() if not v.startswith('"/')} | {"ckpt_path": str(found or "no checkpoint")}
+        start = str(found) if found == "hpc" else describe_start(_locate_checkpoint(found) if found else None)
+        return choose_facts(self.config[self.subcommand]) | {"ckpt_path": start}
 
     def _run_subcommand(self, subcommand: str) -> None:
+        loggers = self.trainer.loggers if self.trainer.is_global_zero else ()
+        found = {one: list_found(one) for one in loggers if isinstance(one, CSVLogger | TensorBoardLogger)}
         try:
             self._run_and_explain(subcommand)
         except BaseException:
-            self._remove_unused_folder()
+            self._remove_unused_folders(found)
             raise
 
     def _run_and_explain(self, subcommand: str) -> None:
@@ -514,10 +506,6 @@ class TrainerCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Keep the settings stored in ``--ckpt_path`` from beating the command line in silence."""
-
-
-def _describe_part(value: Any) -> Any:
-    return vars(value) if isinstance(value, Namespace) else type(value).__name__
 
 
 def _is_of_use(record: logging.LogRecord) -> bool:

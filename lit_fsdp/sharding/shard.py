@@ -187,21 +187,31 @@ def reshard_when_toggled(root: FSDPModule) -> RemovableHandle:
     """
     module = cast(nn.Module, root)
     pairs = [parameter for _, parameter in iterate_sharded(module)]
-    known = {pair: get_shard(pair).requires_grad for pair in pairs}
+    known = _read_flags(pairs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def follow(*_: Any) -> None:
+        nonlocal known
+        if (flags := _read_flags(pairs)) == known:
+            return
+        of_shards = {pair: of_shard for pair, (of_shard, _) in zip(pairs, known, strict=True)}
         gathered = {pair: value for pair in pairs if (value := get_gathered(pair)) is not None}
         toggled = [pair for pair, value in gathered.items() if value.requires_grad != get_shard(pair).requires_grad]
         if toggled:
             present = {id(parameter) for parameter in module.parameters()}
             for pair in toggled:
-                if id(gathered[pair]) in present and get_shard(pair).requires_grad == known[pair]:
+                if id(gathered[pair]) in present and get_shard(pair).requires_grad == of_shards[pair]:
                     get_shard(pair).requires_grad_(gathered[pair].requires_grad)
             reshard(module)
-        known.update({pair: get_shard(pair).requires_grad for pair in pairs})
+        known = _read_flags(pairs) if toggled else flags
 
     return module.register_forward_pre_hook(follow, prepend=True)  # before that of FSDP2, which gathers
+
+
+def _read_flags(pairs: Sequence[Any]) -> list[tuple[bool, bool | None]]:
+    """Return which parameters need a gradient: as shards, and gathered."""
+    gathered = ((pair, get_gathered(pair)) for pair in pairs)
+    return [(get_shard(pair).requires_grad, None if g is None else g.requires_grad) for pair, g in gathered]
 
 
 def register_steps(root: nn.Module, names: Iterable[str]) -> None:

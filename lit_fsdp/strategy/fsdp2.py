@@ -60,7 +60,7 @@ from lit_fsdp.strategy.lightning_internals import (
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.strategy.process_group import MAX_TIMEOUT_S, init_process_group
 from lit_fsdp.strategy.random_streams import RandomStreams
-from lit_fsdp.strategy.rebinding import keep_attributes, rebind_optimizers, remember_parameters
+from lit_fsdp.strategy.rebinding import keep_attributes, rebind_optimizers, remember_parameters, warn_of_lists
 from lit_fsdp.strategy.run_settings import RUN_SETTINGS, collect_run_settings, warn_of_changes
 from lit_fsdp.strategy.trainer_settings import (
     check_trainer,
@@ -327,6 +327,7 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
         self._writer.choose_parameters(module)
         self._fill(module)
         keep_attributes(module)
+        warn_of_lists(module)
         self.barrier()
         if is_fitting:
             if self.world_size > 1 and has_statistics_of_ranks(module):

@@ -66,6 +66,8 @@ class RandomStreams(ParallelStrategy):
 
         def get_iterator_in_two_streams() -> Any:
             iterator = get_iterator(dataloader)
+            if not hasattr(iterator, "_dataset_fetcher"):  # a loader with an iterator of its own
+                return iterator
             fetch = iterator._dataset_fetcher.fetch
 
             def fetch_in_own_stream(numbers: Any) -> Any:

@@ -37,7 +37,7 @@ _PLACES: WeakKeyDictionary[nn.Module, dict[int, _Place]] = WeakKeyDictionary()  
 def remember_parameters(model: nn.Module) -> None:
     """Note where the parameters are, and what their users gave them. Before sharding.
 
-    Hooks on gradients and lists of parameters, which do not outlive sharding, are named in a warning each.
+    Hooks on gradients, which do not outlive sharding, are named in a warning.
     """
     _PLACES[model] = {
         id(parameter): _Place(parameter=ref(parameter), module=ref(module), name=name, attributes=dict(vars(parameter)))
@@ -49,7 +49,16 @@ def remember_parameters(model: nn.Module) -> None:
         rank_zero_warn(
             f"hooks on {join_names(hooked)} do not outlive sharding: change gradients in on_before_optimizer_step"
         )
-    listed = [f"{name}.{key}".lstrip(".") for name, module in model.named_modules() for key in _find_lists(module)]
+
+
+def warn_of_lists(model: nn.Module) -> None:
+    """Name the plain containers that hold what is no parameter of the model any more. After sharding.
+
+    Some modules keep theirs up to date, as ``nn.LSTM`` does.
+    """
+    present = {id(parameter) for parameter in model.parameters()}
+    modules = model.named_modules()
+    listed = [f"{name}.{key}".lstrip(".") for name, module in modules for key in _find_stale(module, present)]
     if listed:
         rank_zero_warn(
             f"{join_names(listed)}: parameters in plain lists stay as they were before sharding, so what reads them "
@@ -57,12 +66,16 @@ def remember_parameters(model: nn.Module) -> None:
         )
 
 
-def _find_lists(module: nn.Module) -> list[str]:
-    """Return the attributes that are plain containers of parameters."""
+def _find_stale(module: nn.Module, present: set[int]) -> list[str]:
+    """Return the attributes that are plain containers of parameters which the model does not have."""
     plain = {key: value for key, value in vars(module).items() if isinstance(value, list | tuple | dict)}
     del plain["_parameters"]
     items = {key: value.values() if isinstance(value, dict) else value for key, value in plain.items()}
-    return [key for key, values in items.items() if any(isinstance(value, nn.Parameter) for value in values)]
+    return [
+        key
+        for key, values in items.items()
+        if any(isinstance(value, nn.Parameter) and id(value) not in present for value in values)
+    ]
 
 
 def keep_attributes(model: nn.Module) -> None:

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import yaml
-from launches import fork_ranks, write_run
+from input_rows import FIT, TRAINER, Row, check_row, compare_contents, list_contents, run_rows
+from launches import Ended, fork_ranks, write_run
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from report_runs import Page, read_numbers
 
 from lit_fsdp.callbacks import (
@@ -23,7 +25,7 @@ from lit_fsdp.callbacks import (
     ThroughputLogger,
     WritePredictions,
 )
-from lit_fsdp.cli.defaults import choose_callbacks, remove_unused_run
+from lit_fsdp.cli.defaults import choose_callbacks, list_found, remove_unused_run
 
 MEASURING = [StabilityMonitor, MemoryLogger, CommunicationLogger, ThroughputLogger, OOMReport]
 MONITORS = [ClassReport, *MEASURING, SpokenReport, RunReport]
@@ -132,19 +134,60 @@ def test_monitoring_false_and_a_run_without_logger_leave_no_report_and_one_besid
     assert numbers["run"]["name"] == "run"
 
 
-def test_the_folder_of_a_run_that_never_began_goes_and_what_others_put_there_stays(tmp_path: Path) -> None:
-    version = tmp_path / "runs/run/version_3"
-    (version / "checkpoints").mkdir(parents=True)
-    (version / "hparams.yaml").touch()
-    (version / "events.out.tfevents.1").touch()
-    remove_unused_run(version, [version, tmp_path])
-    assert version.exists()
-    note = version / "note.txt"
-    note.touch()
-    remove_unused_run(version, [tmp_path])
-    assert sorted(path.name for path in version.iterdir()) == [
-        *("checkpoints", "events.out.tfevents.1", "hparams.yaml", "note.txt")
-    ]
-    note.unlink()
-    remove_unused_run(version, [tmp_path])
+def begin(logger: CSVLogger | TensorBoardLogger) -> Path:
+    logger.log_hyperparams({"lr": 1.0})
+    logger.log_metrics({"loss": 1.0})
+    logger.save()
+    logger.finalize("failed")
+    return Path(logger.log_dir)
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+@pytest.mark.parametrize("version", [None, "", "mine"])
+def test_of_a_run_that_never_began_only_goes_what_its_own_loggers_wrote(
+    kind: type[CSVLogger | TensorBoardLogger], version: str | None, tmp_path: Path
+) -> None:
+    def build() -> CSVLogger | TensorBoardLogger:
+        return kind(tmp_path, name="runs/run", version=version)
+
+    found = list_found(logger := build())
+    folder = begin(logger)
+    (folder / "checkpoints").mkdir()
+    remove_unused_run(folder, found)
     assert list(tmp_path.iterdir()) == []
+
+    folder.mkdir(parents=True)
+    (folder / "events.out.tfevents.1.host.0.0").write_text("of an earlier run")
+    (folder / "hparams.yaml").write_text("lr: 2.0")
+    before = list_contents(tmp_path)
+    found = list_found(logger := build())
+    folder = begin(logger)
+    (folder / "hparams.yaml").write_text("lr: 2.0")
+    remove_unused_run(folder, found)
+    assert list_contents(tmp_path) == before
+
+    found = list_found(logger := build())
+    folder = begin(logger)
+    (folder / "events.out.tfevents.1.host.00.0").write_text("of another run, which began since")
+    before = list_contents(tmp_path)
+    remove_unused_run(folder, found)
+    assert list_contents(tmp_path) == before
+
+
+def test_a_refused_run_leaves_the_results_of_earlier_ones_where_its_own_logger_writes(tmp_path: Path) -> None:
+    logger = {"class_path": "TensorBoardLogger", "init_args": {"save_dir": ".", "name": "tb", "version": ""}}
+    write_run(tmp_path, trainer={**TRAINER, "logger": logger}, data={"train": "trian.jsonl"})
+    row = Row(name="misspelt", args=FIT, files={"tb/events.out.tfevents.1.host.1.0": "results"}, words=["trian"])
+    assert run_rows([("own", row)], {"own": tmp_path}, tmp_path.parent / f"{tmp_path.name}_rows") == [""]
+
+
+def test_a_row_fails_on_files_that_are_gone_or_changed(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("1")
+    (tmp_path / "b").write_text("1")
+    before = list_contents(tmp_path)
+    (tmp_path / "a").unlink()
+    (tmp_path / "b").write_text("2")
+    row, ended = Row(name="x", args=FIT), Ended(code=2, out="", err="error: x", took_s=1.0)
+    assert check_row(row, ended, compare_contents(before, list_contents(tmp_path))) == (
+        "gone a, changed b: ['error: x']"
+    )

@@ -442,3 +442,14 @@ def test_all_ranks_end_soon_and_say_who_failed(refusing_rank: str) -> None:
         assert first == [f"error: {REFUSAL}"]
     else:
         assert first[0].startswith("error: rank 1 (exit code 2) failed first, see the message there")
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "x"), ("MASTER_PORT", "")])
+def test_what_a_launcher_left_in_the_shell_stops_only_commands_with_ranks(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert main(["fit", "--config=none.yaml"]) == 2
+    assert name in capsys.readouterr().err
+    assert main(["export", "--checkpoint=none", "--out=exported"]) == 2
+    assert "none does not exist" in capsys.readouterr().err

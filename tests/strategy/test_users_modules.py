@@ -180,6 +180,11 @@ class Hooked(Plain):
         super().__init__()
         self.net[0].weight.register_hook(lambda gradient: gradient * 0)
         self.held = (self.net[2].bias,)
+        self.rnn = nn.LSTM(1, 15)  # keeps a list of its own up to date
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        states, _ = self.rnn(batch["y"][:, None])
+        return nn.functional.mse_loss(self.net[2](states[:, 0]), batch["y"])
 
 
 def warn_of_what_is_lost(out: Path) -> None:
@@ -189,10 +194,28 @@ def warn_of_what_is_lost(out: Path) -> None:
     said = " ".join(str(warning.message) for warning in caught)
     assert "hooks on net.0.weight do not outlive sharding" in said
     assert "held: parameters in plain lists stay as they were" in said
+    assert "_flat_weights" not in said
 
 
 def test_hooks_and_lists_of_parameters_are_named(tmp_path: Path) -> None:
     run_ranks(warn_of_what_is_lost, tmp_path / "out", world_size=1)
+
+
+class OwnIterator(DataLoader[Any]):
+    """Wraps what it iterates over, as the loaders of PyTorch Geometric do."""
+
+    def _get_iterator(self) -> Any:
+        return map(dict, super()._get_iterator())  # type: ignore[arg-type]
+
+
+class Wrapped(Plain):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return OwnIterator(Rows(), batch_size=8)
+
+
+def test_a_loader_with_an_iterator_of_its_own_is_left_alone(tmp_path: Path) -> None:
+    run_ranks(train, Wrapped, tmp_path / "out", True, world_size=1)
+    assert not torch.load(tmp_path / "out")["net.2.bias"].isnan().any()
 
 
 class WithoutOptimizer(Plain):

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.tasks import CausalLM
 from lit_fsdp.tasks.causal_lm.model import build_model
 from lit_fsdp.tasks.pretrained import explain_build_errors, make_config
@@ -89,6 +92,50 @@ def test_what_only_the_model_refuses_names_the_setting_too(change: dict[str, Any
     settings = {**LLAMA, **change}
     with pytest.raises(ValueError, match=re.escape(line)), explain_build_errors(settings):
         build_model(make_config(settings), "sdpa")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "deberta-v2", "type_vocab_size": 0},
+        {"model_type": "granitemoeshared", "shared_intermediate_size": 0},
+        {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 0},
+    ],
+    ids=lambda settings: settings["model_type"],
+)
+def test_a_size_of_0_is_taken_where_it_means_that_a_part_is_left_out(settings: dict[str, Any]) -> None:
+    config = make_config(settings)
+    assert {name: getattr(config, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        dist.DistNetworkError("connection reset"),
+        MemoryError(),
+        KeyboardInterrupt(),
+    ],
+    ids=repr,
+)
+def test_what_no_value_has_caused_stays_what_it_is(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, explain_build_errors(LLAMA):
+        raise error
+    assert caught.value is error
+
+
+def test_an_error_of_our_own_code_is_not_blamed_on_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(LLAMA)
+    monkeypatch.setattr("lit_fsdp.tasks.causal_lm.model.AutoModelForCausalLM", None)
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute"), explain_build_errors(LLAMA):
+        build_model(config, "sdpa")
+
+
+def test_a_package_that_a_model_needs_is_named_with_how_to_install_it() -> None:
+    with pytest.raises(ImportError, match=r"^It needs this: pip install this$") as caught, explain_build_errors(LLAMA):
+        raise ImportError("\nIt needs this:\npip install this\n")
+    assert describe_exception(caught.value) == "It needs this: pip install this"
 
 
 @pytest.mark.parametrize("is_named_too_long", [False, True])

@@ -1,0 +1,59 @@
+"""What ranks have to agree on before they start: what changes the mathematics of a run, or the order of collectives."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+
+from lit_fsdp.checkpoint.latest import measure_age
+from lit_fsdp.checkpoint.remote import Location
+from lit_fsdp.redaction import redact
+
+# All else may differ, such as num_workers, devices, folders and the progress bar. Seeds too: rank 0 hands on its own.
+_SHARED = re.compile(
+    r"model\..+|data\.class_path|monitoring|trainer\.callbacks|"
+    r"data\.init_args\.(\w*batch_size|seq_length|packing|pad_to_multiple_of|shuffle|seed|repeat|\w*_fraction)|"
+    r"trainer\.(precision|accumulate_grad_batches|gradient_clip_\w+|(max|min)_(steps|epochs)|limit_\w+_batches|"
+    r"overfit_batches|fast_dev_run|val_check_interval|check_val_every_n_epoch|num_sanity_val_steps|log_every_n_steps|"
+    r"use_distributed_sampler|enable_checkpointing)|"
+    r"trainer\.strategy(\.class_path|\.init_args\.(?!print_plan|\w*timeout_s|verify_checkpoint).+)?"
+)
+_PLACE = "a path"
+
+
+def choose_facts(settings: Namespace) -> dict[str, str]:
+    """Return the settings that have to be the same on all ranks, as text; credentials redacted.
+
+    Paths are none of them, in whatever setting: a node may have its files in a folder of its own.
+    """
+    flat = {name: value for name, value in vars(settings.as_flat()).items() if _SHARED.fullmatch(name)}
+    return {name: redact(json.dumps(_drop_places(value), sort_keys=True)) for name, value in flat.items()}
+
+
+def describe_start(checkpoint: Location | None) -> str:
+    """Return where a run begins: each node may have the checkpoint at a path of its own."""
+    if checkpoint is None:
+        return "no checkpoint"
+    age = measure_age(checkpoint)
+    return f"step {age.step}, save {age.save_number}"
+
+
+def _drop_places(value: Any) -> Any:
+    if isinstance(value, Namespace | Mapping):
+        items = vars(value) if isinstance(value, Namespace) else value
+        return {str(key): _drop_places(item) for key, item in items.items()}
+    if isinstance(value, list | tuple):
+        return [_drop_places(item) for item in value]
+    if isinstance(value, str):
+        # Absolute on one rank, it may be relative on another.
+        is_place = value.startswith(("/", "~", "./", "../")) or os.path.lexists(value)  # False of what is no name
+        return _PLACE if is_place else value
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return _PLACE if isinstance(value, Path) else type(value).__name__
