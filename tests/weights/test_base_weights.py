@@ -1,6 +1,7 @@
 """A model is told from others by all of its values, and from a copy of itself by nothing."""
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lit_fsdp.weights.base_weights import describe_base, is_base
-from lit_fsdp.weights.safetensors_io import sample_fingerprint
+from lit_fsdp.weights.base_weights import begin_fingerprint, describe_base, is_base, knows_all_values
+from lit_fsdp.weights.safetensors_io import compute_fingerprint, sample_fingerprint
 
 ROWS = 512
 
@@ -90,5 +91,28 @@ def test_the_fingerprint_of_an_earlier_release_is_compared_by_samples_which_is_s
     with caplog.at_level(logging.WARNING):
         assert is_base(fingerprint, base)
     (line,) = caplog.messages
-    assert line.endswith("compared by samples of its weights only: the checkpoint is of an earlier release")
+    assert "compared by samples of its weights only: the checkpoint is of an earlier release" in line
     assert not is_base(fingerprint, save(tmp_path / "other", {**tensors, "a": tensors["a"] + 1}))
+
+
+def test_what_takes_long_to_read_is_known_by_samples_until_it_is_read(
+    tensors: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, is_read = save(tmp_path / "base", tensors), threading.Event()
+    known = describe_base(str(base), None)
+
+    def read_slowly(folder: Path) -> str:
+        assert is_read.wait(60)
+        return compute_fingerprint(folder)
+
+    monkeypatch.setattr("lit_fsdp.weights.base_weights.compute_fingerprint", read_slowly)
+    monkeypatch.setattr("lit_fsdp.weights.base_weights._PATIENCE_S", 0.01)
+    begun = begin_fingerprint(str(base))
+    try:
+        first = describe_base(str(base), None)
+    finally:
+        is_read.set()
+    assert first == {**known, "fingerprint": sample_fingerprint(base)}
+    assert (knows_all_values(first), knows_all_values(known)) == (False, True)
+    begun.result(60)
+    assert describe_base(str(base), None) == known
