@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from adapter_training import SIZES
-from ranks import run_ranks
 from training import Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import FSDP2Strategy
@@ -20,6 +19,7 @@ from lit_fsdp.tasks.causal_lm.model import build_model
 from lit_fsdp.tasks.pretrained import explain_build_errors, make_config
 from lit_fsdp.weights.base_weights import BASE, fetch_pretrained
 from lit_fsdp.weights.safetensors_io import sample_fingerprint
+from ranks import run_ranks
 
 TINY = {
     "vocab_size": 64,
