@@ -157,6 +157,7 @@ def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
         found = _load_rows(str(path), None, default="train", is_saved=False)
         return _open_data_set(str(path), found, fields=fields, needs_labels=needs_labels)
     has_labels = needs_labels and any(fields.label in row.fields for row in rows)
+    folder = path.parent
     paths: list[Path] = []
     labels: list[str] = []
     for row in rows:
@@ -165,7 +166,7 @@ def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
             raise ValueError(f"{row.where}: {fields.image} is {describe(name)}: expected the path of an image")
         if has_labels:
             check_label(label, where=row.where, field=fields.label)
-        paths.append(path.parent / name)
+        paths.append(folder / name)
         labels.append(str(label))
     return _open_files(paths, labels if has_labels else None)
 

@@ -163,6 +163,8 @@ def test_every_kind_of_pixel_becomes_rgb(mode: str, tmp_path: Path) -> None:
         ({"a/0.png": "", "1.png": ""}, ".", r"holds images beside folders of classes, such as 1\.png"),
         ({"t.csv": "file,label\nx.png,a\n"}, "t.csv", r"has no column 'image', but file, label; set image_field"),
         ({"t.csv": "image;label\nx.png;a\n"}, "t.csv", r"t\.csv line 1: the columns are separated by semicolons"),
+        ({"t.csv": 'image;label\n"x.png";"a"\n'}, "t.csv", r"t\.csv line 1: the columns are separated by semicolons"),
+        ({"t.csv": "image,label\n\na.png\n"}, "t.csv", r"t\.csv line 3: has 1 fields, the header has 2; quote"),
         ({"t.csv": "image\tlabel\nx.png\ta\n"}, "t.csv", r"t\.csv line 1: the columns are separated by tabs: save it"),
         ({"t.csv": "image,label\nx.png,\n"}, "t.csv", r"t\.csv line 2: label is missing"),
         ({"t.jsonl": '{"image": 3}\n'}, "t.jsonl", r"line 1: image is a number \(3\): expected the path"),
