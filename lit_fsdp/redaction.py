@@ -190,8 +190,9 @@ def _change_texts(
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         parts = {name: _change_texts(below(name, part), change, below) for name, part in fields.items()}
         return dataclasses.replace(value, **parts)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named one
-        fields = dict(zip(value._fields, value, strict=True))
+    names = getattr(type(value), "__match_args__", ()) if isinstance(value, tuple) else ()
+    if names and not hasattr(type(value), "n_sequence_fields"):  # a named tuple, none such as time.struct_time
+        fields = dict(zip(names, value, strict=True))
         return type(value)(*(_change_texts(below(name, part), change, below) for name, part in fields.items()))
     if isinstance(value, Mapping):
         return {
