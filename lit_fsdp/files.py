@@ -8,14 +8,17 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal
 
-# What a disk says that takes no more, and one that may not be written to.
+# What a disk says that takes no more, one that may not be written to, and one that may not be read either.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_CLOSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+_CLOSED = (errno.EROFS,)
+_EITHER = (errno.EACCES, errno.EPERM, errno.EIO)
 _NATIVE = re.compile(r"\(os error (\d+)\)")  # of libraries written in Rust, which raise errors of their own
 
 
@@ -44,7 +47,7 @@ def refuse_special_file(path: Path, named: str) -> None:
 
 @contextmanager
 def refuse_unwritable(setting: str, folder: Path) -> Iterator[None]:
-    """Say in one line that a disk does not take what the body writes.
+    """Say in one line that a disk does not take what the body writes; what it reads may lie elsewhere.
 
     Args:
         setting: What the user calls the folder.
@@ -56,11 +59,9 @@ def refuse_unwritable(setting: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found = _NATIVE.search(str(error))
-        number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
-        if number not in _FULL and number not in _CLOSED:
+        number = _find_number(error, folder)
+        if number is None:
             raise
-        assert number is not None
         fix = "free some, or choose another disk" if number in _FULL else "choose another folder"
         raise UnwritableError(f"{setting}: {folder}: {os.strerror(number)}: {fix}") from error
 
@@ -71,12 +72,16 @@ def open_whole(path: Path, mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any]]:
 
     Else nothing of it is left.
     """
-    beside = path.with_name(f"{path.name}.part")
+    path = path.resolve()  # what a link leads to
+    begin = os.fsencode(path.name)[:200].decode(errors="ignore")  # a name has up to 255 bytes
+    beside = path.with_name(f"{begin}.{uuid.uuid4().hex[:8]}.part")
     try:
         with beside.open(mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
+        if path.exists() and path.stat().st_mode != beside.stat().st_mode:
+            shutil.copymode(path, beside)
         beside.replace(path)
     except BaseException:
         beside.unlink(missing_ok=True)
@@ -87,3 +92,23 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file with ``open_whole``."""
     with open_whole(path) as file:
         file.write(text)
+
+
+def _find_number(error: Exception, folder: Path) -> int | None:
+    """Return what a disk said of writing to a folder, or beside it; ``None`` of all other errors."""
+    if isinstance(error, OSError):
+        if not isinstance(error.filename, str | bytes):
+            return error.errno if error.errno in (*_FULL, *_CLOSED) else None
+        is_known = error.errno in (*_FULL, *_CLOSED, *_EITHER)
+        return error.errno if is_known and _is_part(Path(os.fsdecode(error.filename)), folder) else None
+    found = None if isinstance(error, ValueError) else _NATIVE.search(str(error))  # that one says it already
+    number = int(found[1]) if found else None
+    return number if number in (*_FULL, *_CLOSED) else None
+
+
+def _is_part(path: Path, folder: Path) -> bool:
+    """Whether a path lies in a folder, or above it, or beside it under a name made of its own."""
+    path, folder = path.resolve(), folder.resolve()
+    if path.is_relative_to(folder) or folder.is_relative_to(path):
+        return True
+    return path.is_relative_to(folder.parent) and folder.name in path.relative_to(folder.parent).parts[0]

@@ -23,9 +23,9 @@ _PATH = re.compile(rf"(?:file://|(?<![\w./~-]))/(?:{_NAME}/)+(?:{_NAME})?")
 _ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 
 # A name says what it holds by its last word: `secret_layers`, `passwd_file`, `num_access_tokens` and `token_id` hold no
-# secrets, and neither does every name that ends in token: eos_token is a part of the model.
+# secrets, and neither does every name that ends in token: eos_token is a part of the model. ``val/pass`` is a metric.
 _WORD = r"(?:(?<![a-z0-9])|(?-i:(?<=[a-z0-9])(?=[A-Z])))"  # where one begins, also inside of camelCase
-_PASSWORD = rf"passw(?:or)?ds?|passphrase|passcode|{_WORD}(?:(?-i:[Pp]wd|[Pp]w)|(?<![a-z0-9_])(?<!\w-)(?:pass|pin))"
+_PASSWORD = rf"passw(?:or)?ds?|passphrase|passcode|{_WORD}(?:(?-i:[Pp]wd|[Pp]w)|(?<![a-z0-9_/])(?<!\w-)(?:pass|pin))"
 _CREDENTIAL = (
     rf"(?:{_WORD}|client)secrets?|{_WORD}credentials?|{_WORD}authorization|api[_-]?keys?|"
     rf"{_WORD}(?:access|account|private|secret|auth|signing|encryption)[_-]?keys?(?:[_-]?id)?|"
@@ -180,12 +180,20 @@ def _redact_all(value: Any) -> Any:
 def _change_texts(
     value: Any, change: Callable[[str], str], below: Callable[[str, Any], Any] = lambda _, part: part
 ) -> Any:
-    """Return a value with all its texts changed; of dicts and dataclasses ``below`` first sees each key and value."""
+    """Return a value with all its texts changed.
+
+    ``below`` first sees each key of a dict, dataclass or named tuple, and its value.
+    """
     if isinstance(value, str):
         return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {f.name: _change_texts(getattr(value, f.name), change, below) for f in dataclasses.fields(value)}
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        parts = {name: _change_texts(below(name, part), change, below) for name, part in fields.items()}
         return dataclasses.replace(value, **parts)
+    names = getattr(type(value), "__match_args__", ()) if isinstance(value, tuple) else ()
+    if names and not hasattr(type(value), "n_sequence_fields"):  # a named tuple, none such as time.struct_time
+        fields = dict(zip(names, value, strict=True))
+        return type(value)(*(_change_texts(below(name, part), change, below) for name, part in fields.items()))
     if isinstance(value, Mapping):
         return {
             _change_texts(name, change, below): _change_texts(

@@ -38,11 +38,13 @@ from lit_fsdp.weights.base_weights import (
     BASE,
     CONFIG,
     LORA,
+    begin_fingerprint,
     check_config_file,
     describe_base,
     fetch_pretrained,
     get_pretrained_folder,
     is_base,
+    knows_all_values,
 )
 from lit_fsdp.weights.load import init_weights, load_weights
 from lit_fsdp.weights.prequantized import read_quantization
@@ -185,6 +187,13 @@ class PretrainedTask(Task):
         return files
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self.trainer.is_global_zero and self._has_base():
+            assert self.pretrained is not None
+            begin_fingerprint(self.pretrained)
+
+    @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         if not self.trainer.is_global_zero or not isinstance(self.model, PreTrainedModel):
@@ -194,15 +203,21 @@ class PretrainedTask(Task):
         checkpoint[EXPORT] = self._export_files
         if self.lora is not None:
             checkpoint[LORA] = asdict(self.lora)  # plain, as any strategy may write it
-        if self.restores_frozen and any(not p.requires_grad for p in self.parameters()):
+        if self._has_base():
             assert self.pretrained is not None
-            checkpoint[BASE] = self._base = self._base or describe_base(self.pretrained, self.quantization)
+            if self._base is None or not knows_all_values(self._base):
+                self._base = describe_base(self.pretrained, self.quantization)
+            checkpoint[BASE] = self._base
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         with refuse_other_forms():
             check_adapters(checkpoint, pretrained=self.pretrained, quantization=self.quantization, lora=self.lora)
+
+    def _has_base(self) -> bool:
+        """Whether a checkpoint leaves out weights, which it knows by their fingerprint instead."""
+        return self.restores_frozen and any(not p.requires_grad for p in self.parameters())
 
 
 def load_config(pretrained: str) -> PreTrainedConfig:
@@ -389,9 +404,10 @@ def check_adapters(
     if BASE in checkpoint and pretrained is not None:
         stored, own = checkpoint[BASE], None if quantization is None else asdict(quantization)
         name, fingerprint = stored["name"], str(stored["fingerprint"])
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
-        # One rank reads all files, for all.
-        if not agree(lambda: not is_first or is_base(fingerprint, get_pretrained_folder(pretrained)))[0]:
+        # Each rank, as one of them reads all files and the others wait for its file lock, however long that takes: in
+        # a collective they would give up. Samples are read at once.
+        is_asked = knows_all_values(stored) or not dist.is_initialized() or dist.get_rank() == 0
+        if not all(agree(lambda: not is_asked or is_base(fingerprint, get_pretrained_folder(pretrained)))):
             raise ValueError(
                 f"pretrained: got {pretrained!r}: the checkpoint holds adapters of {name!r}, whose weights "
                 "are other ones; set pretrained to that model"

@@ -112,39 +112,49 @@ def check_object(where: str, value: object) -> Row:
 
 
 def read_csv(path: Path) -> Iterator[Row]:
-    """Yield the rows of a table with a header, its values separated by commas."""
-    for number, text, problem in read_lines(path):
-        if text is None:
-            yield make_bad(f"{path} line {number}", problem)
-            return
+    """Yield the rows of a table with a header, its values separated by commas; a line that is not UTF-8 is the last."""
+    refuse_special_file(path, str(path))
     csv.field_size_limit(2**31 - 1)  # the default refuses documents above 128 KiB
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, strict=True)
-        begin = 2
-        try:
-            if problem := _check_header(reader.fieldnames or []):
-                yield make_bad(f"{path} line 1", problem)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            yield from _read_table(path, file)
+    except UnicodeDecodeError:  # which knows its place in a block, not the line
+        number, problem = next((number, problem) for number, text, problem in read_lines(path) if text is None)
+        yield make_bad(f"{path} line {number}", problem)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _read_table(path: Path, file: Iterable[str]) -> Iterator[Row]:
+    reader = csv.reader(file, strict=True)
+    place, begin, names = f"{path} line", 1, list[str]()
+    try:
+        names = next(reader, [])
+        if twice := find_twice(names):
+            yield make_bad(f"{place} 1", f"the header names {twice!r} twice; rename one of them, or remove it")
+            return
+        begin = reader.line_num + 1
+        for values in reader:
+            where, begin = f"{place} {begin}", reader.line_num + 1
+            if len(values) == len(names) and (len(names) > 1 or not _find_separator(names, values[0])):
+                yield Row(where=where, fields=dict(zip(names, values, strict=True)))
+            elif kind := _find_separator(names, ",".join(values)):
+                yield make_bad(f"{place} 1", f"the columns are separated by {kind}: save it with commas")
                 return
-            for fields in reader:
-                where, begin = f"{path} line {begin}", reader.line_num + 1
-                num_extra, num_missing = len(fields.get(None) or []), list(fields.values()).count(None)
-                if num_extra or num_missing:
-                    num_columns = len(reader.fieldnames or [])
-                    num_fields = num_columns + num_extra - num_missing
-                    what = f"has {num_fields} fields, the header has {num_columns}"
-                    yield make_bad(where, f"{what}; quote values that hold commas")
-                else:
-                    yield Row(where=where, fields=fields)
-        except csv.Error as error:
-            yield make_bad(f"{path} line {begin}", f"not valid CSV: {error}")
+            elif values:
+                what = f"has {len(values)} fields, the header has {len(names)}"
+                yield make_bad(where, f"{what}; quote values that hold commas")
+    except csv.Error as error:
+        # Also what it says of `"a";"b"`.
+        kind = _find_separator(names, names[0]) if names and "expected after" in str(error) else None
+        problem = f"the columns are separated by {kind}: save it with commas" if kind else f"not valid CSV: {error}"
+        yield make_bad(f"{place} {1 if kind else begin}", problem)
 
 
-def _check_header(names: Sequence[str]) -> str:
-    for separator, called in ((";", "semicolons"), ("\t", "tabs")):
-        if len(names) == 1 and separator in names[0]:
-            return f"the columns are separated by {called}: save it with commas"
-    twice = find_twice(names)
-    return f"the header names {twice!r} twice; rename one of them, or remove it" if twice else ""
+def _find_separator(names: Sequence[str], line: str) -> str | None:
+    """Return what separates columns instead of commas, if both the header and a line have it."""
+    kinds = {";": "semicolons", "\t": "tabs"}
+    return next((kind for s, kind in kinds.items() if len(names) == 1 and s in names[0] and s in line), None)
 
 
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
@@ -239,7 +249,10 @@ def list_files(paths: Iterable[Path], suffixes: Sequence[str]) -> list[Path]:
         ValueError: One of that ending is no regular file: a pipe would be waited for, and rows behind a broken link
             would be missing.
     """
-    found = sorted(p for p in paths if p.suffix.lower() in suffixes and not p.is_dir())
-    for path in found:
-        refuse_special_file(path, str(path))
+    found = []
+    for path in sorted(p for p in paths if p.suffix.lower() in suffixes):
+        if path.is_file():  # asked first, as each question is a round trip on a network disk
+            found.append(path)
+        elif not path.is_dir():
+            refuse_special_file(path, str(path))
     return found

@@ -1,7 +1,9 @@
 import socket
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml
@@ -103,6 +105,8 @@ PEM = "-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabc=\n-----END RSA PRIVATE KEY----
             # other words
             "valid_tokens=51 grid_token=52 invalid_token_id=53", "image_id_tokens: 12345", "num_access_tokens: 12345",
             "secretary=anna2 secret_layers=12 passwd_file=/etc/x1", "PWD=/home/x1", "hub_token_count: 12345",
+            # metrics
+            "val/pass: 0.25", "test/pin=0.9375", '{"val/pass": 0.25}',
             # code
             "token = self.tokens[idx]", "pwd = os.getcwd()", "PRIMARY_KEY=7",
         )),
@@ -122,6 +126,8 @@ OTHER_KEYS = (
     "grid_token",
     "invalid_token_id",
     "eos_token",
+    "val/pass",
+    "test/pin",
 )
 
 
@@ -136,6 +142,25 @@ def test_all_below_the_key_of_a_secret_is_redacted(key: str) -> None:
 def test_keys_with_other_words_keep_their_values(key: str) -> None:
     for value in (3, 0.5, "text", ["a"], {"b": 1}):
         assert redact({key: value}) == {key: value}
+
+
+@dataclass(frozen=True)
+class Login:
+    user: str
+    password: str
+    num_tries: int = 3
+
+
+class Pair(NamedTuple):
+    url: str
+    api_key: str
+
+
+def test_fields_of_dataclasses_and_named_tuples_are_keys_too() -> None:
+    assert redact([Login("anna", "x"), Pair("https://u:p@h/a", "x")]) == [
+        Login("anna", REDACTED),
+        Pair(f"https://{REDACTED}@h/a", REDACTED),
+    ]
 
 
 def fail_with(token: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -57,10 +56,12 @@ def check_log_folders(trainer: Trainer) -> None:
     """Refuse to start a run whose logs have no place.
 
     Raises:
-        ValueError: A folder of a logger may not be written to, or its disk is full.
+        ValueError: A folder of a logger may not be written to.
     """
     for logger in trainer.loggers if trainer.is_global_zero else ():
         folder = logger.save_dir
+        if not isinstance(logger, CSVLogger | TensorBoardLogger):  # others may know another place
+            continue
         if folder is None or "://" in str(folder):
             continue
         place = Path(folder).absolute()
@@ -71,8 +72,6 @@ def check_log_folders(trainer: Trainer) -> None:
             why = f"{place} is no folder"
         elif not os.access(place, os.W_OK | os.X_OK):
             why = "it is not writable"
-        elif shutil.disk_usage(place).free == 0:
-            why = "its disk is full"
         if why is not None:
             raise ValueError(
                 f"logger: {type(logger).__name__} cannot write to {folder}: {why}: choose another default_root_dir, or "
@@ -82,11 +81,15 @@ def check_log_folders(trainer: Trainer) -> None:
 
 def guard_loggers(trainer: Trainer) -> None:
     """Let no logger of a Trainer end its run. They go on trying, as room may be made meanwhile."""
-    threading.excepthook = partial(_report_thread, threading.excepthook)
+    if getattr(threading.excepthook, "func", None) is not _report_thread:
+        threading.excepthook = partial(_report_thread, threading.excepthook)
     for logger in trainer.loggers:
         for name in _WRITING:
             # On the object, not its class: others of that class may belong to another Trainer.
-            setattr(logger, name, partial(_call, trainer, logger, getattr(logger, name)))
+            method = getattr(logger, name)
+            if isinstance(method, partial) and method.func is _call:  # of an earlier Trainer
+                method = method.args[-1]
+            setattr(logger, name, partial(_call, trainer, logger, name, method))
 
 
 def _find_cause(error: BaseException | None) -> OSError | None:
@@ -102,11 +105,11 @@ def _report_thread(report: Callable[[Any], Any], args: Any) -> None:
         report(args)
 
 
-def _call(trainer: Trainer, logger: Logger, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def _call(trainer: Trainer, logger: Logger, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     folder = Path(logger.log_dir or "") if isinstance(logger, CSVLogger | TensorBoardLogger) else None
     with outlive_lost_log(trainer, type(logger).__name__, folder or logger.save_dir or "its server"):
         method(*args, **kwargs)
         # A file that is open goes on taking what nobody will ever see.
-        is_written = method.__name__ == "log_metrics" and trainer.is_global_zero
+        is_written = name == "log_metrics" and trainer.is_global_zero
         if folder is not None and is_written and "://" not in str(logger.save_dir) and not folder.is_dir():
             raise FileNotFoundError(errno.ENOENT, "the folder was removed")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ LORA = "lora"  # there too: the settings of the adapters
 IMAGE_SIZE = "image_size"  # there too: height and width to which position embeddings were interpolated
 WEIGHTS = ("model*.safetensors", "*.json")  # the files of a model, without copies in other layouts
 CONFIG = ("config.json",)
+_PATIENCE_S = 5.0  # of a save, which a scheduler may give 30 s in all
+_BEGUN: dict[Path, Future[str]] = {}  # not in a task, which may be copied
 PROCESSOR = ("preprocessor_config.json", "processor_config.json", "config.json")  # how it wants its images
 
 log = logging.getLogger(__name__)
@@ -86,21 +90,59 @@ def check_config_file(folder: Path) -> None:
         raise ValueError(f'{path}: got {got}: expected an object such as {{"model_type": "llama"}}')  # noqa: TRY004
 
 
+def begin_fingerprint(pretrained: str) -> Future[str]:
+    """Read a model in a thread, beside training, so that ``describe_base`` need not: from a disk it may take minutes.
+
+    One that is under way is returned again.
+    """
+    folder = get_pretrained_folder(pretrained)
+    if folder not in _BEGUN or _BEGUN[folder].done():
+        _BEGUN[folder] = Future()
+        # A daemon, as the end of a process does not wait for it; not of an executor, where it does.
+        threading.Thread(target=_fill_fingerprint, args=(_BEGUN[folder], folder), daemon=True).start()
+    return _BEGUN[folder]
+
+
 def describe_base(pretrained: str, quantization: Quantization | None) -> dict[str, Any]:
-    """Return what tells the model below adapters from others, in plain types."""
-    return {
-        "name": pretrained,
-        "fingerprint": compute_fingerprint(get_pretrained_folder(pretrained)),
-        "quantization": None if quantization is None else asdict(quantization),
-    }
+    """Return what tells the model below adapters from others, in plain types.
+
+    Its fingerprint is of all values, or of samples if these are not read after 5 s: no checkpoint waits for a disk.
+    """
+    folder = get_pretrained_folder(pretrained)
+    found = _BEGUN.get(folder) or begin_fingerprint(pretrained)
+    wait([found], timeout=_PATIENCE_S)
+    if found.done():
+        _BEGUN.pop(folder, None)  # its files may change
+        fingerprint = found.result()
+    else:
+        log.info("%s: still being read: this checkpoint knows it by samples of its weights", folder)
+        fingerprint = sample_fingerprint(folder)
+    own = None if quantization is None else asdict(quantization)
+    return {"name": pretrained, "fingerprint": fingerprint, "quantization": own}
+
+
+def knows_all_values(base: dict[str, Any]) -> bool:
+    """Whether the fingerprint in what ``describe_base`` returned is of all values."""
+    return str(base["fingerprint"]).startswith(FULL)
 
 
 def is_base(fingerprint: str, folder: Path) -> bool:
     """Whether a model has the weights that ``describe_base`` has seen."""
     if fingerprint.startswith(FULL):
         return compute_fingerprint(folder) == fingerprint
-    log.warning("%s: compared by samples of its weights only: the checkpoint is of an earlier release", folder)
+    log.warning(
+        "%s: compared by samples of its weights only: the checkpoint is of an earlier release, or of a run's first "
+        "minutes",
+        folder,
+    )
     return sample_fingerprint(folder) == fingerprint
+
+
+def _fill_fingerprint(found: Future[str], folder: Path) -> None:
+    try:
+        found.set_result(compute_fingerprint(folder))
+    except Exception as error:  # noqa: BLE001  raised where the result is asked for
+        found.set_exception(error)
 
 
 def _is_meant_locally(pretrained: str) -> bool:

@@ -27,7 +27,6 @@ from safetensors.torch import _TYPES
 from torch import Tensor
 
 from lit_fsdp.cache import compute_once, get_cache_dir
-from lit_fsdp.files import UnwritableError
 from lit_fsdp.weights.file_names import check_names, join_name
 
 DTYPES: dict[str, torch.dtype] = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
@@ -36,6 +35,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_BLOCK_BYTES = 32 * 2**20
 FULL = "xxh3:"  # before a fingerprint of all values
 _SAMPLE_BYTES = 4 * 2**10
+_WARNED_OF: set[Path] = set()  # caches that take no digests
 
 log = logging.getLogger(__name__)
 
@@ -165,12 +165,15 @@ def sample_fingerprint(folder: Path) -> str:
 
 
 def _hash_once(path: Path) -> dict[str, str]:
-    compute = partial(_hash_tensors, path)
+    compute, cache = partial(_hash_tensors, path), get_cache_dir(None)
     try:
-        return dict(compute_once(get_cache_dir(None), "tensors", [path], compute))
-    except (OSError, UnwritableError) as error:  # a full or read-only disk: what is kept only saves time
-        log.warning("%s: its digest cannot be kept, and is computed each time: %s", path, error)
-        return compute()
+        return dict(compute_once(cache, "tensors", [path], compute))
+    except (OSError, ValueError) as error:  # a full or read-only disk, maybe of another process: it only saves time
+        found = compute()  # raises what is wrong with the file itself
+        if cache not in _WARNED_OF and os.environ.get("LOCAL_RANK", "0") == "0":
+            _WARNED_OF.add(cache)
+            log.warning("%s: the digests of a model cannot be kept, and are computed each time: %s", cache, error)
+        return found
 
 
 def _hash_tensors(path: Path) -> dict[str, str]:

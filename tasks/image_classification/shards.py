@@ -30,7 +30,7 @@ T = TypeVar("T")
 _Place = tuple[int, int, int, str]  # shard, offset and size of the image, name of the member
 
 
-def read_shards(source: str) -> Images:
+def read_shards(source: str, *, needs_labels: bool) -> Images:
     """Return the images of tar files, in the order in which they lie there.
 
     Members with one name but for the ending are one sample: an image, and its class in ``.cls`` (a number or
@@ -41,6 +41,7 @@ def read_shards(source: str) -> Images:
     Args:
         source: A tar file, a folder of them, or a pattern such as ``shard-*.tar`` or ``shard-{000..012}.tar``; or a
             URL that fsspec knows, such as ``https://``, ``hf://`` or ``s3://``, of the same form.
+        needs_labels: Whether classes are read.
 
     Raises:
         ValueError: There are none, or samples that lack what others have.
@@ -48,7 +49,7 @@ def read_shards(source: str) -> Images:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     shards = agree(lambda: _list_shards(source) if rank == 0 else [])[0]  # a listing may change meanwhile
     own = range(rank, len(shards), world_size)
-    parts = agree(lambda: {number: _read_index(shards[number]) for number in own})
+    parts = agree(lambda: {number: _read_index(shards[number], needs_labels) for number in own})
     indices = {number: index for part in parts for number, index in part.items()}
     places: list[_Place] = []
     labels: list[str] = []
@@ -190,14 +191,14 @@ def _expand_braces(pattern: str) -> Iterator[str]:
         yield from _expand_braces(f"{pattern[: found.start()]}{number:0{len(first)}d}{pattern[found.end() :]}")
 
 
-def _read_index(shard: str) -> list[tuple[str, int, int, str | None]]:
+def _read_index(shard: str, needs_labels: bool) -> list[tuple[str, int, int, str | None]]:
     """Return name, offset, size and label of each image of a shard."""
     name = _drop_query(shard)
     if not is_url(shard):
         with Path(shard).open("rb") as file:
-            return list(_read_members(shard, file))
+            return list(_read_members(shard, file, needs_labels))
     try:
-        return _retry(partial(_fetch_index, shard, name))
+        return _retry(partial(_fetch_index, shard, name, needs_labels))
     except _ShardError:
         raise
     except Exception as error:
@@ -207,15 +208,16 @@ def _read_index(shard: str) -> list[tuple[str, int, int, str | None]]:
         ) from error
 
 
-def _fetch_index(shard: str, name: str) -> list[tuple[str, int, int, str | None]]:
+def _fetch_index(shard: str, name: str, needs_labels: bool) -> list[tuple[str, int, int, str | None]]:
     files, path = _open_filesystem(shard)
     with files.open(path, "rb") as file:
-        return list(_read_members(name, file))
+        return list(_read_members(name, file, needs_labels))
 
 
-def _read_members(path: str, file: Any) -> Iterator[tuple[str, int, int, str | None]]:
+def _read_members(path: str, file: Any, needs_labels: bool) -> Iterator[tuple[str, int, int, str | None]]:
     image: tuple[str, int, int] | None = None
     label: str | None = None
+    problem: _ShardError | None = None  # with one member that says the class; another may say it too
     key = ""
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -226,22 +228,31 @@ def _read_members(path: str, file: Any) -> Iterator[tuple[str, int, int, str | N
                 folder = member.name.rpartition("/")[0]
                 if key and f"{folder}/{stem}" != key:
                     if image is not None:
-                        yield *image, label
-                    image, label = None, None
+                        yield *image, _choose_label(label, problem)
+                    image, label, problem = None, None, None
                 key = f"{folder}/{stem}"
                 ending = ending.lower()
                 if f".{ending}" in SUFFIXES:
                     if image is not None:
                         raise _ShardError(f"{path} member {member.name}: another image of that name came before")
                     image = (member.name, member.offset_data, member.size)
-                elif ending in _LABELS and member.size <= _MAX_LABEL_BYTES:
+                elif needs_labels and ending in _LABELS and member.size <= _MAX_LABEL_BYTES:
                     content = tar.extractfile(member)
                     assert content is not None
-                    label = _read_label(content.read(), ending, where=f"{path} member {member.name}") or label
+                    try:
+                        label = _read_label(content.read(), ending, where=f"{path} member {member.name}") or label
+                    except _ShardError as error:
+                        problem = error
             if image is not None:
-                yield *image, label
+                yield *image, _choose_label(label, problem)
     except tarfile.TarError as error:
         raise _ShardError(f"{path}: not readable as a tar file without compression: {error}") from error
+
+
+def _choose_label(label: str | None, problem: _ShardError | None) -> str | None:
+    if label is None and problem is not None:
+        raise problem
+    return label
 
 
 def _read_label(content: bytes, ending: str, *, where: str) -> str | None:
@@ -251,7 +262,7 @@ def _read_label(content: bytes, ending: str, *, where: str) -> str | None:
             return text
         fields = parse_json(text)
         value = fields.get("label", fields.get("cls")) if isinstance(fields, dict) else None
-        if value is not None:
+        if value not in (None, ""):
             check_label(value, where=where, field="label")
     except UnicodeDecodeError as error:
         raise _ShardError(f"{where}: not UTF-8 (byte 0x{content[error.start]:02x}); convert the file") from error
@@ -259,4 +270,4 @@ def _read_label(content: bytes, ending: str, *, where: str) -> str | None:
         raise _ShardError(f"{where}: {describe_json_error(error)}") from error
     except ValueError as error:
         raise _ShardError(str(error)) from error
-    return None if value is None else str(value)
+    return None if value is None else str(value) or None

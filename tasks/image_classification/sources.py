@@ -48,7 +48,7 @@ def open_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
     if is_url(source):
         if split is not None:
             raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
-        return read_shards(source)
+        return read_shards(source, needs_labels=split_of != "predict")
     path = Path(source).expanduser()
     is_set = path.is_dir() and any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
     if is_set or _is_on_hub(source):
@@ -67,7 +67,7 @@ def open_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
     if path.suffix in MANIFESTS:
         return _read_manifest(path, fields, needs_labels=split_of != "predict")
     if path.is_dir() or path.suffix == ".tar" or source.endswith("}") or "*" in source:
-        return read_shards(source)
+        return read_shards(source, needs_labels=split_of != "predict")
     raise ValueError(
         f"{source}: expected a folder with one folder for each class, a {', '.join(MANIFESTS)} or .tar file, a data "
         "set, or digits"
@@ -157,6 +157,7 @@ def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
         found = _load_rows(str(path), None, default="train", is_saved=False)
         return _open_data_set(str(path), found, fields=fields, needs_labels=needs_labels)
     has_labels = needs_labels and any(fields.label in row.fields for row in rows)
+    folder = path.parent
     paths: list[Path] = []
     labels: list[str] = []
     for row in rows:
@@ -165,7 +166,7 @@ def _read_manifest(path: Path, fields: Fields, *, needs_labels: bool) -> Images:
             raise ValueError(f"{row.where}: {fields.image} is {describe(name)}: expected the path of an image")
         if has_labels:
             check_label(label, where=row.where, field=fields.label)
-        paths.append(path.parent / name)
+        paths.append(folder / name)
         labels.append(str(label))
     return _open_files(paths, labels if has_labels else None)
 

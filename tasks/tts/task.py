@@ -37,7 +37,7 @@ from lit_fsdp.tasks.tts.parts import check_adapters, check_parts, describe_param
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 from lit_fsdp.tasks.tts.pretrained import check_stored, fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.utterance import Batch
-from lit_fsdp.weights.base_weights import CONFIG, fetch_pretrained
+from lit_fsdp.weights.base_weights import BASE, CONFIG, begin_fingerprint, fetch_pretrained, knows_all_values
 from lit_fsdp.weights.load import init_weights
 
 _MAX_RATIO = 3  # speech of validation is up to this many times as long as what was recorded
@@ -356,10 +356,16 @@ class TextToSpeech(Task):
         return {"pretrained": self.pretrained, "lora": self.lora, "quantization": self.quantization}
 
     @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self.trainer.is_global_zero and self.lora is not None and self.pretrained is not None:
+            begin_fingerprint(self.pretrained)
+
+    @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         if self.trainer.is_global_zero and self.model is not None:
-            if self._files is None:
+            if self._files is None or (BASE in self._files and not knows_all_values(self._files[BASE])):
                 data = getattr(self.trainer, "datamodule", None)
                 self._files = describe_run(self.read_config(), data, **self._origin)
             checkpoint.update(self._files)

@@ -7,9 +7,10 @@ import pytest
 from launches import fork_ranks, main, write_run
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from small_disk import small_disk
 
-from lit_fsdp.reporting.lost_logs import guard_loggers, list_lost_logs, outlive_lost_log
+from lit_fsdp.reporting.lost_logs import check_log_folders, guard_loggers, list_lost_logs, outlive_lost_log
 
 BREAK = """
 import shutil
@@ -42,7 +43,8 @@ def test_a_run_goes_on_without_its_folder_and_says_so(tmp_path: Path, monkeypatc
 def test_a_full_disk_stops_no_logger_and_what_comes_later_is_written(tmp_path: Path) -> None:
     loggers = [TensorBoardLogger(tmp_path, version=0), CSVLogger(tmp_path, version=0, flush_logs_every_n_steps=1)]
     trainer = Trainer(logger=loggers, accelerator="cpu", enable_progress_bar=False)
-    guard_loggers(trainer)
+    guard_loggers(Trainer(logger=loggers, accelerator="cpu", enable_progress_bar=False))
+    guard_loggers(trainer)  # that one is told, and the earlier one no more
     for logger in loggers:
         logger.log_metrics({"loss": 1.0}, step=1)
         logger.save()
@@ -58,6 +60,16 @@ def test_a_full_disk_stops_no_logger_and_what_comes_later_is_written(tmp_path: P
     assert len([w for w in caught if "training goes on" in str(w.message)]) == 1
     assert list_lost_logs(trainer) == ["TensorBoardLogger: File too large", "CSVLogger: File too large"]
     assert "3.0" in Path(loggers[1].log_dir, "metrics.csv").read_text()
+
+
+def test_a_folder_is_asked_of_loggers_that_have_no_other(tmp_path: Path) -> None:
+    class Remote(DummyLogger):
+        save_dir = str(tmp_path / "file" / "x")
+
+    (tmp_path / "file").touch()
+    check_log_folders(Trainer(logger=Remote(), accelerator="cpu"))
+    with pytest.raises(ValueError, match=r"^logger: CSVLogger cannot write to \S+: \S+file is no folder: choose"):
+        check_log_folders(Trainer(logger=CSVLogger(Remote.save_dir), accelerator="cpu"))
 
 
 def test_what_is_no_matter_of_files_ends_a_run_as_before(tmp_path: Path) -> None:

@@ -1,18 +1,27 @@
 """Configurations of models: what a model reads is taken, what none could be made of is refused with its setting."""
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from adapter_training import SIZES
+from training import Rows, build_task, build_trainer, save_model
 
+from lit_fsdp import FSDP2Strategy
+from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.checkpoint.reader import open_checkpoint
 from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.tasks import CausalLM
 from lit_fsdp.tasks.causal_lm.model import build_model
 from lit_fsdp.tasks.pretrained import explain_build_errors, make_config
-from lit_fsdp.weights.base_weights import fetch_pretrained
+from lit_fsdp.weights.base_weights import BASE, fetch_pretrained
+from lit_fsdp.weights.safetensors_io import sample_fingerprint
+from ranks import run_ranks
 
 TINY = {
     "vocab_size": 64,
@@ -146,3 +155,42 @@ def test_what_is_no_folder_of_a_model_is_not_looked_for_on_the_hub(tmp_path: Pat
     line = f"model: got '{'a' * 40}'...: File name too long" if is_named_too_long else f"model: got '{path}': no folder"
     with pytest.raises(ValueError, match=re.escape(line)):
         fetch_pretrained(name, "model")
+
+
+def train_while_the_base_is_read(folder: Path, out: Path) -> None:
+    """Train adapters over a base that is not read before the run ends, and resume; every rank notes what it reads."""
+    may_read = threading.Event()
+
+    def read(_: Path) -> str:
+        (out / f"read by {dist.get_rank()}").touch()
+        assert may_read.wait(60)
+        return "xxh3:all"
+
+    def fit(ckpt_path: Path | None = None, **options: Any) -> pl.Trainer:
+        task = build_task(folder, lora=LoRA(r=4))
+        trainer = build_trainer(FSDP2Strategy(), max_steps=1, **options)
+        trainer.fit(task, Rows(67, 2), ckpt_path=ckpt_path)
+        return trainer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lit_fsdp.weights.base_weights.compute_fingerprint", read)
+        patch.setattr("lit_fsdp.weights.base_weights._PATIENCE_S", 0.01)
+        trainer = fit()
+        assert [path.name for path in out.iterdir()] == ["read by 0"]  # from the start on, and no save has begun yet
+        dist.barrier()
+        trainer.save_checkpoint(out / "early.ckpt")
+        may_read.set()
+        patch.setattr("lit_fsdp.weights.base_weights._PATIENCE_S", 60)
+        trainer.save_checkpoint(out / "late.ckpt")
+        found = [open_checkpoint(out / name).meta[BASE]["fingerprint"] for name in ("early.ckpt", "late.ckpt")]
+        assert found == [sample_fingerprint(folder), "xxh3:all"]
+        dist.barrier()
+        fit(out / "late.ckpt")
+        assert (out / f"read by {dist.get_rank()}").exists()  # none waits for another in a collective
+        fit(out / "early.ckpt")
+
+
+def test_no_checkpoint_and_no_collective_waits_for_the_base_of_adapters_to_be_read(tmp_path: Path) -> None:
+    folder, out = save_model(tmp_path / "base", **SIZES), tmp_path / "out"
+    out.mkdir()
+    run_ranks(train_while_the_base_is_read, folder, out)

@@ -1,6 +1,8 @@
 """A model is told from others by all of its values, and from a copy of itself by nothing."""
 
+import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lit_fsdp.weights.base_weights import describe_base, is_base
-from lit_fsdp.weights.safetensors_io import sample_fingerprint
+from lit_fsdp.weights.base_weights import begin_fingerprint, describe_base, is_base, knows_all_values
+from lit_fsdp.weights.safetensors_io import compute_fingerprint, sample_fingerprint
 
 ROWS = 512
 
@@ -73,12 +75,24 @@ def test_without_a_cache_it_is_computed_each_time(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    base = save(tmp_path / "base", tensors)
+    base = tmp_path / "base"
+    base.mkdir()
+    names = {name: f"{i}.safetensors" for i, name in enumerate(tensors)}
+    for name, part in names.items():
+        save_file({name: tensors[name]}, base / part)
+    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     (tmp_path / "file").touch()
     monkeypatch.setenv("LIT_FSDP_CACHE", str(tmp_path / "file"))
     fingerprint = describe_base(str(base), None)["fingerprint"]
-    assert "its digest cannot be kept" in caplog.text
+    (said,) = caplog.messages  # of three files
+    assert said.startswith(f"{tmp_path / 'file'}: the digests of a model cannot be kept")
     monkeypatch.setenv("LIT_FSDP_CACHE", str(tmp_path / "cache"))
+    assert is_base(fingerprint, base)
+
+    def fail_elsewhere(*_: object) -> None:  # in the process that this one has waited for
+        raise ValueError("OSError: gone")
+
+    monkeypatch.setattr("lit_fsdp.weights.safetensors_io.compute_once", fail_elsewhere)
     assert is_base(fingerprint, base)
 
 
@@ -90,5 +104,28 @@ def test_the_fingerprint_of_an_earlier_release_is_compared_by_samples_which_is_s
     with caplog.at_level(logging.WARNING):
         assert is_base(fingerprint, base)
     (line,) = caplog.messages
-    assert line.endswith("compared by samples of its weights only: the checkpoint is of an earlier release")
+    assert "compared by samples of its weights only: the checkpoint is of an earlier release" in line
     assert not is_base(fingerprint, save(tmp_path / "other", {**tensors, "a": tensors["a"] + 1}))
+
+
+def test_what_takes_long_to_read_is_known_by_samples_until_it_is_read(
+    tensors: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, is_read = save(tmp_path / "base", tensors), threading.Event()
+    known = describe_base(str(base), None)
+
+    def read_slowly(folder: Path) -> str:
+        assert is_read.wait(60)
+        return compute_fingerprint(folder)
+
+    monkeypatch.setattr("lit_fsdp.weights.base_weights.compute_fingerprint", read_slowly)
+    monkeypatch.setattr("lit_fsdp.weights.base_weights._PATIENCE_S", 0.01)
+    begun = begin_fingerprint(str(base))
+    try:
+        first = describe_base(str(base), None)
+    finally:
+        is_read.set()
+    assert first == {**known, "fingerprint": sample_fingerprint(base)}
+    assert (knows_all_values(first), knows_all_values(known)) == (False, True)
+    begun.result(60)
+    assert describe_base(str(base), None) == known

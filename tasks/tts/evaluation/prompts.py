@@ -8,7 +8,8 @@ from pathlib import Path
 
 from lit_fsdp.tasks.row_files import describe, describe_json_error, parse_json, read_lines
 
-_LINES, _ROWS = (".txt", ""), ".jsonl"
+_ROWS = ".jsonl"
+_OTHERS = (".csv", ".tsv", ".json", ".parquet", ".arrow", ".xlsx")  # no line of which is a text to speak
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,8 @@ def read_prompts(path: Path, setting: str = "predict") -> list[PromptRow]:
         ValueError: It cannot be read, or a row has no text.
     """
     path = path.expanduser()
-    if path.suffix not in (*_LINES, _ROWS):
+    suffix = path.suffix.lower()
+    if suffix in _OTHERS:
         raise ValueError(f"{setting}: {path}: expected lines of text in a .txt file, or rows in a {_ROWS} file")
     rows = []
     for i, line, problem in read_lines(path, f"{setting}: {path}"):
@@ -39,7 +41,7 @@ def read_prompts(path: Path, setting: str = "predict") -> list[PromptRow]:
             raise ValueError(f"{setting}: {path} line {i}: {problem}")
         if line.strip():
             where = f"{setting}: {path} line {i}"
-            rows.append(_parse(line, where) if path.suffix == _ROWS else PromptRow(text=line.strip()))
+            rows.append(_parse(line, where) if suffix == _ROWS else PromptRow(text=line.strip()))
     return rows
 
 

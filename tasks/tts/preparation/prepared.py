@@ -162,7 +162,7 @@ def read_rows(source: str | Path) -> list[PreparedRow]:
     rows = [parse_row(row.fields, row.where) for row in stored]
     if not rows:
         raise ValueError(f"{source}: its files have no rows; see rejects.jsonl there for the reasons")
-    _check_same_sizes(rows)
+    _check_same_sizes(rows, "codebooks", lambda row: row.codes.shape[1])
     if path.is_dir():
         _check_finished(path, len(rows))
     return rows
@@ -183,29 +183,29 @@ def _check_finished(folder: Path, num_rows: int) -> None:
         raise ValueError(f"{folder}: has {num_rows} rows of {num_prepared} that were prepared; {again}")
 
 
-def _check_same_sizes(rows: Iterable[PreparedRow]) -> None:
+def _check_same_sizes(rows: Iterable[PreparedRow], what: str, measure: Callable[[PreparedRow], int]) -> None:
     """Refuse rows that were made with models of different sizes, of which no mean and no batch can be made."""
-    first: dict[str, tuple[int, str]] = {}
-    for row in rows:
-        for name, size in (
-            ("codebooks", row.codes.shape[1]),
-            ("numbers in speaker_embedding", len(row.speaker_embedding)),
-        ):
-            known, where = first.setdefault(name, (size, row.where)) if size else (0, "")
-            if size != known:
-                raise ValueError(
-                    f"{row.where}: has {size} {name}, {where} has {known}: expected as many in each row: prepare them "
-                    "all with one model"
-                )
+    sizes = ((row.where, measure(row)) for row in rows)
+    first, known = next(sizes, ("", 0))
+    for where, size in sizes:
+        if size != known:
+            raise ValueError(
+                f"{where}: has {size} {what}, {first} has {known}: expected as many in each row: prepare them all with "
+                "one model"
+            )
 
 
 def average_speakers(rows: Sequence[PreparedRow]) -> dict[str, NDArray[np.float32]]:
     """Return one embedding for each speaker: the mean over all its rows, added up in float32 or better.
 
     In bfloat16, as the official script would have it, the sum of some hundred rows stops growing.
+
+    Raises:
+        ValueError: They have different sizes.
     """
+    given = [row for row in rows if len(row.speaker_embedding)]
+    _check_same_sizes(given, "numbers in speaker_embedding", lambda row: len(row.speaker_embedding))
     found: dict[str, list[NDArray[np.float32]]] = defaultdict(list)
-    for row in rows:
-        if len(row.speaker_embedding):
-            found[row.speaker].append(row.speaker_embedding)
+    for row in given:
+        found[row.speaker].append(row.speaker_embedding)
     return {name: np.asarray(np.stack(g).mean(axis=0, dtype=np.float64), np.float32) for name, g in found.items()}

@@ -8,6 +8,7 @@ import pytest
 
 from lit_fsdp.tasks.causal_lm.data import TextData
 from lit_fsdp.tasks.causal_lm.tokenizer import TrainTokenizer, train_tokenizer
+from lit_fsdp.tasks.row_files import read_csv
 
 GOOD = '{"text": "good"}\n'
 CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}\n'
@@ -218,3 +219,18 @@ def test_a_text_file_is_one_document_or_one_a_line_or_one_a_paragraph(
 ) -> None:
     (tmp_path / "x.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\n\n\nthree\n")
     assert read_all(str(tmp_path / "x.txt"), tokenizer, tmp_path / "c", txt_documents=txt_documents) == expected
+
+
+def test_one_column_of_a_table_may_have_any_name_and_lines_that_are_no_text_are_found_late(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('"text; or not"\n\n"one, two"\nthree\n')
+    assert [(row.where, row.fields) for row in read_csv(tmp_path / "a.csv")] == [
+        (f"{tmp_path / 'a.csv'} line 3", {"text; or not": "one, two"}),
+        (f"{tmp_path / 'a.csv'} line 4", {"text; or not": "three"}),
+    ]
+    (tmp_path / "b.csv").write_bytes(b"text\n" + b"one\n" * 100_000 + b"\xe4\n")
+    *rows, last = read_csv(tmp_path / "b.csv")
+    assert {row.problem for row in rows} == {None}
+    assert (last.where, last.problem) == (
+        f"{tmp_path / 'b.csv'} line 100002",
+        "not UTF-8 (byte 0xe4 at column 1); convert the file",
+    )

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,8 @@ def test_every_kind_of_pixel_becomes_rgb(mode: str, tmp_path: Path) -> None:
         ({"a/0.png": "", "1.png": ""}, ".", r"holds images beside folders of classes, such as 1\.png"),
         ({"t.csv": "file,label\nx.png,a\n"}, "t.csv", r"has no column 'image', but file, label; set image_field"),
         ({"t.csv": "image;label\nx.png;a\n"}, "t.csv", r"t\.csv line 1: the columns are separated by semicolons"),
+        ({"t.csv": 'image;label\n"x.png";"a"\n'}, "t.csv", r"t\.csv line 1: the columns are separated by semicolons"),
+        ({"t.csv": "image,label\n\na.png\n"}, "t.csv", r"t\.csv line 3: has 1 fields, the header has 2; quote"),
         ({"t.csv": "image\tlabel\nx.png\ta\n"}, "t.csv", r"t\.csv line 1: the columns are separated by tabs: save it"),
         ({"t.csv": "image,label\nx.png,\n"}, "t.csv", r"t\.csv line 2: label is missing"),
         ({"t.jsonl": '{"image": 3}\n'}, "t.jsonl", r"line 1: image is a number \(3\): expected the path"),
@@ -286,3 +289,28 @@ def test_pipes_and_links_to_nothing_are_no_sources(tmp_path: Path) -> None:
         find(tmp_path / "pipe.csv")
     with pytest.raises(ValueError, match=r"link\.csv: is a link to gone\.csv, which is not there"):
         find(tmp_path / "link.csv")
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> str:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return str(path)
+
+
+@pytest.mark.parametrize("sidecar", [b'{"label": ["a", "b"]}', b'{"label": true}', b'{"label": ""}', b"\xe4", b"{"])
+def test_what_says_no_class_is_not_needed_where_another_member_does_or_nobody_asks(
+    sidecar: bytes, tmp_path: Path
+) -> None:
+    alone = write_tar(tmp_path / "alone.tar", {"0.png": b"", "0.json": sidecar})
+    assert open_images(alone, split=None, split_of="predict", fields=FIELDS).labels is None
+    if sidecar == b'{"label": ""}':
+        assert find(alone).labels is None
+    else:
+        with pytest.raises(ValueError, match=r"alone\.tar member 0\.json: (label is .*: expected one|not )"):
+            find(alone)
+    for name, order in (("before", ("json", "cls")), ("after", ("cls", "json"))):
+        both = {"0.png": b"", **{f"0.{kind}": sidecar if kind == "json" else b"cat" for kind in order}}
+        assert find(write_tar(tmp_path / f"{name}.tar", both)).labels == ["cat"]

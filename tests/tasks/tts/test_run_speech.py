@@ -117,6 +117,20 @@ def test_a_text_that_cannot_be_spoken_is_named(tmp_path: Path, text: str | bytes
         read_prompts(path)
 
 
+@pytest.mark.parametrize("name", ["p.md", "p.TXT", "p", "p.JSONL", "p.jsonl"])
+def test_texts_are_the_lines_of_a_file_or_the_rows_of_json_lines(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"text": "a"}\n')
+    said = "a" if name.lower().endswith(".jsonl") else '{"text": "a"}'
+    assert read_prompts(tmp_path / name) == [PromptRow(text=said)]
+
+
+@pytest.mark.parametrize("name", ["p.csv", "p.Parquet", "p.json"])
+def test_tables_are_no_texts(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("text\na\n")
+    with pytest.raises(ValueError, match=r"^predict: \S+: expected lines of text in a \.txt file, or rows in"):
+        read_prompts(tmp_path / name)
+
+
 def test_texts_may_hold_breaks_of_other_kinds_and_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text('\ufeff{"text": "a\u2028b"}\r\n{"text": "c"}\r\n', encoding="utf-8")
