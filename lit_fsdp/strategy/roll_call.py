@@ -142,8 +142,8 @@ def get_store(name: str) -> Store:
     return PrefixStore(name, _get_default_store())
 
 
-def share_refusal(line: str, patience_s: float) -> bool:
-    """Tell the other ranks in which line this one ends, and return whether rank 0 ends in the same: that one says it.
+def share_refusal(line: str, patience_s: float, say: Callable[[str], None]) -> bool:
+    """Tell the other ranks in which line this one ends, and return whether it is said: rank 0 says it for all.
 
     False where ranks have no store in common, or lose it: a line that is told twice is better than one that is lost.
     Uses the store of the process group, else that of torchrun's agent.
@@ -151,31 +151,37 @@ def share_refusal(line: str, patience_s: float) -> bool:
     Args:
         line: Of this rank.
         patience_s: How long others wait for rank 0, and rank 0 for them to read.
+        say: Called on rank 0, before the others can know: torchrun ends it as soon as one of them has ended.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     has_group = dist.is_initialized()
     if has_group:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and address and port.isdecimal()
     if world_size == 1 or not (has_group or has_agent) or line in _shared:
         return False
     _shared.append(line)
+    if rank == 0:
+        say(line)
     try:
         if has_group:
             store = get_store("refusals")
         else:
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             name = f"refusals_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # agents may keep earlier ones
-            store = PrefixStore(name, open_store(address, port, rank=rank, timeout_s=patience_s))
+            store = PrefixStore(name, open_store(address, int(port), rank=rank, timeout_s=patience_s))
         if rank == 0:
             store.set("0", line)
-            wait_until(lambda: store.add("readers", 0) >= world_size - 1, patience_s)
-            return False
-        is_told = wait_until(lambda: bool(store.check(["0"])), patience_s) and store.get("0").decode() == line
-        store.add("readers", 1)
+            wait_until(lambda: not store.check(["0"]), patience_s)
+            return True
+        is_told = wait_until(lambda: store.check(["0"]), patience_s) and store.get("0").decode() == line
+        # The last one leaves nothing behind: ranks that start again with the same count would find it.
+        if store.add("readers", 1) == world_size - 1:
+            store.delete_key("readers")
+            store.delete_key("0")
         return is_told
     except (DistError, ValueError, RuntimeError):  # it went with another rank
-        return False
+        return rank == 0
 
 
 def describe_missing(present: Sequence[Presence], world_size: int, timeout_s: float) -> str:

@@ -188,6 +188,18 @@ REAL = [
 
 
 @pytest.mark.slow
+def test_torchrun_ends_with_one_line_where_a_rank_finds_the_same_later_than_the_others() -> None:
+    Path("late.py").write_text(
+        "import os, sys, time\nfrom lit_fsdp.cli.main import main\n"
+        "time.sleep(1.5 if os.environ['RANK'] == '2' else 0)\nsys.exit(main())\n"
+    )
+    options = ["--standalone", "--nproc-per-node=3", "late.py", "fit", "--config=lacking.yaml"]
+    (ended,) = run_processes(["-m", "torch.distributed.run", *options])
+    assert len(ended.errors) == 1, ended.err
+    assert ended.errors[0].startswith("error: --config: 'lacking.yaml' does not exist"), ended.err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "expected"), REAL)
 def test_torchrun_ends_with_that_line(option: str, expected: str) -> None:
     ended = torchrun("fit", "--config=run.yaml", option)

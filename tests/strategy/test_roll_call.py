@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 from launches import find_free_port
 
-from lit_fsdp.strategy.roll_call import Presence, call_roll, describe_difference, describe_missing, open_store, sign_in
+from torch.distributed import TCPStore
+
+from lit_fsdp.strategy.roll_call import (
+    Presence,
+    call_roll,
+    describe_difference,
+    describe_missing,
+    open_store,
+    share_refusal,
+    sign_in,
+)
 
 
 def start_ranks(folder: Path, *ranks: int, world_size: int, port: int, **options: Any) -> list[str]:
@@ -105,6 +115,34 @@ def test_a_port_where_something_else_never_answers_is_refused(tmp_path: Path) ->
     assert (
         (tmp_path / "line").read_text().startswith(f"MASTER_PORT: got {port}: what listens there on 127.0.0.1 is not")
     )
+
+
+def share(folder: Path, port: int, *ranks: int) -> list[bool]:
+    """Let ranks of torchrun, one of them late, end in the same line; return who then found it said."""
+    said = folder / "said"
+
+    def body(rank: int) -> None:
+        own = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in own.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
+        time.sleep(1 if rank == 2 else 0)
+        is_said = share_refusal("the same", 5 if len(ranks) > 1 else 0.3, lambda line: said.write_text(line) and None)
+        (folder / f"{rank}.json").write_text(json.dumps(is_said and said.exists()))
+
+    processes = [get_context("fork").Process(target=body, args=(rank,)) for rank in ranks]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in ranks]
+
+
+def test_the_first_rank_says_the_line_of_all_before_torchrun_can_end_it_for_one_that_ended(tmp_path: Path) -> None:
+    store = TCPStore("127.0.0.1", port := find_free_port(), is_master=True, wait_for_workers=False)
+    assert share(tmp_path, port, 0, 1, 2) == [True, True, True]
+    assert (tmp_path / "said").read_text() == "the same"
+    # The next start, which the store of the agents outlives: here only one has something to say.
+    assert share(tmp_path, port, 1) == [False]
+    assert store.num_keys() <= 2
 
 
 def test_long_lists_of_ranks_are_told_by_host() -> None:

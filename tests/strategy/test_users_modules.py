@@ -486,6 +486,18 @@ def test_ranks_that_run_out_of_data_of_unknown_length_before_others_are_named(
         run(timeout_s=60)
 
 
+def train_twice(out: Path) -> None:
+    """Two runs of a process over streams of one batch, the second of which ends by its steps where one rank has more."""
+    Streamed.rows = {"train": (8, 8), "validation": (8, 8)}
+    train(Streamed, out, True, num_sanity_val_steps=0)
+    Streamed.rows = {"train": (24, 40), "validation": (8, 8)}
+    train(Streamed, out, True, num_sanity_val_steps=0, max_steps=3, max_epochs=-1, limit_val_batches=0)
+
+
+def test_streams_are_compared_anew_in_each_run_and_not_past_its_last_step(tmp_path: Path) -> None:
+    run_ranks(train_twice, tmp_path / "out", timeout_s=60)
+
+
 class Scaled(Plain):
     """Has parameters of no dimension, one of its own and one in a child, used and limited as CLIP's are."""
 
