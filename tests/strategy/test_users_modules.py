@@ -1,6 +1,7 @@
 """What users of Lightning write works under ``FSDP2Strategy`` as under DDP, or is refused."""
 
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -486,16 +487,22 @@ def test_ranks_that_run_out_of_data_of_unknown_length_before_others_are_named(
         run(timeout_s=60)
 
 
-def train_twice(out: Path) -> None:
-    """Two runs of a process over streams of one batch, the second of which ends by its steps where one rank has more."""
-    Streamed.rows = {"train": (8, 8), "validation": (8, 8)}
-    train(Streamed, out, True, num_sanity_val_steps=0)
-    Streamed.rows = {"train": (24, 40), "validation": (8, 8)}
-    train(Streamed, out, True, num_sanity_val_steps=0, max_steps=3, max_epochs=-1, limit_val_batches=0)
+class Late(Streamed):
+    """Begins a batch later on one rank: until then the others find what that rank said last."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.2 * dist.get_rank())
+
+
+def train_again(out: Path) -> None:
+    """Three runs in one process over streams; the last one ends by its steps, where one rank would have more."""
+    for rows, options in (((8, 8), {}), ((8, 8), {}), ((16, 32), {"max_steps": 2, "limit_val_batches": 0})):
+        Streamed.rows = {"train": rows, "validation": (8, 8)}
+        train(Late, out, True, num_sanity_val_steps=0, **options)
 
 
 def test_streams_are_compared_anew_in_each_run_and_not_past_its_last_step(tmp_path: Path) -> None:
-    run_ranks(train_twice, tmp_path / "out", timeout_s=60)
+    run_ranks(train_again, tmp_path / "out", timeout_s=60)
 
 
 class Scaled(Plain):
