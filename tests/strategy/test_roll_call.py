@@ -5,15 +5,17 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launches import find_free_port
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # as in roll_call.py
 
-from torch.distributed import TCPStore
-
+from lit_fsdp.strategy import roll_call
 from lit_fsdp.strategy.roll_call import (
     Presence,
     call_roll,
@@ -22,6 +24,7 @@ from lit_fsdp.strategy.roll_call import (
     open_store,
     share_refusal,
     sign_in,
+    wait_until,
 )
 
 
@@ -143,6 +146,52 @@ def test_the_first_rank_says_the_line_of_all_before_torchrun_can_end_it_for_one_
     # The next start, which the store of the agents outlives: here only one has something to say.
     assert share(tmp_path, port, 1) == [False]
     assert store.num_keys() <= 2
+
+
+def meet(store: Store, rank: int, count: int, timeout_s: float) -> str:
+    """Return whether a rank of torchrun finds the others, or the line it ends with."""
+    try:
+        options: dict[str, Any] = {"world_size": count, "timeout_s": timeout_s, "is_kept": True, "advice": "; nodes"}
+        part = call_roll(store, sign_in(rank, {}), **options)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    part.set(str(rank), "here")
+    return "ok" if wait_until(lambda: part.check([str(r) for r in range(count)]), 10) else "alone"
+
+
+@pytest.fixture
+def fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call is the first one of its process, as after a restart."""
+    monkeypatch.setattr(roll_call, "_calls", repeat(0))
+
+
+@pytest.mark.usefixtures("fresh_processes")
+def test_ranks_that_start_again_do_not_take_what_those_before_them_left() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor() as pool:
+        for _ in range(3):
+            late = [pool.submit(meet, store, rank, 3, 60) for rank in (2, 1)]
+            time.sleep(0.1)  # so they find what the start before has left
+            late.append(pool.submit(meet, store, 0, 3, 60))
+            assert [rank.result() for rank in late] == ["ok"] * 3
+
+
+@pytest.mark.usefixtures("fresh_processes")
+def test_ranks_of_torchrun_name_who_is_missing_and_who_came_twice() -> None:
+    store, host = HashStore(), socket.gethostname()
+    with ThreadPoolExecutor() as pool:
+        lines = list(pool.map(lambda rank: meet(store, rank, 3, 0.5), (0, 2)))
+        assert lines[0] == lines[1]
+        assert f"ranks 0, 2 on {host}; missing: rank 1" in lines[0]
+        assert "; nodes" not in lines[0]  # nobody was there before
+        again = list(pool.map(lambda rank: meet(store, rank, 3, 0.5), (0, 2)))
+        assert again == [f"{lines[0]}; nodes"] * 2
+        twins = list(pool.map(lambda rank: meet(store, rank, 4, 0.5), (1, 1, 0)))
+        assert twins[0].startswith("rank 1 came twice: on ")
+        assert twins == twins[:1] * 3
+        began = time.monotonic()
+        assert "missing: rank 0: " in meet(HashStore(), 1, 2, 0.5)
+        assert time.monotonic() - began < 2
 
 
 def test_long_lists_of_ranks_are_told_by_host() -> None:
