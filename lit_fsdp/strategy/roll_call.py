@@ -37,6 +37,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 _POLL_S = (0.001, 0.1)  # the first pause and the longest
 _GRACE_S = 5.0  # for what takes a moment once its other end is there
+_UNKNOWN_S = 10.0  # until a name that no server knows is taken for wrong
 
 _calls = count()  # of this process: a second run of it must not read the answers of the first
 
@@ -81,7 +82,7 @@ def open_store(address: str, port: int, *, rank: int, timeout_s: float) -> Store
         _stores[place].set_timeout(limit)
         return _stores[place]
     try:
-        socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        _wait_for_name(address, port, timeout_s)
     except (OSError, UnicodeError) as error:
         raise ValueError(
             f"MASTER_ADDR: got {address!r}: {host} knows no host of this name: expected the name or address of the "
@@ -347,6 +348,26 @@ def _listen(port: int) -> int:
             f"MASTER_PORT: got {port}: {why} {socket.gethostname()}, the host of rank 0, "
             f"{'listens there already' if error.errno == errno.EADDRINUSE else 'at that port'}: choose one that is free"
         ) from error
+
+
+def _wait_for_name(address: str, port: int, timeout_s: float) -> None:
+    """Look a name up, again and again: that of a pod or a machine of a cloud is known seconds after it starts."""
+    problem: OSError | None = None
+    began = time.monotonic()
+
+    def is_over() -> bool:
+        nonlocal problem
+        problem = None
+        try:
+            socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            problem = error
+        # A server of names that does not answer may do so later than it would learn of a name.
+        return problem is None or (problem.errno != socket.EAI_AGAIN and time.monotonic() - began > _UNKNOWN_S)
+
+    wait_until(is_over, timeout_s)
+    if problem is not None:
+        raise problem
 
 
 def _wait_for_listener(address: str, port: int, host: str, timeout_s: float) -> None:

@@ -71,10 +71,12 @@ def meet_again(place: Path, rank: int) -> None:
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": place.name}
     os.environ.update({name: str(value) for name, value in own.items()}, TORCHELASTIC_RUN_ID="test")
     options: dict[str, Any] = {"num_nodes": 1, "timeout_s": 30, "start_timeout_s": 10, "facts": {}}
+    kept = []  # as strategies and meshes do
     for _ in range(3):
         init_process_group(TorchElasticEnvironment(), torch.device("cpu"), **options)
         dist.all_reduce(total := torch.ones(()))
         assert total == 2
+        kept.append(dist.group.WORLD)
         dist.destroy_process_group()
     (place / str(rank)).touch()
 

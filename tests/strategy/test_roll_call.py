@@ -90,7 +90,25 @@ def test_rank_0_ends_at_once_when_a_rank_it_started_is_gone(tmp_path: Path) -> N
     assert time.monotonic() - began < 20
 
 
-def test_places_where_nobody_can_meet_are_refused() -> None:
+def test_a_name_that_becomes_known_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    find, asked = socket.getaddrinfo, list[str]()
+
+    def look_up(address: str, *args: Any, **options: Any) -> Any:
+        if address != "pod-0":
+            return find(address, *args, **options)
+        asked.append(address)
+        if len(asked) > 2:
+            return find("127.0.0.1", *args, **options)
+        raise socket.gaierror((socket.EAI_NONAME, socket.EAI_AGAIN)[len(asked) - 1], "not yet")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with pytest.raises(RuntimeError, match=r"nobody listens at MASTER_ADDR pod-0"):
+        open_store("pod-0", find_free_port(), rank=1, timeout_s=0.3)
+    assert len(asked) > 2
+
+
+def test_places_where_nobody_can_meet_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "_UNKNOWN_S", 0.2)
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"MASTER_ADDR: got 'no.such.host.invalid': .* knows no host of this name"):
         open_store("no.such.host.invalid", 29500, rank=1, timeout_s=30)
