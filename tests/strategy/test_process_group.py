@@ -56,7 +56,12 @@ def test_a_run_on_several_nodes_is_checked_before_its_ranks_meet(monkeypatch: py
     met: list[int] = []
     monkeypatch.setattr(process_group, "_init_dist_connection", lambda *_, **__: met.append(1))
     monkeypatch.setattr(process_group, "open_store", lambda *_, **__: HashStore())
-    monkeypatch.setattr(process_group, "call_roll", lambda *_, **__: met.append(0) or HashStore())
+
+    def call_roll(*_: Any, **__: Any) -> HashStore:
+        met.append(0)
+        return HashStore()
+
+    monkeypatch.setattr(process_group, "call_roll", call_roll)
     options: dict[str, Any] = {"environment": LightningEnvironment(), "device": torch.device("cpu"), "timeout_s": 60}
     options |= {"start_timeout_s": 60, "facts": {}}
     with pytest.raises(ValueError, match="set GLOO_SOCKET_IFNAME"):
