@@ -256,7 +256,7 @@ def make_config(settings: Mapping[str, Any]) -> PreTrainedConfig:
         config = AutoConfig.for_model(model_type, **settings)
     except _OF_VALUES as error:
         raise ValueError(_explain_config(settings, error)) from error
-    _check_heads(config)
+    _check_heads(settings, config)
     return config
 
 
@@ -333,9 +333,10 @@ def _check_sizes(settings: Mapping[str, Any], defaults: PreTrainedConfig) -> Non
             raise ValueError(f"config.{name}: got {value}: expected 0 to below 1")
 
 
-def _check_heads(config: PreTrainedConfig) -> None:
+def _check_heads(given: Mapping[str, Any], config: PreTrainedConfig) -> None:
     """Refuse heads and experts that cannot be shared out."""
-    heads, groups = (vars(config).get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    heads, groups = (given.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
+    # Only where both are given: some architectures do not use their default.
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         raise ValueError(
             f"config.num_key_value_heads: got {groups}: the {heads} heads of num_attention_heads share them evenly: "

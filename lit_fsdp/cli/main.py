@@ -160,7 +160,8 @@ def _run_command(args: list[str]) -> int:
 def _report_once(line: str) -> None:
     """Report an error, unless torchrun has started this process and the first of its ranks says the same."""
     is_early = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not is_debugging()
-    if not is_early or not importlib.import_module("lit_fsdp.strategy.roll_call").share_refusal(line, patience_s=5.0):
+    share = importlib.import_module("lit_fsdp.strategy.roll_call").share_refusal if is_early else None
+    if share is None or not share(line, patience_s=5.0, say=report_error):
         report_error(line)
 
 

@@ -466,7 +466,7 @@ class TrainerCLI(LightningCLI):
                 line = self._add_path(line)
             # Before it waits for the ranks it started, which wait for what it says.
             is_lost = _LOST_CONNECTION.search(str(error)) is not None
-            is_told = line is not None and not is_lost and not is_debugging() and share_refusal(line, patience_s=2.0)
+            is_told = line is not None and not is_lost and not is_debugging() and share_refusal(line, 2.0, report_error)
             # Not in a `finally`: ranks that ended well are still leaving their last collective.
             codes = stop_children(self.trainer.strategy.launcher)
             if is_told:

@@ -18,7 +18,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as in roll_call.py
 
-from lit_fsdp.strategy.elastic import leave_old_keys
+from lit_fsdp.strategy.elastic import advise_own_store, check_nodes, has_agent_store, read_command
 from lit_fsdp.strategy.roll_call import call_roll, open_store, sign_in
 
 MAX_TIMEOUT_S = 1e9  # 30 years; torch counts in nanoseconds, of which 64 bits hold 290
@@ -58,9 +58,17 @@ def init_process_group(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # gloo for what is in host memory
     own: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     rank, world_size = environment.global_rank(), environment.world_size()
-    store = open_store(environment.main_address, environment.main_port, rank=rank, timeout_s=start_timeout_s)
-    store = leave_old_keys(store, os.environ, rank=rank, world_size=world_size, timeout_s=start_timeout_s)
-    call_roll(store, sign_in(rank, facts), world_size=world_size, timeout_s=start_timeout_s, find_lost=find_lost)
+    if is_kept := has_agent_store(os.environ):
+        check_nodes(os.environ, read_command(os.getppid()))
+    store = call_roll(
+        open_store(environment.main_address, environment.main_port, rank=rank, timeout_s=start_timeout_s),
+        sign_in(rank, facts),
+        world_size=world_size,
+        timeout_s=start_timeout_s,
+        find_lost=find_lost,
+        is_kept=is_kept,
+        advice=advise_own_store(os.environ),
+    )
     store.set_timeout(timedelta(seconds=timeout_s))
     own["store"] = PrefixStore("default_pg", store)  # as torch does with one that it makes itself
     _init_dist_connection(environment, backend, timeout=timedelta(seconds=timeout_s), **own)

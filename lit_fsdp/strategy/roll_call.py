@@ -2,22 +2,30 @@
 
 Rank 0 has the store, or torchrun's agent does. Every rank signs in there; rank 0 looks who came, compares what they
 start with, and writes the verdict that all others read. So all ranks end with the same line.
+
+Note [Old keys]: the agents of torchrun keep one store through all restarts of their ranks, and torch leaves the keys
+of a process group in it. Ranks that start again find where the earlier ones listened, and fail with
+``connectFullMesh failed`` or hang. The number of the restart is no way out: each agent counts for itself. So rank 0
+offers a name that nobody used before, each rank answers with a word of its own, and the verdict lists these words.
+They meet below that name. Seen in torch 2.13 (pytorch#135712); the name can go when torch does so, the roll call stays.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import count
 from typing import Any
+from uuid import uuid4
 
 import torch.distributed as dist
 
@@ -29,8 +37,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 _POLL_S = (0.001, 0.1)  # the first pause and the longest
 _GRACE_S = 5.0  # for what takes a moment once its other end is there
+_UNKNOWN_S = 10.0  # until a name that no server knows is taken for wrong
 
 _calls = count()  # of this process: a second run of it must not read the answers of the first
+
+_stores: dict[tuple[int, str, int], Store] = {}  # by process, address and port; that of rank 0 listens until it ends
 
 _shared: list[str] = []  # the lines that this process has told the others
 
@@ -44,12 +55,14 @@ class Presence:
         host: Where it is.
         pid: Its process there.
         facts: What has to be the same on all ranks, by name.
+        word: Nobody else's, see Note [Old keys].
     """
 
     rank: int
     host: str
     pid: int
     facts: Mapping[str, str]
+    word: str = field(default_factory=lambda: uuid4().hex)
 
 
 def sign_in(rank: int, facts: Mapping[str, str]) -> Presence:
@@ -58,15 +71,18 @@ def sign_in(rank: int, facts: Mapping[str, str]) -> Presence:
 
 
 def open_store(address: str, port: int, *, rank: int, timeout_s: float) -> Store:
-    """Return the store where ranks meet: that of torchrun's agent, else one that rank 0 has.
+    """Return the store where ranks meet: that of torchrun's agent, else one that rank 0 has. The same for each run.
 
     Raises:
         ValueError: The address is unknown here, or something else has the port.
         RuntimeError: Nobody came to the port in time.
     """
-    host = socket.gethostname()
+    host, limit, place = socket.gethostname(), timedelta(seconds=timeout_s), (os.getpid(), address, port)
+    if place in _stores:
+        _stores[place].set_timeout(limit)
+        return _stores[place]
     try:
-        socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        _wait_for_name(address, port, timeout_s)
     except (OSError, UnicodeError) as error:
         raise ValueError(
             f"MASTER_ADDR: got {address!r}: {host} knows no host of this name: expected the name or address of the "
@@ -80,7 +96,6 @@ def open_store(address: str, port: int, *, rank: int, timeout_s: float) -> Store
         own = {"is_master": True, "master_listen_fd": _listen(port)}
     _wait_for_listener(address, port, host, timeout_s)
     found: list[Store] = []
-    limit = timedelta(seconds=timeout_s)
 
     def connect() -> None:
         with suppress(DistError):
@@ -95,6 +110,7 @@ def open_store(address: str, port: int, *, rank: int, timeout_s: float) -> Store
             f"MASTER_PORT: got {port}: what listens there on {address} is not rank 0 of this run, as {host} sees it: "
             "choose a port that is free"
         )
+    _stores[place] = found[0]
     return found[0]
 
 
@@ -105,7 +121,9 @@ def call_roll(
     world_size: int,
     timeout_s: float,
     find_lost: Callable[[], str | None] = lambda: None,
-) -> None:
+    is_kept: bool = False,
+    advice: str = "",
+) -> Store:
     """Wait until all ranks are here and start with the same; all that are there end alike if not. Takes milliseconds.
 
     Args:
@@ -114,27 +132,25 @@ def call_roll(
         world_size: How many ranks have to come.
         timeout_s: How long rank 0 waits for the others, and they for it.
         find_lost: Asked while rank 0 waits; returns why the wait is in vain, once it is.
+        is_kept: Whether the store may have keys of ranks that are gone.
+        advice: Added to what names missing ranks, where others have started in this store before.
+
+    Returns:
+        The part of the store that only these ranks know, see Note [Old keys].
 
     Raises:
         RuntimeError: Some did not come; names those that did and those that are missing.
         ValueError: They start with different things, or two came as the same rank.
     """
-    store = PrefixStore(f"roll_call_{next(_calls)}", store)
+    store = PrefixStore(f"lit_fsdp/start_{world_size}/{next(_calls)}", store)
     try:
-        if store.add(f"claims/{own.rank}", 1) > 1:
-            other = _read_presence(store, own.rank)
-            where = "elsewhere" if other is None else f"on {other.host} (pid {other.pid})"
-            raise ValueError(
-                f"rank {own.rank} came twice: {where} and on {own.host} (pid {own.pid}): give each process a rank of "
-                "its own, with RANK or NODE_RANK"
-            )
-        store.set(f"present/{own.rank}", json.dumps(asdict(own)))
         if own.rank == 0:
-            _lead(store, own, world_size, timeout_s, find_lost)
+            name = _lead(store, own, world_size, timeout_s, find_lost, advice)
         else:
-            _follow(store, world_size, timeout_s)
+            name = _follow(store, own, world_size, timeout_s, is_kept, advice)
     except DistError as error:  # no answer from the store
         raise RuntimeError(f"the connection to rank 0 was lost while the ranks started ({error})") from error
+    return PrefixStore(f"{name}/run", store)
 
 
 def get_store(name: str) -> Store:
@@ -142,8 +158,8 @@ def get_store(name: str) -> Store:
     return PrefixStore(name, _get_default_store())
 
 
-def share_refusal(line: str, patience_s: float) -> bool:
-    """Tell the other ranks in which line this one ends, and return whether rank 0 ends in the same: that one says it.
+def share_refusal(line: str, patience_s: float, say: Callable[[str], None]) -> bool:
+    """Tell the other ranks in which line this one ends, and return whether it is said: rank 0 says it for all.
 
     False where ranks have no store in common, or lose it: a line that is told twice is better than one that is lost.
     Uses the store of the process group, else that of torchrun's agent.
@@ -151,31 +167,37 @@ def share_refusal(line: str, patience_s: float) -> bool:
     Args:
         line: Of this rank.
         patience_s: How long others wait for rank 0, and rank 0 for them to read.
+        say: Called on rank 0, before the others can know: torchrun ends it as soon as one of them has ended.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     has_group = dist.is_initialized()
     if has_group:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and address and port.isdecimal()
     if world_size == 1 or not (has_group or has_agent) or line in _shared:
         return False
     _shared.append(line)
+    if rank == 0:
+        say(line)
     try:
         if has_group:
             store = get_store("refusals")
         else:
-            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             name = f"refusals_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # agents may keep earlier ones
-            store = PrefixStore(name, open_store(address, port, rank=rank, timeout_s=patience_s))
+            store = PrefixStore(name, open_store(address, int(port), rank=rank, timeout_s=patience_s))
         if rank == 0:
             store.set("0", line)
-            wait_until(lambda: store.add("readers", 0) >= world_size - 1, patience_s)
-            return False
-        is_told = wait_until(lambda: bool(store.check(["0"])), patience_s) and store.get("0").decode() == line
-        store.add("readers", 1)
+            wait_until(lambda: not store.check(["0"]), patience_s)
+            return True
+        is_told = wait_until(lambda: store.check(["0"]), patience_s) and store.get("0").decode() == line
+        # The last one leaves nothing behind: ranks that start again with the same count would find it.
+        if store.add("readers", 1) == world_size - 1:
+            store.delete_key("readers")
+            store.delete_key("0")
         return is_told
     except (DistError, ValueError, RuntimeError):  # it went with another rank
-        return False
+        return rank == 0
 
 
 def describe_missing(present: Sequence[Presence], world_size: int, timeout_s: float) -> str:
@@ -221,12 +243,22 @@ def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-def _lead(store: Store, own: Presence, world_size: int, timeout_s: float, find_lost: Callable[[], str | None]) -> None:
-    present = {own.rank: own}
+def _lead(
+    offers: Store,
+    own: Presence,
+    world_size: int,
+    timeout_s: float,
+    find_lost: Callable[[], str | None],
+    advice: str,
+) -> str:
+    advice = advice if offers.check(["name"]) else ""
+    name, present = uuid4().hex, {own.rank: own}
+    offers.set("name", name)
+    store = PrefixStore(name, offers)
 
     def look() -> bool:
         for rank in range(world_size):
-            if rank not in present and (found := _read_presence(store, rank)) is not None:
+            if rank not in present and (found := _read_presence(store, f"{rank}/1")) is not None:
                 present[rank] = found
         return len(present) == world_size
 
@@ -236,45 +268,72 @@ def _lead(store: Store, own: Presence, world_size: int, timeout_s: float, find_l
         lost.extend(filter(None, [None if (is_complete := look()) else find_lost()]))
         return is_complete or bool(lost)
 
-    if wait_until(look_again, timeout_s) and not lost:
-        difference = describe_difference([present[rank] for rank in sorted(present)])
-        store.set("verdict", json.dumps({"difference": difference}))
-        if difference is not None:
-            _wait_for_readers(store, present)
-            raise ValueError(difference)
-        return
-    line = lost[0] if lost else describe_missing([present[r] for r in sorted(present)], world_size, timeout_s)
-    store.set("verdict", json.dumps({"missing": line}))
-    _wait_for_readers(store, present)
-    raise RuntimeError(line)
+    is_over = wait_until(look_again, timeout_s)
+    came = [present[rank] for rank in sorted(present)]
+    twins = [twin for p in came if (twin := _read_presence(store, f"{p.rank}/2")) is not None]
+    refusal = _describe_twin(twins[0], present[twins[0].rank]) if twins else None
+    failure = None
+    if refusal is None and lost:
+        failure = lost[0]
+    elif refusal is None and not is_over:
+        failure = describe_missing(came, world_size, timeout_s) + advice
+    elif refusal is None:
+        refusal = describe_difference(came)
+    words = [presence.word for presence in [*came, *twins]]
+    store.set("verdict", json.dumps({"words": words, "refusal": refusal, "failure": failure}))
+    if refusal or failure:
+        # The store has to stay until the others know why the run ends.
+        wait_until(lambda: store.add("readers", 0) >= len(words) - 1, _GRACE_S)
+    _raise_verdict(refusal, failure)
+    return name
 
 
-def _follow(store: Store, world_size: int, timeout_s: float) -> None:
-    def is_decided() -> bool:
-        return bool(store.check(["verdict"]))
+def _follow(offers: Store, own: Presence, world_size: int, timeout_s: float, is_kept: bool, advice: str) -> str:
+    text, name = json.dumps(asdict(own)), ""
+    verdict: dict[str, Any] = {"words": []}
+    deadline = time.monotonic() + timeout_s
+    offers.set(f"came/{own.rank}", text)
 
-    # Rank 0 counts from when it came itself.
-    if not wait_until(is_decided, timeout_s) and not (
-        store.check(["present/0"]) and wait_until(is_decided, timeout_s + _GRACE_S)
-    ):
-        present = [p for rank in range(world_size) if (p := _read_presence(store, rank)) is not None]
-        raise RuntimeError(describe_missing(present, world_size, timeout_s))
-    verdict = json.loads(store.get("verdict"))
-    if verdict.get("missing"):
-        store.add("readers", 1)
-        raise RuntimeError(verdict["missing"])
-    if verdict.get("difference"):
-        store.add("readers", 1)
-        raise ValueError(verdict["difference"])
+    def look() -> bool:
+        nonlocal name, verdict, deadline
+        if offers.check(["name"]) and (now := offers.get("name").decode()) != name:
+            # It may be an old one. Rank 0 counts from when it came itself.
+            name, deadline = now, time.monotonic() + timeout_s + _GRACE_S
+            number = offers.add(f"{name}/{own.rank}", 1)
+            offers.set(f"{name}/{own.rank}/{number}", text)
+            if number > 1 and not is_kept:
+                raise ValueError(_describe_twin(own, _read_presence(offers, f"{name}/{own.rank}/1")))
+        if name and offers.check([f"{name}/verdict"]):
+            verdict = json.loads(offers.get(f"{name}/verdict"))
+        return own.word in verdict["words"] or time.monotonic() > deadline
+
+    wait_until(look, math.inf)
+    if own.word not in verdict["words"]:
+        present = [p for rank in range(world_size) if (p := _read_presence(offers, f"came/{rank}")) is not None]
+        raise RuntimeError(describe_missing(present, world_size, timeout_s) + (advice if name else ""))
+    if verdict["refusal"] or verdict["failure"]:
+        offers.add(f"{name}/readers", 1)
+    _raise_verdict(verdict["refusal"], verdict["failure"])
+    return name
 
 
-def _wait_for_readers(store: Store, present: Mapping[int, Presence]) -> None:
-    """Keep the store up until the others know why the run ends."""
-    wait_until(lambda: store.add("readers", 0) >= len(present) - 1, _GRACE_S)
+def _raise_verdict(refusal: str | None, failure: str | None) -> None:
+    if refusal is not None:
+        raise ValueError(refusal)
+    if failure is not None:
+        raise RuntimeError(failure)
 
 
-def _read_presence(store: Store, rank: int) -> Presence | None:
-    return Presence(**json.loads(store.get(key))) if store.check([key := f"present/{rank}"]) else None
+def _describe_twin(own: Presence, other: Presence | None) -> str:
+    where = "elsewhere" if other is None else f"on {other.host} (pid {other.pid})"
+    return (
+        f"rank {own.rank} came twice: {where} and on {own.host} (pid {own.pid}): give each process a rank of its own, "
+        "with RANK or NODE_RANK"
+    )
+
+
+def _read_presence(store: Store, key: str) -> Presence | None:
+    return Presence(**json.loads(store.get(key))) if store.check([key]) else None
 
 
 def _listen(port: int) -> int:
@@ -289,6 +348,26 @@ def _listen(port: int) -> int:
             f"MASTER_PORT: got {port}: {why} {socket.gethostname()}, the host of rank 0, "
             f"{'listens there already' if error.errno == errno.EADDRINUSE else 'at that port'}: choose one that is free"
         ) from error
+
+
+def _wait_for_name(address: str, port: int, timeout_s: float) -> None:
+    """Look a name up, again and again: that of a pod or a machine of a cloud is known seconds after it starts."""
+    problem: OSError | None = None
+    began = time.monotonic()
+
+    def is_over() -> bool:
+        nonlocal problem
+        problem = None
+        try:
+            socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            problem = error
+        # A server of names that does not answer may do so later than it would learn of a name.
+        return problem is None or (problem.errno != socket.EAI_AGAIN and time.monotonic() - began > _UNKNOWN_S)
+
+    wait_until(is_over, timeout_s)
+    if problem is not None:
+        raise problem
 
 
 def _wait_for_listener(address: str, port: int, host: str, timeout_s: float) -> None:

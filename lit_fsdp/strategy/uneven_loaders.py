@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +17,8 @@ from typing_extensions import override
 from lit_fsdp.strategy.lightning_internals import has_no_batch, is_of_unknown_length
 from lit_fsdp.strategy.roll_call import get_store, wait_until
 
+_passes = count()  # of this process over loaders, the same on all ranks: a second fit must not read words of the first
+
 
 class EvenBatches(ParallelStrategy):
     """A strategy that refuses loaders of which one rank has more batches than another.
@@ -24,7 +27,7 @@ class EvenBatches(ParallelStrategy):
     """
 
     timeout_s: float
-    _num_checks = 0  # of the numbers of batches: the same on all ranks
+    _passes: dict[str, int]
 
     @override
     def on_train_start(self) -> None:
@@ -51,8 +54,8 @@ class EvenBatches(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         loop = self._trainer.fit_loop
-        is_last = loop.epoch_loop.batch_progress.is_last_batch
-        self._note_batch("train_dataloader", loop, self._trainer.current_epoch, batch_idx, is_last=is_last)
+        is_last = loop.epoch_loop.batch_progress.is_last_batch and not self._is_last_step
+        self._note_batch("train_dataloader", loop, batch_idx, is_last=is_last, epoch=self._trainer.current_epoch)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -71,17 +74,31 @@ class EvenBatches(ParallelStrategy):
 
     def _note_evaluated(self, name: str, loop: Any) -> None:
         progress = loop.batch_progress
-        self._note_batch(name, loop, self._num_checks, progress.current.ready - 1, is_last=progress.is_last_batch)
+        self._note_batch(name, loop, progress.current.ready - 1, is_last=progress.is_last_batch)
 
-    def _note_batch(self, name: str, loop: Any, run: int, index: int, *, is_last: bool) -> None:
+    def _note_batch(self, name: str, loop: Any, index: int, *, is_last: bool, epoch: int = 0) -> None:
         if self.world_size > 1 and is_of_unknown_length(loop):
-            note_batch(name, run, index, self.timeout_s, is_last=is_last)
+            note_batch(name, (self._passes[name], epoch), index, self.timeout_s, is_last=is_last)
+
+    @property
+    def _is_last_step(self) -> bool:
+        """Whether training ends with the batch that begins, on all ranks: no matter then which of them has more."""
+        trainer, module = self._trainer, self.lightning_module
+        assert module is not None
+        # A rank whose data ends would validate, the others not.
+        if trainer.max_steps < 0 or trainer.enable_validation:
+            return False
+        num_left = trainer.max_steps - trainer.global_step
+        if not module.automatic_optimization:
+            return num_left <= len(trainer.optimizers)  # most often each of them steps once a batch
+        num_begun = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        return num_left <= 1 and num_begun % trainer.accumulate_grad_batches == 0
 
     def _check_even(self, name: str, num_batches: Sequence[int | float], loop: Any) -> None:
         """Refuse loaders of which one rank has more batches: it would wait for others to gather parameters with it."""
-        self._num_checks += 1
         if self.world_size == 1:
             return
+        self._passes = {**getattr(self, "_passes", {}), name: next(_passes)}
         counts: list[Any] = [None] * self.world_size
         dist.all_gather_object(counts, [0] if has_no_batch(loop) else list(num_batches))
         for by_rank in zip(*counts, strict=False):
@@ -103,7 +120,7 @@ class EvenBatches(ParallelStrategy):
         return self._trainer.validate_loop if is_alone else self._trainer.fit_loop.epoch_loop.val_loop
 
 
-def note_batch(name: str, run: int, index: int, timeout_s: float, *, is_last: bool) -> None:
+def note_batch(name: str, run: tuple[int, int], index: int, timeout_s: float, *, is_last: bool) -> None:
     """Tell the other ranks, before a step, which batch this one begins; with the last one, wait for them.
 
     Takes microseconds for all but the last batch. To be called before the step, as ranks that disagree which batch is
@@ -112,7 +129,7 @@ def note_batch(name: str, run: int, index: int, timeout_s: float, *, is_last: bo
 
     Args:
         name: Of the loader, such as ``train_dataloader``.
-        run: Which pass over it this is.
+        run: Which pass over it this is: its number in this process, and the epoch.
         index: Of the batch, from 0.
         timeout_s: How long to wait for the other ranks.
         is_last: Whether the loader of this rank has no more.
@@ -123,7 +140,7 @@ def note_batch(name: str, run: int, index: int, timeout_s: float, *, is_last: bo
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = get_store(f"batches_of_{name}")
-    store.set(str(rank), f"{run} {index} {int(is_last)}")
+    store.set(str(rank), f"{run[0]} {run[1]} {index} {int(is_last)}")
     if not is_last:
         return
     for other in range(world_size):
@@ -133,13 +150,13 @@ def note_batch(name: str, run: int, index: int, timeout_s: float, *, is_last: bo
             if not store.check([str(other)]):
                 return False
             found[:] = [tuple(map(int, store.get(str(other)).split()))]
-            its_run, its_index, has_ended = found[0]
-            return (its_run, its_index) >= (run, index) or (its_run == run and bool(has_ended))
+            *its_run, its_index, has_ended = found[0]
+            return (*its_run, its_index) >= (*run, index) or (tuple(its_run) == run and bool(has_ended))
 
         if not wait_until(has_come, timeout_s):
             raise RuntimeError(f"{name}: rank {other} did not come to batch {index + 1} within timeout_s {timeout_s:g}")
-        _, its_index, has_ended = found[0]
-        if found[0] != (run, index, 1):
+        *_, its_index, has_ended = found[0]
+        if found[0] != (*run, index, 1):
             short, long, count = (other, rank, its_index) if has_ended and its_index < index else (rank, other, index)
             raise ValueError(
                 f"{name}: rank {short} ran out of data after {count + 1} batches, rank {long} has more: sharded models "

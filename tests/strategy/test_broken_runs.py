@@ -32,7 +32,7 @@ CONFIGS = {
     "--trainer.devices=3": "trainer.devices: got 3: torchrun started 2 processes on this node: expected 2",
     "--model.config.vocab_size=260": "model.init_args.config.vocab_size: got 260: the tokenizer has 300 tokens",
     "--model.config.hiden_size=8": "model.init_args.config: hiden_size: no settings of LlamaConfig",
-    "--model.config.hidden_size=33": "model.init_args.config.hidden_size: got 33: The hidden size (33) is not a multiple of",
+    "--model.config.hidden_size=33": "model.init_args.config.hidden_size: got 33: The hidden size (33) is not",
     "--model.config.model_type=lama": "model.init_args.config.model_type: got 'lama': Transformers has no such model",
     "--model.config=null": "model.init_args.pretrained or config: expected one of them",
     "--model.pretrained=lacking": "model.init_args.pretrained or config: expected one of them",
@@ -186,6 +186,18 @@ REAL = [
     ("--data.train=little.jsonl", DATA["little.jsonl"][1]),
     ("--data.train=broken.parquet", DATA["broken.parquet"][1]),
 ]
+
+
+@pytest.mark.slow
+def test_torchrun_ends_with_one_line_where_a_rank_finds_the_same_later_than_the_others() -> None:
+    Path("late.py").write_text(
+        "import os, sys, time\nfrom lit_fsdp.cli.main import main\n"
+        "time.sleep(1.5 if os.environ['RANK'] == '2' else 0)\nsys.exit(main())\n"
+    )
+    options = ["--standalone", "--nproc-per-node=3", "late.py", "fit", "--config=lacking.yaml"]
+    (ended,) = run_processes(["-m", "torch.distributed.run", *options])
+    assert len(ended.errors) == 1, ended.err
+    assert ended.errors[0].startswith("error: --config: 'lacking.yaml' does not exist"), ended.err
 
 
 @pytest.mark.slow

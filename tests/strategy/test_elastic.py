@@ -7,7 +7,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,10 @@ import lightning.pytorch as pl
 import pytest
 from launches import OURS, ROOT, find_free_port, fork_ranks, write_run
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.distributed import HashStore
 
 from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks import Preemption, preemption
-from lit_fsdp.strategy.elastic import agree_on_start, check_nodes
+from lit_fsdp.strategy.elastic import advise_own_store, check_nodes, read_command
 from lit_fsdp.strategy.trainer_settings import choose_accumulation, derive_accumulation
 
 NUM_STEPS = 40
@@ -219,28 +217,6 @@ def test_nodes_and_ranks_that_are_killed_and_come_back_leave_no_trace_in_the_los
     check_losses(truth)
 
 
-def test_ranks_that_start_again_do_not_take_what_those_before_them_left() -> None:
-    store = HashStore()
-    with ThreadPoolExecutor() as pool:
-
-        def agree(rank: int) -> str:
-            return agree_on_start(store, rank=rank, world_size=3, timeout_s=60)
-
-        names = []
-        for _ in range(3):
-            late = [pool.submit(agree, rank) for rank in (2, 1)]
-            time.sleep(0.1)  # so they find what the start before has left
-            late.append(pool.submit(agree, 0))
-            (name,) = {rank.result() for rank in late}
-            names.append(name)
-    assert len(set(names)) == 3
-
-
-def test_ranks_that_do_not_meet_say_what_to_set() -> None:
-    with pytest.raises(RuntimeError, match=r"the 2 ranks .* did not meet .* with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        agree_on_start(HashStore(), rank=0, world_size=2, timeout_s=0.1)
-
-
 def test_a_changing_number_of_nodes_is_refused_with_the_command_that_works() -> None:
     torchrun = ["python", "-m", "torch.distributed.run"]
     message = "start each of them as TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:4 ..."
@@ -252,6 +228,18 @@ def test_a_changing_number_of_nodes_is_refused_with_the_command_that_works() -> 
     for fixed in ("2", "2:2"):
         check_nodes({}, [*torchrun, f"--nnodes={fixed}"])
     check_nodes({}, [])
+    three = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "3"}
+    shared = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in advise_own_store(three | shared)
+    assert advise_own_store(three) == advise_own_store(three | shared | {"GROUP_WORLD_SIZE": "1"}) == ""
+
+
+def test_a_command_line_in_other_letters_is_read() -> None:
+    with subprocess.Popen([b"cat", b"-", b"\xff"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 10
+        while read_command(process.pid) == [""] and time.monotonic() < deadline:
+            time.sleep(0.01)  # until the system knows it
+        assert read_command(process.pid)[:2] == ["cat", "-"]
 
 
 @pytest.mark.parametrize(

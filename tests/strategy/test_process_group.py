@@ -1,11 +1,16 @@
 """A host that other nodes cannot reach by its name is found before ranks wait for each other."""
 
+import os
 import socket
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
+import torch.distributed as dist
+from launches import find_free_port
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from torch.distributed import HashStore
 
 from lit_fsdp.strategy import process_group
@@ -51,7 +56,12 @@ def test_a_run_on_several_nodes_is_checked_before_its_ranks_meet(monkeypatch: py
     met: list[int] = []
     monkeypatch.setattr(process_group, "_init_dist_connection", lambda *_, **__: met.append(1))
     monkeypatch.setattr(process_group, "open_store", lambda *_, **__: HashStore())
-    monkeypatch.setattr(process_group, "call_roll", lambda *_, **__: met.append(0))
+
+    def call_roll(*_: Any, **__: Any) -> HashStore:
+        met.append(0)
+        return HashStore()
+
+    monkeypatch.setattr(process_group, "call_roll", call_roll)
     options: dict[str, Any] = {"environment": LightningEnvironment(), "device": torch.device("cpu"), "timeout_s": 60}
     options |= {"start_timeout_s": 60, "facts": {}}
     with pytest.raises(ValueError, match="set GLOO_SOCKET_IFNAME"):
@@ -60,3 +70,27 @@ def test_a_run_on_several_nodes_is_checked_before_its_ranks_meet(monkeypatch: py
     monkeypatch.setattr(process_group.atexit, "register", lambda _: None)
     init_process_group(num_nodes=1, **options)
     assert met == [0, 1]
+
+
+def meet_again(place: Path, rank: int) -> None:
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": place.name}
+    os.environ.update({name: str(value) for name, value in own.items()}, TORCHELASTIC_RUN_ID="test")
+    options: dict[str, Any] = {"num_nodes": 1, "timeout_s": 30, "start_timeout_s": 10, "facts": {}}
+    kept = []  # as strategies and meshes do
+    for _ in range(3):
+        init_process_group(TorchElasticEnvironment(), torch.device("cpu"), **options)
+        dist.all_reduce(total := torch.ones(()))
+        assert total == 2
+        kept.append(dist.group.WORLD)
+        dist.destroy_process_group()
+    (place / str(rank)).touch()
+
+
+def test_a_process_meets_the_others_again_after_its_process_group_was_destroyed(tmp_path: Path) -> None:
+    (place := tmp_path / str(find_free_port())).mkdir()
+    processes = [get_context("fork").Process(target=meet_again, args=(place, rank)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert len(list(place.iterdir())) == 2

@@ -5,14 +5,27 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launches import find_free_port
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]  # as in roll_call.py
 
-from lit_fsdp.strategy.roll_call import Presence, call_roll, describe_difference, describe_missing, open_store, sign_in
+from lit_fsdp.strategy import roll_call
+from lit_fsdp.strategy.roll_call import (
+    Presence,
+    call_roll,
+    describe_difference,
+    describe_missing,
+    open_store,
+    share_refusal,
+    sign_in,
+    wait_until,
+)
 
 
 def start_ranks(folder: Path, *ranks: int, world_size: int, port: int, **options: Any) -> list[str]:
@@ -77,7 +90,25 @@ def test_rank_0_ends_at_once_when_a_rank_it_started_is_gone(tmp_path: Path) -> N
     assert time.monotonic() - began < 20
 
 
-def test_places_where_nobody_can_meet_are_refused() -> None:
+def test_a_name_that_becomes_known_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    find, asked = socket.getaddrinfo, list[str]()
+
+    def look_up(address: str, *args: Any, **options: Any) -> Any:
+        if address != "pod-0":
+            return find(address, *args, **options)
+        asked.append(address)
+        if len(asked) > 2:
+            return find("127.0.0.1", *args, **options)
+        raise socket.gaierror((socket.EAI_NONAME, socket.EAI_AGAIN)[len(asked) - 1], "not yet")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with pytest.raises(RuntimeError, match=r"nobody listens at MASTER_ADDR pod-0"):
+        open_store("pod-0", find_free_port(), rank=1, timeout_s=0.3)
+    assert len(asked) > 2
+
+
+def test_places_where_nobody_can_meet_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "_UNKNOWN_S", 0.2)
     began = time.monotonic()
     with pytest.raises(ValueError, match=r"MASTER_ADDR: got 'no.such.host.invalid': .* knows no host of this name"):
         open_store("no.such.host.invalid", 29500, rank=1, timeout_s=30)
@@ -105,6 +136,79 @@ def test_a_port_where_something_else_never_answers_is_refused(tmp_path: Path) ->
     assert (
         (tmp_path / "line").read_text().startswith(f"MASTER_PORT: got {port}: what listens there on 127.0.0.1 is not")
     )
+
+
+def share(folder: Path, port: int, *ranks: int) -> list[bool]:
+    """Let ranks of torchrun, one of them late, end in the same line; return who then found it said."""
+    said = folder / "said"
+
+    def body(rank: int) -> None:
+        own = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in own.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
+        time.sleep(1 if rank == 2 else 0)
+        is_said = share_refusal("the same", 5 if len(ranks) > 1 else 0.3, lambda _: said.touch())
+        (folder / f"{rank}.json").write_text(json.dumps(is_said and said.exists()))
+
+    processes = [get_context("fork").Process(target=body, args=(rank,)) for rank in ranks]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in ranks]
+
+
+def test_the_first_rank_says_the_line_of_all_before_torchrun_can_end_it_for_one_that_ended(tmp_path: Path) -> None:
+    store = TCPStore("127.0.0.1", port := find_free_port(), is_master=True, wait_for_workers=False)
+    assert share(tmp_path, port, 0, 1, 2) == [True, True, True]
+    # The next start, which the store of the agents outlives: here only one has something to say.
+    assert share(tmp_path, port, 1) == [False]
+    assert store.num_keys() <= 2
+
+
+def meet(store: Store, rank: int, count: int, timeout_s: float) -> str:
+    """Return whether a rank of torchrun finds the others, or the line it ends with."""
+    try:
+        options: dict[str, Any] = {"world_size": count, "timeout_s": timeout_s, "is_kept": True, "advice": "; nodes"}
+        part = call_roll(store, sign_in(rank, {}), **options)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    part.set(str(rank), "here")
+    return "ok" if wait_until(lambda: part.check([str(r) for r in range(count)]), 10) else "alone"
+
+
+@pytest.fixture
+def fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call is the first one of its process, as after a restart."""
+    monkeypatch.setattr(roll_call, "_calls", repeat(0))
+
+
+@pytest.mark.usefixtures("fresh_processes")
+def test_ranks_that_start_again_do_not_take_what_those_before_them_left() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor() as pool:
+        for _ in range(3):
+            late = [pool.submit(meet, store, rank, 3, 60) for rank in (2, 1)]
+            time.sleep(0.1)  # so they find what the start before has left
+            late.append(pool.submit(meet, store, 0, 3, 60))
+            assert [rank.result() for rank in late] == ["ok"] * 3
+
+
+@pytest.mark.usefixtures("fresh_processes")
+def test_ranks_of_torchrun_name_who_is_missing_and_who_came_twice() -> None:
+    store, host = HashStore(), socket.gethostname()
+    with ThreadPoolExecutor() as pool:
+        lines = list(pool.map(lambda rank: meet(store, rank, 3, 0.5), (0, 2)))
+        assert lines[0] == lines[1]
+        assert f"ranks 0, 2 on {host}; missing: rank 1" in lines[0]
+        assert "; nodes" not in lines[0]  # nobody was there before
+        again = list(pool.map(lambda rank: meet(store, rank, 3, 0.5), (0, 2)))
+        assert again == [f"{lines[0]}; nodes"] * 2
+        twins = list(pool.map(lambda rank: meet(store, rank, 4, 0.5), (1, 1, 0)))
+        assert twins[0].startswith("rank 1 came twice: on ")
+        assert twins == twins[:1] * 3
+        began = time.monotonic()
+        assert "missing: rank 0: " in meet(HashStore(), 1, 2, 0.5)
+        assert time.monotonic() - began < 2
 
 
 def test_long_lists_of_ranks_are_told_by_host() -> None:

@@ -1,6 +1,7 @@
 """What users of Lightning write works under ``FSDP2Strategy`` as under DDP, or is refused."""
 
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -507,6 +508,24 @@ def test_ranks_that_run_out_of_data_of_unknown_length_before_others_are_named(
         return
     with pytest.raises(RankError, match=refusal):
         run(timeout_s=60)
+
+
+class Late(Streamed):
+    """Begins a batch later on one rank: until then the others find what that rank said last."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.2 * dist.get_rank())
+
+
+def train_again(out: Path) -> None:
+    """Three runs in one process over streams; the last one ends by its steps, where one rank would have more."""
+    for rows, options in (((8, 8), {}), ((8, 8), {}), ((16, 32), {"max_steps": 2, "limit_val_batches": 0})):
+        Streamed.rows = {"train": rows, "validation": (8, 8)}
+        train(Late, out, True, num_sanity_val_steps=0, **options)
+
+
+def test_streams_are_compared_anew_in_each_run_and_not_past_its_last_step(tmp_path: Path) -> None:
+    run_ranks(train_again, tmp_path / "out", timeout_s=60)
 
 
 class Scaled(Plain):
