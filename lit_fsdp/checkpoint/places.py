@@ -20,14 +20,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
-from lit_fsdp.checkpoint.manifest import MANIFEST, is_complete
+from lit_fsdp.checkpoint.manifest import is_complete
 from lit_fsdp.checkpoint.remote import Location, RemotePath
 
 LOCK = "writer.lock"
 _HIDDEN = re.compile(r"\.(.+)\.(incomplete|replaced)")
 _SAVE = re.compile(r"save-(\d+)-[0-9a-f]{8}")
 _ABANDONED_S = 86400.0
+_Place = TypeVar("_Place", Path, RemotePath)
 
 
 def name_beside(path: Path) -> Path:
@@ -35,7 +37,7 @@ def name_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.incomplete")
 
 
-def name_replaced(path: Path) -> Path:
+def name_replaced(path: _Place) -> _Place:
     """Return where an older checkpoint goes while a newer one takes its place."""
     return path.with_name(f".{path.name}.replaced")
 
@@ -51,17 +53,7 @@ def get_save_number(save: Location) -> int:
     return int(save.name.split("-")[1])
 
 
-def enter(path: Location) -> Location:
-    """Return the folder that has the files of a checkpoint: its newest complete save, or ``path`` itself.
-
-    Folders of saves are also entered where they were copied to this machine.
-    """
-    if path.is_file() or (path / MANIFEST).is_file():
-        return path
-    return next(filter(is_complete, list_saves(path)), path)
-
-
-def get_place(path: Path) -> Path | None:
+def get_place(path: _Place) -> _Place | None:
     """Return the place that a hidden folder or file is meant for, or comes from; ``None`` if it is neither."""
     found = _HIDDEN.fullmatch(path.name)
     return path.with_name(found[1]) if found else None
@@ -93,7 +85,8 @@ def make_beside(path: Location, save_number: int = 0) -> Location:
 def replace_folder(path: Location, beside: Location) -> None:
     """Let a complete folder take the place of what is there, if anything."""
     if isinstance(path, RemotePath) or isinstance(beside, RemotePath):
-        _remove_older(path, beside)
+        if isinstance(path, RemotePath):
+            remove_older(path, beside, get_save_number(beside))
         return
     old = name_replaced(path)
     if path.is_symlink() or path.is_file():
@@ -104,6 +97,23 @@ def replace_folder(path: Location, beside: Location) -> None:
     beside.rename(path)
     (path / LOCK).unlink(missing_ok=True)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_older(path: RemotePath, newest: Location, number: int | None) -> None:
+    """Remove what a complete save at an address has replaced; leave what was begun after it.
+
+    Args:
+        path: The checkpoint.
+        newest: The folder of the save, or ``path`` itself if it is a single file.
+        number: Of the save; without one, all saves are older.
+    """
+    for inner in list_saves(path):
+        if isinstance(inner, RemotePath) and inner != newest and (number is None or get_save_number(inner) <= number):
+            inner.remove()
+    if newest != path and path.is_file():  # object stores have both, see Note [Remote checkpoints]
+        path.remove_object()
+    if path.has_folders():
+        name_replaced(path).remove()
 
 
 @contextmanager
@@ -148,14 +158,6 @@ def is_being_written(path: Location) -> bool:
         return False
     finally:
         os.close(file)
-
-
-def _remove_older(path: Location, newest: Location) -> None:
-    """Remove what a complete save has replaced; leave what was begun after it."""
-    number = get_save_number(newest)
-    for inner in list_saves(path):
-        if isinstance(inner, RemotePath) and inner != newest and get_save_number(inner) <= number:
-            inner.remove()
 
 
 def _is_claimed(folder: RemotePath) -> bool:

@@ -155,10 +155,10 @@ class RemotePath:
             fs.pipe_file(path, data)
 
     def rename(self, target: RemotePath) -> None:
-        """Copy a small object, and remove it here."""
+        """Copy a small object, or a folder where the store has folders, and remove it here."""
         with _plain_errors(self):
             fs, path = self._open_store()
-            fs.mv(path, target._open_store()[1])
+            fs.mv(path, target._open_store()[1], recursive=self.is_dir())
 
     def remove(self) -> None:
         """Remove the object of this name and all below it; nothing is there is fine."""
@@ -168,6 +168,20 @@ class RemotePath:
                 fs.rm(path, recursive=True)
             except FileNotFoundError:
                 return
+
+    def remove_object(self) -> None:
+        """Remove the object of this name, and nothing below it; nothing is there is fine."""
+        with _plain_errors(self):
+            fs, path = self._open_store()
+            try:
+                fs.rm_file(path)
+            except FileNotFoundError:
+                return
+
+    def has_folders(self) -> bool:
+        """Whether the store has folders, so that no object has the name of one; object stores have none."""
+        with _plain_errors(self):
+            return not isinstance(self._open_store()[0], AsyncFileSystem)
 
     def _get_info(self) -> dict[str, Any] | None:
         with _plain_errors(self):
@@ -245,11 +259,11 @@ def make_folder(folder: Location) -> None:
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
         return
+    if not folder.has_folders():  # s3fs would make a bucket of a misspelt one
+        return
     with _plain_errors(folder):
         fs, path = folder._open_store()
-        # Object stores have none, and s3fs would make a bucket of a misspelt one.
-        if not isinstance(fs, AsyncFileSystem):
-            fs.makedirs(path, exist_ok=True)
+        fs.makedirs(path, exist_ok=True)
 
 
 def check_writable(folder: RemotePath) -> None:

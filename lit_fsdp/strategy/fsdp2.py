@@ -27,8 +27,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lit_fsdp.checkpoint.latest import enter
 from lit_fsdp.checkpoint.manifest import Verify, check_verify
-from lit_fsdp.checkpoint.places import enter, follow
+from lit_fsdp.checkpoint.places import follow
 from lit_fsdp.checkpoint.remote import Location, RemotePath, locate
 from lit_fsdp.checkpoint.sharded import load_checkpoint, read_random_state
 from lit_fsdp.checkpoint.single_file import load_single_file

@@ -17,11 +17,11 @@ from moto.server import ThreadedMotoServer
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lit_fsdp.checkpoint import sharded
-from lit_fsdp.checkpoint.latest import find_last_checkpoint, find_last_number, is_whole, measure_age
+from lit_fsdp.checkpoint import sharded, single_file
+from lit_fsdp.checkpoint.latest import enter, find_last_checkpoint, find_last_number, is_whole, measure_age
 from lit_fsdp.checkpoint.leftovers import tidy_folders
 from lit_fsdp.checkpoint.manifest import MANIFEST
-from lit_fsdp.checkpoint.places import LOCK, enter, list_saves
+from lit_fsdp.checkpoint.places import LOCK, list_saves
 from lit_fsdp.checkpoint.reader import check_checkpoint
 from lit_fsdp.checkpoint.remote import Location, RemotePath, UnreachableError, locate, locate_local
 from lit_fsdp.checkpoint.sharded import load_checkpoint, save_checkpoint
@@ -340,3 +340,64 @@ def test_what_no_store_can_hold_is_refused_in_one_line(tmp_path: Path, monkeypat
         (line,) = ended.errors
         assert line.startswith(f"error: {said}")
         assert sorted(tmp_path.rglob("*")) == before
+
+
+def save_one(path: Location, number: int) -> None:
+    state = {"weight": torch.full((3,), float(number))}
+    save_single_file(path, {"state_dict": state, "global_step": number * 10, "save_number": number})
+
+
+def find(folder: RemotePath) -> tuple[int, bool]:
+    """Return the step that a run goes on from, and whether its checkpoint is a single file."""
+    last = find_last_checkpoint([folder])
+    assert last is not None
+    return measure_age(last).step, enter(last).is_file()
+
+
+def fail(*_: object, **__: object) -> None:
+    raise OSError("killed")
+
+
+@pytest.mark.parametrize("store", ["memory", "s3"])
+def test_a_change_of_the_format_goes_on_from_the_newest(
+    store: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder: RemotePath = request.getfixturevalue(store)
+    path = folder / "last.ckpt"
+    save_one(path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded, "write_manifest", fail)
+        with pytest.raises(OSError, match="killed"):
+            save(path, 2)
+    assert find(folder) == (10, True)
+    save(path, 3)
+    assert find(folder) == (30, False)
+    assert read(path) == 3
+    assert not path.is_file()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fail)
+        with pytest.raises(UnreachableError, match="killed"):
+            save_one(path, 4)
+    assert find(folder) == (30, False)
+    save_one(path, 5)
+    assert find(folder) == (50, True)
+    assert count_objects(folder) == 1  # nothing of what was replaced is left
+
+
+def test_where_a_store_holds_both_formats_the_higher_number_counts(
+    s3: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = s3 / "last.ckpt"
+    save_one(path, 1)
+    with monkeypatch.context() as patch:  # killed before the older one is removed
+        patch.setattr(sharded, "replace_folder", lambda *_: None)
+        patch.setattr(single_file, "remove_older", lambda *_: None)
+        save(path, 2)
+        assert find(s3) == (20, False)
+        save_one(path, 3)
+    assert path.is_file()
+    assert len(list_saves(path)) == 1
+    assert find(s3) == (30, True)
+    tidy_folders([s3], print)
+    assert find(s3) == (30, True)
+    assert count_objects(s3) == 1
