@@ -18,12 +18,16 @@ from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 from fsspec.registry import get_filesystem_class, known_implementations
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
@@ -129,7 +133,7 @@ class RemotePath:
                 make_folder(self.parent)
                 stream: IO[Any] = fs.open(path, "wb")
             else:
-                stream = fs.open(path, mode, block_size=_READ_BYTES)
+                stream = io.BufferedReader(_Reading(self, fs.open(path, mode, block_size=_READ_BYTES)))
         return stream
 
     @contextmanager
@@ -195,6 +199,53 @@ class RemotePath:
         # fsspec keeps one for each process; not kept here, as one of before a fork cannot be used after it.
         fs, path = url_to_fs(self.url)
         return fs, path
+
+
+class _Reading(io.RawIOBase):
+    """A stream that fails with ``UnreachableError``: what reads archives takes an ``OSError`` for their end.
+
+    It fails with it again when it is closed: torch makes another error of the first one, seen in 2.13 to 2.15.
+    """
+
+    def __init__(self, path: RemotePath, stream: IO[bytes]) -> None:
+        self._path = path
+        self._stream = stream
+        self._failure: UnreachableError | None = None
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        view = memoryview(buffer).cast("B")
+        try:
+            with _plain_errors(self._path):
+                data = self._stream.read(len(view))
+        except UnreachableError as error:
+            self._failure = error
+            raise
+        view[: len(data)] = data
+        return len(data)
+
+    @override
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        try:
+            return self._stream.seek(offset, whence)
+        except ValueError as error:  # before the beginning, where files raise this
+            raise OSError(errno.EINVAL, str(error)) from error
+
+    @override
+    def close(self) -> None:
+        if not self.closed:
+            self._stream.close()
+            super().close()
+            if self._failure is not None:
+                raise self._failure
 
 
 Location: TypeAlias = Path | RemotePath

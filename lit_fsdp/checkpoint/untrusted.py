@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.manifest import LocationFileSystem
-from lit_fsdp.checkpoint.remote import Location, RemotePath
+from lit_fsdp.checkpoint.remote import Location, RemotePath, UnreachableError
 from lit_fsdp.weights.file_names import check_names
 
 METADATA = ".metadata"
@@ -62,6 +62,7 @@ def load_plain(file: Location | IO[bytes], name: Location | str, *, is_mapped: b
 
     Raises:
         ValueError: It holds something else, whose code would have to run, or is damaged.
+        UnreachableError: A store failed.
     """
     if isinstance(file, RemotePath):
         with file.open("rb") as stream:
@@ -70,6 +71,8 @@ def load_plain(file: Location | IO[bytes], name: Location | str, *, is_mapped: b
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")  # an error follows, where it matters
             return torch.load(file, map_location="cpu", mmap=is_mapped, weights_only=True)
+    except UnreachableError:
+        raise
     except OSError as error:
         raise ValueError(f"{name}: {error.strerror}; choose another checkpoint") from error
     except Exception as error:  # pickles and archives that are damaged, or made to be, raise anything
@@ -100,6 +103,8 @@ def read_metadata(path: Location) -> Metadata:
     try:
         with (path / METADATA).open("rb") as file:
             metadata = _make_metadata(_Unpickler(file).load())
+    except UnreachableError:
+        raise
     except OSError as error:
         raise ValueError(f"{path / METADATA}: {error.strerror}; choose another checkpoint") from error
     except _ForeignError as error:
@@ -124,7 +129,7 @@ def load_state(path: Location, metadata: Metadata, state: dict[str, Any], *, no_
 
     Raises:
         ValueError: It is damaged, or holds what is neither a tensor nor a plain value; on all ranks.
-        RuntimeError: The disk failed.
+        RuntimeError: The disk or store failed.
     """
     no_dist = not dist.is_initialized() if no_dist is None else no_dist
     try:
@@ -133,7 +138,7 @@ def load_state(path: Location, metadata: Metadata, state: dict[str, Any], *, no_
             load(state, storage_reader=_Reader(path, metadata), planner=_Planner(path), no_dist=no_dist)
     except CheckpointException as error:  # a BaseException: no `except Exception` would see it
         rank, (cause, _) = min(error.failures.items())
-        kind = RuntimeError if isinstance(cause, OSError) else ValueError
+        kind = RuntimeError if isinstance(cause, OSError | UnreachableError) else ValueError
         raise kind(f"{path} could not be read: rank {rank}: {_shorten(cause)}; choose another checkpoint") from error
 
 

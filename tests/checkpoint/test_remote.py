@@ -6,12 +6,14 @@ import pickle
 import signal
 import subprocess
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFile
 from launches import Ended, fork_ranks, write_run
 from moto.server import ThreadedMotoServer
 from torch import nn
@@ -401,3 +403,33 @@ def test_where_a_store_holds_both_formats_the_higher_number_counts(
     tidy_folders([s3], print)
     assert find(s3) == (30, True)
     assert count_objects(s3) == 1
+
+
+def test_a_store_that_fails_is_not_taken_for_a_checkpoint_that_is_cut_short(
+    memory: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_one(memory / "step=10.ckpt", 1)
+    save_one(memory / "step=20.ckpt", 2)
+    folder = memory / "other" / "step=30.ckpt"
+    save(folder, 3)
+    (memory / "tiny.ckpt").write_bytes(b"x")
+    assert find(memory) == (20, True)
+    failing = ""
+    num_left = 0
+
+    def read_some(self: MemoryFile, size: int = -1) -> bytes:
+        nonlocal num_left
+        num_left -= self.path.endswith(failing)
+        if self.path.endswith(failing) and num_left < 0:
+            raise OSError("503 slow down")
+        return BytesIO.read(self, size)
+
+    monkeypatch.setattr(MemoryFile, "read", read_some)
+    for num_reads in range(6):  # in the search for its end, and further in
+        failing, num_left = "step=20.ckpt", num_reads
+        with pytest.raises(UnreachableError, match=r"step=20\.ckpt: 503 slow down"):
+            find_last_checkpoint([memory])
+    for name in (".metadata", "meta.pt", "__0_0.distcp"):
+        failing, num_left = name, 1 if name == "__0_0.distcp" else 0
+        with pytest.raises(RuntimeError, match="503 slow down"):
+            read(folder)
