@@ -19,7 +19,7 @@ from lit_fsdp.checkpoint.places import (
     name_replaced,
     replace_folder,
 )
-from lit_fsdp.checkpoint.remote import Location, RemotePath
+from lit_fsdp.checkpoint.remote import Location, RemotePath, leave_what_stays
 
 
 def tidy_folders(folders: Iterable[Location], report: Callable[[str], None]) -> None:
@@ -37,7 +37,8 @@ def tidy_folders(folders: Iterable[Location], report: Callable[[str], None]) -> 
                 _tidy_saves(checkpoint, report)
             for replaced in folder.glob(".*.ckpt.replaced"):
                 if (place := get_place(replaced)) is not None and is_whole(place):
-                    replaced.remove()
+                    with leave_what_stays(replaced):
+                        replaced.remove()
             continue
         places = {place for path in folder.glob(".*.ckpt.*") if (place := get_place(path)) is not None}
         for place in sorted(places):
@@ -63,12 +64,14 @@ def _tidy_saves(checkpoint: RemotePath, report: Callable[[str], None]) -> None:
     newest = enter(checkpoint)
     for save in list_saves(checkpoint):
         if isinstance(save, RemotePath) and save != newest and not is_being_written(save):
-            whole = is_complete(save)
-            save.remove()
-            if not whole:
-                report(f"{save}: a save that was interrupted: removed")
+            with leave_what_stays(save):
+                whole = is_complete(save)
+                save.remove()
+                if not whole:
+                    report(f"{save}: a save that was interrupted: removed")
     if newest != checkpoint and checkpoint.is_file():
-        checkpoint.remove_object()
+        with leave_what_stays(checkpoint):
+            checkpoint.remove_object()
 
 
 def _tidy_place(place: Path, report: Callable[[str], None]) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lit_fsdp.checkpoint.manifest import is_complete
-from lit_fsdp.checkpoint.remote import Location, RemotePath
+from lit_fsdp.checkpoint.remote import Location, RemotePath, leave_what_stays
 
 LOCK = "writer.lock"
 _HIDDEN = re.compile(r"\.(.+)\.(incomplete|replaced)")
@@ -102,18 +102,23 @@ def replace_folder(path: Location, beside: Location) -> None:
 def remove_older(path: RemotePath, newest: Location, number: int | None) -> None:
     """Remove what a complete save at an address has replaced; leave what was begun after it.
 
+    What the store does not let go of stays, with a warning: the save is complete all the same.
+
     Args:
         path: The checkpoint.
         newest: The folder of the save, or ``path`` itself if it is a single file.
         number: Of the save; without one, all saves are older.
     """
-    for inner in list_saves(path):
-        if isinstance(inner, RemotePath) and inner != newest and (number is None or get_save_number(inner) <= number):
-            inner.remove()
-    if newest != path and path.is_file():  # object stores have both, see Note [Remote checkpoints]
-        path.remove_object()
-    if path.has_folders():
-        name_replaced(path).remove()
+    with leave_what_stays(path):
+        for inner in list_saves(path):
+            is_older = number is None or get_save_number(inner) <= number
+            if isinstance(inner, RemotePath) and inner != newest and is_older:
+                with leave_what_stays(inner):
+                    inner.remove()
+        if newest != path and path.is_file():  # object stores have both, see Note [Remote checkpoints]
+            path.remove_object()
+        if path.has_folders():
+            name_replaced(path).remove()
 
 
 @contextmanager
@@ -124,7 +129,8 @@ def claim(path: Location) -> Iterator[None]:
         try:
             yield
         finally:
-            path.remove()
+            with leave_what_stays(path):
+                path.remove()
         return
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:

@@ -12,6 +12,7 @@ import errno
 import io
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -161,8 +162,13 @@ class RemotePath:
     def rename(self, target: RemotePath) -> None:
         """Copy a small object, or a folder where the store has folders, and remove it here."""
         with _plain_errors(self):
-            fs, path = self._open_store()
-            fs.mv(path, target._open_store()[1], recursive=self.is_dir())
+            (fs, path), (_, new) = self._open_store(), target._open_store()
+            if self.has_folders():
+                fs.mv(path, new, recursive=self.is_dir())
+                return
+            fs.copy(path, new)
+        with leave_what_stays(self):
+            self.remove_object()
 
     def remove(self) -> None:
         """Remove the object of this name and all below it; nothing is there is fine."""
@@ -356,6 +362,24 @@ def _import_store(scheme: str, text: str) -> None:
         # Other ranks write what this one lists, and Lightning keeps stores of its own.
         for name in kind.protocol if isinstance(kind.protocol, tuple | list) else [kind.protocol]:
             fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
+
+
+def discard(path: RemotePath) -> None:
+    """Remove a checkpoint at an address, if the store lets go of it, else warn."""
+    with leave_what_stays(path):
+        path.remove()
+
+
+@contextmanager
+def leave_what_stays(path: RemotePath) -> Iterator[None]:
+    """Go on with a warning where a store does not remove what nobody needs any more."""
+    try:
+        yield
+    except UnreachableError as error:
+        warnings.warn(
+            f"{path} could not be tidied, and takes space until a later save or start removes what is left: {error}",
+            stacklevel=4,
+        )
 
 
 @contextmanager

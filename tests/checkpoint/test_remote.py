@@ -13,12 +13,13 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFile
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from launches import Ended, fork_ranks, write_run
 from moto.server import ThreadedMotoServer
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from lit_fsdp import FSDP2Strategy
 from lit_fsdp.checkpoint import sharded, single_file
 from lit_fsdp.checkpoint.latest import enter, find_last_checkpoint, find_last_number, is_whole, measure_age
 from lit_fsdp.checkpoint.leftovers import tidy_folders
@@ -433,3 +434,33 @@ def test_a_store_that_fails_is_not_taken_for_a_checkpoint_that_is_cut_short(
         failing, num_left = name, 1 if name == "__0_0.distcp" else 0
         with pytest.raises(RuntimeError, match="503 slow down"):
             read(folder)
+
+
+def test_a_store_that_removes_nothing_keeps_no_save_from_being_complete(
+    memory: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = memory / "last.ckpt"
+    save(path, 1)
+
+    remove = MemoryFileSystem.rm
+
+    def refuse(self: MemoryFileSystem, path: str, **options: Any) -> None:
+        if not path.endswith(".tmp"):  # of torch, which renames it
+            raise OSError("503 slow down")
+        remove(self, path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "rm", refuse)
+        with pytest.warns(UserWarning, match=r"save-1-.* could not be tidied.*: 503 slow down"):
+            save(path, 2)
+        assert read(path) == 2
+        with pytest.warns(UserWarning, match=r"save-1-.* could not be tidied.*: 503 slow down"):
+            tidy_folders([memory], print)
+        with pytest.warns(UserWarning, match=r"last\.ckpt could not be tidied"):
+            FSDP2Strategy().remove_checkpoint(str(path))  # type: ignore[arg-type]  # Lightning keeps texts
+        with pytest.raises(UnreachableError, match="503 slow down"):  # what has to work still has to
+            path.remove()
+    assert len(list_saves(path)) == 2
+    save(path, 3)
+    (only,) = list_saves(path)
+    assert not (only / LOCK).exists()
