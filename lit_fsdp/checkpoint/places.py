@@ -4,8 +4,9 @@ Note [Claims]: rank 0 holds a lock on a file for as long as it writes: ``writer.
 single-file checkpoint itself. The kernel lets go of it when the process dies, however it dies. So what nobody holds
 was left by a killed process. A file that is still empty is left alone: its writer may be about to lock it.
 
-Stores at an address have no locks: there the file says on which machine which process writes. What another machine
-writes is taken for abandoned only when nothing was added to it for a day. See also Note [Remote checkpoints].
+Stores at an address have no locks: there the file says on which machine which process writes, and when that process
+began, as a container that restarts has the same names and numbers again. What another machine writes is taken for
+abandoned only when nothing was added to it for a day. See also Note [Remote checkpoints].
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def remove_older(path: RemotePath, newest: Location, number: int | None) -> None
 def claim(path: Location) -> Iterator[None]:
     """Hold the lock on a file, which is created, see Note [Claims]. Without a lock, it stays empty."""
     if isinstance(path, RemotePath):
-        path.write_bytes(f"{socket.gethostname()} {os.getpid()}\n".encode())
+        path.write_bytes(f"{socket.gethostname()} {os.getpid()} {_read_start(os.getpid())}\n".encode())
         try:
             yield
         finally:
@@ -168,10 +169,10 @@ def is_being_written(path: Location) -> bool:
 
 def _is_claimed(folder: RemotePath) -> bool:
     try:
-        host, _, process = (folder / LOCK).read_text().partition(" ")
+        host, process, start = [*(folder / LOCK).read_text().split(), "", "", ""][:3]
     except FileNotFoundError:
         return False
-    if host != socket.gethostname() or not process.strip().isdecimal():
+    if host != socket.gethostname() or not process.isdecimal():
         written_ns = max((inner.get_written_ns() for inner in folder.glob("*")), default=0)
         return time.time() - written_ns / 1e9 < _ABANDONED_S
     try:
@@ -179,5 +180,15 @@ def _is_claimed(folder: RemotePath) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
-    return True
+        pass  # somebody else's, but alive
+    return start == _read_start(int(process))
+
+
+def _read_start(process: int) -> str:
+    """Return what tells a process from an earlier one of the same number; nothing where the system has no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # The name, which is in brackets, may have spaces; the 22nd value is the time since the boot.
+        return f"{boot}/{Path(f'/proc/{process}/stat').read_text().rpartition(')')[2].split()[19]}"
+    except OSError:
+        return ""

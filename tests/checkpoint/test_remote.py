@@ -24,7 +24,7 @@ from lit_fsdp.checkpoint import sharded, single_file
 from lit_fsdp.checkpoint.latest import enter, find_last_checkpoint, find_last_number, is_whole, measure_age
 from lit_fsdp.checkpoint.leftovers import tidy_folders
 from lit_fsdp.checkpoint.manifest import MANIFEST
-from lit_fsdp.checkpoint.places import LOCK, list_saves
+from lit_fsdp.checkpoint.places import LOCK, claim, list_saves
 from lit_fsdp.checkpoint.reader import check_checkpoint
 from lit_fsdp.checkpoint.remote import Location, RemotePath, UnreachableError, locate, locate_local
 from lit_fsdp.checkpoint.sharded import load_checkpoint, save_checkpoint
@@ -102,16 +102,23 @@ def test_leftovers_of_dead_writers_go_at_a_start_and_those_of_living_ones_stay(
     dead = subprocess.Popen(["true"])
     dead.wait()
     host = os.uname().nodename
-    claims = {2: f"{host} {dead.pid}\n", 3: f"{host} {os.getpid()}\n", 4: "another-host 1\n", 5: None}
-    for number, claim in claims.items():
+    with claim(memory / "own"):
+        own = (memory / "own").read_text()
+    assert own.startswith(f"{host} {os.getpid()} ")
+    boot, _, began = own.split()[2].partition("/")
+    # Of a container that was started again, with the same numbers: before the machine was booted, and since.
+    restarted = own.replace(boot, "another-boot"), own.replace(began, f"{int(began) - 1}")
+    claims = {2: f"{host} {dead.pid} {boot}/{began}\n", 3: own, 4: "another-host 1 x\n", 5: None}
+    claims |= {6: restarted[0], 7: restarted[1]}
+    for number, said_by in claims.items():
         folder = path / f"save-{number}-0000000{number}"
         (folder / "__0_0.distcp").write_bytes(b"a part")
-        if claim is not None:
-            (folder / LOCK).write_bytes(claim.encode())
+        if said_by is not None:
+            (folder / LOCK).write_bytes(said_by.encode())
     said: list[str] = []
     tidy_folders([memory, memory / "missing"], said.append)
     assert [save.name[:6] for save in list_saves(path)] == ["save-4", "save-3", "save-1"]
-    assert sorted(line.split(": ")[1] for line in said) == ["a save that was interrupted"] * 2
+    assert sorted(line.split(": ")[1] for line in said) == ["a save that was interrupted"] * 4
     monkeypatch.setattr("lit_fsdp.checkpoint.places._ABANDONED_S", -1.0)
     tidy_folders([memory], said.append)
     assert [save.name[:6] for save in list_saves(path)] == ["save-3", "save-1"]
