@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
-_READ_BYTES = 1 << 25  # what is asked for at once
+_READ_BYTES = 1 << 25  # what is asked for ahead, where all is read
 
 
 class UnreachableError(RuntimeError):
@@ -126,15 +126,22 @@ class RemotePath:
                 return 0
         return int(modified.timestamp() * 1e9) if isinstance(modified, datetime) else 0
 
-    def open(self, mode: str) -> IO[Any]:
-        """Open an object, ``rb`` or ``wb``. What was written is there when it is closed, whole or not."""
+    def open(self, mode: str, wanted_bytes: int = _READ_BYTES) -> IO[Any]:
+        """Open an object, ``rb`` or ``wb``. What was written is there when it is closed, whole or not.
+
+        Args:
+            mode: One of them.
+            wanted_bytes: How much will be read, where that is known: stores are asked for no more ahead.
+        """
         with _plain_errors(self):
             fs, path = self._open_store()
             if mode == "wb":
                 make_folder(self.parent)
                 stream: IO[Any] = fs.open(path, "wb")
             else:
-                stream = io.BufferedReader(_Reading(self, fs.open(path, mode, block_size=_READ_BYTES)))
+                stream = io.BufferedReader(
+                    _Reading(self, fs.open(path, mode, block_size=min(wanted_bytes, _READ_BYTES)))
+                )
         return stream
 
     @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any, TypeVar
@@ -28,8 +29,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.futures import Future
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.manifest import LocationFileSystem
@@ -186,13 +188,22 @@ class _Reader(FileSystemReader):
 
     def __init__(self, path: Location, metadata: Metadata) -> None:
         super().__init__(path.name)
-        self.fs = LocationFileSystem()
+        self.fs = self._files = LocationFileSystem()
         self.path: Any = path
         self._metadata = metadata
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        places = [self._metadata.storage_data[item.storage_index] for item in plan.items]
+        wanted = Counter[str]()
+        for place in places:
+            wanted[place.relative_path] += place.length
+        self._files.wanted_bytes = wanted
+        return super().read_data(plan, planner)
 
 
 class _Planner(DefaultLoadPlanner):

@@ -16,6 +16,7 @@ import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from launches import Ended, fork_ranks, write_run
 from moto.server import ThreadedMotoServer
+from s3fs.core import S3File
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -471,3 +472,31 @@ def test_a_store_that_removes_nothing_keeps_no_save_from_being_complete(
     save(path, 3)
     (only,) = list_saves(path)
     assert not (only / LOCK).exists()
+
+
+def test_reading_one_tensor_after_another_takes_little_more_than_their_bytes(
+    s3: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = s3 / "last.ckpt"
+    state = {f"{i}": torch.full((50_000,), float(i)) for i in range(20)}
+    num_bytes = sum(value.nbytes for value in state.values())
+    save_checkpoint(path, {"state_dict": state}, meta={})
+    folder = enter(path)
+    metadata = read_metadata(folder)
+    asked: list[int] = []
+    fetch = S3File._fetch_range
+
+    def count(self: Any, start: int, end: int) -> bytes:
+        asked.append(end - start)
+        return bytes(fetch(self, start, end))
+
+    monkeypatch.setattr(S3File, "_fetch_range", count)
+    for name, value in state.items():  # as export does
+        found = torch.zeros_like(value)
+        load_state(folder, metadata, {f"state_dict.{name}": found}, no_dist=True)
+        assert torch.equal(found, value)
+    assert sum(asked) < 4 * num_bytes
+    asked.clear()
+    everything = {f"state_dict.{name}": torch.zeros_like(value) for name, value in state.items()}
+    load_state(folder, metadata, everything, no_dist=True)
+    assert len(asked) <= 3  # as a resume does
