@@ -13,7 +13,7 @@ from typing import Any
 from torch.serialization import skip_data
 
 from lit_fsdp.checkpoint.manifest import MANIFEST, is_complete, read_position
-from lit_fsdp.checkpoint.places import get_place, get_save_number, is_being_written, list_saves
+from lit_fsdp.checkpoint.places import get_save_number, is_being_written, is_hidden, list_saves
 from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.checkpoint.untrusted import load_plain
 
@@ -142,7 +142,7 @@ def _measure_written_ns(entry: Location) -> int:
 
 def _list_entries(folder: Location) -> list[Location]:
     """Return what may be a checkpoint; of hidden names only what is whole and has no living writer."""
-    hidden = (e for e in folder.glob(".*.ckpt.*") if get_place(e) is not None)
+    hidden = (e for e in folder.glob(".*.ckpt.*") if is_hidden(e))
     shown = (e for e in folder.glob("*.ckpt") if not e.name.startswith("."))
     return [*shown, *(e for e in hidden if is_whole(e) and not is_being_written(e))]
 

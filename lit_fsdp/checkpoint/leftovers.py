@@ -36,7 +36,7 @@ def tidy_folders(folders: Iterable[Location], report: Callable[[str], None]) -> 
             for checkpoint in folder.glob("*.ckpt"):
                 _tidy_saves(checkpoint, report)
             for replaced in folder.glob(".*.ckpt.replaced"):
-                if (place := get_place(replaced)) is not None and is_whole(place):
+                if (newer := get_place(replaced)) is not None and is_whole(newer):
                     with leave_what_stays(replaced):
                         replaced.remove()
             continue

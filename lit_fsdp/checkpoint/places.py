@@ -54,6 +54,11 @@ def get_save_number(save: Location) -> int:
     return int(save.name.split("-")[1])
 
 
+def is_hidden(path: Location) -> bool:
+    """Whether it lies beside its place, see ``get_place``."""
+    return _HIDDEN.fullmatch(path.name) is not None
+
+
 def get_place(path: _Place) -> _Place | None:
     """Return the place that a hidden folder or file is meant for, or comes from; ``None`` if it is neither."""
     found = _HIDDEN.fullmatch(path.name)

@@ -4,6 +4,10 @@ Note [Remote checkpoints]: object stores have no rename and no locks, and what i
 it is whole. So a checkpoint at an address is a folder of folders, ``<name>.ckpt/save-<number>-<token>``: each save
 makes a new one, with the manifest last. The newest that is complete is the checkpoint; older ones are removed once
 it is. A run that is killed at any moment leaves the older one as it was.
+
+A checkpoint in a single file is one object, ``<name>.ckpt``. Object stores can hold both under one name: the higher
+number of a save counts, and each removes the other kind when it is complete. Stores with folders cannot: there the
+older one lies beside it until then, under a hidden name.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_HERE = ("file", "local")  # schemes of this machine
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
 _READ_BYTES = 1 << 25  # what is asked for ahead, where all is read
 
@@ -279,14 +284,17 @@ def locate(given: str | os.PathLike[str] | RemotePath) -> Location:
     found = _ADDRESS.fullmatch(text)
     if found is None:
         if mangled := _find_mangled(text):
+            wanted = "" if mangled in _HERE else f"a str with {mangled}:// in front, or "
             raise ValueError(
-                f"got {text!r}, where an address was taken for a path: expected a str with {mangled}:// in front, or "
-                "for a folder of this machine no scheme"
+                f"got {text!r}, where an address was taken for a path: expected {wanted}for a folder of this machine "
+                "no scheme"
             )
         return Path(text)
-    scheme, rest = found[1], found[2].rstrip("/")
-    if scheme in ("file", "local"):
-        raise ValueError(f"got {text!r}: this machine: expected the path alone, without {scheme}://")
+    scheme, rest = found[1].lower(), found[2].rstrip("/")
+    if scheme in _HERE:
+        if not found[2].startswith("/"):
+            raise ValueError(f"got {text!r}: expected the path alone, or {scheme}:// and a path from the root on")
+        return Path(found[2])
     _import_store(scheme, text)
     if not rest.strip("/"):
         raise ValueError(f"got {text!r}: expected an address with a name, such as {scheme}://bucket/run")
@@ -307,6 +315,8 @@ def locate_local(given: str | os.PathLike[str] | RemotePath) -> Path:
 
 def describe_local_only(given: str) -> str:
     """Return what is wrong with an address where only a path of this machine can be."""
+    if (found := _ADDRESS.fullmatch(given)) is not None and found[1].lower() in _HERE:
+        return f"got {given!r}: expected the path alone, without {found[1]}://"
     return (
         f"got {given!r}: only checkpoints can lie at an address (dirpath of ModelCheckpoint, ckpt_path): expected a "
         "folder or file of this machine"
@@ -346,9 +356,11 @@ def check_writable(folder: RemotePath) -> None:
 
 def _find_mangled(text: str) -> str | None:
     """Return the scheme of ``s3:/bucket``, which is what a path makes of an address."""
-    for part in Path(text).parts:
-        if part.endswith(":") and part[:-1] in known_implementations and not Path(part).exists():
-            return part[:-1]
+    path = Path(text)
+    for folder in (path, *path.parents):
+        scheme = folder.name.removesuffix(":")
+        if scheme != folder.name and scheme in known_implementations and not folder.exists():
+            return scheme
     return None
 
 

@@ -188,7 +188,8 @@ def test_what_cannot_be_written_to_is_refused_before_the_first_step(
     [
         ("foo://bucket/x", "fsspec knows no scheme 'foo'"),
         ("gcs://bucket/x", "gcsfs"),
-        ("file:///tmp/x", "without file://"),
+        ("file://tmp/x", "expected the path alone, or file:// and a path from the root"),
+        ("/here/file:/tmp/x", "expected for a folder of this machine no scheme"),
         ("s3:/bucket/x", "taken for a path"),
         ("/here/memory:/x", "taken for a path"),
         ("simplecache::s3://bucket/x", "without ::"),
@@ -202,7 +203,13 @@ def test_what_is_no_address_is_refused_and_never_a_folder(given: str, said: str)
 
 def test_paths_and_addresses_are_told_apart(tmp_path: Path) -> None:
     assert locate("memory://a/b/") == RemotePath("memory://a/b")
+    assert locate("MEMORY://a/B") == RemotePath("memory://a/B")
     assert locate("odd:name/x") == Path("odd:name/x")
+    assert locate("file:///a/b") == locate("FILE:///a/b") == Path("/a/b")
+    (tmp_path / "data:").mkdir()  # fsspec has a scheme of this name
+    assert locate(tmp_path / "data:" / "run") == tmp_path / "data:" / "run"
+    with pytest.raises(ValueError, match="without file://"):  # Lightning would make a folder of its name
+        locate_local("file:///a/b")
     with pytest.raises(TypeError):
         Path(RemotePath("memory://a"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="only checkpoints can lie at an address"):
@@ -319,6 +326,16 @@ def test_single_files_lie_there_too(s3: RemotePath, tmp_path: Path, monkeypatch:
     assert sorted(p.name for p in s3.glob("*")) == ["epoch=0-step=4.ckpt", "last.ckpt"]
     assert read_single_file(s3 / "last.ckpt", "full")["global_step"] == 4
     assert list(tmp_path.rglob("*.ckpt")) == []
+
+
+@pytest.mark.full
+def test_file_addresses_are_folders_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_remote_run(tmp_path, RemotePath(f"FILE://{tmp_path}/kept"))
+    check_ended(fork_ranks("fit", "--config", "run.yaml", "--trainer.max_steps=2", ranks=1))
+    check_ended(fork_ranks("fit", "--config", "run.yaml", f"--ckpt_path=file://{tmp_path}/kept/last.ckpt", ranks=1))
+    assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["epoch=0-step=4.ckpt", "last.ckpt"]
+    assert list(tmp_path.rglob("*:*")) == []
 
 
 REFUSED = (
