@@ -23,16 +23,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 from fsspec.registry import get_filesystem_class, known_implementations
-from typing_extensions import override
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+from typing_extensions import Buffer, override
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _HERE = ("file", "local")  # schemes of this machine
@@ -239,7 +236,7 @@ class _Reading(io.RawIOBase):
         return True
 
     @override
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
+    def readinto(self, buffer: Buffer, /) -> int:
         view = memoryview(buffer).cast("B")
         try:
             with _plain_errors(self._path):
