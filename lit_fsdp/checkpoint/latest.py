@@ -13,7 +13,7 @@ from typing import Any
 from torch.serialization import skip_data
 
 from lit_fsdp.checkpoint.manifest import MANIFEST, is_complete, read_position
-from lit_fsdp.checkpoint.places import enter, get_place, get_save_number, is_being_written, list_saves
+from lit_fsdp.checkpoint.places import get_save_number, is_being_written, is_hidden, list_saves
 from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.checkpoint.untrusted import load_plain
 
@@ -87,10 +87,25 @@ def describe_interruption(folders: Iterable[Location]) -> str:
     return f"interrupted: --ckpt_path last goes on from {path}"
 
 
+def enter(path: Location) -> Location:
+    """Return what holds the files of a checkpoint: its newest complete save, or ``path`` itself.
+
+    Folders of saves are also entered where they were copied to this machine. Where an object store has a single file
+    of the same name too, the higher number counts.
+    """
+    if (isinstance(path, Path) and path.is_file()) or (path / MANIFEST).is_file():
+        return path
+    newest = next(filter(is_complete, list_saves(path)), None)
+    if newest is None:
+        return path
+    single = _read_single_file(path)
+    return path if single is not None and single[0] > get_save_number(newest) else newest
+
+
 def measure_age(entry: Location) -> Age:
     """Return how old a checkpoint is, whole or not."""
     folder = enter(entry)
-    position = read_position(folder) if folder.is_dir() else _read_single_file(entry)
+    position = read_position(folder) if folder.is_dir() else _read_single_file(folder)
     name = entry.name if isinstance(entry, RemotePath) else os.path.basename(os.path.realpath(entry))  # noqa: PTH119  of a link to itself
     if position is None and (saves := list_saves(entry)):
         position = get_save_number(saves[0]), None  # it is not complete
@@ -104,7 +119,8 @@ def measure_age(entry: Location) -> Age:
 def is_whole(entry: Location) -> bool:
     """Whether a folder has all its files, or a single file its end."""
     # A single file is what torch.save writes, with the table of its contents last.
-    return is_complete(enter(entry)) if entry.is_dir() else entry.is_file() and has_end(entry)
+    found = enter(entry)
+    return is_complete(found) if found.is_dir() else found.is_file() and has_end(found)
 
 
 def has_end(path: Location) -> bool:
@@ -126,7 +142,7 @@ def _measure_written_ns(entry: Location) -> int:
 
 def _list_entries(folder: Location) -> list[Location]:
     """Return what may be a checkpoint; of hidden names only what is whole and has no living writer."""
-    hidden = (e for e in folder.glob(".*.ckpt.*") if isinstance(e, Path) and get_place(e) is not None)
+    hidden = (e for e in folder.glob(".*.ckpt.*") if is_hidden(e))
     shown = (e for e in folder.glob("*.ckpt") if not e.name.startswith("."))
     return [*shown, *(e for e in hidden if is_whole(e) and not is_being_written(e))]
 

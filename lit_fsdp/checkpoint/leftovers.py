@@ -1,4 +1,7 @@
-"""What killed saves left: put back in place if it is complete, else removed, as it has the size of a checkpoint."""
+"""What saves find in their place, and what killed ones left.
+
+The latter is put back in place if it is complete, else removed, as it has the size of a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from lit_fsdp.checkpoint.latest import is_whole, measure_age
+from lit_fsdp.checkpoint.latest import enter, is_whole, measure_age
 from lit_fsdp.checkpoint.manifest import is_complete
 from lit_fsdp.checkpoint.places import (
     get_place,
@@ -16,7 +19,7 @@ from lit_fsdp.checkpoint.places import (
     name_replaced,
     replace_folder,
 )
-from lit_fsdp.checkpoint.remote import Location, RemotePath
+from lit_fsdp.checkpoint.remote import Location, RemotePath, leave_what_stays
 
 
 def tidy_folders(folders: Iterable[Location], report: Callable[[str], None]) -> None:
@@ -32,22 +35,43 @@ def tidy_folders(folders: Iterable[Location], report: Callable[[str], None]) -> 
         if isinstance(folder, RemotePath):
             for checkpoint in folder.glob("*.ckpt"):
                 _tidy_saves(checkpoint, report)
+            for replaced in folder.glob(".*.ckpt.replaced"):
+                if (newer := get_place(replaced)) is not None and is_whole(newer):
+                    with leave_what_stays(replaced):
+                        replaced.remove()
             continue
         places = {place for path in folder.glob(".*.ckpt.*") if (place := get_place(path)) is not None}
         for place in sorted(places):
             _tidy_place(place, report)
 
 
+def make_room(path: RemotePath, *, is_folder: bool) -> None:
+    """Move a file aside that lies where a folder is to be written, or the other way, if the store cannot hold both.
+
+    ``find_last_checkpoint`` finds it there until ``remove_older`` removes it.
+    """
+    if not path.has_folders() or not (path.is_file() if is_folder else path.is_dir()):
+        return
+    if is_whole(path):
+        name_replaced(path).remove()
+        path.rename(name_replaced(path))
+    else:  # what was moved aside before is all there is
+        path.remove()
+
+
 def _tidy_saves(checkpoint: RemotePath, report: Callable[[str], None]) -> None:
     """Leave the newest complete save at an address, and those that somebody may still write."""
-    has_newest = False
+    newest = enter(checkpoint)
     for save in list_saves(checkpoint):
-        whole = is_complete(save)
-        if isinstance(save, RemotePath) and not (whole and not has_newest) and not is_being_written(save):
-            save.remove()
-            if not whole:
-                report(f"{save}: a save that was interrupted: removed")
-        has_newest |= whole
+        if isinstance(save, RemotePath) and save != newest and not is_being_written(save):
+            with leave_what_stays(save):
+                whole = is_complete(save)
+                save.remove()
+                if not whole:
+                    report(f"{save}: a save that was interrupted: removed")
+    if newest != checkpoint and checkpoint.is_file():
+        with leave_what_stays(checkpoint):
+            checkpoint.remove_object()
 
 
 def _tidy_place(place: Path, report: Callable[[str], None]) -> None:

@@ -31,12 +31,19 @@ class FileEntry(TypedDict):
 
 
 class LocationFileSystem(FileSystem):
-    """What ``torch.distributed.checkpoint`` opens files with, here or at an address."""
+    """What ``torch.distributed.checkpoint`` opens files with, here or at an address.
+
+    ``wanted_bytes`` has how much will be read of files, by name, where that is known.
+    """
+
+    def __init__(self) -> None:
+        self.wanted_bytes: dict[str, int] = {}
 
     @contextmanager
     @override
     def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
-        with path.open(mode) as stream:
+        wanted = self.wanted_bytes.get(path.name) if isinstance(path, RemotePath) else None
+        with path.open(mode) if wanted is None else path.open(mode, wanted) as stream:
             yield stream
 
     @override
@@ -67,6 +74,7 @@ class ChecksumFileSystem(LocationFileSystem):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.files: dict[str, FileEntry] = {}
 
     @contextmanager

@@ -4,8 +4,9 @@ Note [Claims]: rank 0 holds a lock on a file for as long as it writes: ``writer.
 single-file checkpoint itself. The kernel lets go of it when the process dies, however it dies. So what nobody holds
 was left by a killed process. A file that is still empty is left alone: its writer may be about to lock it.
 
-Stores at an address have no locks: there the file says on which machine which process writes. What another machine
-writes is taken for abandoned only when nothing was added to it for a day. See also Note [Remote checkpoints].
+Stores at an address have no locks: there the file says on which machine which process writes, and when that process
+began, as a container that restarts has the same names and numbers again. What another machine writes is taken for
+abandoned only when nothing was added to it for a day. See also Note [Remote checkpoints].
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
-from lit_fsdp.checkpoint.manifest import MANIFEST, is_complete
-from lit_fsdp.checkpoint.remote import Location, RemotePath
+from lit_fsdp.checkpoint.manifest import is_complete
+from lit_fsdp.checkpoint.remote import Location, RemotePath, leave_what_stays
 
 LOCK = "writer.lock"
 _HIDDEN = re.compile(r"\.(.+)\.(incomplete|replaced)")
 _SAVE = re.compile(r"save-(\d+)-[0-9a-f]{8}")
 _ABANDONED_S = 86400.0
+_Place = TypeVar("_Place", Path, RemotePath)
 
 
 def name_beside(path: Path) -> Path:
@@ -35,7 +38,7 @@ def name_beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.incomplete")
 
 
-def name_replaced(path: Path) -> Path:
+def name_replaced(path: _Place) -> _Place:
     """Return where an older checkpoint goes while a newer one takes its place."""
     return path.with_name(f".{path.name}.replaced")
 
@@ -51,17 +54,12 @@ def get_save_number(save: Location) -> int:
     return int(save.name.split("-")[1])
 
 
-def enter(path: Location) -> Location:
-    """Return the folder that has the files of a checkpoint: its newest complete save, or ``path`` itself.
-
-    Folders of saves are also entered where they were copied to this machine.
-    """
-    if path.is_file() or (path / MANIFEST).is_file():
-        return path
-    return next(filter(is_complete, list_saves(path)), path)
+def is_hidden(path: Location) -> bool:
+    """Whether it lies beside its place, see ``get_place``."""
+    return _HIDDEN.fullmatch(path.name) is not None
 
 
-def get_place(path: Path) -> Path | None:
+def get_place(path: _Place) -> _Place | None:
     """Return the place that a hidden folder or file is meant for, or comes from; ``None`` if it is neither."""
     found = _HIDDEN.fullmatch(path.name)
     return path.with_name(found[1]) if found else None
@@ -93,7 +91,8 @@ def make_beside(path: Location, save_number: int = 0) -> Location:
 def replace_folder(path: Location, beside: Location) -> None:
     """Let a complete folder take the place of what is there, if anything."""
     if isinstance(path, RemotePath) or isinstance(beside, RemotePath):
-        _remove_older(path, beside)
+        if isinstance(path, RemotePath):
+            remove_older(path, beside, get_save_number(beside))
         return
     old = name_replaced(path)
     if path.is_symlink() or path.is_file():
@@ -106,15 +105,38 @@ def replace_folder(path: Location, beside: Location) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def remove_older(path: RemotePath, newest: Location, number: int | None) -> None:
+    """Remove what a complete save at an address has replaced; leave what was begun after it.
+
+    What the store does not let go of stays, with a warning: the save is complete all the same.
+
+    Args:
+        path: The checkpoint.
+        newest: The folder of the save, or ``path`` itself if it is a single file.
+        number: Of the save; without one, all saves are older.
+    """
+    with leave_what_stays(path):
+        for inner in list_saves(path):
+            is_older = number is None or get_save_number(inner) <= number
+            if isinstance(inner, RemotePath) and inner != newest and is_older:
+                with leave_what_stays(inner):
+                    inner.remove()
+        if newest != path and path.is_file():  # object stores have both, see Note [Remote checkpoints]
+            path.remove_object()
+        if path.has_folders():
+            name_replaced(path).remove()
+
+
 @contextmanager
 def claim(path: Location) -> Iterator[None]:
     """Hold the lock on a file, which is created, see Note [Claims]. Without a lock, it stays empty."""
     if isinstance(path, RemotePath):
-        path.write_bytes(f"{socket.gethostname()} {os.getpid()}\n".encode())
+        path.write_bytes(f"{socket.gethostname()} {os.getpid()} {_read_start(os.getpid())}\n".encode())
         try:
             yield
         finally:
-            path.remove()
+            with leave_what_stays(path):
+                path.remove()
         return
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
@@ -150,20 +172,12 @@ def is_being_written(path: Location) -> bool:
         os.close(file)
 
 
-def _remove_older(path: Location, newest: Location) -> None:
-    """Remove what a complete save has replaced; leave what was begun after it."""
-    number = get_save_number(newest)
-    for inner in list_saves(path):
-        if isinstance(inner, RemotePath) and inner != newest and get_save_number(inner) <= number:
-            inner.remove()
-
-
 def _is_claimed(folder: RemotePath) -> bool:
     try:
-        host, _, process = (folder / LOCK).read_text().partition(" ")
+        host, process, start = [*(folder / LOCK).read_text().split(), "", "", ""][:3]
     except FileNotFoundError:
         return False
-    if host != socket.gethostname() or not process.strip().isdecimal():
+    if host != socket.gethostname() or not process.isdecimal():
         written_ns = max((inner.get_written_ns() for inner in folder.glob("*")), default=0)
         return time.time() - written_ns / 1e9 < _ABANDONED_S
     try:
@@ -171,5 +185,15 @@ def _is_claimed(folder: RemotePath) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
-    return True
+        pass  # somebody else's, but alive
+    return start == _read_start(int(process))
+
+
+def _read_start(process: int) -> str:
+    """Return what tells a process from an earlier one of the same number; nothing where the system has no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # The name, which is in brackets, may have spaces; the 22nd value is the time since the boot.
+        return f"{boot}/{Path(f'/proc/{process}/stat').read_text().rpartition(')')[2].split()[19]}"
+    except OSError:
+        return ""

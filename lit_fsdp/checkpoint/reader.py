@@ -16,9 +16,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.serialization import skip_data
 from transformers import AutoConfig, PreTrainedModel
 
-from lit_fsdp.checkpoint.latest import find_last_checkpoint
+from lit_fsdp.checkpoint.latest import enter, find_last_checkpoint
 from lit_fsdp.checkpoint.manifest import Verify, check_files
-from lit_fsdp.checkpoint.places import enter
 from lit_fsdp.checkpoint.remote import Location, RemotePath, locate
 from lit_fsdp.checkpoint.sharded import META, read_meta
 from lit_fsdp.checkpoint.single_file import read_single_file
@@ -64,13 +63,13 @@ def resolve_checkpoint(given: str | Path | RemotePath) -> Location:
         refuse_special_file(path, f"checkpoint: {path}")
     if not path.exists():
         raise ValueError(f"checkpoint: {path} does not exist: expected the folder of a checkpoint or of a run")
-    if path.is_file():
-        raise ValueError(f"checkpoint: {path} is a file: expected a folder that FSDP2Strategy has written")
     inner = enter(path)
+    if inner.is_file():
+        raise ValueError(f"checkpoint: {path} is a file: expected a folder that FSDP2Strategy has written")
     if (inner / META).is_file() or (inner / METADATA).is_file():
         return inner.resolve()
     found = find_last_checkpoint([path, path / "checkpoints", *path.glob("version_*/checkpoints")])
-    if found is None or found.is_file():
+    if found is None or enter(found).is_file():
         raise ValueError(
             f"checkpoint: {path} is no checkpoint, and no run that wrote one: expected a folder with {META}, or one "
             "with version_*/checkpoints/*.ckpt"

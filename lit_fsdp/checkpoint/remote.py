@@ -4,6 +4,10 @@ Note [Remote checkpoints]: object stores have no rename and no locks, and what i
 it is whole. So a checkpoint at an address is a folder of folders, ``<name>.ckpt/save-<number>-<token>``: each save
 makes a new one, with the manifest last. The newest that is complete is the checkpoint; older ones are removed once
 it is. A run that is killed at any moment leaves the older one as it was.
+
+A checkpoint in a single file is one object, ``<name>.ckpt``. Object stores can hold both under one name: the higher
+number of a save counts, and each removes the other kind when it is complete. Stores with folders cannot: there the
+older one lies beside it until then, under a hidden name.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import errno
 import io
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,10 +29,12 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 from fsspec.registry import get_filesystem_class, known_implementations
+from typing_extensions import Buffer, override
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_HERE = ("file", "local")  # schemes of this machine
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
-_READ_BYTES = 1 << 25  # what is asked for at once
+_READ_BYTES = 1 << 25  # what is asked for ahead, where all is read
 
 
 class UnreachableError(RuntimeError):
@@ -121,15 +128,22 @@ class RemotePath:
                 return 0
         return int(modified.timestamp() * 1e9) if isinstance(modified, datetime) else 0
 
-    def open(self, mode: str) -> IO[Any]:
-        """Open an object, ``rb`` or ``wb``. What was written is there when it is closed, whole or not."""
+    def open(self, mode: str, wanted_bytes: int = _READ_BYTES) -> IO[Any]:
+        """Open an object, ``rb`` or ``wb``. What was written is there when it is closed, whole or not.
+
+        Args:
+            mode: One of them.
+            wanted_bytes: How much will be read, where that is known: stores are asked for no more ahead.
+        """
         with _plain_errors(self):
             fs, path = self._open_store()
             if mode == "wb":
                 make_folder(self.parent)
                 stream: IO[Any] = fs.open(path, "wb")
             else:
-                stream = fs.open(path, mode, block_size=_READ_BYTES)
+                stream = io.BufferedReader(
+                    _Reading(self, fs.open(path, mode, block_size=min(wanted_bytes, _READ_BYTES)))
+                )
         return stream
 
     @contextmanager
@@ -155,10 +169,15 @@ class RemotePath:
             fs.pipe_file(path, data)
 
     def rename(self, target: RemotePath) -> None:
-        """Copy a small object, and remove it here."""
+        """Copy a small object, or a folder where the store has folders, and remove it here."""
         with _plain_errors(self):
-            fs, path = self._open_store()
-            fs.mv(path, target._open_store()[1])
+            (fs, path), (_, new) = self._open_store(), target._open_store()
+            if self.has_folders():
+                fs.mv(path, new, recursive=self.is_dir())
+                return
+            fs.copy(path, new)
+        with leave_what_stays(self):
+            self.remove_object()
 
     def remove(self) -> None:
         """Remove the object of this name and all below it; nothing is there is fine."""
@@ -168,6 +187,20 @@ class RemotePath:
                 fs.rm(path, recursive=True)
             except FileNotFoundError:
                 return
+
+    def remove_object(self) -> None:
+        """Remove the object of this name, and nothing below it; nothing is there is fine."""
+        with _plain_errors(self):
+            fs, path = self._open_store()
+            try:
+                fs.rm_file(path)
+            except FileNotFoundError:
+                return
+
+    def has_folders(self) -> bool:
+        """Whether the store has folders, so that no object has the name of one; object stores have none."""
+        with _plain_errors(self):
+            return not isinstance(self._open_store()[0], AsyncFileSystem)
 
     def _get_info(self) -> dict[str, Any] | None:
         with _plain_errors(self):
@@ -181,6 +214,53 @@ class RemotePath:
         # fsspec keeps one for each process; not kept here, as one of before a fork cannot be used after it.
         fs, path = url_to_fs(self.url)
         return fs, path
+
+
+class _Reading(io.RawIOBase):
+    """A stream that fails with ``UnreachableError``: what reads archives takes an ``OSError`` for their end.
+
+    It fails with it again when it is closed: torch makes another error of the first one, seen in 2.13 to 2.15.
+    """
+
+    def __init__(self, path: RemotePath, stream: IO[bytes]) -> None:
+        self._path = path
+        self._stream = stream
+        self._failure: UnreachableError | None = None
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def readinto(self, buffer: Buffer, /) -> int:
+        view = memoryview(buffer).cast("B")
+        try:
+            with _plain_errors(self._path):
+                data = self._stream.read(len(view))
+        except UnreachableError as error:
+            self._failure = error
+            raise
+        view[: len(data)] = data
+        return len(data)
+
+    @override
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        try:
+            return self._stream.seek(offset, whence)
+        except ValueError as error:  # before the beginning, where files raise this
+            raise OSError(errno.EINVAL, str(error)) from error
+
+    @override
+    def close(self) -> None:
+        if not self.closed:
+            self._stream.close()
+            super().close()
+            if self._failure is not None:
+                raise self._failure
 
 
 Location: TypeAlias = Path | RemotePath
@@ -201,14 +281,17 @@ def locate(given: str | os.PathLike[str] | RemotePath) -> Location:
     found = _ADDRESS.fullmatch(text)
     if found is None:
         if mangled := _find_mangled(text):
+            wanted = "" if mangled in _HERE else f"a str with {mangled}:// in front, or "
             raise ValueError(
-                f"got {text!r}, where an address was taken for a path: expected a str with {mangled}:// in front, or "
-                "for a folder of this machine no scheme"
+                f"got {text!r}, where an address was taken for a path: expected {wanted}for a folder of this machine "
+                "no scheme"
             )
         return Path(text)
-    scheme, rest = found[1], found[2].rstrip("/")
-    if scheme in ("file", "local"):
-        raise ValueError(f"got {text!r}: this machine: expected the path alone, without {scheme}://")
+    scheme, rest = found[1].lower(), found[2].rstrip("/")
+    if scheme in _HERE:
+        if not found[2].startswith("/"):
+            raise ValueError(f"got {text!r}: expected the path alone, or {scheme}:// and a path from the root on")
+        return Path(found[2])
     _import_store(scheme, text)
     if not rest.strip("/"):
         raise ValueError(f"got {text!r}: expected an address with a name, such as {scheme}://bucket/run")
@@ -229,6 +312,8 @@ def locate_local(given: str | os.PathLike[str] | RemotePath) -> Path:
 
 def describe_local_only(given: str) -> str:
     """Return what is wrong with an address where only a path of this machine can be."""
+    if (found := _ADDRESS.fullmatch(given)) is not None and found[1].lower() in _HERE:
+        return f"got {given!r}: expected the path alone, without {found[1]}://"
     return (
         f"got {given!r}: only checkpoints can lie at an address (dirpath of ModelCheckpoint, ckpt_path): expected a "
         "folder or file of this machine"
@@ -245,11 +330,11 @@ def make_folder(folder: Location) -> None:
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
         return
+    if not folder.has_folders():  # s3fs would make a bucket of a misspelt one
+        return
     with _plain_errors(folder):
         fs, path = folder._open_store()
-        # Object stores have none, and s3fs would make a bucket of a misspelt one.
-        if not isinstance(fs, AsyncFileSystem):
-            fs.makedirs(path, exist_ok=True)
+        fs.makedirs(path, exist_ok=True)
 
 
 def check_writable(folder: RemotePath) -> None:
@@ -268,9 +353,11 @@ def check_writable(folder: RemotePath) -> None:
 
 def _find_mangled(text: str) -> str | None:
     """Return the scheme of ``s3:/bucket``, which is what a path makes of an address."""
-    for part in Path(text).parts:
-        if part.endswith(":") and part[:-1] in known_implementations and not Path(part).exists():
-            return part[:-1]
+    path = Path(text)
+    for folder in (path, *path.parents):
+        scheme = folder.name.removesuffix(":")
+        if scheme != folder.name and scheme in known_implementations and not folder.exists():
+            return scheme
     return None
 
 
@@ -291,6 +378,24 @@ def _import_store(scheme: str, text: str) -> None:
         # Other ranks write what this one lists, and Lightning keeps stores of its own.
         for name in kind.protocol if isinstance(kind.protocol, tuple | list) else [kind.protocol]:
             fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
+
+
+def discard(path: RemotePath) -> None:
+    """Remove a checkpoint at an address, if the store lets go of it, else warn."""
+    with leave_what_stays(path):
+        path.remove()
+
+
+@contextmanager
+def leave_what_stays(path: RemotePath) -> Iterator[None]:
+    """Go on with a warning where a store does not remove what nobody needs any more."""
+    try:
+        yield
+    except UnreachableError as error:
+        warnings.warn(
+            f"{path} could not be tidied, and takes space until a later save or start removes what is left: {error}",
+            stacklevel=4,
+        )
 
 
 @contextmanager

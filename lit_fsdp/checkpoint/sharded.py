@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lit_fsdp.checkpoint.leftovers import make_room
 from lit_fsdp.checkpoint.manifest import ChecksumFileSystem, Verify, check_files, describe_files, write_manifest
 from lit_fsdp.checkpoint.places import LOCK, claim, make_beside, replace_folder
 from lit_fsdp.checkpoint.remote import Location, RemotePath
@@ -105,6 +106,8 @@ def save_checkpoint(
 
         def begin() -> Location:
             if rank == 0:
+                if isinstance(path, RemotePath):
+                    make_room(path, is_folder=True)
                 made = make_beside(path, save_number)
                 held.enter_context(claim(made / LOCK))
                 return made

@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 
-from lit_fsdp.checkpoint.latest import has_end
+from lit_fsdp.checkpoint.latest import SAVE_NUMBER, has_end
+from lit_fsdp.checkpoint.leftovers import make_room
 from lit_fsdp.checkpoint.manifest import Verify
-from lit_fsdp.checkpoint.places import claim, name_beside
+from lit_fsdp.checkpoint.places import claim, name_beside, remove_older
 from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.checkpoint.sharded import agree, check_same_groups, check_same_optimizer, to_plain
 from lit_fsdp.checkpoint.untrusted import load_plain
@@ -55,8 +56,10 @@ def save_single_file(path: Location, checkpoint: Mapping[str, Any]) -> None:
     def write() -> None:
         if isinstance(path, RemotePath):
             plain = to_plain(checkpoint)
+            make_room(path, is_folder=False)
             with path.replace_contents() as file:
                 torch.save(plain, file)
+            remove_older(path, path, checkpoint.get(SAVE_NUMBER))
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = name_beside(path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any, TypeVar
@@ -28,12 +29,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.futures import Future
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.manifest import LocationFileSystem
-from lit_fsdp.checkpoint.remote import Location, RemotePath
+from lit_fsdp.checkpoint.remote import Location, RemotePath, UnreachableError
 from lit_fsdp.weights.file_names import check_names
 
 METADATA = ".metadata"
@@ -62,6 +64,7 @@ def load_plain(file: Location | IO[bytes], name: Location | str, *, is_mapped: b
 
     Raises:
         ValueError: It holds something else, whose code would have to run, or is damaged.
+        UnreachableError: A store failed.
     """
     if isinstance(file, RemotePath):
         with file.open("rb") as stream:
@@ -70,6 +73,8 @@ def load_plain(file: Location | IO[bytes], name: Location | str, *, is_mapped: b
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")  # an error follows, where it matters
             return torch.load(file, map_location="cpu", mmap=is_mapped, weights_only=True)
+    except UnreachableError:
+        raise
     except OSError as error:
         raise ValueError(f"{name}: {error.strerror}; choose another checkpoint") from error
     except Exception as error:  # pickles and archives that are damaged, or made to be, raise anything
@@ -100,6 +105,8 @@ def read_metadata(path: Location) -> Metadata:
     try:
         with (path / METADATA).open("rb") as file:
             metadata = _make_metadata(_Unpickler(file).load())
+    except UnreachableError:
+        raise
     except OSError as error:
         raise ValueError(f"{path / METADATA}: {error.strerror}; choose another checkpoint") from error
     except _ForeignError as error:
@@ -124,7 +131,7 @@ def load_state(path: Location, metadata: Metadata, state: dict[str, Any], *, no_
 
     Raises:
         ValueError: It is damaged, or holds what is neither a tensor nor a plain value; on all ranks.
-        RuntimeError: The disk failed.
+        RuntimeError: The disk or store failed.
     """
     no_dist = not dist.is_initialized() if no_dist is None else no_dist
     try:
@@ -133,7 +140,7 @@ def load_state(path: Location, metadata: Metadata, state: dict[str, Any], *, no_
             load(state, storage_reader=_Reader(path, metadata), planner=_Planner(path), no_dist=no_dist)
     except CheckpointException as error:  # a BaseException: no `except Exception` would see it
         rank, (cause, _) = min(error.failures.items())
-        kind = RuntimeError if isinstance(cause, OSError) else ValueError
+        kind = RuntimeError if isinstance(cause, OSError | UnreachableError) else ValueError
         raise kind(f"{path} could not be read: rank {rank}: {_shorten(cause)}; choose another checkpoint") from error
 
 
@@ -181,13 +188,22 @@ class _Reader(FileSystemReader):
 
     def __init__(self, path: Location, metadata: Metadata) -> None:
         super().__init__(path.name)
-        self.fs = LocationFileSystem()
+        self.fs = self._files = LocationFileSystem()
         self.path: Any = path
         self._metadata = metadata
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        places = [self._metadata.storage_data[item.storage_index] for item in plan.items]
+        wanted = Counter[str]()
+        for place in places:
+            wanted[place.relative_path] += place.length
+        self._files.wanted_bytes = wanted
+        return super().read_data(plan, planner)
 
 
 class _Planner(DefaultLoadPlanner):

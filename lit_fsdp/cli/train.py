@@ -30,7 +30,7 @@ import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by 
 from lit_fsdp.callbacks import Preemption, ProgressBar
 from lit_fsdp.checkpoint.latest import describe_interruption, find_last_checkpoint
 from lit_fsdp.checkpoint.reader import check_checkpoint
-from lit_fsdp.checkpoint.remote import Location, locate, locate_local
+from lit_fsdp.checkpoint.remote import Location, is_remote, locate, locate_local
 from lit_fsdp.cli.config_files import check_config_files, list_left_out, refuse_dropped_keys, refuse_left_out
 from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers, list_found, remove_unused_run
 from lit_fsdp.cli.facts import choose_facts, describe_start
@@ -334,7 +334,7 @@ class TrainerCLI(LightningCLI):
         if given == "last":
             command["ckpt_path"] = self._find_last()
         elif given and given != "hpc":
-            _check_place(given)
+            command["ckpt_path"] = given = _check_place(given)
         if command.get("weights_only") is None:
             command["weights_only"] = True  # Lightning's default for addresses runs what is there, seen in 2.6.6
         path = command.get("ckpt_path")
@@ -421,7 +421,7 @@ class TrainerCLI(LightningCLI):
         is_data = issubclass(class_type, LightningDataModule)
         key = "model" if issubclass(class_type, LightningModule) else "data" if is_data else None
         try:
-            _check_places(kwargs)
+            _set_places(kwargs)
             refuse_null(class_type, kwargs)
             if key is None:
                 return class_type(*args, **kwargs)
@@ -512,14 +512,19 @@ def _is_of_use(record: logging.LogRecord) -> bool:
     return is_debugging() or record.levelno > logging.INFO or not _BANNERS.match(record.getMessage())
 
 
-def _check_places(settings: Mapping[str, Any]) -> None:
-    """Refuse addresses that a callback or logger could not use, before it makes a local folder of their name."""
+def _set_places(settings: dict[str, Any]) -> None:
+    """Refuse addresses that a callback or logger could not use, before it makes a local folder of their name.
+
+    Others are written as Lightning knows them: ``S3://`` in small letters, paths of this machine without ``file://``.
+    """
     for name, check in (("dirpath", locate), ("save_dir", locate_local)):
         if (given := settings.get(name)) is not None:
             try:
-                check(given)
+                place = check(given)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
+            if is_remote(given):
+                settings[name] = str(place)
 
 
 def _locate_checkpoint(given: str) -> Location:
@@ -529,8 +534,8 @@ def _locate_checkpoint(given: str) -> Location:
         raise ConfigError(f"ckpt_path: {error}") from None
 
 
-def _check_place(given: str) -> None:
-    """Refuse a checkpoint that is not there."""
+def _check_place(given: str) -> str:
+    """Return the name of a checkpoint as all know it; refuse one that is not there."""
     place = _locate_checkpoint(given)
     if isinstance(place, Path) and (problem := describe_special_file(place)) is not None:
         raise ConfigError(f"ckpt_path: {given!r} {problem}")
@@ -539,6 +544,7 @@ def _check_place(given: str) -> None:
         guess = nearest(place.name, [p.name for p in folder.glob("*")]) if folder.is_dir() else None
         hint = f"did you mean {folder / guess}?" if guess else "expected a checkpoint, or last"
         raise ConfigError(f"ckpt_path: {given!r} does not exist: {hint}")
+    return str(place) if is_remote(given) else given
 
 
 def _check_root(root: Any) -> None:

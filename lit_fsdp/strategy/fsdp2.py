@@ -27,9 +27,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lit_fsdp.checkpoint.latest import enter
 from lit_fsdp.checkpoint.manifest import Verify, check_verify
-from lit_fsdp.checkpoint.places import enter, follow
-from lit_fsdp.checkpoint.remote import Location, RemotePath, locate
+from lit_fsdp.checkpoint.places import follow
+from lit_fsdp.checkpoint.remote import Location, RemotePath, discard, locate
 from lit_fsdp.checkpoint.sharded import load_checkpoint, read_random_state
 from lit_fsdp.checkpoint.single_file import load_single_file
 from lit_fsdp.checkpoint.space import DiskSpace
@@ -489,7 +490,7 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
         if isinstance(place, Path):
             self._writer.remove(partial(super().remove_checkpoint, filepath))
         elif self.is_global_zero:
-            self._writer.remove(place.remove)
+            self._writer.remove(partial(discard, place))
 
     @override
     def on_train_end(self) -> None:

@@ -6,22 +6,26 @@ import pickle
 import signal
 import subprocess
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from launches import Ended, fork_ranks, write_run
 from moto.server import ThreadedMotoServer
+from s3fs.core import S3File
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lit_fsdp.checkpoint import sharded
-from lit_fsdp.checkpoint.latest import find_last_checkpoint, find_last_number, is_whole, measure_age
+from lit_fsdp import FSDP2Strategy
+from lit_fsdp.checkpoint import sharded, single_file
+from lit_fsdp.checkpoint.latest import enter, find_last_checkpoint, find_last_number, is_whole, measure_age
 from lit_fsdp.checkpoint.leftovers import tidy_folders
 from lit_fsdp.checkpoint.manifest import MANIFEST
-from lit_fsdp.checkpoint.places import LOCK, enter, list_saves
+from lit_fsdp.checkpoint.places import LOCK, claim, list_saves
 from lit_fsdp.checkpoint.reader import check_checkpoint
 from lit_fsdp.checkpoint.remote import Location, RemotePath, UnreachableError, locate, locate_local
 from lit_fsdp.checkpoint.sharded import load_checkpoint, save_checkpoint
@@ -99,16 +103,23 @@ def test_leftovers_of_dead_writers_go_at_a_start_and_those_of_living_ones_stay(
     dead = subprocess.Popen(["true"])
     dead.wait()
     host = os.uname().nodename
-    claims = {2: f"{host} {dead.pid}\n", 3: f"{host} {os.getpid()}\n", 4: "another-host 1\n", 5: None}
-    for number, claim in claims.items():
+    with claim(memory / "own"):
+        own = (memory / "own").read_text()
+    assert own.startswith(f"{host} {os.getpid()} ")
+    boot, _, began = own.split()[2].partition("/")
+    # Of a container that was started again, with the same numbers: before the machine was booted, and since.
+    restarted = own.replace(boot, "another-boot"), own.replace(began, f"{int(began) - 1}")
+    claims = {2: f"{host} {dead.pid} {boot}/{began}\n", 3: own, 4: "another-host 1 x\n", 5: None}
+    claims |= {6: restarted[0], 7: restarted[1]}
+    for number, said_by in claims.items():
         folder = path / f"save-{number}-0000000{number}"
         (folder / "__0_0.distcp").write_bytes(b"a part")
-        if claim is not None:
-            (folder / LOCK).write_bytes(claim.encode())
+        if said_by is not None:
+            (folder / LOCK).write_bytes(said_by.encode())
     said: list[str] = []
     tidy_folders([memory, memory / "missing"], said.append)
     assert [save.name[:6] for save in list_saves(path)] == ["save-4", "save-3", "save-1"]
-    assert sorted(line.split(": ")[1] for line in said) == ["a save that was interrupted"] * 2
+    assert sorted(line.split(": ")[1] for line in said) == ["a save that was interrupted"] * 4
     monkeypatch.setattr("lit_fsdp.checkpoint.places._ABANDONED_S", -1.0)
     tidy_folders([memory], said.append)
     assert [save.name[:6] for save in list_saves(path)] == ["save-3", "save-1"]
@@ -177,7 +188,8 @@ def test_what_cannot_be_written_to_is_refused_before_the_first_step(
     [
         ("foo://bucket/x", "fsspec knows no scheme 'foo'"),
         ("gcs://bucket/x", "gcsfs"),
-        ("file:///tmp/x", "without file://"),
+        ("file://tmp/x", "expected the path alone, or file:// and a path from the root"),
+        ("/here/file:/tmp/x", "expected for a folder of this machine no scheme"),
         ("s3:/bucket/x", "taken for a path"),
         ("/here/memory:/x", "taken for a path"),
         ("simplecache::s3://bucket/x", "without ::"),
@@ -191,7 +203,13 @@ def test_what_is_no_address_is_refused_and_never_a_folder(given: str, said: str)
 
 def test_paths_and_addresses_are_told_apart(tmp_path: Path) -> None:
     assert locate("memory://a/b/") == RemotePath("memory://a/b")
+    assert locate("MEMORY://a/B") == RemotePath("memory://a/B")
     assert locate("odd:name/x") == Path("odd:name/x")
+    assert locate("file:///a/b") == locate("FILE:///a/b") == Path("/a/b")
+    (tmp_path / "data:").mkdir()  # fsspec has a scheme of this name
+    assert locate(tmp_path / "data:" / "run") == tmp_path / "data:" / "run"
+    with pytest.raises(ValueError, match="without file://"):  # Lightning would make a folder of its name
+        locate_local("file:///a/b")
     with pytest.raises(TypeError):
         Path(RemotePath("memory://a"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="only checkpoints can lie at an address"):
@@ -310,6 +328,16 @@ def test_single_files_lie_there_too(s3: RemotePath, tmp_path: Path, monkeypatch:
     assert list(tmp_path.rglob("*.ckpt")) == []
 
 
+@pytest.mark.full
+def test_file_addresses_are_folders_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_remote_run(tmp_path, RemotePath(f"FILE://{tmp_path}/kept"))
+    check_ended(fork_ranks("fit", "--config", "run.yaml", "--trainer.max_steps=2", ranks=1))
+    check_ended(fork_ranks("fit", "--config", "run.yaml", f"--ckpt_path=file://{tmp_path}/kept/last.ckpt", ranks=1))
+    assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["epoch=0-step=4.ckpt", "last.ckpt"]
+    assert list(tmp_path.rglob("*:*")) == []
+
+
 REFUSED = (
     ("trainer.callbacks[0]: dirpath: got 'foo://bucket/run': fsspec knows no scheme", "dirpath", "foo://bucket/run"),
     ("trainer.callbacks[0]: dirpath: got 'gcs://bucket/run': a package is missing", "dirpath", "gcs://bucket/run"),
@@ -340,3 +368,152 @@ def test_what_no_store_can_hold_is_refused_in_one_line(tmp_path: Path, monkeypat
         (line,) = ended.errors
         assert line.startswith(f"error: {said}")
         assert sorted(tmp_path.rglob("*")) == before
+
+
+def save_one(path: Location, number: int) -> None:
+    state = {"weight": torch.full((3,), float(number))}
+    save_single_file(path, {"state_dict": state, "global_step": number * 10, "save_number": number})
+
+
+def find(folder: RemotePath) -> tuple[int, bool]:
+    """Return the step that a run goes on from, and whether its checkpoint is a single file."""
+    last = find_last_checkpoint([folder])
+    assert last is not None
+    return measure_age(last).step, enter(last).is_file()
+
+
+def fail(*_: object, **__: object) -> None:
+    raise OSError("killed")
+
+
+@pytest.mark.parametrize("store", ["memory", "s3"])
+def test_a_change_of_the_format_goes_on_from_the_newest(
+    store: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder: RemotePath = request.getfixturevalue(store)
+    path = folder / "last.ckpt"
+    save_one(path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(sharded, "write_manifest", fail)
+        with pytest.raises(OSError, match="killed"):
+            save(path, 2)
+    assert find(folder) == (10, True)
+    save(path, 3)
+    assert find(folder) == (30, False)
+    assert read(path) == 3
+    assert not path.is_file()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fail)
+        with pytest.raises(UnreachableError, match="killed"):
+            save_one(path, 4)
+    assert find(folder) == (30, False)
+    save_one(path, 5)
+    assert find(folder) == (50, True)
+    assert count_objects(folder) == 1  # nothing of what was replaced is left
+
+
+def test_where_a_store_holds_both_formats_the_higher_number_counts(
+    s3: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = s3 / "last.ckpt"
+    save_one(path, 1)
+    with monkeypatch.context() as patch:  # killed before the older one is removed
+        patch.setattr(sharded, "replace_folder", lambda *_: None)
+        patch.setattr(single_file, "remove_older", lambda *_: None)
+        save(path, 2)
+        assert find(s3) == (20, False)
+        save_one(path, 3)
+    assert path.is_file()
+    assert len(list_saves(path)) == 1
+    assert find(s3) == (30, True)
+    tidy_folders([s3], print)
+    assert find(s3) == (30, True)
+    assert count_objects(s3) == 1
+
+
+def test_a_store_that_fails_is_not_taken_for_a_checkpoint_that_is_cut_short(
+    memory: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_one(memory / "step=10.ckpt", 1)
+    save_one(memory / "step=20.ckpt", 2)
+    folder = memory / "other" / "step=30.ckpt"
+    save(folder, 3)
+    (memory / "tiny.ckpt").write_bytes(b"x")
+    assert find(memory) == (20, True)
+    failing = ""
+    num_left = 0
+
+    def read_some(self: MemoryFile, size: int = -1) -> bytes:
+        nonlocal num_left
+        num_left -= self.path.endswith(failing)
+        if self.path.endswith(failing) and num_left < 0:
+            raise OSError("503 slow down")
+        return BytesIO.read(self, size)
+
+    monkeypatch.setattr(MemoryFile, "read", read_some)
+    for num_reads in range(6):  # in the search for its end, and further in
+        failing, num_left = "step=20.ckpt", num_reads
+        with pytest.raises(UnreachableError, match=r"step=20\.ckpt: 503 slow down"):
+            find_last_checkpoint([memory])
+    for name in (".metadata", "meta.pt", "__0_0.distcp"):
+        failing, num_left = name, 1 if name == "__0_0.distcp" else 0
+        with pytest.raises(RuntimeError, match="503 slow down"):
+            read(folder)
+
+
+def test_a_store_that_removes_nothing_keeps_no_save_from_being_complete(
+    memory: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = memory / "last.ckpt"
+    save(path, 1)
+
+    remove = MemoryFileSystem.rm
+
+    def refuse(self: MemoryFileSystem, path: str, **options: Any) -> None:
+        if not path.endswith(".tmp"):  # of torch, which renames it
+            raise OSError("503 slow down")
+        remove(self, path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "rm", refuse)
+        with pytest.warns(UserWarning, match=r"save-1-.* could not be tidied.*: 503 slow down"):
+            save(path, 2)
+        assert read(path) == 2
+        with pytest.warns(UserWarning, match=r"save-1-.* could not be tidied.*: 503 slow down"):
+            tidy_folders([memory], print)
+        with pytest.warns(UserWarning, match=r"last\.ckpt could not be tidied"):
+            FSDP2Strategy().remove_checkpoint(str(path))  # type: ignore[arg-type]  # Lightning keeps texts
+        with pytest.raises(UnreachableError, match="503 slow down"):  # what has to work still has to
+            path.remove()
+    assert len(list_saves(path)) == 2
+    save(path, 3)
+    (only,) = list_saves(path)
+    assert not (only / LOCK).exists()
+
+
+def test_reading_one_tensor_after_another_takes_little_more_than_their_bytes(
+    s3: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = s3 / "last.ckpt"
+    state = {f"{i}": torch.full((50_000,), float(i)) for i in range(20)}
+    num_bytes = sum(value.nbytes for value in state.values())
+    save_checkpoint(path, {"state_dict": state}, meta={})
+    folder = enter(path)
+    metadata = read_metadata(folder)
+    asked: list[int] = []
+    fetch = S3File._fetch_range
+
+    def count(self: Any, start: int, end: int) -> bytes:
+        asked.append(end - start)
+        return bytes(fetch(self, start, end))
+
+    monkeypatch.setattr(S3File, "_fetch_range", count)
+    for name, value in state.items():  # as export does
+        found = torch.zeros_like(value)
+        load_state(folder, metadata, {f"state_dict.{name}": found}, no_dist=True)
+        assert torch.equal(found, value)
+    assert sum(asked) < 4 * num_bytes
+    asked.clear()
+    everything = {f"state_dict.{name}": torch.zeros_like(value) for name, value in state.items()}
+    load_state(folder, metadata, everything, no_dist=True)
+    assert len(asked) <= 3  # as a resume does
