@@ -337,7 +337,7 @@ def _check_heads(given: Mapping[str, Any], config: PreTrainedConfig) -> None:
     """Refuse heads and experts that cannot be shared out."""
     heads, groups = (given.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     # Only where both are given: some architectures do not use their default.
-    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+    if isinstance(heads, int) and isinstance(groups, int) and groups and heads % groups:
         raise ValueError(
             f"config.num_key_value_heads: got {groups}: the {heads} heads of num_attention_heads share them evenly: "
             f"expected a divisor, such as {math.gcd(heads, groups)}"
