@@ -136,7 +136,7 @@ def _read_table(path: Path, file: Iterable[str]) -> Iterator[Row]:
         begin = reader.line_num + 1
         for values in reader:
             where, begin = f"{place} {begin}", reader.line_num + 1
-            if len(values) == len(names) and (len(names) > 1 or not _find_separator(names, values[0])):
+            if values and len(values) == len(names) and (len(names) > 1 or not _find_separator(names, values[0])):
                 yield Row(where=where, fields=dict(zip(names, values, strict=True)))
             elif kind := _find_separator(names, ",".join(values)):
                 yield make_bad(f"{place} 1", f"the columns are separated by {kind}: save it with commas")

@@ -232,13 +232,14 @@ def test_an_error_of_the_users_code_on_one_rank_ends_the_other_one() -> None:
 
 
 def test_ranks_that_found_different_checkpoints_end_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        train, "find_last_checkpoint", lambda *_, **__: Path("data") if os.environ["RANK"] == "0" else None
-    )
+    found = Path("step=7.ckpt")
+    found.mkdir()
+    monkeypatch.setattr(train, "find_last_checkpoint", lambda *_, **__: found if os.environ["RANK"] == "0" else None)
     monkeypatch.setattr(train, "check_checkpoint", lambda _: None)
     ranks = fork_ranks("fit", "--config=run.yaml", "--ckpt_path=last", timeout_s=100)
     host = socket.gethostname()
-    line = f"ckpt_path: rank 0 on {host} has data, rank 1 on {host} has no checkpoint: expected the same on all ranks"
+    other = f"rank 1 on {host} has no checkpoint"
+    line = f"ckpt_path: rank 0 on {host} has step 7, save 0, {other}: expected the same on all ranks"
     assert ranks[0].errors == [f"error: {line}"], ranks[0].err
     assert [rank.code for rank in ranks] == [2, 2]
 
