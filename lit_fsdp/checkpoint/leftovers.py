@@ -42,7 +42,10 @@ def tidy_folders(folders: Iterable[Location], report: Callable[[str], None]) -> 
             continue
         places = {place for path in folder.glob(".*.ckpt.*") if (place := get_place(path)) is not None}
         for place in sorted(places):
-            _tidy_place(place, report)
+            try:
+                _tidy_place(place, report)
+            except OSError as error:  # such as of another user: it is no reason not to train
+                report(f"{place}: what an interrupted save left beside it stays there: {error.strerror or error}")
 
 
 def make_room(path: RemotePath, *, is_folder: bool) -> None:

@@ -1,5 +1,6 @@
 """A killed save leaves nothing for ever, and what it had completed is found and put in its place."""
 
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from lit_fsdp.checkpoint import sharded
 from lit_fsdp.checkpoint.latest import find_last_checkpoint
 from lit_fsdp.checkpoint.leftovers import tidy_folders
 from lit_fsdp.checkpoint.manifest import MANIFEST, is_complete, read_position
-from lit_fsdp.checkpoint.places import LOCK, claim, is_being_written
+from lit_fsdp.checkpoint.places import LOCK, claim, is_being_written, name_replaced
 from lit_fsdp.checkpoint.sharded import load_checkpoint, save_checkpoint
 from lit_fsdp.checkpoint.single_file import save_single_file
 
@@ -116,6 +117,22 @@ def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".empty.ckpt.incomplete"]
     worker.kill()
     worker.join()
+
+
+def test_what_cannot_be_tidied_ends_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "not yours")
+
+    save(tmp_path / "last.ckpt", 1)
+    (tmp_path / "last.ckpt").rename(name_replaced(tmp_path / "last.ckpt"))
+    said: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        tidy_folders([tmp_path], said.append)
+    assert said == [f"{tmp_path / 'last.ckpt'}: what an interrupted save left beside it stays there: not yours"]
+    found = find_last_checkpoint([tmp_path])
+    assert found is not None
+    assert read(found) == 1
 
 
 def test_ranks_that_look_at_once_see_the_same(tmp_path: Path) -> None:
