@@ -10,6 +10,7 @@ import difflib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lit_fsdp.adapters.layers import ADAPTER, clean_name, import_peft, iterate_adapters
 from lit_fsdp.adapters.lora import KEEPS_BASE, LoRA
-from lit_fsdp.quantization.layers import QuantizedLayer, iterate_quantized
+from lit_fsdp.quantization.layers import QuantizedLayer, is_experts, iterate_quantized
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -62,31 +63,72 @@ def add_adapters(model: nn.Module, lora: LoRA) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
+def find_misreading(model: nn.Module, config: LoraConfig) -> str:
+    """Return why peft would not find the targets of adapters again when it loads them; empty if it would.
+
+    In the models of some families it takes all linear layers that are called as single experts were in Transformers 4
+    for weights of fused experts; seen in peft 0.21.
+
+    Args:
+        model: Of Transformers, without adapters.
+        config: Of the adapters.
+    """
+    import_peft()
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    read = deepcopy(config)
+    targets = set(config.target_modules or ())
+    try:
+        convert_peft_config_for_transformers(read, model, None)
+    except ValueError as error:
+        return f"peft could not load the adapters: {error}"
+    taken = targets - set(read.target_modules or ())
+    return f"peft would take {min(taken)} for a weight of fused experts when it loads the adapters" if taken else ""
+
+
 def _inject(model: Any, lora: LoRA) -> None:
     config = lora.build_config()
-    targets = _resolve_targets(model, lora)
+    targets, weights = _resolve_targets(model, lora), _resolve_parameters(model, lora)
+    ranks = _resolve_patterns(config, "rank_pattern", [*targets, *weights])
+    alphas = _resolve_patterns(config, "alpha_pattern", [*targets, *weights])
     given = replace(
         config,
         target_modules=[f"{_HELD}.{name}" for name in targets],
-        rank_pattern=_resolve_patterns(config, "rank_pattern", targets),
-        alpha_pattern=_resolve_patterns(config, "alpha_pattern", targets),
+        target_parameters=None,
+        rank_pattern={re.escape(f"{_HELD}.{name}"): ranks[name] for name in targets if name in ranks},
+        alpha_pattern={re.escape(f"{_HELD}.{name}"): alphas[name] for name in targets if name in alphas},
         modules_to_save=None,  # trained in place, without the copy that peft would make
         exclude_modules=None,
     )
+    model.requires_grad_(requires_grad=False)  # peft does, which is not asked where only experts get adapters
+    if targets:
+        _inject_into_layers(model, lora, given)
+    if weights:
+        import_peft()
+        from lit_fsdp.adapters.experts import add_expert_adapter  # it imports peft
+
+        for name in weights:
+            r, alpha = ranks.get(name, config.r), alphas.get(name, config.lora_alpha)
+            add_expert_adapter(model, name, config=config, r=r, alpha=alpha)
+    # As peft leaves it: what it needs to find the same modules again.
+    config.target_modules = sorted(name.removeprefix(f"{_HELD}.") for name in given.target_modules or ())
+    config.target_parameters = sorted(weights) or None
+    config.modules_to_save = config.exclude_modules = None
+    config.fan_in_fan_out = given.fan_in_fan_out  # peft sets it for Conv1D
+    model.peft_config = {ADAPTER: config}
+
+
+def _inject_into_layers(model: nn.Module, lora: LoRA, given: LoraConfig) -> None:
     holder = nn.Module()  # without a config, by which peft 0.21 takes names of experts for those of Transformers 4
     holder.add_module(_HELD, model)
     try:
         import_peft().inject_adapter_in_model(given, holder, ADAPTER)
     except (ValueError, NotImplementedError, TypeError, AttributeError) as error:
         reason = re.sub(r"\(\n.*\n\)", "", str(error), flags=re.DOTALL)  # a module as it prints itself
-        raise ValueError(
-            f"lora.target_modules: got {lora.target_modules!r}: {' '.join(reason.split())[:200]}"
-        ) from error
-    # As peft leaves it: what it needs to find the same modules again.
-    config.target_modules = sorted(name.removeprefix(f"{_HELD}.") for name in given.target_modules or ())
-    config.modules_to_save = config.exclude_modules = None
-    config.fan_in_fan_out = given.fan_in_fan_out  # peft sets it for Conv1D
-    model.peft_config = {ADAPTER: config}
+        text = " ".join(reason.split())[:200]
+        if any(is_experts(model.get_submodule(name.removeprefix(f"{_HELD}."))) for name in given.target_modules or ()):
+            text = "fused experts are no layers; name their weights in target_parameters"
+        raise ValueError(f"lora.target_modules: got {lora.target_modules!r}: {text}") from error
 
 
 def _resolve_patterns(config: LoraConfig, setting: str, targets: Sequence[str]) -> dict[str, Any]:
@@ -97,11 +139,13 @@ def _resolve_patterns(config: LoraConfig, setting: str, targets: Sequence[str]) 
         if not any(get_pattern_key([pattern], name) == pattern for name in targets):
             raise ValueError(f"lora.{setting}: got {pattern!r}: none of the targets has such a name")
     keys = {name: get_pattern_key(list(patterns), name) for name in targets}
-    return {re.escape(f"{_HELD}.{name}"): patterns[key] for name, key in keys.items() if key in patterns}
+    return {name: patterns[key] for name, key in keys.items() if key in patterns}
 
 
 def _resolve_targets(model: nn.Module, lora: LoRA) -> list[str]:
     """Return the names of the modules that get an adapter."""
+    if not lora.target_modules:
+        return []
     left_out = (*lora.exclude_modules, *lora.modules_to_save)
     names = {n: m for n, m in model.named_modules() if n and not any(_is_inside(n, part) for part in left_out)}
     if lora.target_modules == "all-linear":
@@ -115,6 +159,44 @@ def _resolve_targets(model: nn.Module, lora: LoRA) -> list[str]:
     if not found:
         raise ValueError(f"lora.target_modules: got {lora.target_modules!r}: no module of the model has such a name")
     return found
+
+
+def _resolve_parameters(model: nn.Module, lora: LoRA) -> list[str]:
+    """Return the names of the weights of experts that get an adapter, in the order in which peft would add them.
+
+    Each that the user wrote must be one; peft would leave it out in silence.
+    """
+    if not lora.target_parameters:
+        return []
+    import_peft()
+    from lit_fsdp.adapters.experts import list_expert_weights  # it imports peft
+
+    known = [f"{n}.{key}" for n, m in model.named_modules() if is_experts(m) for key in list_expert_weights(m)]
+    for part in lora.target_parameters:
+        if any(_ends_with(name, part) for name in known):
+            continue
+        raise ValueError(f"lora.target_parameters: got {part!r}: {_describe_unknown(model, part, known)}")
+    left_out = (*lora.exclude_modules, *lora.modules_to_save)
+    found = [n for n in known if any(_ends_with(n, part) for part in lora.target_parameters)]
+    kept = [name for name in found if not any(_is_inside(name, part) for part in left_out)]
+    if not kept:
+        raise ValueError(
+            f"lora.target_parameters: got {lora.target_parameters!r}: exclude_modules and modules_to_save leave none"
+        )
+    return kept
+
+
+def _describe_unknown(model: nn.Module, part: str, known: Sequence[str]) -> str:
+    """Return why a name is none of a weight of experts, and which may be meant."""
+    if not known:
+        return "the model has no fused experts; leave it out"
+    num_parts = part.count(".") + 1
+    shorts = sorted({".".join(name.split(".")[-num_parts:]) for name in known})
+    if any(_ends_with(name, part) for name, _ in model.named_parameters()):
+        return f"no weight of fused experts, such as {shorts[0]}; name linear layers in target_modules"
+    near = difflib.get_close_matches(part, shorts, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"expected one such as {', '.join(shorts[:4])}"
+    return f"the model has no such weight of fused experts; {hint}"
 
 
 def _check_names(model: nn.Module, lora: LoRA) -> None:

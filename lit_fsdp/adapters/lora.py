@@ -25,7 +25,9 @@ class LoRA:
         dropout: Of the inputs of the additions.
         target_modules: Which layers get one: ``all-linear`` for all linear layers but the output head, a list of names
             or their last parts, or a string that is a regular expression of whole names. Fused experts of mixtures are
-            no layers, and get none.
+            no layers: name their weights in ``target_parameters``.
+        target_parameters: Weights of fused experts that get one for each expert: names or their last parts, such as
+            ``mlp.experts.gate_up_proj``. Needs ``dropout: 0``. With ``target_modules: []``, only these get one.
         exclude_modules: Names, or their last parts, that get none.
         modules_to_save: Modules that are trained in full beside them, by name or last part, such as a new head.
         use_rslora: Multiply by ``alpha / sqrt(r)`` instead (arXiv:2312.03732), which suits large ranks.
@@ -44,6 +46,7 @@ class LoRA:
     alpha: float = 32.0
     dropout: float = 0.0
     target_modules: str | Sequence[str] = "all-linear"
+    target_parameters: Sequence[str] = ()
     exclude_modules: Sequence[str] = ()
     modules_to_save: Sequence[str] = ()
     use_rslora: bool = False
@@ -54,7 +57,12 @@ class LoRA:
     dtype: _DTypeName = "float32"
 
     def __post_init__(self) -> None:
-        for name in ("exclude_modules", "modules_to_save"):
+        if isinstance(self.target_parameters, str):  # from Python; of a configuration the parser refuses it
+            raise ValueError(  # noqa: TRY004
+                f"lora.target_parameters: got {self.target_parameters!r}: expected a list of names; set it to "
+                f"[{self.target_parameters}]"
+            )
+        for name in ("target_parameters", "exclude_modules", "modules_to_save"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # YAML gives lists
         if not isinstance(self.target_modules, str):
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
@@ -67,7 +75,10 @@ class LoRA:
             "alpha": (0 < self.alpha < math.inf, "above 0, and finite"),
             "alpha_pattern": (all(0 < a < math.inf for a in self.alpha_pattern.values()), "values above 0, and finite"),
             "dropout": (0 <= self.dropout < 1, "from 0 to below 1"),
-            "target_modules": (bool(self.target_modules), "all-linear, names or a regular expression"),
+            "target_modules": (
+                bool(self.target_modules or self.target_parameters),
+                "all-linear, names or a regular expression",
+            ),
         }
         try:
             re.compile(self.target_modules if isinstance(self.target_modules, str) else "")
@@ -83,11 +94,31 @@ class LoRA:
                 "lora.init_lora_weights: got 'loftq': it fits adapters to the error of quantization, and there is "
                 "none; set quantization, or init_lora_weights to default or pissa"
             )
+        self._check_parameters()
         if self.use_dora and self.init_lora_weights not in KEEPS_BASE:
             raise ValueError(
                 f"lora.init_lora_weights: got {self.init_lora_weights!r} with use_dora, which starts as the base "
                 "model; leave one out"
             )
+
+    def _check_parameters(self) -> None:
+        """Refuse what adapters of parameters cannot do; peft refuses the same, or starts from a weight of a layer."""
+        if not self.target_parameters:
+            return
+        rules = {
+            "dropout": (self.dropout == 0, "0: their inputs are shared with the weights; set it to 0"),
+            "use_dora": (not self.use_dora, "false: it is only for linear layers; leave it out"),
+            "init_lora_weights": (
+                self.init_lora_weights in KEEPS_BASE,
+                "default or gaussian: others are only for linear layers",
+            ),
+        }
+        for name, (is_right, expected) in rules.items():
+            if not is_right:
+                raise ValueError(
+                    f"lora.{name}: got {getattr(self, name)!r} with target_parameters, which take only {expected}, or "
+                    "leave target_parameters out"
+                )
 
     # Any, as jsonargparse reads this file for types, and would import peft under TYPE_CHECKING too.
     def build_config(self) -> Any:
@@ -97,6 +128,7 @@ class LoRA:
             lora_alpha=_to_whole(self.alpha),
             lora_dropout=self.dropout,
             target_modules=self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules),
+            target_parameters=list(self.target_parameters) or None,
             exclude_modules=[*self.exclude_modules, *self.modules_to_save] or None,
             modules_to_save=list(self.modules_to_save) or None,
             use_rslora=self.use_rslora,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from lit_fsdp.optim.adamw_8bit import AdamW8bit
 
 OptimizerName = Literal["adamw", "adamw_8bit", "adamw_8bit_paged", "adafactor"]
 
+_RATE, _ADAPTER_FACTOR = 1e-4, 10  # where none is set
 # Settings that some do not use.
 _USED_BY: dict[str, tuple[OptimizerName, ...]] = {
     "betas": ("adamw", "adamw_8bit", "adamw_8bit_paged"),
@@ -32,8 +33,9 @@ class Optimizer:
             float32. ``adamw_8bit`` keeps them in 8 bits each, about 2 bytes; ``adamw_8bit_paged`` also lets the
             GPU's driver move them to host memory when the GPU runs out. ``adafactor`` keeps only sums over rows and
             columns, and takes other learning rates. See docs/optimizers.md.
-        learning_rate: At the peak of the schedule. For ``adafactor`` relative to the root mean square of each
-            parameter: 1e-2 is usual, the default hardly trains.
+        learning_rate: At the peak of the schedule. ``null`` is 1e-4, or 1e-3 where adapters are trained; a resumed run
+            keeps the rate it began with. For ``adafactor`` relative to the root mean square of each parameter: 1e-2 is
+            usual, 1e-4 hardly trains.
         weight_decay: Of matrices. Norms and biases are not decayed.
         betas: Decay of the running means of gradient and squared gradient. Not used by ``adafactor``.
         eps: Keeps steps of tiny gradients finite. Not used by ``adafactor``.
@@ -42,7 +44,7 @@ class Optimizer:
     """
 
     name: OptimizerName = "adamw"
-    learning_rate: float = 1e-4
+    learning_rate: float | None = None
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -51,7 +53,7 @@ class Optimizer:
     def check(self) -> None:
         """Refuse values with which the optimizer would not train, and those that it would not use."""
         rules = {
-            "learning_rate": (0 < self.learning_rate < math.inf, "above 0, and finite"),
+            "learning_rate": (0 < self.resolve_rate() < math.inf, "above 0, and finite"),
             "weight_decay": (0 <= self.weight_decay < math.inf, "0 or more, and finite"),
             "betas": (all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1"),
             "eps": (0 < self.eps < math.inf, "above 0, and finite"),
@@ -68,6 +70,12 @@ class Optimizer:
                     f"optimizer.name to {' or '.join(users)}"
                 )
 
+    def resolve_rate(self, *, has_adapters: bool = False) -> float:
+        """Return the learning rate: adapters start from nothing, and take ten times that of whole models."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return _RATE * _ADAPTER_FACTOR if has_adapters else _RATE
+
     def check_device(self, device: torch.device) -> None:
         """Refuse an optimizer that cannot step parameters on this device."""
         if self.name == "adamw_8bit_paged" and device.type != "cuda":
@@ -83,6 +91,8 @@ def build_optimizer(
     *,
     is_scaled: bool = False,
     rate_factors: Mapping[nn.Parameter, float] | None = None,
+    matrices: Collection[nn.Parameter] | None = None,
+    has_adapters: bool = False,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of the trainable parameters; without collectives.
 
@@ -91,6 +101,8 @@ def build_optimizer(
         settings: Which optimizer.
         is_scaled: Whether float16 losses are scaled, so that steps are skipped when gradients overflow.
         rate_factors: What the learning rate of a parameter is multiplied with, where that is not 1.
+        matrices: Those that decay, where parameters are flat pieces by now; else those with two dimensions or more.
+        has_adapters: Whether the trainable parameters are adapters, for which another learning rate is the default.
 
     Raises:
         ValueError: The settings cannot work with these parameters.
@@ -100,16 +112,18 @@ def build_optimizer(
     trainable = [p for p in parameters if p.requires_grad]
     for parameter in trainable:
         settings.check_device(parameter.device)
+    rate = settings.resolve_rate(has_adapters=has_adapters)
     groups: list[dict[str, Any]] = []
     factors = rate_factors or {}
+    decayed = {p for p in trainable if (p.ndim >= 2 if matrices is None else p in matrices)}
     for factor in sorted({factors.get(p, 1.0) for p in trainable}, reverse=True):
         for decay, is_decayed in ((settings.weight_decay, True), (0.0, False)):
-            members = [p for p in trainable if factors.get(p, 1.0) == factor and (p.ndim >= 2) is is_decayed]
+            members = [p for p in trainable if factors.get(p, 1.0) == factor and (p in decayed) is is_decayed]
             if members:
-                groups.append({"params": members, "weight_decay": decay, "lr": settings.learning_rate * factor})
+                groups.append({"params": members, "weight_decay": decay, "lr": rate * factor})
     if settings.name == "adafactor":
-        return Adafactor(groups, lr=settings.learning_rate)
-    options: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
+        return Adafactor(groups, lr=rate)
+    options: dict[str, Any] = {"lr": rate, "betas": settings.betas, "eps": settings.eps}
     if settings.name == "adamw":
         return torch.optim.AdamW(groups, **options, fused=_choose_fused(settings.fused, is_scaled=is_scaled))
     return AdamW8bit(groups, **options, is_paged=settings.name == "adamw_8bit_paged")

@@ -32,7 +32,7 @@ class ShardOptimizer(Optimizer):
             if not all(p.is_replicate() or p.is_shard(0) for p in parameter.placements):
                 raise ValueError(
                     f"{type(self).__name__}: got a parameter with placements {parameter.placements}: it works on "
-                    "whole rows, sharded over dimension 0; use AdamW"
+                    "whole rows, sharded over dimension 0 alone; set optimizer.name: adamw, or mesh.tensor: 1"
                 )
 
     @override

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.conv import _ConvNd  # private, seen in torch 2.13: what all convolutions are
 from transformers.pytorch_utils import Conv1D
+from typing_extensions import override
 
-from lit_fsdp.quantization.groups import has_grouped_product, multiply_groups
+from lit_fsdp.quantization.groups import GroupedExperts, multiply_groups
 from lit_fsdp.quantization.kernels import load_kernels
 from lit_fsdp.quantization.quantize import Quantization, dequantize, multiply
 
@@ -70,6 +71,7 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         self.in_features, self.out_features = dense.in_features, dense.out_features
         self.quantization = settings
         self.dense_shapes = {}
+        self.kept: list[Tensor] = []  # the dense weight, between recomputation and backward
         self.add_quantized("weight", dense.weight)
         self.bias = dense.bias
         self.requires_grad_(requires_grad=False)
@@ -78,7 +80,9 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         """Return [..., out]; ``x`` is [..., in], and the weight is computed with in its dtype."""
         bias: Any = self.bias
         bias = None if bias is None else bias.to(x.dtype)
-        return multiply(x, *self.get_stored("weight"), self.quantization, bias=bias)
+        # Compiled code keeps nothing outside itself, and takes the function of bitsandbytes, which it knows.
+        kept = None if torch.compiler.is_compiling() else self.kept
+        return multiply(x, *self.get_stored("weight"), self.quantization, bias=bias, kept=kept)
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802
@@ -96,48 +100,20 @@ class QuantizedLinear(QuantizedLayer, nn.Linear):
         return f"{self.in_features}, {self.out_features}, {settings.type}, block_size={settings.block_size}{double}"
 
 
-class QuantizedExperts(QuantizedLayer):
-    """Experts of a mixture whose matrices are rows of bytes; mixed into the class of Transformers that they have.
+class QuantizedExperts(QuantizedLayer, GroupedExperts):
+    """Experts of a mixture whose matrices are rows of bytes; mixed into the class of Transformers that they have."""
 
-    Tokens are sorted by expert and multiplied in groups, whatever ``experts_implementation`` says.
-    """
+    @override
+    def get_compute_dtype(self, x: Tensor) -> torch.dtype:
+        return x.dtype
 
-    num_experts: int
-    has_gate: bool
-    has_bias: bool
-    has_post_expert_norm: bool
-    is_transposed: bool
-    act_fn: Callable[[Tensor], Tensor]
-    post_expert_norm: nn.Module
-    _apply_gate: Callable[[Tensor], Tensor]
+    @override
+    def list_widths(self) -> list[int]:
+        return [size for shape in self.dense_shapes.values() for size in shape[1:]]
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return [tokens, hidden] for states of that shape; experts and weights of each token are [tokens, k].
-
-        No operator and no shape depends on which experts were chosen, and a GPU is not waited for. Where it has no
-        kernel for groups, there is one wait, and the chosen experts are dequantized: see ``has_grouped_product``.
-        """
-        num_tokens, top_k = top_k_index.shape
-        experts, order = torch.sort(top_k_index.flatten())  # [tokens * k], as all below
-        numbers = torch.arange(self.num_experts, device=experts.device)
-        ends: Any = torch.searchsorted(experts, numbers, right=True, out_int32=True)  # [experts]
-        widths = [size for shape in self.dense_shapes.values() for size in shape[1:]]
-        if not has_grouped_product(hidden_states, widths):
-            ends = ends.tolist()
-        activate: Any = self._apply_gate if self.has_gate else self.act_fn
-        x = self._multiply("gate_up_proj" if self.has_gate else "up_proj", hidden_states[order // top_k], experts, ends)
-        x = self._multiply("down_proj", activate(x), experts, ends)
-        if self.has_post_expert_norm:
-            x = self.post_expert_norm(x)
-        x = x * top_k_weights.flatten()[order, None]
-        places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        # A sum over k, not added into rows: it adds in float32, and in the same order each time.
-        return x[places].view(num_tokens, top_k, x.shape[1]).sum(1).to(hidden_states.dtype)
-
-    def _multiply(self, name: str, x: Tensor, experts: Tensor, ends: Any) -> Tensor:
-        stored = self.get_stored(name)
-        x = multiply_groups(x, ends, *stored, self.quantization, is_transposed=self.is_transposed)
-        return x + getattr(self, f"{name}_bias").to(x.dtype)[experts] if self.has_bias else x
+    @override
+    def multiply(self, name: str, x: Tensor, ends: Any) -> Tensor:
+        return multiply_groups(x, ends, *self.get_stored(name), self.quantization, is_transposed=self.is_transposed)
 
 
 def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[str] = ()) -> list[str]:
@@ -192,7 +168,12 @@ def quantize_model(model: nn.Module, settings: Quantization, *, keep: Sequence[s
 def list_quantizable(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers of a model that could be quantized, by name."""
     kinds: dict[str, Any] = {name: type(module) for name, module in model.named_modules()}
-    return {n: m for n, m in model.named_modules() if _is_linear(kinds[n]) or _is_experts(m)}
+    return {n: m for n, m in model.named_modules() if _is_linear(kinds[n]) or is_experts(m)}
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether Transformers could run it with any of its implementations of experts; seen in 5.23."""
+    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 
 def iterate_quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedLayer]]:
@@ -242,11 +223,6 @@ def _is_named(name: str, patterns: Sequence[str]) -> bool:
     parts = name.split(".")
     around = [".".join(parts[: i + 1]) for i in range(len(parts))]
     return any(fnmatch.fnmatchcase(n, p) or fnmatch.fnmatchcase(n, f"*.{p}") for n in around for p in patterns)
-
-
-def _is_experts(module: nn.Module) -> bool:
-    """Whether Transformers could run it with any of its implementations of experts; seen in 5.23."""
-    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 
 @cache

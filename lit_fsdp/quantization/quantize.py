@@ -13,6 +13,7 @@ and the int8 weights of LLM.int8 (arXiv:2208.07339) with one maximum per row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -28,6 +29,10 @@ _STATE, _STATE_BYTES = "quant_state.bitsandbytes__", 256
 _USER = "quantization"
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 INT8_PART = 2**22  # weights in int8 that are dequantized at a time: 16 MiB in float32
+# Up to so many rows, GPUs may multiply by 4-bit weights of so many and more, or of fewer, without dequantizing them
+# first; seen in bitsandbytes 0.50.
+FUSED_ROWS, FUSED_ROWS_SMALL, SMALL_WEIGHT = 512, 1536, 2**22
+_IS_KEEPING: ContextVar[bool] = ContextVar("keep_dequantized", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +127,11 @@ def multiply(
     settings: Quantization,
     *,
     bias: Tensor | None = None,
+    kept: list[Tensor] | None = None,
 ) -> Tensor:
-    """Return ``x @ weight.T + bias`` [..., out], with a gradient for ``x`` and ``bias``; keeps no dense weight.
+    """Return ``x @ weight.T + bias`` [..., out], with a gradient for ``x`` and ``bias``.
+
+    Keeps no dense weight, but for :class:`KeepDequantized`.
 
     Args:
         x: Floating [..., in]; the weight is dequantized to its dtype.
@@ -132,12 +140,28 @@ def multiply(
         nested: The second level of double quantization, ``None`` without one.
         settings: How the weight was quantized.
         bias: [out].
+        kept: A list for this weight, the same in each call; ``None`` where none is to be kept, and in compiled code.
     """
-    if settings.type == "int8":
+    if settings.type == "int8" or kept is not None:
         apply: Any = _Multiply.apply
-        return apply(x, bias, (codes, absmax, nested), settings)
+        return apply(x, bias, (codes, absmax, nested), settings, kept)
     state = _build_state(codes, absmax, nested, x.dtype, settings)
     return load_kernels(_USER).matmul_4bit(x, codes.view(-1, 1), quant_state=state, bias=bias)
+
+
+class KeepDequantized:
+    """A context that lets products keep a weight that they dequantize in it until backward has used it.
+
+    For what is computed a second time, right before its backward: then a weight is dequantized once for both. Only
+    products whose ``x`` gets a gradient keep one, as no backward would come to let go of others. It is entered again
+    where backward runs again over the same graph.
+    """
+
+    def __enter__(self) -> None:
+        self._token = _IS_KEEPING.set(True)
+
+    def __exit__(self, *_: object) -> None:
+        _IS_KEEPING.reset(self._token)
 
 
 def dequantize(
@@ -224,7 +248,7 @@ def _quantize_whole(weight: Tensor, settings: Quantization) -> tuple[Tensor, Ten
 
 
 class _Multiply(torch.autograd.Function):
-    """Dequantizes in forward and again in backward."""
+    """Dequantizes in forward and again in backward, or once where it may keep the weight."""
 
     @staticmethod
     def forward(
@@ -233,21 +257,54 @@ class _Multiply(torch.autograd.Function):
         bias: Tensor | None,
         stored: tuple[Tensor, Tensor, Tensor | None],
         settings: Quantization,
+        kept: list[Tensor] | None,
     ) -> Tensor:
         # Not saved for backward: FSDP frees the storage of what it has gathered, and fills it again.
-        ctx.stored, ctx.settings = stored, settings
-        return torch.nn.functional.linear(x, dequantize(*stored, settings, x.dtype), bias)
+        ctx.stored, ctx.settings, ctx.kept = stored, settings, kept
+        if torch.compiler.is_compiling():  # only for int8, and never with kept weights
+            # In one operator: a compiler would see that backward dequantizes again, and keep the dense weight for it.
+            return multiply_int8(x, stored[0], stored[1], bias)
+        codes, absmax, nested = stored
+        if kept is not None:
+            kept.clear()  # of a step that broke off
+        is_whole = settings.type == "int8" or _is_dequantized_whole(x, codes.numel() * settings.codes_per_byte)
+        is_kept = kept is not None and is_whole and ctx.needs_input_grad[0] and _IS_KEEPING.get()
+        if settings.type != "int8" and not is_kept:
+            state = _build_state(codes, absmax, nested, x.dtype, settings)
+            return load_kernels(_USER).matmul_4bit(x, codes.view(-1, 1), quant_state=state, bias=bias)
+        weight = dequantize(codes, absmax, nested, settings, x.dtype)
+        if kept is not None and is_kept:
+            kept.append(weight)
+        return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         (grad,) = grads  # [..., out]
         codes, absmax, nested = ctx.stored
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = grad @ dequantize(codes, absmax, nested, ctx.settings, grad.dtype)
+            weight = ctx.kept.pop() if ctx.kept else dequantize(codes, absmax, nested, ctx.settings, grad.dtype)
+            grad_x = grad @ weight.to(grad.dtype)  # autocast computes in another one
         if ctx.needs_input_grad[1]:
             grad_bias = grad.flatten(0, -2).sum(0)
-        return grad_x, grad_bias, None, None
+        return grad_x, grad_bias, None, None, None
+
+
+def _is_dequantized_whole(x: Tensor, num_weights: int) -> bool:
+    """Whether the product of bitsandbytes dequantizes the weight first, so that a kept one gives the same bits."""
+    fused_rows = FUSED_ROWS_SMALL if num_weights < SMALL_WEIGHT else FUSED_ROWS
+    return x.device.type == "cpu" or x.numel() // x.shape[-1] > fused_rows
+
+
+@torch.library.custom_op("lit_fsdp::multiply_int8", mutates_args=())
+def multiply_int8(x: Tensor, codes: Tensor, absmax: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``x @ weight.T + bias`` [..., out] for weights in int8, without a gradient: what compiled code calls."""
+    return torch.nn.functional.linear(x, dequantize(codes, absmax, None, Quantization(type="int8"), x.dtype), bias)
+
+
+@multiply_int8.register_fake
+def _make_product(x: Tensor, codes: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], codes.shape[0])
 
 
 def _build_state(
@@ -296,9 +353,15 @@ def _load_functional() -> Any:
     return load_kernels(_USER).functional
 
 
-@cache
+# Compiled code takes the table as it is: it would look behind the cache and make one in each call.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _get_code_book(kind: str, device: torch.device) -> Tensor:
     """Return the values that codes stand for."""
+    return _make_code_book(kind, device)
+
+
+@cache
+def _make_code_book(kind: str, device: torch.device) -> Tensor:
     if kind == "dynamic":
         return _load_functional().create_dynamic_map().to(device)
     return _load_functional().get_4bit_type(kind, device=device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -12,6 +13,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lit_fsdp.quantization.kernels import load_kernels
+from lit_fsdp.quantization.quantize import KeepDequantized
+from lit_fsdp.sharding.activation_offload import InputOffload
+from lit_fsdp.sharding.mlp_chunks import split_mlps
+from lit_fsdp.sharding.torch_internals import HIDES_KEPT_OUTPUTS
 
 # Matrix products and attention: most of the compute of a block in a small part of its activations. By name, as
 # those of bitsandbytes exist only once it is imported.
@@ -21,10 +26,12 @@ DEFAULT_SAVED_OPS = (
     "aten.bmm",
     "aten._grouped_mm",
     "bitsandbytes.gemm_4bit",
+    "lit_fsdp.multiply_int8",
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
+    "torch_attn._varlen_attn",
 )
 
 
@@ -38,11 +45,25 @@ class ActivationCheckpointing:
         every_n_blocks: Treat only every n-th block like this, starting with the first.
         saved_ops: For ``selective``: operators such as ``aten.mm`` whose outputs are kept. Empty keeps matrix
             products, those with 4-bit weights included, and attention.
+        keep_dequantized: For ``full`` and quantized weights: dequantize those of linear layers twice in a step instead
+            of three times, as what recomputation has dequantized is kept until backward has used it. That needs memory
+            for the weights of one block in the precision of the run.
+        offload: Keep the inputs of these blocks, but the last one, in host memory between forward and backward. What
+            is left grows with the length of rows and not with depth. Copies run beside compute; on short rows they may
+            take longer than that.
+        mlp_chunks: For ``full``: run the MLP of each block over that many pieces of the sequence, so that what it
+            computes inside, several times as wide as its input, is never in memory whole. Compute stays the same, but
+            for blocks with a norm or a sum after the MLP, which compute it a third time. ``null`` runs it at once.
+
+    In training, blocks that are computed again fill no cache of keys and values, whatever ``use_cache`` says.
     """
 
     mode: Literal["none", "full", "selective"] = "none"
     every_n_blocks: int = 1
     saved_ops: Sequence[str] = ()
+    keep_dequantized: bool = False
+    offload: bool = False
+    mlp_chunks: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "saved_ops", tuple(self.saved_ops))  # YAML gives a list
@@ -55,6 +76,26 @@ class ActivationCheckpointing:
             raise ValueError(
                 f"activation_checkpointing.every_n_blocks: got {self.every_n_blocks} with mode "
                 "'none'; set mode to 'full'"
+            )
+        if self.keep_dequantized and self.mode != "full":
+            raise ValueError(
+                f"activation_checkpointing.keep_dequantized: not used by mode {self.mode!r}, which computes no product "
+                "again; set mode to 'full', or leave it out"
+            )
+        if self.mode == "none" and self.offload:
+            raise ValueError(
+                "activation_checkpointing.offload: got true with mode 'none', which keeps more than inputs; set mode "
+                "to 'full'"
+            )
+        if self.mlp_chunks is not None and self.mlp_chunks < 2:
+            raise ValueError(
+                f"activation_checkpointing.mlp_chunks: got {self.mlp_chunks}: expected 2 or more, or null for all "
+                "at once"
+            )
+        if self.mlp_chunks is not None and self.mode != "full":
+            raise ValueError(
+                f"activation_checkpointing.mlp_chunks: got {self.mlp_chunks} with mode {self.mode!r}, which keeps what "
+                "MLPs compute; set mode to 'full', or leave mlp_chunks out"
             )
         if self.saved_ops and self.mode != "selective":
             raise ValueError(
@@ -87,23 +128,88 @@ def apply_activation_checkpointing(
         )
     options: dict[str, Any] = {}
     if settings.mode == "selective":
-        _refuse_nested(blocks)
+        # The inner block is gathered while the outer one is computed again, by operators that forward did not count.
+        _refuse_nested(blocks, "mode: got 'selective'")
         options["context_fn"] = partial(_make_contexts, settings.saved_ops or DEFAULT_SAVED_OPS)
+    if settings.offload:
+        # The input of the inner block would go to the host as well, though the outer one computes it again.
+        _refuse_nested(blocks, "offload: got true")
     chosen = list(blocks)[:: settings.every_n_blocks]
+    if settings.keep_dequantized:
+        from lit_fsdp.quantization.layers import QuantizedLinear  # brings Transformers
+
+        if not any(isinstance(m, QuantizedLinear) for name in chosen for m in model.get_submodule(name).modules()):
+            raise ValueError(
+                "activation_checkpointing.keep_dequantized: got true, and no linear layer of the blocks is quantized; "
+                "leave it out"
+            )
+        # All that lies inside the outer block would be kept, while that is computed again.
+        _refuse_nested(blocks, "keep_dequantized: got true")
+        options["context_fn"] = _make_keeping_contexts
+    if settings.mlp_chunks is not None:
+        # The inner block would be recomputed within each piece, and the outer one for it.
+        _refuse_nested(blocks, f"mlp_chunks: got {settings.mlp_chunks}")
+        split_mlps(model, settings.mlp_chunks, chosen, options)
+    offload = InputOffload() if settings.offload else None
     for name in chosen:
         block = model.get_submodule(name)
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+        block.forward = _Checkpointed(block.forward, options, offload, "" if name == chosen[-1] else name)
     return chosen
 
 
-def _refuse_nested(blocks: Sequence[str]) -> None:
-    # The inner block is gathered while the outer one is computed again, by operators that forward did not count.
+class _Checkpointed:
+    """The ``forward`` of a block, to be computed again in backward, from an input that may wait in host memory.
+
+    Not a ``functools.partial``, of which ``torch.compile`` compiles nothing, seen in torch 2.13 to 2.15. Nor a
+    function: a copy of the model would go on with the weights of the original.
+    """
+
+    def __init__(self, forward: Any, options: dict[str, Any], offload: InputOffload | None, sent: str) -> None:
+        self.forward, self.options, self.offload, self.sent = forward, options, offload, sent
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            block = getattr(self.forward, "__self__", None)
+            args = tuple(_leave_out(value, "cache", block) for value in args)
+            kwargs = {name: _leave_out(value, name, block) for name, value in kwargs.items()}
+            if kwargs.get("use_cache"):
+                kwargs["use_cache"] = False
+        if self.offload is None:
+            return checkpoint(self.forward, *args, use_reentrant=False, **self.options, **kwargs)
+        recompute = partial(checkpoint, use_reentrant=False, **self.options, **HIDES_KEPT_OUTPUTS)
+        return self.offload.run(recompute, self.forward, self.sent, *args, **kwargs)
+
+
+def _leave_out(value: Any, name: str, block: Any) -> Any:
+    """Return ``None`` in place of a cache of Transformers, to which a block would add its keys a second time."""
+    if not hasattr(value, "get_seq_length"):
+        return value
+    if value.get_seq_length(_find_layer(block)):
+        raise ValueError(
+            f"{name}: it is not empty, and a block that is computed again in backward would add to it twice: set "
+            "activation_checkpointing.mode to 'none', or run without a cache"
+        )
+    return None
+
+
+def _find_layer(block: Any) -> int:
+    """Return which layer of a cache a block fills."""
+    parts = block.modules() if isinstance(block, nn.Module) else ()
+    indices: Iterator[Any] = (getattr(part, "layer_idx", None) for part in parts)
+    return next((index for index in indices if isinstance(index, int)), 0)
+
+
+def _refuse_nested(blocks: Sequence[str], what: str) -> None:
     for outer in blocks:
         if inner := next((name for name in blocks if name.startswith(f"{outer}.")), None):
             raise ValueError(
-                f"activation_checkpointing.mode: got 'selective': block {inner} lies inside "
-                f"block {outer}; set mode to 'full', or wrap to blocks that do not nest"
+                f"activation_checkpointing.{what}: block {inner} lies inside block {outer}; set mode to 'full' without "
+                "offload, keep_dequantized and mlp_chunks, or wrap to blocks that do not nest"
             )
+
+
+def _make_keeping_contexts() -> Any:
+    return nullcontext(), KeepDequantized()
 
 
 def _make_contexts(saved_ops: Sequence[str]) -> Any:

@@ -35,7 +35,7 @@ def compute_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
             norms = torch.stack(torch._foreach_norm(filled, 2.0, dtype=torch.float32))
             part = norms.square().sum().to(total.device)  # one number, not one for each gradient in host memory
         for dim, placement in enumerate(placements):
-            if placement.is_shard():
+            if not placement.is_replicate():  # is_shard() knows nothing of rows that two dimensions share
                 dist.all_reduce(part, group=mesh.get_group(dim))
         total = total + part
     return total.sqrt()

@@ -11,9 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from lit_fsdp.adapters.layers import check_units, list_adapter_parameters
 from lit_fsdp.sharding.activation_checkpointing import apply_activation_checkpointing
 from lit_fsdp.sharding.cpu_offload import build_offload_policy
+from lit_fsdp.sharding.mesh import get_fsdp_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision, cast_parameters
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import broadcast_parameters, compile_blocks, shard_model, split_by_child
+from lit_fsdp.sharding.tensor_parallel import parallelize_layers, refuse_split
 from lit_fsdp.sharding.wrap import Unit, iterate_blocks, plan_module
 
 
@@ -25,9 +27,10 @@ def shard_module(
     mesh: DeviceMesh,
     device: torch.device,
     is_whole: bool = True,
+    has_changing_lengths: bool = False,
     show: Callable[[list[Unit]], None] | None = None,
 ) -> list[Unit]:
-    """Cast, plan, checkpoint, compile and shard a module in place; return its units.
+    """Cast, split, plan, checkpoint, compile and shard a module in place; return its units.
 
     Args:
         module: The root; its parameters may be on the meta device.
@@ -36,21 +39,25 @@ def shard_module(
         mesh: From ``build_mesh``.
         device: Where the module will compute.
         is_whole: Shard the module as one root; otherwise each of its children.
+        has_changing_lengths: Whether rows are padded to another length in each batch, see ``compile_blocks``.
         show: Called with the units before anything is sharded.
     """
+    refuse_split(module)
     cast_parameters(module, dtypes, keep=list_adapter_parameters(module))
+    broadcast_parameters(module)
+    parallelize_layers(module, mesh)
     plan = plan_module(module, settings.wrap)
     check_units(module, [name for unit in plan for name in unit.names])
     blocks = list(iterate_blocks(plan))
     apply_activation_checkpointing(module, settings.activation_checkpointing, blocks)
     if settings.compile is not None:
-        compile_blocks(module, settings.compile, blocks)
-    broadcast_parameters(module)
+        compile_blocks(module, settings.compile, blocks, has_changing_lengths=has_changing_lengths)
     if show is not None:
         show(plan)
     mp_policy, offload_policy = dtypes.build_policy(), build_offload_policy(settings.cpu_offload, device)
+    over = get_fsdp_mesh(mesh)
     for root, part in [(module, plan)] if is_whole else split_by_child(module, plan):
         shard_model(
-            root, part, mesh=mesh, sharding=settings.sharding, mp_policy=mp_policy, offload_policy=offload_policy
+            root, part, mesh=over, sharding=settings.sharding, mp_policy=mp_policy, offload_policy=offload_policy
         )
     return plan

@@ -3,7 +3,8 @@
 Note [Two streams]: dropout must differ between ranks, but a sampler that draws from the global generator must draw the
 same on all of them, or rows get lost. So Python, NumPy and torch on the host have two streams: one of this rank, in use
 inside ``own_generators`` (in steps, and where rows are read), and one that is the same on all ranks, in use otherwise.
-A GPU's generator is always the rank's. Checkpoints hold both.
+A GPU's generator is always the rank's. Checkpoints hold both. Ranks that share their rows count as one: what they
+compute is part of the same numbers, so they drop the same, see ``DataRanks``.
 """
 
 from __future__ import annotations
@@ -27,9 +28,14 @@ class _Streams:
     is_own = False
 
 
+def join_generators() -> None:
+    """Forget the streams of an earlier run in this process, so that the next one draws by its own seed."""
+    _Streams.waiting, _Streams.is_own = None, False
+
+
 def split_generators(state: dict[str, Any], rank: int) -> None:
     """Go on drawing from ``state``, the same on all ranks; inside ``own_generators`` from a stream of this rank."""
-    _Streams.waiting, _Streams.is_own = None, False
+    join_generators()
     _write(state)
     _Streams.waiting = torch.get_rng_state(), random.getstate(), np.random.MT19937()
     reseed(state, rank)

@@ -29,13 +29,47 @@ class Settings:
 
     def check(self, *, world_size: int, ranks_per_node: int, device: torch.device) -> None:
         """Raise a ``ValueError`` with the nearest fix for what cannot work on these ranks."""
-        _, shard = self.mesh.resolve(world_size=world_size, ranks_per_node=ranks_per_node)
+        sizes = self.mesh.resolve(world_size=world_size, ranks_per_node=ranks_per_node)
+        if sizes.sequence > 1 and sizes.tensor > 1:
+            raise ValueError(
+                f"mesh.tensor: got {sizes.tensor} with mesh.sequence {sizes.sequence}: the heads of attention are "
+                "shared by one of them only; set one of them to 1"
+            )
+        size = self.sharding.reshard_after_forward
+        if sizes.tensor > 1 and not isinstance(size, bool):
+            raise ValueError(
+                f"sharding.reshard_after_forward: got {size} with mesh.tensor {sizes.tensor}: split layers cannot stay "
+                "gathered over some ranks alone; set true or false"
+            )
+        for name in ("gather_bits", "reduce_bits"):
+            # Blocks have other neighbours on each rank of a split layer: what these ranks share would be rounded apart.
+            if sizes.tensor > 1 and getattr(self.sharding, name) == 8:
+                near = "leave it out" if name == "gather_bits" else "set 16, or leave it out"
+                raise ValueError(
+                    f"sharding.{name}: got 8 with mesh.tensor {sizes.tensor}: what the ranks of a split layer all hold "
+                    f"would be rounded differently on each; {near}"
+                )
         self.wrap.check()
-        self.sharding.check(shard)
+        self.sharding.check(sizes.num_shards)
         self.activation_checkpointing.check()
         build_offload_policy(self.cpu_offload, device)
         if self.compile is not None:
             self.compile.check()
+            if self.activation_checkpointing.keep_dequantized:
+                raise ValueError(
+                    "activation_checkpointing.keep_dequantized: compiled blocks keep nothing between "
+                    "recomputation and backward; leave it or compile out"
+                )
+            if self.activation_checkpointing.offload:
+                raise ValueError(
+                    "activation_checkpointing.offload: got true with compile: compiled blocks keep what they choose; "
+                    "leave one of them out"
+                )
+            if (chunks := self.activation_checkpointing.mlp_chunks) is not None:
+                raise ValueError(
+                    f"activation_checkpointing.mlp_chunks: got {chunks} with compile: compiled blocks keep what they "
+                    "choose; leave one of them out"
+                )
 
     def check_accumulation(self, *, num_micro_batches: int | None, is_automatic: bool) -> None:
         """Raise a ``ValueError`` if gradients shall be held without micro-batches to hold them over.

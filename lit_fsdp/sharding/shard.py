@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -20,12 +20,23 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from lit_fsdp.sharding.low_bit import (
+    GatherBits,
+    LowBitAllGather,
+    LowBitReduceScatter,
+    ReduceBits,
+    check_bits,
+    check_gathered,
+    check_reduced,
+)
 from lit_fsdp.sharding.scalars import hold_scalars, reduce_scalars, replicate_scalars
 from lit_fsdp.sharding.torch_internals import call_after_backward, get_gathered, get_shard, iterate_sharded
 from lit_fsdp.sharding.wrap import Unit
 
+STEPS = ("training_step", "validation_step", "test_step", "predict_step", "generate")
 _WITH_STEPS: WeakSet[nn.Module] = WeakSet()
 
 
@@ -41,14 +52,24 @@ class Sharding:
         forward_prefetch: How many units ahead to gather in forward, explicitly. 0 leaves it to the order in
             which the host issues them.
         backward_prefetch: The same in backward, 1 or more. Each unit ahead is held gathered.
+        reduce_scatter_max_input_buffers: Of how many units the gradients may be on their way at once. 1 waits for
+            those of one unit before those of the next are copied for sending. Each more keeps the gradients of another
+            unit in memory, and helps only where reductions take longer than the compute beside them.
         no_sync: In all micro-batches of a step but the last, add gradients up without reducing them: one
             reduce-scatter per unit and micro-batch less, for all gradients at full size in memory.
+        gather_bits: ``8`` gathers parameters in blocks of 256 rounded to 8 bits, for slow links; steps compute with
+            rounded weights, and shards stay exact. ``null`` sends all bits.
+        reduce_bits: In how many bits gradients are sent to be reduced: ``16`` (bfloat16) or ``8`` (blocks). Sums are in
+            float32. ``null`` sends the dtype of reduction.
     """
 
     reshard_after_forward: bool | int = True
     forward_prefetch: int = 0
     backward_prefetch: int = 1
+    reduce_scatter_max_input_buffers: int = 1
     no_sync: bool = False
+    gather_bits: GatherBits | None = None
+    reduce_bits: ReduceBits | None = None
 
     def check(self, num_shards: int) -> None:
         """Raise a ``ValueError`` for what ``num_shards`` ranks cannot do."""
@@ -67,6 +88,17 @@ class Sharding:
                 f"sharding.backward_prefetch: got {self.backward_prefetch}: torch always gathers one unit ahead "
                 "in backward: expected 1 or more"
             )
+        if self.reduce_scatter_max_input_buffers < 1:
+            raise ValueError(
+                f"sharding.reduce_scatter_max_input_buffers: got {self.reduce_scatter_max_input_buffers}: expected 1 "
+                "or more, such as 2"
+            )
+        check_bits(self.gather_bits, self.reduce_bits)
+        if self.gather_bits is not None and not isinstance(size, bool):
+            raise ValueError(
+                f"sharding.gather_bits: got {self.gather_bits} with reshard_after_forward {size}: backward would "
+                "gather rounded weights, and round them once more; set reshard_after_forward to true or false"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +109,22 @@ class Compile:
         backend: Of ``torch.compile``.
         mode: Of ``torch.compile``, such as ``max-autotune-no-cudagraphs``.
         fullgraph: Fail instead of leaving compiled code where Python cannot be traced.
-        dynamic: Compile for changing shapes at once; ``null`` does when a shape has changed.
+        dynamic: Compile for changing shapes at once. ``null`` does for data whose rows are padded to other lengths in
+            each batch, and else when a shape has changed.
+        recompile_limit: How many compilations the code of one block may have, such as for inputs with and without
+            a gradient. Inputs that fit none of them then run uncompiled, and a warning says so.
     """
 
     backend: str = "inductor"
     mode: str | None = None
     fullgraph: bool = False
     dynamic: bool | None = None
+    recompile_limit: int = 8
 
     def check(self) -> None:
-        """Refuse a backend or mode that torch does not know."""
+        """Refuse a backend or mode that torch does not know, and a limit that would compile nothing."""
+        if self.recompile_limit < 1:
+            raise ValueError(f"compile.recompile_limit: got {self.recompile_limit}: expected 1 or more")
         known = torch.compiler.list_backends(exclude_tags=())
         if self.backend not in known:
             usual = ", ".join(torch.compiler.list_backends())
@@ -97,12 +135,43 @@ class Compile:
             raise ValueError(f"compile.mode: got {self.mode!r}: torch says: {error}") from error
 
 
-def compile_blocks(model: nn.Module, settings: Compile, blocks: Sequence[str]) -> None:
-    """Compile blocks in place, lazily at their first call. Between activation checkpointing and sharding."""
+def compile_blocks(
+    model: nn.Module, settings: Compile, blocks: Sequence[str], *, has_changing_lengths: bool = False
+) -> None:
+    """Compile blocks in place, lazily at their first call. Between activation checkpointing and sharding.
+
+    With ``has_changing_lengths`` the length of the rows, [batch, length, ...], is no constant of what is compiled, so
+    that a second length is no second compilation. ``dynamic: true`` would do the same for all sizes, and take longer.
+    """
     if not blocks:
         raise ValueError("compile: no blocks were found to compile; name their classes in wrap.module_classes")
     for name in blocks:
-        model.get_submodule(name).compile(**vars(settings))
+        block = model.get_submodule(name)
+        block.compile(**vars(settings))
+        if has_changing_lengths and settings.dynamic is None:
+            block.register_forward_pre_hook(_mark_lengths(), with_kwargs=True)
+
+
+def _mark_lengths() -> Any:
+    """Return a hook that tells the compiler which sizes of the inputs of a block are the length of the rows.
+
+    It runs after that of FSDP2, which makes new tensors of inputs that need a gradient.
+    """
+    places: dict[tuple[int, int], list[int]] = {}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def mark(_: nn.Module, args: Any, kwargs: Any) -> None:
+        leaves = list(enumerate(tree_leaves((args, kwargs))))
+        tensors = {(i, leaf.ndim): leaf for i, leaf in leaves if isinstance(leaf, Tensor)}
+        length = next((x.shape[1] for x in tensors.values() if x.ndim > 2), 0)
+        for key, tensor in tensors.items():
+            if length > 1 and key not in places:  # a size of 1 is always a constant
+                # Others that happen to be as large turn out to be constants. What is marked must stay the same.
+                places[key] = [i for i, size in enumerate(tensor.shape) if size == length]
+            if found := places.get(key):
+                torch._dynamo.maybe_mark_dynamic(tensor, found)
+
+    return mark
 
 
 def shard_model(
@@ -121,17 +190,45 @@ def shard_model(
     """
     modules = dict(model.named_modules())
     _check_dtypes(model, plan)
+    check_wire(model, plan, sharding, mp_policy)
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": mp_policy, "offload_policy": offload_policy}
     if scalars := replicate_scalars(model, mesh):
         options["ignored_params"] = set(scalars)
+    is_split = mesh.size(-1) > 1
     for unit in sorted(plan, key=_get_depth, reverse=True):
         members = [modules[name] for name in unit.names]
         # Head and root are used at the end of forward and the beginning of backward, nothing comes between.
         reshard = sharding.reshard_after_forward if unit.kind in ("block", "embedding") else unit.kind == "idle"
         fully_shard(members, reshard_after_forward=reshard, **options)
+        for member in cast(list[FSDPModule], members):
+            member.set_reduce_scatter_max_input_buffers(sharding.reduce_scatter_max_input_buffers, recurse=False)
+            if not is_gathered_again(unit, sharding) and not unit.is_read_in_backward:
+                member.set_unshard_in_backward(False)
+        # The modules of a unit share what they gather and reduce with.
+        if sharding.gather_bits is not None and is_split:
+            cast(FSDPModule, members[0]).set_custom_all_gather(LowBitAllGather(sharding.gather_bits))
+        if sharding.reduce_bits is not None and is_split:
+            cast(FSDPModule, members[0]).set_custom_reduce_scatter(LowBitReduceScatter(sharding.reduce_bits))
     if scalars:
         call_after_backward(model, partial(reduce_scalars, model, list(scalars.values()), mesh))
     _set_prefetch(modules, plan, sharding)
+
+
+def check_wire(model: nn.Module, plan: Sequence[Unit], sharding: Sharding, mp_policy: MixedPrecisionPolicy) -> None:
+    """Raise a ``ValueError`` if the parameters of a unit cannot be sent in the bits that ``sharding`` says."""
+    parameters = dict(model.named_parameters())
+    if sharding.gather_bits is not None:
+        check_gathered(parameters, plan, mp_policy)
+    if sharding.reduce_bits is not None:
+        check_reduced(sharding.reduce_bits, parameters, plan, mp_policy)
+
+
+def is_gathered_again(unit: Unit, sharding: Sharding) -> bool:
+    """Whether a unit that backward reaches is gathered for it once more."""
+    if unit.kind not in ("block", "embedding") or sharding.reshard_after_forward is False:
+        return False
+    # What stays split over fewer ranks goes back to all of them by being gathered.
+    return unit.is_read_in_backward or sharding.reshard_after_forward is not True
 
 
 @contextmanager
@@ -289,9 +386,16 @@ def _set_prefetch(modules: dict[str, nn.Module], plan: Sequence[Unit], sharding:
         before = [group[0] for group in reversed(order[max(i - sharding.backward_prefetch, last) : i])]
         for member in members:
             if depth := sharding.forward_prefetch:
-                member.set_modules_to_forward_prefetch([after[0] for after in order[i + 1 : i + 1 + depth]])
+                # Tables may be looked up in another order than the model has them: what was used is not gathered again.
+                later = [
+                    group[0]
+                    for unit, group in zip(used[i + 1 :], order[i + 1 :], strict=True)
+                    if unit.kind != "embedding"
+                ]
+                member.set_modules_to_forward_prefetch(later[:depth])
             if sharding.backward_prefetch > 1:
                 member.set_modules_to_backward_prefetch(before)
-            if 0 < i == last:
-                # Itself, which is gathered already: of nothing FSDP makes its default, the unit before.
+            if i == last:
+                # Itself, which is gathered already: of nothing FSDP makes its default, the unit before. Before the
+                # first one that is the last one of a pass without gradients, such as that of a reference.
                 member.set_modules_to_backward_prefetch([member])

@@ -11,16 +11,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
+
+# Drop it, with what uses it, when FSDP2 ends a forward that fails.
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 # The memory-efficient kernel of GPUs, the only one for float32, takes grouped heads; drop it when we need 2.14.
 SHARES_HEADS_IN_FLOAT32: bool = torch.__version__ >= "2.14"
 # FSDP2 lets go of a unit's last gradient only once all are reduced: a name in a loop. Drop it when we need 2.15.
 KEEPS_LAST_GRADIENT: bool = torch.__version__ < "2.15"
+# For ``checkpoint``: hooks on saved tensors do not see what selective mode keeps. Otherwise 2.14 warns, and says that a
+# later release will show it to them; always pass it when we need 2.14.
+HIDES_KEPT_OUTPUTS: dict[str, Any] = {"respect_saved_tensors_hooks": False} if torch.__version__ >= "2.14" else {}
 
 
 def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
     """Set how long a collective of a group that exists may take."""
+    if dist.get_backend(group) == "fake":  # of plans, which wait for nobody
+        return
     # Public since torch 2.14, where the private one warns; drop it when we need 2.14.
     change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     change(timedelta(seconds=timeout_s), group)
@@ -47,6 +55,25 @@ def iterate_sharded(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 seen.add(id(group))
                 for parameter in group.fsdp_params:
                     yield name, parameter
+
+
+def leave_forward(root: nn.Module) -> None:
+    """Bring the units below a root to where they are between forwards, after an error inside of its forward.
+
+    The root itself goes there by its own hook when its forward returns. Otherwise a unit would take itself to be in
+    its forward in the next one, and might compute with what it gathered before weights were changed.
+    """
+    for module in root.modules():
+        if not isinstance(module, FSDPModule) or module is root:
+            continue
+        state = module._get_fsdp_state()
+        for group in state._fsdp_param_groups:
+            if group._training_state == TrainingState.FORWARD or group._all_gather_result is not None:
+                group.wait_for_unshard()  # of a prefetch
+                group.reshard()
+                group._training_state = TrainingState.IDLE
+        state._training_state = TrainingState.IDLE
+        state._modules_to_run_forward.clear()
 
 
 def list_gathered(parameter: Any) -> list[Tensor]:

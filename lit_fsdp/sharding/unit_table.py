@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import nn
 
 from lit_fsdp.quantization.layers import count_weights
+from lit_fsdp.sharding.mesh import MeshSizes
 from lit_fsdp.sharding.wrap import Unit, count_shard_bytes
 
 COLUMNS = ("unit", "parameters", "trainable", "bytes per rank")
@@ -22,18 +23,23 @@ def print_table(table: Table) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
-def make_table(model: nn.Module, plan: Sequence[Unit], mesh_shape: tuple[int, ...]) -> Table:
+def make_table(model: nn.Module, plan: Sequence[Unit], sizes: MeshSizes) -> Table:
     """Return one row for each unit of a model that is not sharded yet; neighbouring blocks of one size share a row."""
-    replicate, num_shards = (1, *mesh_shape)[-2:]
-    table = Table(title=f"FSDP units, mesh replicate {replicate} x shard {num_shards}", title_justify="left")
+    table = Table(title=f"FSDP units, mesh {describe_sizes(sizes)}", title_justify="left")
     for name in COLUMNS:
         table.add_column(name, justify="left" if name == "unit" else "right")
-    *rows, totals = list_rows(model, plan, num_shards)
+    *rows, totals = list_rows(model, plan, sizes.num_shards)
     for row in rows:
         table.add_row(*row)
     table.add_section()
     table.add_row(*totals)
     return table
+
+
+def describe_sizes(sizes: MeshSizes) -> str:
+    """Return names and sizes of dimensions, ``replicate`` and ``shard`` always."""
+    pairs = sizes.by_name.items()
+    return " x ".join(f"{name} {size}" for name, size in pairs if size > 1 or name in ("replicate", "shard"))
 
 
 def list_rows(model: nn.Module, plan: Sequence[Unit], num_shards: int) -> list[tuple[str, ...]]:

@@ -9,10 +9,13 @@ import fnmatch
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lit_fsdp.sharding.tensor_parallel import get_split_shape
 
 Policy = Literal["auto", "module_classes", "model_plan", "no_split_modules", "repeated_blocks", "min_size"]
 Kind = Literal["block", "embedding", "head", "idle", "root"]
@@ -75,6 +78,7 @@ class Unit:
         parameters: Names of the parameters it holds, without those of units inside it.
         num_params: Elements of these.
         num_trainable: Elements of those that need a gradient.
+        is_read_in_backward: Whether backward computes with its parameters. That of plain embeddings does not.
     """
 
     names: tuple[str, ...]
@@ -82,6 +86,7 @@ class Unit:
     parameters: tuple[str, ...] = ()
     num_params: int = 0
     num_trainable: int = 0
+    is_read_in_backward: bool = field(default=True, compare=False)  # follows from the modules
 
 
 def plan_units(model: nn.Module, wrap: Wrap, *, idle: Sequence[str] = ()) -> list[Unit]:
@@ -122,8 +127,9 @@ def count_shard_bytes(model: nn.Module, unit: Unit, num_shards: int) -> int:
 
 def count_rank_bytes(parameter: nn.Parameter, num_shards: int) -> int:
     """Return the bytes of the first rank's shard of a parameter."""
-    rows = parameter.shape[0] if parameter.dim() else 1
-    return -(-rows // num_shards) * (parameter.nbytes // max(rows, 1))
+    shape = get_split_shape(parameter)
+    rows = shape[0] if shape else 1
+    return -(-rows // num_shards) * (shape.numel() * parameter.element_size() // max(rows, 1))
 
 
 def _find_units(model: nn.Module, modules: dict[str, nn.Module], wrap: Wrap) -> list[Unit]:
@@ -319,9 +325,24 @@ def _count_parameters(model: nn.Module, units: list[Unit]) -> list[Unit]:
             parameters=tuple(name for name, _ in part),
             num_params=sum(p.numel() for _, p in part),
             num_trainable=sum(p.numel() for _, p in part if p.requires_grad),
+            is_read_in_backward=unit.kind != "embedding"
+            or not _is_looked_up([model.get_submodule(n) for n in unit.names]),
         )
         for unit, part in zip(units, parts, strict=True)
     ]
+
+
+def _is_looked_up(modules: Sequence[nn.Module]) -> bool:
+    """Whether modules do nothing but look up rows: whatever a user adds to that may read the weights in backward."""
+    return all(
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        # One that is split has a forward of Transformers around it, which looks up rows too.
+        and ("forward" not in vars(module) or isinstance(module.weight, DTensor))
+        and [name for name, _ in module.named_parameters()] == ["weight"]  # computed from no others
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        for module in modules
+    )
 
 
 def iterate_blocks(units: Sequence[Unit]) -> Iterator[str]:

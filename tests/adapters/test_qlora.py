@@ -118,6 +118,17 @@ def test_sharded_adapters_train_as_stock_libraries_do_on_one_device(
     assert max(differences.values()) <= TOLERANCE, differences
 
 
+@pytest.mark.full
+def test_weights_kept_from_recomputation_train_as_stock_libraries_do(
+    folder: Path, truths: dict[str, Result], tmp_path: Path
+) -> None:
+    recompute = ActivationCheckpointing(mode="full", keep_dequantized=True)
+    options: dict[str, Any] = {"strategy": {"activation_checkpointing": recompute}, "accumulate_grad_batches": 2}
+    result, _ = train_sharded(folder, tmp_path, 2, quantization=BASES["nf4 double"], **options)
+    differences = compare(result, truths["nf4 double"])
+    assert max(differences.values()) <= TOLERANCE, differences
+
+
 def fit_validated(folder: Path, out: Path) -> None:
     task = build_task(folder, lora=LORA, quantization=Quantization())
     strategy = FSDP2Strategy(print_plan=False)
@@ -145,13 +156,19 @@ def test_a_model_that_was_evaluated_trains_as_before(folder: Path, truths: dict[
     assert max(differences.values()) <= TOLERANCE, differences
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compile_", [Compile(backend="aot_eager")], ids=["aot_eager"])
-def test_compiled_blocks_train_as_before(
-    compile_: Compile, folder: Path, truths: dict[str, Result], tmp_path: Path
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("base", "mode"), [pytest.param("full", "none", marks=pytest.mark.slow), ("nf4 double", "full")]
+)
+def test_compiled_blocks_are_one_graph_and_train_as_before(
+    base: str, mode: Any, folder: Path, truths: dict[str, Result], tmp_path: Path
 ) -> None:
-    result, _ = train_sharded(folder, tmp_path, 2, quantization=Quantization(), strategy={"compile": compile_})
-    differences = compare(result, truths["nf4 double"])
+    strategy = {
+        "compile": Compile(backend="aot_eager", fullgraph=True),  # fails where Python is needed
+        "activation_checkpointing": ActivationCheckpointing(mode=mode),
+    }
+    result, _ = train_sharded(folder, tmp_path, 2, quantization=BASES[base], strategy=strategy)
+    differences = compare(result, truths[base])
     assert max(differences.values()) <= TOLERANCE, differences
 
 

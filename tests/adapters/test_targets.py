@@ -19,13 +19,13 @@ SMALL = Quantization(block_size=32)
             "mixtral",
             LoRA(r=4, target_modules=["experts"]),
             SMALL,
-            "Target module QuantizedMixtralExperts is not supported",
+            "fused experts are no layers; name their weights in target_parameters",
         ),
         (
             "mixtral",
             LoRA(r=4, target_modules=["experts"], init_lora_weights="olora"),
             None,
-            "Target module MixtralExperts.* is not supported",
+            "fused experts are no layers; name their weights in target_parameters",
         ),
         (
             "llama",

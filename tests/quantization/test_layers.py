@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import build_language_model, make_tokens
+from models import build_language_model, dequantize_model, make_tokens
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp.profiling.flops import FlopCounter
-from lit_fsdp.quantization import layers
+from lit_fsdp.quantization import groups
 from lit_fsdp.quantization.layers import (
     QuantizedExperts,
     QuantizedLinear,
@@ -18,7 +18,7 @@ from lit_fsdp.quantization.layers import (
     list_quantizable,
     quantize_model,
 )
-from lit_fsdp.quantization.quantize import Quantization, dequantize
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.weights.load import init_weights, materialize
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -33,31 +33,6 @@ KINDS = [Quantization(), Quantization(type="fp4", double_quant=False), Quantizat
 
 def list_quantized(model: nn.Module) -> set[str]:
     return {name.rpartition(".")[2] for name, _ in iterate_quantized(model)}
-
-
-def dequantize_model(model: nn.Module, like: nn.Module) -> nn.Module:
-    """Fill ``like``, an unquantized model, with the weights that a quantized one computes with."""
-    state = dict(like.named_parameters())
-    quantized = dict(iterate_quantized(model))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            layer = quantized.get(name.rpartition(".")[0])
-            key = name.rpartition(".")[2]
-            if layer is None or key not in (*layer.dense_shapes, "bias"):
-                if name in state:
-                    state[name].copy_(parameter)
-                continue
-            if key == "bias":
-                state[name].copy_(parameter)
-                continue
-            stored = layer.get_stored(key)
-            if parameter.dim() == 2:
-                state[name].copy_(dequantize(*stored, layer.quantization, torch.float32))
-                continue
-            for i, matrix in enumerate(state[name]):
-                own = [None if part is None else part[i] for part in stored]
-                matrix.copy_(dequantize(*own, layer.quantization, torch.float32))
-    return like
 
 
 def build_quantized(family: str, settings: Quantization, **config: Any) -> nn.Module:
@@ -235,10 +210,39 @@ def test_experts_are_multiplied_one_by_one_where_no_kernel_takes_groups(monkeypa
     experts = find_experts(build_quantized("qwen3_moe", Quantization(), **EXPERTS["qwen3_moe"]))
     chosen = route(experts.num_experts)
     expected = [run_experts(experts, c) for c in chosen]
-    monkeypatch.setattr(layers, "has_grouped_product", lambda *_: False)
+    monkeypatch.setattr(groups, "has_grouped_product", lambda *_: False)
     for c, truth in zip(chosen, expected, strict=True):
         with Operators() as operators:
             found = run_experts(experts, c)
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, truth, strict=True))
         dequantized = [name for name, _ in operators.ran if "dequantize_4bit" in name]
         assert len(dequantized) == 4 * len(c.unique())  # two projections, forward and backward
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=lambda settings: settings.type)
+def test_a_compiled_layer_is_one_graph_and_keeps_no_dense_weight(settings: Quantization) -> None:
+    """A compiler may share what forward and backward dequantize, and would keep it in between."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    layers_ = nn.Sequential(*model.to("meta"))
+    quantize_model(layers_, settings)
+    materialize(layers_, torch.device("cpu"))
+    init_weights(layers_, 0)
+    results, saved = [], []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append((tuple(tensor.shape), tensor.dtype))
+        return tensor
+
+    for _ in range(2):
+        x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = layers_(x)
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad))
+        torch._dynamo.reset()
+        layers_.compile(backend="aot_eager", fullgraph=True)
+    assert {dtype for shape, dtype in saved if shape[0] != 5} <= {torch.uint8}
+    assert (5, 128) in {shape for shape, _ in saved}
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(*results, strict=True))
+    assert float(results[0][0].abs().max()) > 0

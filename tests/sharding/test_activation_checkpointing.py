@@ -1,5 +1,7 @@
 """Recomputing changes what is kept and computed twice, and nothing else: no number and no name."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +11,11 @@ from models import Block, Parent, build_language_model, compute_loss, make_token
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, T5Config, T5ForConditionalGeneration
 
-from lit_fsdp.quantization.layers import quantize_model
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.quantization.layers import iterate_quantized, quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
 from lit_fsdp.sharding.wrap import Wrap, iterate_blocks, plan_units
@@ -24,7 +29,20 @@ SETTINGS = {
     "selective": ActivationCheckpointing(mode="selective"),
     "only mm": ActivationCheckpointing(mode="selective", saved_ops=["aten.mm"]),
     "nested": ActivationCheckpointing(mode="full"),
+    "offload": ActivationCheckpointing(mode="full", offload=True),
+    "offload every 2": ActivationCheckpointing(mode="full", every_n_blocks=2, offload=True),
+    "offload selective": ActivationCheckpointing(mode="selective", offload=True),
 }
+
+
+SMALL: Any = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+T5 = T5Config(vocab_size=64, d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8, decoder_start_token_id=0)
 
 
 def build(device: str = "cpu") -> Parent:
@@ -62,6 +80,7 @@ def truth() -> tuple[Tensor, dict[str, Tensor], list[int], int]:
     return run("none")
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # of what a later torch does with hooks on saved tensors
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -71,6 +90,9 @@ def truth() -> tuple[Tensor, dict[str, Tensor], list[int], int]:
         ("selective", [2, 2, 2]),
         ("only mm", [2, 2, 2]),
         ("nested", [2, 2, 2]),
+        ("offload", [2, 2, 2]),
+        ("offload every 2", [2, 1, 2]),
+        ("offload selective", [2, 2, 2]),
     ],
 )
 def test_loss_and_gradients_stay_bit_for_bit_while_blocks_run_again(
@@ -129,6 +151,37 @@ def test_blocks_take_positions_keywords_and_return_structures() -> None:
     assert torch.equal(model.linear.weight.grad, expected)
 
 
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "t5", "llama but the first block"])
+def test_a_model_that_is_called_with_a_cache_has_the_same_gradients(kind: str, mode: Any) -> None:
+    gradients = []
+    for settings in (ActivationCheckpointing(), ActivationCheckpointing(mode=mode)):
+        torch.manual_seed(0)
+        model: Any = T5ForConditionalGeneration(T5)
+        if kind != "t5":
+            config = GPT2Config(n_embd=32, n_layer=2, n_head=4) if kind == "gpt2" else LlamaConfig(**SMALL)
+            model = AutoModelForCausalLM.from_config(config)
+        assert model.config.use_cache
+        names = ("LlamaDecoderLayer", "GPT2Block", "T5Block")  # those of GPT-2 are given it without a keyword
+        blocks = [n for n, m in model.named_modules() if type(m).__name__ in names]["first" in kind :]
+        apply_activation_checkpointing(model.train(), settings, blocks)
+        ids = torch.arange(18).view(2, 9) + 1
+        torch.manual_seed(1)  # of dropout
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    plain, recomputed = gradients
+    for name, gradient in plain.items():  # the order of sums differs where both stacks of T5 read the same states
+        assert float((gradient - recomputed[name]).abs().max()) <= 2e-6 * float(gradient.abs().max()), name
+
+    model.eval()
+    with torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True, **({"decoder_input_ids": ids} if kind == "t5" else {}))
+    assert cache.past_key_values.get_seq_length() == 9, "generating keeps its cache"
+    if kind != "t5":
+        with pytest.raises(ValueError, match=r"(past_key_values|cache): it is not empty"):
+            model(input_ids=ids, past_key_values=cache.past_key_values)
+
+
 def test_less_is_kept_for_backward() -> None:
     def count_kept(recompute: ActivationCheckpointing) -> int:
         torch.manual_seed(0)
@@ -168,9 +221,18 @@ def test_less_is_kept_for_backward() -> None:
             "activation_checkpointing.saved_ops: not used by mode 'full'",
         ),
         (
+            ActivationCheckpointing(mode="selective", keep_dequantized=True),
+            "activation_checkpointing.keep_dequantized: not used by mode 'selective'",
+        ),
+        (
+            ActivationCheckpointing(mode="full", keep_dequantized=True),
+            "keep_dequantized: got true, and no linear layer of the blocks is quantized",
+        ),
+        (
             ActivationCheckpointing(mode="selective", saved_ops=["aten.nothing"]),
             "got 'aten.nothing': torch has no such operator",
         ),
+        (ActivationCheckpointing(offload=True), "activation_checkpointing.offload: got true with mode 'none'"),
         (ActivationCheckpointing(mode="selective", saved_ops=["mm"]), "got 'mm': torch has no such operator"),
         (ActivationCheckpointing(mode="selective", saved_ops=[""]), "got '': torch has no such operator"),
         (ActivationCheckpointing(mode="selective", saved_ops=["aten"]), "got 'aten': torch has no such operator"),
@@ -195,6 +257,57 @@ def test_selective_refuses_blocks_inside_blocks() -> None:
         "model.0",
         "model.0.0",
     ]
+
+
+def build_quantized() -> nn.Sequential:
+    """Two blocks of one block each."""
+    model = nn.Sequential(*[nn.Sequential(Block(64)) for _ in range(2)]).to("meta")
+    quantize_model(model, Quantization())
+    materialize(model, torch.device("cpu"))
+    init_weights(model, 0)
+    return model
+
+
+KEEP = ActivationCheckpointing(mode="full", keep_dequantized=True)
+
+
+def test_kept_weights_refuse_blocks_inside_blocks() -> None:
+    with pytest.raises(ValueError, match=r"keep_dequantized: got true: block 0.0 lies inside block 0; set mode to"):
+        apply_activation_checkpointing(build_quantized(), KEEP, ["0", "0.0", "1", "1.0"])
+
+
+def test_weights_are_kept_for_each_backward_over_a_graph_and_under_autocast() -> None:
+    found: list[Any] = []
+    for recompute in (ActivationCheckpointing(mode="full"), KEEP):
+        model = build_quantized()
+        apply_activation_checkpointing(model, recompute, ["0", "1"])
+        x = torch.linspace(-1, 1, 3 * 64).view(3, 64).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append(x.grad)
+        assert not any(layer.kept for _, layer in iterate_quantized(model))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("recompute", [*SETTINGS.values(), KEEP], ids=[*SETTINGS, "keep"])
+def test_copies_of_a_model_compute_with_their_own_weights(recompute: ActivationCheckpointing) -> None:
+    model = build_quantized()
+    apply_activation_checkpointing(model, recompute, ["0", "1"])
+    x = torch.linspace(-1, 1, 3 * 64).view(3, 64).requires_grad_()
+    kept = model(x)
+    model[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    model[1]._forward_pre_hooks.clear()
+    other: Any
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            other[0][0].norm.weight.mul_(2)
+        assert not torch.equal(other(x), kept)
+        other(x).sum().backward()
+    assert torch.equal(model(x), kept)
 
 
 def test_without_blocks_it_is_refused_unless_off() -> None:
@@ -228,6 +341,33 @@ def test_selective_computes_products_with_quantized_weights_once(
     assert counts[0] == counts[1]
     assert counts[0] or not operator
     assert gradients[0].keys() == gradients[1].keys()
+    assert [n for n in gradients[0] if not torch.equal(gradients[0][n], gradients[1][n])] == []
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_weight_that_is_kept_is_dequantized_once_for_recomputation_and_backward(kind: Any) -> None:
+    """Two blocks of seven layers: but for the three of the first block whose input gets no gradient."""
+    counts, gradients = [], []
+    for keeps in (False, True):
+        torch.manual_seed(0)
+        model = build_language_model("llama", hidden_size=64, intermediate_size=128, head_dim=16, num_hidden_layers=2)
+        quantize_model(model, Quantization(type=kind))
+        add_adapters(model, LoRA(r=4))
+        materialize(model, torch.device("cpu"))
+        init_weights(model, 0)
+        parent = Parent(model)
+        recompute = ActivationCheckpointing(mode="full", keep_dequantized=keeps)
+        apply_activation_checkpointing(parent, recompute, list(iterate_blocks(plan_units(parent, Wrap()))))
+        # The product of bitsandbytes dequantizes inside; for int8, codes are multiplied by their scales.
+        with CountCalls("bitsandbytes.gemm_4bit" if kind == "nf4" else "aten.mul") as calls:
+            loss = compute_loss(parent, make_tokens())
+            loss.backward()
+        counts.append(calls.num_calls)
+        gradients.append({n: p.grad for n, p in parent.named_parameters() if p.grad is not None} | {"loss": loss})
+        assert not any(layer.kept for _, layer in iterate_quantized(model))
+    assert counts[0] - counts[1] == 2 * 7 - 3
+    assert gradients[0].keys() == gradients[1].keys()
+    assert len(gradients[0]) == 2 * 2 * 7 + 1
     assert [n for n in gradients[0] if not torch.equal(gradients[0][n], gradients[1][n])] == []
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lit_fsdp.sharding.mesh import Mesh, build_mesh
+from lit_fsdp.sharding.mesh import Mesh, build_mesh, build_sequence_mesh, make_module_mesh
 from ranks import run_ranks
 
 
@@ -21,12 +21,17 @@ from ranks import run_ranks
         ({"replicate": -1, "shard": "node"}, 8, 4, (2, 4)),
         ({"replicate": 3, "shard": "node"}, 6, 2, (3, 2)),
         ({"shard": "node"}, 4, 4, (1, 4)),
+        ({"tensor": 2}, 8, 4, (1, 4, 1, 2)),
+        ({"tensor": 2, "sequence": 2}, 8, 4, (1, 2, 2, 2)),
+        ({"replicate": -1, "shard": "node", "tensor": 2}, 8, 4, (2, 2, 1, 2)),
+        ({"replicate": 2, "tensor": 4}, 8, 4, (2, 1, 1, 4)),
     ],
 )
 def test_the_rest_is_worked_out(
-    settings: dict[str, Any], world_size: int, ranks_per_node: int, expected: tuple[int, int]
+    settings: dict[str, Any], world_size: int, ranks_per_node: int, expected: tuple[int, ...]
 ) -> None:
-    assert Mesh(**settings).resolve(world_size=world_size, ranks_per_node=ranks_per_node) == expected
+    sizes = Mesh(**settings).resolve(world_size=world_size, ranks_per_node=ranks_per_node)
+    assert sizes == (*expected, 1, 1)[:4]
 
 
 def test_every_accepted_mesh_uses_all_ranks_and_every_other_is_refused() -> None:
@@ -45,7 +50,7 @@ def test_every_accepted_mesh_uses_all_ranks_and_every_other_is_refused() -> None
                     continue
                 resolved = mesh.resolve(world_size=world_size, ranks_per_node=1)
                 assert resolved[0] * resolved[1] == world_size
-                assert all(asked in (-1, got) for asked, got in zip((replicate, shard), resolved, strict=True))
+                assert all(asked in (-1, got) for asked, got in zip((replicate, shard), resolved, strict=False))
 
 
 @pytest.mark.parametrize(
@@ -61,6 +66,11 @@ def test_every_accepted_mesh_uses_all_ranks_and_every_other_is_refused() -> None
         ({"shard": 0}, 4, ("mesh.shard", "got 0")),
         ({"replicate": -2}, 4, ("mesh.replicate", "got -2")),
         ({"shard": -3}, 4, ("mesh.shard", "got -3")),
+        ({"tensor": 0}, 4, ("mesh.tensor", "got 0", "1 or more")),
+        ({"sequence": -1}, 4, ("mesh.sequence", "got -1", "1 or more")),
+        ({"tensor": 3}, 4, ("mesh.tensor", "got tensor 3", "4 ranks", "set tensor=4 or start 6 ranks")),
+        ({"sequence": 2, "tensor": 4}, 4, ("got sequence 2 x tensor 4", "divide the 4 ranks", "start 8 ranks")),
+        ({"shard": 4, "tensor": 2}, 4, ("1x4", "needs 8 ranks", "4 were started", "replicate=1 shard=2")),
     ],
 )
 def test_a_refusal_shows_the_numbers_and_what_would_fit(
@@ -84,6 +94,32 @@ def test_neighbouring_ranks_share_a_copy() -> None:
         assert flat.mesh.tolist() == [0, 1, 2, 3]
 
     run_ranks(body, world_size=4)
+
+
+def test_neighbours_share_a_layer_then_a_row() -> None:
+    settings: dict[str, Any] = {"world_size": 8, "ranks_per_node": 8}
+    mesh = Mesh(replicate=1, sequence=2, tensor=2)
+    places = [mesh.locate(rank, **settings) for rank in range(8)]
+    assert [(place.index, place.place) for place in places] == [(r // 4, r % 4) for r in range(8)]
+    assert {(place.count, place.copies) for place in places} == {(2, 2)}
+
+    def body() -> None:
+        rank = dist.get_rank()
+        built = build_mesh(mesh, device_type="cpu", **settings)
+        assert (built.mesh_dim_names, tuple(built.mesh.shape)) == (("shard", "tensor"), (4, 2))
+        own = make_module_mesh(built)
+        for name, ranks in (
+            ("data_parallel", [r for r in range(8) if r % 2 == rank % 2]),
+            ("tensor_parallel", [rank // 2 * 2, rank // 2 * 2 + 1]),
+        ):
+            assert dist.get_process_group_ranks(own[name].get_group()) == ranks
+        sequence = build_sequence_mesh(mesh, device_type="cpu", **settings)
+        assert dist.get_process_group_ranks(sequence.get_group()) == [r for r in places_of(rank) if r % 2 == rank % 2]
+
+    def places_of(rank: int) -> list[int]:
+        return list(range(rank // 4 * 4, rank // 4 * 4 + 4))
+
+    run_ranks(body, world_size=8)
 
 
 def test_a_wrong_mesh_is_refused_before_any_collective() -> None:

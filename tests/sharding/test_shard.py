@@ -1,8 +1,8 @@
 """No sharding setting changes the loss or a gradient; what a setting promises is seen in the collectives."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.utils.parametrize import register_parametrization
 
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing, apply_activation_checkpointing
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
@@ -90,6 +91,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "kept gathered": (2, {"sharding": Sharding(reshard_after_forward=False)}),
     "split over 2 of 4": (4, {"sharding": Sharding(reshard_after_forward=2)}),
     "prefetch": (2, {"sharding": Sharding(forward_prefetch=2, backward_prefetch=3)}),
+    "more reductions at once": (2, {"sharding": Sharding(reduce_scatter_max_input_buffers=3)}),
     "prefetch past the ends": (2, {"sharding": Sharding(forward_prefetch=99, backward_prefetch=99)}),
     "offload": (2, {"offload": CPUOffloadPolicy(pin_memory=False)}),
     "hybrid": (4, {"replicate": 2}),
@@ -154,7 +156,7 @@ def count_collectives(model: nn.Module, holds: bool = False) -> tuple[int, int]:
 
 def test_keeping_gathered_saves_the_gathers_of_backward() -> None:
     def body() -> None:
-        for reshard, expected in ((True, 9), (False, 5)):  # 5 units; the head is never gathered twice
+        for reshard, expected in ((True, 8), (False, 5)):  # 5 units; head and embedding are never gathered twice
             model = build()
             shard(model, Sharding(reshard_after_forward=reshard))
             compute_loss(model, rows_of_rank(0)).backward()  # the first step sets up
@@ -256,8 +258,11 @@ def test_compiled_blocks_give_the_same_loss_and_gradients(mode: Any) -> None:
         with fresh_compiler():
             compile_blocks(model, Compile(backend="aot_eager"), blocks)
             shard(model, plan=plan)
+            torch._dynamo.utils.counters.clear()
             loss = compute_loss(model, rows_of_rank(dist.get_rank()))
             loss.backward()
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+            assert torch._dynamo.utils.counters["graph_break"] == {}
         check_equal(model, truth, loss)
 
     run_ranks(body)
@@ -346,6 +351,7 @@ def test_roots_are_the_outermost_sharded_modules() -> None:
         (Sharding(reshard_after_forward=2), 2, "got 2: .*expected true or false"),
         (Sharding(forward_prefetch=-1), 2, "sharding.forward_prefetch: got -1: expected 0 or more"),
         (Sharding(backward_prefetch=0), 2, "sharding.backward_prefetch: got 0: .*expected 1 or more"),
+        (Sharding(reduce_scatter_max_input_buffers=0), 2, "max_input_buffers: got 0: expected 1 or more, such as 2"),
     ],
 )
 def test_what_the_ranks_cannot_do_is_refused(sharding: Sharding, num_shards: int, message: str) -> None:
@@ -358,3 +364,59 @@ def test_what_the_ranks_can_do_is_accepted() -> None:
         Sharding(reshard_after_forward=True).check(num_shards)
         Sharding(reshard_after_forward=False, forward_prefetch=3, backward_prefetch=3).check(num_shards)
     Sharding(reshard_after_forward=2).check(4)
+
+
+@pytest.mark.parametrize("lengths", [(5, 7, 8), (7, 5, 8)])  # 7 is the width of the blocks, too
+def test_rows_of_changing_lengths_are_compiled_once(lengths: tuple[int, ...]) -> None:
+    def body() -> None:
+        model = Stack()
+        plan = plan_units(model, Wrap())
+        expected = [model(torch.ones(2, length, 5)) for length in lengths]
+        with fresh_compiler():
+            compile_blocks(model, Compile(backend="aot_eager"), list(iterate_blocks(plan)), has_changing_lengths=True)
+            shard(model, plan=plan)
+            torch._dynamo.utils.counters.clear()
+            found = [model(torch.ones(2, length, 5)) for length in lengths]
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(expected, found, strict=True))
+
+    run_ranks(body, world_size=1)
+
+
+def own_forward(embedding: nn.Module) -> None:
+    def forward(ids: Tensor) -> Tensor:
+        table = cast(Tensor, embedding.weight)
+        return nn.functional.one_hot(ids, len(table)).float() @ table.sin()
+
+    embedding.forward = forward
+
+
+def scale_output(embedding: nn.Module) -> None:
+    embedding.register_forward_hook(lambda module, _, out: out * module.weight.square().mean())
+
+
+class Sine(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.sin()
+
+
+def reparametrize(embedding: nn.Module) -> None:
+    register_parametrization(embedding, "weight", Sine())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("change", [own_forward, scale_output, reparametrize])
+def test_an_embedding_whose_backward_reads_its_weights_is_gathered_for_it(change: Callable[[nn.Module], Any]) -> None:
+    def body() -> None:
+        def make() -> nn.Module:
+            model = build()
+            change(model.get_submodule("model.model.embed_tokens"))
+            return model
+
+        truth, model = compute_truth(make()), make()
+        assert [unit.is_read_in_backward for unit in shard(model) if unit.kind == "embedding"] == [True]
+        loss = compute_loss(model, rows_of_rank(dist.get_rank()))
+        loss.backward()
+        check_equal(model, truth, loss)
+
+    run_ranks(body)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from lit_fsdp.profiling.expected_communication import estimate_collectives
+from lit_fsdp.sharding.mesh import MeshSizes
 from lit_fsdp.sharding.shard import Sharding, shard_model
 from lit_fsdp.sharding.unit_table import make_table
 from lit_fsdp.sharding.wrap import Unit, Wrap, count_shard_bytes, iterate_blocks, plan_units
@@ -301,22 +302,22 @@ def test_counted_bytes_are_those_of_the_first_ranks_shards(num_shards: int) -> N
     run_ranks(body, world_size=num_shards)
 
 
-@pytest.mark.parametrize(("mesh_shape", "num_shards"), [((3,), 3), ((2, 4), 4)])
-def test_the_table_prints_the_numbers_of_the_plan(mesh_shape: tuple[int, ...], num_shards: int) -> None:
+@pytest.mark.parametrize(("sizes", "num_shards"), [(MeshSizes(1, 3), 3), (MeshSizes(2, 4), 4), (MeshSizes(1, 2, 2), 4)])
+def test_the_table_prints_the_numbers_of_the_plan(sizes: MeshSizes, num_shards: int) -> None:
     model = build_language_model("llama")
     model.model.embed_tokens.requires_grad_(False)
     plan = plan_units(model, Wrap())
     console = Console(width=150, file=io.StringIO(), record=True)
-    console.print(make_table(model, plan, mesh_shape))
+    console.print(make_table(model, plan, sizes))
     text = " ".join(console.export_text().replace("│", " ").replace("┃", " ").split())
-    sizes = [count_shard_bytes(model, unit, num_shards) for unit in plan]
-    assert f"replicate {2 if len(mesh_shape) > 1 else 1} x shard {num_shards}" in text
+    num_bytes = [count_shard_bytes(model, unit, num_shards) for unit in plan]
+    assert f"replicate {sizes.replicate} x shard {sizes.shard}" in text
     block = plan[1]
-    assert f"model.layers.0 .. 2 3 x {block.num_params:,} 3 x {block.num_trainable:,} 3 x {sizes[1]:,}" in text
-    assert f"model.embed_tokens 2,144 0 {sizes[0]:,}" in text
-    assert f"model.norm + lm_head 2,176 2,176 {sizes[4]:,}" in text
+    assert f"model.layers.0 .. 2 3 x {block.num_params:,} 3 x {block.num_trainable:,} 3 x {num_bytes[1]:,}" in text
+    assert f"model.embed_tokens 2,144 0 {num_bytes[0]:,}" in text
+    assert f"model.norm + lm_head 2,176 2,176 {num_bytes[4]:,}" in text
     total = sum(p.numel() for p in model.parameters())
-    assert f"all 6 units {total:,} {total - 2144:,} {sum(sizes):,}" in text
+    assert f"all 6 units {total:,} {total - 2144:,} {sum(num_bytes):,}" in text
 
 
 def test_blocks_of_different_size_get_rows_of_their_own() -> None:
@@ -324,5 +325,5 @@ def test_blocks_of_different_size_get_rows_of_their_own() -> None:
     model.blocks.append(Block(9))
     model.blocks[2].requires_grad_(False)
     plan = plan_units(model, Wrap())
-    table = make_table(model, plan, (2,))
+    table = make_table(model, plan, MeshSizes(1, 2))
     assert list(table.columns[0].cells) == ["blocks.0 .. 1", "blocks.2", "blocks.3", "(root)", "all 5 units"]

@@ -1,0 +1,161 @@
+"""The timeline of a step on streams whose work takes as long as it is told: compute waits only where nothing helps."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+import torch
+from models import Block
+from stand_in_gpu import Event, Stream, find_place, run_as_gpus
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lit_fsdp import ActivationCheckpointing, Mesh, MixedPrecision, Wrap
+from lit_fsdp.sharding.mesh import build_mesh
+from lit_fsdp.sharding.parallelize import shard_module
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.weights.load import materialize
+
+NUM_BLOCKS, WIDTH, ROWS = 6, 16, 4
+PRODUCTS_OF_A_BLOCK = 2  # in forward; backward has two for each, but for the first of the step one
+# In the time that a block takes in forward; its backward takes twice that.
+GATHER, REDUCE, COPY_OF_INPUT = 0.75, 0.75, 0.5
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().sum()
+
+
+@dataclass
+class Wait:
+    """Of compute, from the start of the step."""
+
+    begin_s: float
+    took_s: float
+
+
+class Timeline(TorchDispatchMode):
+    """Gives work the times that it would have if streams were all there is: the host is never late.
+
+    Collectives run one at a time, in the order in which they were begun, as those of one communicator do.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.compute: Any = torch.cuda.current_stream()
+        self.begin_s = self.link_s = self.compute.clock_s
+        self.computed_s = 0.0
+        self.num_copies = 0
+        self.waits: list[Wait] = []
+
+    def note_wait(self, until_s: float) -> None:
+        self.waits.append(Wait(self.compute.clock_s - self.begin_s, until_s - self.compute.clock_s))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        name, stream = func.overloadpacket.__name__, cast(Any, torch.cuda.current_stream())
+        if name in ("mm", "addmm"):
+            assert stream is self.compute
+            self.computed_s += 1 / PRODUCTS_OF_A_BLOCK
+            stream.clock_s += 1 / PRODUCTS_OF_A_BLOCK
+        elif "allgather" in name or "reduce_scatter" in name:
+            assert stream is not self.compute
+            took_s = GATHER if "allgather" in name else REDUCE
+            stream.clock_s = self.link_s = max(self.link_s, stream.clock_s) + took_s
+        elif name == "copy_" and {find_place(args[0]), find_place(args[1])} == {"host", "device"} and is_async(args):
+            assert stream is not self.compute
+            self.num_copies += 1
+            stream.clock_s += COPY_OF_INPUT
+        return out
+
+
+def is_async(args: Any) -> bool:
+    return len(args) > 2 and bool(args[2])
+
+
+@contextmanager
+def keep_time() -> Iterator[Timeline]:
+    record, wait_event, wait_stream = Event.record, Stream.wait_event, Stream.wait_stream
+
+    def record_time(event: Any, stream: Any = None) -> Any:
+        event.clock_s = (stream or torch.cuda.current_stream()).clock_s
+        return record(event, stream)
+
+    def wait_for_event(stream: Any, event: Any) -> None:
+        wait_event(stream, event)
+        wait_until(stream, getattr(event, "clock_s", 0.0))
+
+    def wait_for_stream(stream: Any, other: Any) -> None:
+        wait_stream(stream, other)
+        wait_until(stream, other.clock_s)
+
+    def wait_until(stream: Any, clock_s: float) -> None:
+        if clock_s > stream.clock_s:
+            if stream is timeline.compute:
+                timeline.note_wait(clock_s)
+            stream.clock_s = clock_s
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "clock_s", 0.0, raising=False)
+        patch.setattr(Event, "record", record_time)
+        patch.setattr(Stream, "wait_event", wait_for_event)
+        patch.setattr(Stream, "wait_stream", wait_for_stream)
+        timeline = Timeline()
+        with timeline:
+            yield timeline
+
+
+def run_step(*, prefetches: bool = True, **settings: Any) -> Timeline:
+    """Return the timeline of the second step."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    chosen = Settings(wrap=Wrap(module_classes=["Block"]), **settings)
+    with torch.device("meta"):
+        model = Model()
+    mesh = build_mesh(Mesh(), device_type="cuda", world_size=2, ranks_per_node=2)
+    shard_module(model, chosen, dtypes=MixedPrecision(), mesh=mesh, device=device)
+    if not prefetches:
+        for block in cast(list[FSDPModule], list(model.blocks)):
+            block.set_modules_to_backward_prefetch([block])
+    materialize(model, device)
+    x = torch.zeros(ROWS, WIDTH, device=device)
+    model(x).backward()
+    with keep_time() as timeline:
+        model(x).backward()
+    return timeline
+
+
+def compare() -> None:
+    offload = ActivationCheckpointing(mode="full", offload=True)
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({}, 0),
+        ({"activation_checkpointing": ActivationCheckpointing(mode="full")}, 0),
+        ({"activation_checkpointing": offload}, 2 * (NUM_BLOCKS - 1)),
+    ]
+    for settings, num_copies in cases:
+        timeline = run_step(**settings)
+        assert timeline.num_copies == num_copies
+        # Nothing can be computed before the first gather, and nothing is left to do beside the last reduction.
+        first, last = timeline.waits
+        assert (first.begin_s, first.took_s) == pytest.approx((0, GATHER))
+        assert last.begin_s == pytest.approx(GATHER + timeline.computed_s)
+        assert last.took_s == pytest.approx(REDUCE)
+    # Gathered behind the reduction of the unit before instead of ahead of it: compute waits for both, block by block.
+    late = run_step(prefetches=False).waits
+    assert [wait.took_s for wait in late[1:-1]] == pytest.approx([GATHER + REDUCE] * (NUM_BLOCKS - 1))
+
+
+@pytest.mark.full(after=1)
+def test_compute_waits_for_the_first_gather_and_the_last_reduction_only() -> None:
+    run_as_gpus(compare, world_size=2)
