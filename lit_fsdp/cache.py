@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 from filelock import FileLock, Timeout
 
-from lit_fsdp.files import UnwritableError, refuse_unwritable, write_whole
+from lit_fsdp.files import UnwritableError, refuse_unwritable, sync_path, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
         (temporary / COMPLETE).write_text(json.dumps(written))
         for path in temporary.rglob("*"):
             if path.is_file():
-                _write_through(path)
+                sync_path(path)  # a power cut must not leave the marker on disk and the data not
         if folder.exists():  # not whole, or build_once had returned
             shutil.rmtree(folder)
         temporary.rename(folder)
@@ -177,12 +177,6 @@ def hash_file(path: Path) -> str:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     return digest.hexdigest()
-
-
-def _write_through(path: Path) -> None:
-    """Make sure that a power cut cannot leave the marker on disk and the data not."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def _read_failure(path: Path) -> dict[str, str] | None:

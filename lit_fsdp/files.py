@@ -45,6 +45,20 @@ def refuse_special_file(path: Path, named: str) -> None:
         raise ValueError(f"{named}: {problem}")
 
 
+def refuse_no_folder(setting: str, folder: Path) -> None:
+    """Refuse a place for a folder where none can be made or written to, before anything runs. Nothing is made.
+
+    Raises:
+        ValueError: ``setting`` begins the text.
+    """
+    whole = folder.absolute()
+    there = next(parent for parent in (whole, *whole.parents) if os.path.lexists(parent))
+    if not there.is_dir():
+        raise ValueError(f"{setting}: got {str(folder)!r}: {there} is no folder: expected one")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"{setting}: got {str(folder)!r}: {there} cannot be written to")
+
+
 @contextmanager
 def refuse_unwritable(setting: str, folder: Path) -> Iterator[None]:
     """Say in one line that a disk does not take what the body writes; what it reads may lie elsewhere.
@@ -92,6 +106,47 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file with ``open_whole``."""
     with open_whole(path) as file:
         file.write(text)
+
+
+def sync_path(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk and outlast a power cut.
+
+    File systems that know no such thing for folders are left to themselves.
+    """
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def hold_lock(file: Path, *, is_needed: bool = True) -> Iterator[None]:
+    """Be the only process that holds a lock while the body runs.
+
+    The kernel lets go of it when the process dies, however it dies; processes that it has forked do not hold it.
+
+    Args:
+        file: The lock. It is made, and removed at the end.
+        is_needed: Whether a lock of a lesser kind, which outlasts a killed process, is better than none where the
+            file system has no others.
+
+    Raises:
+        filelock.Timeout: Another process holds it.
+        OSError: It cannot be made, or the file system has no locks.
+    """
+    from filelock import FileLock
+
+    lock = FileLock(file, thread_local=False, fallback_to_soft=is_needed)
+    lock.acquire(blocking=False)
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)  # while it is held: a lock on what has no name any more is no lock, and is retried
+        lock.release()
 
 
 def _find_number(error: Exception, folder: Path) -> int | None:

@@ -13,11 +13,12 @@ from typing import Any
 from torch.serialization import skip_data
 
 from lit_fsdp.checkpoint.manifest import MANIFEST, is_complete, read_position
-from lit_fsdp.checkpoint.places import get_save_number, is_being_written, is_hidden, list_saves
+from lit_fsdp.checkpoint.places import get_save_number, is_hidden, list_saves
 from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.checkpoint.untrusted import load_plain
 
 SAVE_NUMBER = "save_number"  # in a single file
+_OF_RANK_0, _OF_DEEPSPEED = "meta.pt", "checkpoint"  # in folders of Lightning's strategies, seen in lightning 2.6.6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,12 @@ class Age:
         return self.save_number, 0 if self.save_number else self.written_ns, self.step, self.written_ns
 
 
-def find_last_checkpoint(folders: Iterable[Location], report: Callable[[str], None] = print) -> Location | None:
-    """Return the newest complete checkpoint in these folders, ``None`` if there is none.
+def find_last_checkpoint(
+    folders: Iterable[Location],
+    report: Callable[[str], None] = print,
+    describe_misfit: Callable[[Location], str | None] = lambda _: None,
+) -> Location | None:
+    """Return the newest complete checkpoint in these folders that fits, ``None`` if there is none.
 
     Newest is what was saved last, by the number of the save, see ``Age``. Links such as ``last.ckpt`` count as what
     they point to. What was complete when its writer was killed counts too, under its hidden name, until a run puts it
@@ -48,7 +53,18 @@ def find_last_checkpoint(folders: Iterable[Location], report: Callable[[str], No
     Args:
         folders: Where checkpoints lie, not those that are checkpoints themselves; they need not exist.
         report: Called with a line about each newer one that is passed over, the newest first.
+        describe_misfit: Returns why a complete one does not fit, ``None`` where it does. Not reported where none does.
     """
+    misfits: dict[Location, str] = {}
+
+    def is_wanted(entry: Location) -> bool:
+        if not is_whole(entry):
+            return False
+        target = entry.resolve()  # of which links are others' names
+        if target not in misfits and (why := describe_misfit(target)) is not None:
+            misfits[target] = why
+        return target not in misfits
+
     ages = {entry: measure_age(entry) for folder in folders for entry in _list_entries(folder)}
 
     def sort_key(entry: Location) -> tuple[Any, ...]:
@@ -56,19 +72,45 @@ def find_last_checkpoint(folders: Iterable[Location], report: Callable[[str], No
         return (*ages[entry].key, not entry.is_symlink(), str(entry))
 
     ordered = sorted(ages, key=sort_key, reverse=True)
-    found = next(filter(is_whole, ordered), None)
+    found = next(filter(is_wanted, ordered), None)
     # What is not complete may well have no number.
     limit = -1 if found is None else ages[found].written_ns
     before = ordered if found is None else ordered[: ordered.index(found)]
     unnumbered = (e for e in ordered if not ages[e].save_number and ages[e].written_ns > limit)
-    passed_over = {e: None for e in (*before, *unnumbered) if not is_whole(e)}
-    for entry in sorted(passed_over, key=lambda e: ages[e].written_ns, reverse=True):
+    passed_over: dict[Location, int] = {}
+    for entry in (*before, *unnumbered):
+        if not is_whole(entry):  # maybe a link to itself
+            passed_over[entry] = ages[entry].written_ns
+        elif (target := entry.resolve()) in misfits:
+            passed_over[target] = ages[entry].written_ns
+    for entry in sorted(passed_over, key=lambda e: passed_over[e], reverse=True):
         why = "leads nowhere" if entry.is_symlink() and not entry.exists() else "is not complete"
+        why = f"does not fit: {misfits[entry]}" if entry in misfits else why
+        if found is None and entry in misfits:
+            continue
         if found is None:
             report(f"{entry} {why}, and there is no other checkpoint")
         else:
             report(f"{entry} {why}: taking the newest complete checkpoint before it, {found.resolve()}")
     return None if found is None else found.resolve()
+
+
+def find_other_checkpoint(folders: Iterable[Location]) -> Location | None:
+    """Return the newest folder that another strategy of Lightning has saved, if nothing was saved after it.
+
+    ``ModelParallelStrategy``, ``FSDPStrategy`` and DeepSpeed do not mark what is complete, so
+    :func:`find_last_checkpoint` passes over their folders. What else they write are single files.
+
+    Args:
+        folders: As there.
+    """
+    entries = [entry for folder in folders for entry in _list_entries(folder)]
+    others = [e for e in entries if ((e / _OF_RANK_0).is_file() or (e / _OF_DEEPSPEED).is_dir()) and not _is_own(e)]
+    newest = max(others, key=_measure_written_ns, default=None)
+    saved_ns = [_measure_written_ns(enter(entry)) for entry in entries if is_whole(entry)]
+    if newest is None or max(saved_ns, default=-1) > _measure_written_ns(newest):
+        return None
+    return newest.resolve()
 
 
 def find_last_number(folders: Iterable[Location]) -> int:
@@ -79,7 +121,10 @@ def find_last_number(folders: Iterable[Location]) -> int:
 
 def describe_interruption(folders: Iterable[Location]) -> str:
     """Return what a run that its user has ended leaves, and how to go on."""
-    found = find_last_checkpoint(folders, report=lambda _: None)
+    folders = list(folders)
+    found, other = find_last_checkpoint(folders, report=lambda _: None), find_other_checkpoint(folders)
+    if other is not None:
+        return f"interrupted: --ckpt_path {other} goes on from what was saved last, if that is complete"
     if found is None:
         return "interrupted before there was a checkpoint"
     is_below = isinstance(found, Path) and found.is_relative_to(Path.cwd())
@@ -131,6 +176,11 @@ def has_end(path: Location) -> bool:
         return zipfile.is_zipfile(file)
 
 
+def _is_own(folder: Location) -> bool:
+    """Whether ``FSDP2Strategy`` has saved a folder, complete or not: it keeps random states beside the weights."""
+    return (folder / MANIFEST).is_file() or any(folder.glob("random_*.pt"))
+
+
 def _measure_written_ns(entry: Location) -> int:
     marker = entry / MANIFEST
     if isinstance(entry, RemotePath) or isinstance(marker, RemotePath):
@@ -141,10 +191,10 @@ def _measure_written_ns(entry: Location) -> int:
 
 
 def _list_entries(folder: Location) -> list[Location]:
-    """Return what may be a checkpoint; of hidden names only what is whole and has no living writer."""
+    """Return what may be a checkpoint; of hidden names only what is whole, whoever may be about to put it in place."""
     hidden = (e for e in folder.glob(".*.ckpt.*") if is_hidden(e))
     shown = (e for e in folder.glob("*.ckpt") if not e.name.startswith("."))
-    return [*shown, *(e for e in hidden if is_whole(e) and not is_being_written(e))]
+    return [*shown, *filter(is_whole, hidden)]
 
 
 def _read_single_file(path: Location) -> tuple[int, int | None] | None:

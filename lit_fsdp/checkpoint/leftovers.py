@@ -5,19 +5,22 @@ The latter is put back in place if it is complete, else removed, as it has the s
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from lit_fsdp.checkpoint.latest import enter, is_whole, measure_age
 from lit_fsdp.checkpoint.manifest import is_complete
 from lit_fsdp.checkpoint.places import (
+    ClaimedError,
+    claim,
     get_place,
     is_being_written,
     list_saves,
     name_beside,
     name_replaced,
-    replace_folder,
+    put_in_place,
+    remove_beside,
 )
 from lit_fsdp.checkpoint.remote import Location, RemotePath, leave_what_stays
 
@@ -43,7 +46,9 @@ def tidy_folders(folders: Iterable[Location], report: Callable[[str], None]) -> 
         places = {place for path in folder.glob(".*.ckpt.*") if (place := get_place(path)) is not None}
         for place in sorted(places):
             try:
-                _tidy_place(place, report)
+                with suppress(ClaimedError), claim(place) as is_held:
+                    if is_held:
+                        _tidy_place(place, report)
             except OSError as error:  # such as of another user: it is no reason not to train
                 report(f"{place}: what an interrupted save left beside it stays there: {error.strerror or error}")
 
@@ -79,27 +84,15 @@ def _tidy_saves(checkpoint: RemotePath, report: Callable[[str], None]) -> None:
 
 def _tidy_place(place: Path, report: Callable[[str], None]) -> None:
     beside, old = name_beside(place), name_replaced(place)
-    present = [path for path in (place, beside, old) if path.exists()]
-    if any(is_being_written(path) for path in present):
-        return
-    whole = [path for path in present if is_whole(path)]
+    whole = [path for path in (place, beside, old) if path.exists() and is_whole(path)]
     newest = max(whole, key=lambda path: measure_age(path).key, default=None)
     if newest == beside:
-        if beside.is_dir():
-            replace_folder(place, beside)
-        else:
-            beside.replace(place)
+        put_in_place(place, beside)
     elif newest == old and not place.exists():
         old.rename(place)
     if newest in (beside, old):
         report(f"{place}: the save of it was interrupted when it was complete: put in its place")
     # The older one goes only where a whole one is left.
     for path in (beside, *([old] if is_whole(place) else [])):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.exists():
-            path.unlink()
-        else:
-            continue
-        if path == beside:
+        if remove_beside(path) and path == beside:
             report(f"{path}: a save that was interrupted: removed")

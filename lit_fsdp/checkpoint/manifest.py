@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from typing_extensions import Buffer, override
 
 from lit_fsdp.checkpoint.remote import Location, RemotePath, make_folder
+from lit_fsdp.files import write_whole
 from lit_fsdp.weights.file_names import check_names
 
 Verify = Literal["sizes", "full"]
@@ -95,7 +96,7 @@ class ChecksumFileSystem(LocationFileSystem):
 
 
 class _ChecksumFile(io.BufferedWriter):
-    """A file that is written from its beginning to its end."""
+    """A file that is written from its beginning to its end, and on the disk when it is closed."""
 
     _is_done = False
 
@@ -114,6 +115,9 @@ class _ChecksumFile(io.BufferedWriter):
     def close(self) -> None:
         if not self._is_done:  # files of some stores never say that they are closed
             self._is_done = True
+            if isinstance(self.raw, io.FileIO):
+                self.flush()
+                os.fsync(self.fileno())
             super().close()
 
     @override
@@ -145,10 +149,7 @@ def write_manifest(
     if isinstance(folder, RemotePath):
         (folder / MANIFEST).write_bytes(json.dumps(content, indent=1).encode())
         return
-    with (folder / MANIFEST).open("w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    write_whole(folder / MANIFEST, json.dumps(content, indent=1))
 
 
 def read_manifest(folder: Location) -> dict[str, FileEntry]:

@@ -1,36 +1,44 @@
 """Where a checkpoint lies while it takes the place of another one, and whether somebody still writes it.
 
-Note [Claims]: rank 0 holds a lock on a file for as long as it writes: ``writer.lock`` in a folder, or the file of a
-single-file checkpoint itself. The kernel lets go of it when the process dies, however it dies. So what nobody holds
-was left by a killed process. A file that is still empty is left alone: its writer may be about to lock it.
+Note [Claims]: for as long as rank 0 writes a checkpoint, or tidies what lies beside it, it holds a lock beside its
+place. So what lies there when somebody gets the lock was left by a killed process.
 
-Stores at an address have no locks: there the file says on which machine which process writes, and when that process
+Stores at an address have no locks: there a file says on which machine which process writes, and when that process
 began, as a container that restarts has the same names and numbers again. What another machine writes is taken for
 abandoned only when nothing was added to it for a day. See also Note [Remote checkpoints].
 """
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
 import re
 import secrets
 import shutil
 import socket
 import time
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from filelock import Timeout
+
 from lit_fsdp.checkpoint.manifest import is_complete
 from lit_fsdp.checkpoint.remote import Location, RemotePath, leave_what_stays
+from lit_fsdp.files import hold_lock, refuse_unwritable, sync_path
 
 LOCK = "writer.lock"
-_HIDDEN = re.compile(r"\.(.+)\.(incomplete|replaced)")
+_HIDDEN = re.compile(r"\.(.+)\.(incomplete|replaced|lock)")
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)  # what file systems without them say
 _SAVE = re.compile(r"save-(\d+)-[0-9a-f]{8}")
 _ABANDONED_S = 86400.0
 _Place = TypeVar("_Place", Path, RemotePath)
+
+
+class ClaimedError(ValueError):
+    """A living process writes a checkpoint there."""
 
 
 def name_beside(path: Path) -> Path:
@@ -71,37 +79,79 @@ def follow(path: Location) -> Location:
     return place if place is not None and place.exists() and not path.exists() else path
 
 
-def make_beside(path: Location, save_number: int = 0) -> Location:
-    """Return an empty folder beside the place of one that is to be written; at an address, inside that place.
+@contextmanager
+def write_beside(path: Location, save_number: int = 0) -> Iterator[Location]:
+    """Give a name beside the place of a checkpoint that is to be written; at an address, inside that place.
 
-    One that was complete when its writer was killed takes its place first: it may be all there is.
+    What was complete when its writer was killed takes its place first: it may be all there is. What is not complete
+    at the end is removed.
+
+    Raises:
+        ClaimedError: Another process writes the same checkpoint.
     """
     if isinstance(path, RemotePath):
-        return path / f"save-{save_number}-{secrets.token_hex(4)}"
-    beside = name_beside(path)
-    if is_complete(beside):
-        replace_folder(path, beside)
-    if beside.is_file():  # of a single-file checkpoint
-        beside.unlink()
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    return beside
-
-
-def replace_folder(path: Location, beside: Location) -> None:
-    """Let a complete folder take the place of what is there, if anything."""
-    if isinstance(path, RemotePath) or isinstance(beside, RemotePath):
-        if isinstance(path, RemotePath):
-            remove_older(path, beside, get_save_number(beside))
+        save = path / f"save-{save_number}-{secrets.token_hex(4)}"
+        with _claim_at_address(save / LOCK):
+            try:
+                yield save
+            except BaseException:
+                with leave_what_stays(save):
+                    if not is_complete(save):
+                        save.remove()
+                raise
         return
+    with ExitStack() as held:
+        with refuse_unwritable(f"checkpoint {path.name}", path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(claim(path))
+        beside = name_beside(path)
+        if is_complete(beside):
+            put_in_place(path, beside)
+        remove_beside(beside)
+        try:
+            yield beside
+        finally:
+            if not is_complete(beside):
+                remove_beside(beside)
+
+
+def remove_beside(beside: Path) -> bool:
+    """Remove a folder or file, as far as the disk lets go of it; whether there was one."""
+    if beside.is_dir():
+        shutil.rmtree(beside, ignore_errors=True)
+    elif beside.exists():
+        beside.unlink()
+    else:
+        return False
+    return True
+
+
+def discard(path: Location) -> None:
+    """Remove a checkpoint that nobody needs any more, as far as disk or store let go of it; warn of what stays."""
+    if isinstance(path, RemotePath):
+        with leave_what_stays(path):
+            path.remove()
+        return
+    with suppress(OSError):  # such as of another run in this folder, which removes it, too
+        if path.is_symlink():
+            path.unlink()
+        else:
+            remove_beside(path)
+    if path.exists():
+        warnings.warn(f"{path} could not be removed, and takes space until you remove it", stacklevel=2)
+
+
+def put_in_place(path: Path, beside: Path) -> None:
+    """Let a complete folder or file take the place of what is there, if anything, so that a power cut leaves one."""
+    sync_path(beside)
     old = name_replaced(path)
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
+    elif beside.is_dir():
+        path.unlink(missing_ok=True)
     beside.rename(path)
-    (path / LOCK).unlink(missing_ok=True)
+    sync_path(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -128,51 +178,42 @@ def remove_older(path: RemotePath, newest: Location, number: int | None) -> None
 
 
 @contextmanager
-def claim(path: Location) -> Iterator[None]:
-    """Hold the lock on a file, which is created, see Note [Claims]. Without a lock, it stays empty."""
-    if isinstance(path, RemotePath):
-        path.write_bytes(f"{socket.gethostname()} {os.getpid()} {_read_start(os.getpid())}\n".encode())
+def claim(path: Path) -> Iterator[bool]:
+    """Hold the lock of a place, see Note [Claims]; give whether there is one, as not all file systems have locks.
+
+    Raises:
+        ClaimedError: Another process holds it.
+    """
+    file = path.with_name(f".{path.name}.lock")
+    with ExitStack() as held:
         try:
-            yield
-        finally:
-            with leave_what_stays(path):
-                path.remove()
-        return
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            held.enter_context(hold_lock(file, is_needed=False))
+            is_held = True
+        except Timeout:
+            raise ClaimedError(
+                f"{path}: another process writes this checkpoint: end that one, or set another dirpath or filename of "
+                "ModelCheckpoint"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            file.unlink(missing_ok=True)  # it was made, and is of no use
+            is_held = False
+        yield is_held
+
+
+@contextmanager
+def _claim_at_address(file: RemotePath) -> Iterator[None]:
+    file.write_bytes(f"{socket.gethostname()} {os.getpid()} {_read_start(os.getpid())}\n".encode())
     try:
-        with suppress(OSError):  # a file system without locks, where nothing can be told from what is being written
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(file, f"{socket.gethostname()} {os.getpid()}\n".encode())  # for people
         yield
     finally:
-        with suppress(OSError):  # closing is not enough: processes that were forked meanwhile have it open too
-            fcntl.flock(file, fcntl.LOCK_UN)
-        os.close(file)
+        with leave_what_stays(file):
+            file.remove()
 
 
-def is_being_written(path: Location) -> bool:
-    """Whether a living process writes this folder or file; in doubt it does."""
-    if isinstance(path, RemotePath):
-        return _is_claimed(path)
-    try:
-        file = os.open(path / LOCK if path.is_dir() else path, os.O_RDONLY)
-    except FileNotFoundError:
-        return path.is_dir() and not any(path.iterdir())
-    except OSError:
-        return True
-    try:
-        if not os.fstat(file).st_size:
-            return True
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: all ranks look at once
-    except OSError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(file)
-
-
-def _is_claimed(folder: RemotePath) -> bool:
+def is_being_written(folder: RemotePath) -> bool:
+    """Whether a living process writes this save; in doubt it does, see Note [Claims]."""
     try:
         host, process, start = [*(folder / LOCK).read_text().split(), "", "", ""][:3]
     except FileNotFoundError:

@@ -90,6 +90,19 @@ def check_checkpoint(path: Location) -> None:
     read_meta(path)
 
 
+def read_plain(path: Location) -> dict[str, Any]:
+    """Return what a complete folder or single file holds beside tensors.
+
+    Raises:
+        ValueError: It is damaged, or cannot be read safely.
+    """
+    path = enter(path)
+    if not path.is_file():
+        return read_meta(path)
+    with skip_data() if isinstance(path, RemotePath) else nullcontext():
+        return read_single_file(path)
+
+
 def open_checkpoint(path: Location, verify: Verify = "sizes") -> StoredCheckpoint:
     """Read what a checkpoint holds; refuse one that is not of our tasks, or damaged: see ``check_files``."""
     check_files(path, verify)  # reading alone would not notice damage

@@ -17,12 +17,12 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeAlias
 
 import fsspec
@@ -34,6 +34,19 @@ from typing_extensions import Buffer, override
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _HERE = ("file", "local")  # schemes of this machine
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
+# What stores call that which changes with an object, the surest first.
+_STATES = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "content_md5",
+    "blob_id",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "mtime",
+    "created",
+)
 _READ_BYTES = 1 << 25  # what is asked for ahead, where all is read
 
 
@@ -115,6 +128,33 @@ class RemotePath:
             if inside.strip("/") != str(path).strip("/"):  # some stores have an object for the folder itself
                 found[inside.rpartition("/")[2]] = int(info["size"] or 0) if info["type"] == "file" else None
         return found
+
+    def find(self) -> dict[RemotePath, tuple[int, str]]:
+        """Return the objects that it names, sorted: itself, all below it, or those that a pattern with ``*`` matches.
+
+        Beside each stands its size in bytes, and what changes with it, as far as the store tells: ETag, checksum or
+        time.
+        """
+        with _plain_errors(self):
+            fs, path = self._open_store()
+            if "*" in path.partition("?")[0]:
+                infos = fs.glob(path, detail=True).values()
+            elif (info := self._get_info()) is None or info["type"] == "file":
+                return {} if info is None else {self: _read_state(info)}
+            else:
+                infos = fs.find(path, detail=True).values()
+            files = {str(info["name"]): _read_state(info) for info in infos if info["type"] == "file"}
+            return {self._name_found(fs, name, path): files[name] for name in sorted(files)}
+
+    def _name_found(self, fs: Any, name: str, path: str) -> RemotePath:
+        begin = f"{path.strip('/')}/"
+        name = name.lstrip("/")
+        return self / name[len(begin) :] if name.startswith(begin) else RemotePath(str(fs.unstrip_protocol(name)))
+
+    @property
+    def suffix(self) -> str:
+        """The ending of its name, without what a signed address has behind it."""
+        return PurePosixPath(self.url.partition("?")[0]).suffix
 
     def get_written_ns(self) -> int:
         """Return when an object was written, in nanoseconds since 1970; 0 where nobody knows, as of folders."""
@@ -298,6 +338,10 @@ def locate(given: str | os.PathLike[str] | RemotePath) -> Location:
     return RemotePath(f"{scheme}://{rest}")
 
 
+def _read_state(info: Mapping[str, Any]) -> tuple[int, str]:
+    return int(info.get("size") or 0), next((str(info[name]) for name in _STATES if info.get(name)), "")
+
+
 def locate_local(given: str | os.PathLike[str] | RemotePath) -> Path:
     """Return the path of something that only this machine can hold.
 
@@ -315,8 +359,8 @@ def describe_local_only(given: str) -> str:
     if (found := _ADDRESS.fullmatch(given)) is not None and found[1].lower() in _HERE:
         return f"got {given!r}: expected the path alone, without {found[1]}://"
     return (
-        f"got {given!r}: only checkpoints can lie at an address (dirpath of ModelCheckpoint, ckpt_path): expected a "
-        "folder or file of this machine"
+        f"got {given!r}: only checkpoints can lie at an address (dirpath of ModelCheckpoint, ckpt_path), and text and "
+        "images to train on: expected a folder or file of this machine"
     )
 
 
@@ -378,12 +422,6 @@ def _import_store(scheme: str, text: str) -> None:
         # Other ranks write what this one lists, and Lightning keeps stores of its own.
         for name in kind.protocol if isinstance(kind.protocol, tuple | list) else [kind.protocol]:
             fsspec.config.conf.setdefault(name, {}).setdefault("use_listings_cache", False)
-
-
-def discard(path: RemotePath) -> None:
-    """Remove a checkpoint at an address, if the store lets go of it, else warn."""
-    with leave_what_stays(path):
-        path.remove()
 
 
 @contextmanager

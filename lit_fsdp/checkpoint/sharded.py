@@ -1,7 +1,8 @@
 """Sharded checkpoints: one folder per checkpoint, written by all ranks, read at any number of ranks.
 
 Note [Complete or not there]: a checkpoint is written into a hidden folder beside its place; last comes a manifest
-with the size and checksum of every file, then the folder is renamed. So a run that is killed at any moment leaves
+with the size and checksum of every file, then the folder is renamed. Each step is on the disk before the next, and
+before an older checkpoint is removed. So a run that is killed at any moment, or whose machine loses power, leaves
 either the whole checkpoint or none of that name. A file that is lost or cut short later is found before anything is
 loaded, as is a changed byte in a small file, and with ``verify`` "full" in any file.
 """
@@ -16,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import datetime, timedelta
 from enum import Enum
 from functools import partial
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,12 +39,14 @@ from typing_extensions import override
 
 from lit_fsdp.checkpoint.leftovers import make_room
 from lit_fsdp.checkpoint.manifest import ChecksumFileSystem, Verify, check_files, describe_files, write_manifest
-from lit_fsdp.checkpoint.places import LOCK, claim, make_beside, replace_folder
+from lit_fsdp.checkpoint.places import get_save_number, put_in_place, remove_older, write_beside
 from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.checkpoint.staging import has_gpu_tensors
 from lit_fsdp.checkpoint.untrusted import load_plain, load_state, read_metadata
 from lit_fsdp.errors import join_names
+from lit_fsdp.files import sync_path
 from lit_fsdp.quantization.layers import iterate_quantized
+from lit_fsdp.sharding.mesh import DataRanks
 from lit_fsdp.sharding.random_state import (
     collect_random_state,
     reseed,
@@ -86,6 +89,7 @@ def save_checkpoint(
     meta: Mapping[str, Any],
     save_number: int = 0,
     random_state: Mapping[str, Any] | None = None,
+    data_ranks: DataRanks | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint folder, see Note [Complete or not there]. All ranks of the group must call it.
@@ -96,6 +100,8 @@ def save_checkpoint(
         meta: Everything else; dataclasses, paths and enums in it become plain types. That of rank 0 is written.
         save_number: Grows with every save of a run, so that the newest can be told; that of rank 0 counts.
         random_state: Of this rank's generators; the present one if not given.
+        data_ranks: Which random numbers this rank draws: of those that draw the same the first writes them. If not
+            given, each has its own.
         group: Through which ranks agree; the default group if not given. A thread needs a group of its own.
 
     Raises:
@@ -108,9 +114,7 @@ def save_checkpoint(
             if rank == 0:
                 if isinstance(path, RemotePath):
                     make_room(path, is_folder=True)
-                made = make_beside(path, save_number)
-                held.enter_context(claim(made / LOCK))
-                return made
+                return held.enter_context(write_beside(path, save_number))
             return path
 
         beside = agree(begin, group)[0]
@@ -121,11 +125,15 @@ def save_checkpoint(
             save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
 
         def write_rest() -> dict[str, Any]:
-            small = [beside / _RANDOM.format(rank=rank)]
-            _save_plain(random_state or collect_random_state(), small[0])
+            small = []
+            if data_ranks is None or data_ranks.place == 0:
+                small.append(beside / _RANDOM.format(rank=rank if data_ranks is None else data_ranks.index))
+                _save_plain(random_state or collect_random_state(), small[-1])
             if rank == 0:
                 small.append(beside / META)
-                _save_plain(meta, small[1])
+                _save_plain(meta, small[-1])
+            if isinstance(beside, Path):
+                sync_path(beside)  # names of files, before the manifest says that they are there
             return {**file_system.files, **describe_files(small)}
 
         parts = agree(write_rest, group)
@@ -135,7 +143,10 @@ def save_checkpoint(
             if rank == 0:
                 step = meta.get("global_step")
                 write_manifest(beside, files, save_number=save_number, step=step if isinstance(step, int) else None)
-                replace_folder(path, beside)
+                if isinstance(path, Path) and isinstance(beside, Path):
+                    put_in_place(path, beside)
+                elif isinstance(path, RemotePath):
+                    remove_older(path, beside, get_save_number(beside))
 
         agree(finish, group)
 
@@ -220,16 +231,16 @@ def read_meta(path: Location) -> dict[str, Any]:
     return meta
 
 
-def read_random_state(path: Location, rank: int, world_size: int) -> tuple[Callable[[], None], Callable[[], None]]:
+def read_random_state(path: Location, data_ranks: DataRanks) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return what makes this rank draw as it would have without the interruption: in steps, and outside of them.
 
-    Saved by another number of ranks, there is no such thing for steps: then all ranks start generators that depend on
-    the checkpoint and on the rank.
+    Saved by another number of ranks with rows of their own, there is no such thing for steps: then all ranks start
+    generators that depend on the checkpoint and on the rank.
     """
     count = len(list(path.glob(_RANDOM.format(rank="*"))))
     if not count:
         return (lambda: None), (lambda: None)
-    is_same = count == world_size
+    is_same, rank = count == data_ranks.count, data_ranks.index
     file = path / _RANDOM.format(rank=rank if is_same else 0)
     state: dict[str, Any] = {}
     agree(lambda: state.update(load_plain(file, file)))
@@ -317,9 +328,9 @@ class _Writer(FileSystemWriter):
     """Writes tensors, here or at an address."""
 
     def __init__(self, path: Location, file_system: ChecksumFileSystem, copy_ahead_bytes: int) -> None:
-        # Objects are safe once they are written: syncing would wait for all disks of this machine.
-        is_here = not isinstance(path, RemotePath)
-        super().__init__(path.name, sync_files=is_here, per_thread_copy_ahead=copy_ahead_bytes)
+        # Our files are synced when they are closed: torch would do it before the last bytes leave Python's buffer, and
+        # wait for all disks of this machine where they are objects; seen in 2.13 to 2.15.
+        super().__init__(path.name, sync_files=False, per_thread_copy_ahead=copy_ahead_bytes)
         self.fs = file_system
         self.path: Any = path
 
@@ -331,11 +342,10 @@ class _Writer(FileSystemWriter):
 
 
 def _save_plain(value: Any, path: Location) -> None:
-    if isinstance(path, RemotePath):
-        with path.open("wb") as file:
-            torch.save(to_plain(value), file)
-    else:
-        torch.save(to_plain(value), path)
+    with path.open("wb") as file:
+        torch.save(to_plain(value), file)
+    if isinstance(path, Path):
+        sync_path(path)
 
 
 @contextmanager

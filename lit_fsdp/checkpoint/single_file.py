@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +26,12 @@ from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
 from lit_fsdp.checkpoint.latest import SAVE_NUMBER, has_end
 from lit_fsdp.checkpoint.leftovers import make_room
 from lit_fsdp.checkpoint.manifest import Verify
-from lit_fsdp.checkpoint.places import claim, name_beside, remove_older
+from lit_fsdp.checkpoint.places import put_in_place, remove_older, write_beside
 from lit_fsdp.checkpoint.remote import Location, RemotePath
 from lit_fsdp.checkpoint.sharded import agree, check_same_groups, check_same_optimizer, to_plain
 from lit_fsdp.checkpoint.untrusted import load_plain
 from lit_fsdp.errors import join_names
-from lit_fsdp.weights.shard_writer import get_local_shard
+from lit_fsdp.weights.shard_writer import get_inner_place, get_local_shard
 
 _GATHER = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -61,12 +62,11 @@ def save_single_file(path: Location, checkpoint: Mapping[str, Any]) -> None:
                 torch.save(plain, file)
             remove_older(path, path, checkpoint.get(SAVE_NUMBER))
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = name_beside(path)
-        with claim(beside), beside.open("r+b") as file:
-            torch.save(to_plain(checkpoint), file)
-            file.truncate()
-            beside.replace(path)
+        with write_beside(path) as beside:
+            assert isinstance(beside, Path)
+            with beside.open("wb") as file:
+                torch.save(to_plain(checkpoint), file)
+            put_in_place(path, beside)
 
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     agree(lambda: write() if is_first else None)
@@ -179,7 +179,7 @@ def _spread(stored: Any, own: Any) -> Any:
             whole = torch.empty(leaves[i].shape, dtype=local.dtype, device=local.device)
         if dist.is_initialized() and whole.numel():
             dist.broadcast(whole.view(-1).view(torch.uint8), src=0)  # as bytes: not every backend knows every dtype
-        local.copy_(whole[first : first + len(local)] if local.ndim else whole)
+        local.copy_(whole[(slice(first, first + len(local)), *get_inner_place(leaves[i]))] if local.ndim else whole)
     return tree_unflatten(leaves, spec)
 
 

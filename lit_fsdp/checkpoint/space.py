@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -27,9 +28,10 @@ class DiskSpace:
 
     Args:
         folder: Where they go.
-        checkpoint_bytes: Of one, over all ranks.
+        checkpoint_bytes: Of the largest, over all ranks.
         is_least: Whether it may be more: nobody knows what the optimizer will keep.
         num_at_once: How many there will be at once: those that are kept, and the one that is written.
+        bytes_at_once: What these take together.
         free_bytes: On the disk of that folder.
     """
 
@@ -37,6 +39,7 @@ class DiskSpace:
     checkpoint_bytes: int
     is_least: bool
     num_at_once: int
+    bytes_at_once: int
     free_bytes: int
 
     def check(self) -> None:
@@ -49,7 +52,7 @@ class DiskSpace:
 
     def describe_shortage(self) -> str | None:
         """Return a line for a disk that has no room for all that will be there at once."""
-        if self.checkpoint_bytes * self.num_at_once + SPARE_BYTES <= self.free_bytes:
+        if self.bytes_at_once + SPARE_BYTES <= self.free_bytes:
             return None
         return (
             f"the disk of {self.folder} may get too full: {self}, and up to {self.num_at_once} lie there at once, "
@@ -63,9 +66,23 @@ class DiskSpace:
 
 def measure_free(folder: Path) -> int:
     """Return the free bytes of the disk that a folder is on, or will be."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(_find_existing(folder)).free
+
+
+def check_access(folder: Path) -> None:
+    """Refuse a folder that nothing can be written to, before a run has computed anything that it could not save.
+
+    Raises:
+        ValueError: It is on a disk that is only read, or somebody else's.
+    """
+    if not os.access(_find_existing(folder), os.W_OK | os.X_OK):
+        raise ValueError(
+            f"checkpoints: {folder} cannot be written to: set dirpath of ModelCheckpoint to another folder"
+        )
+
+
+def _find_existing(folder: Path) -> Path:
+    return folder if folder.exists() else _find_existing(folder.parent)
 
 
 def count_bytes(node: Any) -> int:

@@ -38,6 +38,8 @@ class Stager:
         num_bytes = sum(_align(_get_local(tensor).nbytes) for tensor in iterate_tensors(state))
         buffer = self._take_pinned(num_bytes) if has_gpu_tensors(state) else _HostBuffer(num_bytes, is_pinned=False)
         staged: dict[str, Any] = _Copier(buffer.pages).copy(state)
+        if has_gpu_tensors(state):  # once, not after each tensor, between which the link would rest
+            torch.cuda.current_stream().synchronize()
         return staged
 
     def release(self) -> None:
@@ -111,7 +113,7 @@ class _Copier:
             # Each has a storage of its own, which keeps the pages: torch would copy a part of a larger one to write it.
             part = torch.frombuffer(self._pages, dtype=torch.uint8, count=local.nbytes, offset=self._offset)
             local.set_(part.untyped_storage(), 0, local.size(), local.stride())
-        local.copy_(_get_local(tensor))
+        local.copy_(_get_local(tensor), non_blocking=True)
         self._offset += _align(local.nbytes)
         return made
 

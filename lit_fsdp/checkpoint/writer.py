@@ -26,8 +26,16 @@ from lit_fsdp.checkpoint.sharded import (
     to_plain,
 )
 from lit_fsdp.checkpoint.single_file import gather_model_state, gather_optimizer_state, save_single_file
-from lit_fsdp.checkpoint.space import SPARE_BYTES, DiskSpace, count_bytes, estimate_state_bytes, measure_free
+from lit_fsdp.checkpoint.space import (
+    SPARE_BYTES,
+    DiskSpace,
+    check_access,
+    count_bytes,
+    estimate_state_bytes,
+    measure_free,
+)
 from lit_fsdp.checkpoint.staging import Stager
+from lit_fsdp.sharding.mesh import DataRanks
 from lit_fsdp.sharding.random_state import collect_random_state
 
 CheckpointFormat = Literal["sharded", "single_file"]
@@ -68,6 +76,7 @@ class CheckpointWriter:
         self._leaves_out_frozen = False  # in the last state
         self.is_async = is_async
         self.timeout_s = timeout_s
+        self.data_ranks: DataRanks | None = None  # which random numbers this rank draws
         self.report = report
         self.skipped: set[Location] = set()  # for want of space; the same on all ranks
         self.save_number = 0  # of the last save; only that of rank 0 is written
@@ -75,7 +84,7 @@ class CheckpointWriter:
         self._stager = Stager()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._to_remove: list[Callable[[], None]] = []
+        self._to_remove: dict[Location, Callable[[], None]] = {}  # once the newest is safe
         self._in_flight: Location | None = None
         self.missing: Location | None = None  # the newest that was due, if it could not be saved
 
@@ -104,7 +113,7 @@ class CheckpointWriter:
     def measure_space(
         self,
         folders: Sequence[Location],
-        num_at_once: int,
+        num_at_once: tuple[int, int],
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         extra_bytes: int = 0,
@@ -115,32 +124,38 @@ class CheckpointWriter:
 
         Args:
             folders: Where they go.
-            num_at_once: How many there will be at once.
+            num_at_once: How many there will be at once, and how many of weights alone.
             model: Sharded.
             optimizers: Of the run.
-            extra_bytes: What this rank will write beside model and optimizers.
+            extra_bytes: What this rank will write beside model and optimizers, where it is not weights alone.
         """
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         addresses = dict.fromkeys(folder for folder in folders if isinstance(folder, RemotePath))
+        here = [folder for folder in folders if not isinstance(folder, RemotePath)]
 
         def check() -> None:
             for address in addresses if is_first else ():
                 check_writable(address)
+            for folder in here if is_first or self.checkpoint_format == "sharded" else ():
+                check_access(folder)
 
         agree(check)
-        here = [folder for folder in folders if not isinstance(folder, RemotePath)]
         if not here:
             return None
         is_whole = self.checkpoint_format == "single_file"  # which is not gathered only to be counted
         own = count_bytes(model.state_dict() if is_whole else self.get_model_state(model))
-        states = agree(lambda: (own + extra_bytes, estimate_state_bytes(optimizers)))
+        num_whole, num_weights = num_at_once
+        states = agree(lambda: (own, extra_bytes, estimate_state_bytes(optimizers)) if num_whole else (own, 0, 0))
+        weights = sum(weights for weights, *_ in states)
+        whole = weights + sum(extra + (state or 0) for _, extra, state in states)
         frees = agree(lambda: [measure_free(folder) for folder in here])
         free, folder = min((min(found), folder) for folder, *found in zip(here, *frees, strict=True))
         return DiskSpace(
             folder=folder,
-            checkpoint_bytes=sum(weights + (state or 0) for weights, state in states),
-            is_least=any(state is None for _, state in states),
-            num_at_once=num_at_once,
+            checkpoint_bytes=whole,
+            is_least=any(state is None for *_, state in states),
+            num_at_once=num_whole + num_weights,
+            bytes_at_once=num_whole * whole + num_weights * weights,
             free_bytes=free,
         )
 
@@ -172,6 +187,8 @@ class CheckpointWriter:
             RuntimeError: This save, or the one that was in flight, failed.
         """
         self.wait()
+        self._to_remove.pop(_name_place(path), None)  # what is due to go is the one that this replaces
+        self.missing = path  # until it is there
         tensors = ("state_dict", "optimizer_states", EXTRA)
         state = join_states(checkpoint["state_dict"], checkpoint.get("optimizer_states", []))
         if EXTRA in checkpoint:
@@ -179,7 +196,6 @@ class CheckpointWriter:
         meta = {key: value for key, value in checkpoint.items() if key not in tensors}
         meta[LEAVES_OUT_FROZEN] = self._leaves_out_frozen
         if missing := self._compute_missing_bytes(path, state):
-            self.missing = path
             self.skipped.add(path)
             self.report(
                 f"checkpoint {path} was NOT saved: the disk has {missing / 2**30:.2f} GiB too little; training goes "
@@ -190,10 +206,10 @@ class CheckpointWriter:
         self.save_number += 1
         if not self.is_async:
             if self.checkpoint_format == "sharded":
-                save_checkpoint(path, state, meta=meta, save_number=self.save_number)
+                save_checkpoint(path, state, meta=meta, save_number=self.save_number, data_ranks=self.data_ranks)
             else:
                 save_single_file(path, {**checkpoint, SAVE_NUMBER: self.save_number})
-            self.missing = None
+            self._note_safe()
             return True
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
@@ -206,16 +222,19 @@ class CheckpointWriter:
             name="checkpoint",
             daemon=True,
         )
-        self._in_flight = path
+        self._in_flight, self.missing = path, None
         self._thread.start()  # a daemon: a run that fails must not wait for ranks that are gone
         return True
 
-    def remove(self, remove: Callable[[], None]) -> None:
-        """Remove an older checkpoint once the newest is safe: at once, after the one in flight, or not at all."""
-        if self._thread is not None:
-            self._to_remove.append(remove)
-        elif self.missing is None:
+    def remove(self, path: Location, remove: Callable[[], None]) -> None:
+        """Remove an older checkpoint once the newest is safe: at once, or after the next save that succeeds.
+
+        It stays if it is saved again meanwhile, or if no save succeeds any more.
+        """
+        if self._thread is None and self.missing is None:
             remove()
+        else:
+            self._to_remove[_name_place(path)] = remove
 
     def wait(self) -> None:
         """Wait for the save in flight, raise its error, and do what had to wait for it."""
@@ -224,17 +243,21 @@ class CheckpointWriter:
         self._thread.join()
         self._thread = None
         error, self._error = self._error, None
-        removals, self._to_remove = self._to_remove, []
-        self.missing = None if error is None else self._in_flight
         if error is not None:
+            self.missing = self._in_flight
             raise RuntimeError(f"saving a checkpoint beside training failed: {error}") from error
-        for remove in removals:
-            remove()
+        self._note_safe()
 
     def close(self) -> None:
         """Wait as ``wait`` does, and give the host memory back."""
         self.wait()
         self._stager.release()
+
+    def _note_safe(self) -> None:
+        self.missing = None
+        removals, self._to_remove = self._to_remove, {}
+        for remove in removals.values():
+            remove()
 
     def _write(
         self,
@@ -249,7 +272,13 @@ class CheckpointWriter:
             if device is not None:  # a thread begins on GPU 0, where each call to CUDA would open a context
                 torch.cuda.set_device(device)
             save_checkpoint(
-                path, state, meta=meta, save_number=save_number, random_state=random_state, group=self._group
+                path,
+                state,
+                meta=meta,
+                save_number=save_number,
+                random_state=random_state,
+                data_ranks=self.data_ranks,
+                group=self._group,
             )
         except Exception as error:  # noqa: BLE001  raised by wait(), in the training thread
             self._error = error
@@ -267,6 +296,11 @@ def list_left_out(model: nn.Module, checkpoint_format: CheckpointFormat, save_fr
     """Return the names of the parameters that are not written: frozen ones that the model fills by itself."""
     is_restored = getattr(model, "restores_frozen", False)
     return _list_frozen(model) if is_restored and checkpoint_format == "sharded" and not save_frozen else set()
+
+
+def _name_place(path: Location) -> Location:
+    """Return the same for all ways to name a checkpoint; a link stays what it is."""
+    return path.parent.resolve() / path.name
 
 
 def _list_frozen(model: nn.Module) -> set[str]:

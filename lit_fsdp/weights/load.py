@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lit_fsdp.adapters.initialization import is_decomposed, reset_adapter
-from lit_fsdp.adapters.layers import clean_name, is_adapter_name, iterate_adapters
+from lit_fsdp.adapters.layers import clean_name, is_adapter_name, is_own_part, iterate_adapters
 from lit_fsdp.errors import join_names
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.sharding.scalars import link_scalars
@@ -118,7 +118,7 @@ def load_weights(
         unused = unknown if takes_part else []
         absent = _check_names(model, conversions, [] if takes_part else unknown, targets, folder, drawn)
         _check_shapes(conversions, files, targets)
-        _init_unstored(model, absent, seed)
+        init_unstored(model, absent, seed)
         filled: dict[int, Conversion] = {}
         for conversion in conversions:
             before = filled.setdefault(id(targets[conversion.first_target].target), conversion)
@@ -134,6 +134,26 @@ def load_weights(
         _init_adapters(model, seed)
     _refuse_unset_buffers(model)
     return unused
+
+
+def init_unstored(model: nn.Module, optional: Sequence[str] = (), seed: int = 0) -> None:
+    """Set what files and checkpoints do not hold, as its module does it: buffers such as rotary frequencies.
+
+    Args:
+        model: Materialized.
+        optional: Names of tensors that files may lack, which are drawn.
+        seed: Of these.
+    """
+    owners = _map_initializers(model)
+    writers = {id(writer.target): writer for writer in build_shard_writers(model).values()} if optional else {}
+    holders = {name.rpartition(".")[0] for name in optional}
+    with torch.random.fork_rng(devices=[]):
+        for unit in _group_modules(model):
+            if unstored := [(name, module) for name, module in unit if clean_name(name) in holders]:
+                _init_unit(unstored, owners, seed, writers)
+            for name, module in unit:
+                if module._non_persistent_buffers_set and clean_name(name) not in holders:
+                    _init_buffers(name, module, owners)
 
 
 def _group_modules(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
@@ -273,28 +293,15 @@ def _check_kind(stored: StoredTensor, name: str, dtype: torch.dtype) -> None:
         raise ValueError(f"{stored.path}: {name} is made of {stored.dtype}, which cannot be cast to {dtype}")
 
 
-def _init_unstored(model: nn.Module, optional: list[str], seed: int) -> None:
-    """Set what files do not hold, as its module does it: buffers such as rotary frequencies, and ``optional``."""
-    owners = _map_initializers(model)
-    writers = {id(writer.target): writer for writer in build_shard_writers(model).values()} if optional else {}
-    holders = {name.rpartition(".")[0] for name in optional}
-    with torch.random.fork_rng(devices=[]):
-        for unit in _group_modules(model):
-            if unstored := [(name, module) for name, module in unit if clean_name(name) in holders]:
-                _init_unit(unstored, owners, seed, writers)
-            for name, module in unit:
-                if module._non_persistent_buffers_set and clean_name(name) not in holders:
-                    _init_buffers(name, module, owners)
-
-
 def _init_adapters(model: nn.Module, seed: int) -> None:
     """Draw what adapters start with, unless it was made of the base weights, which must be in place."""
     with torch.random.fork_rng(devices=[]):
         for name, layer in iterate_adapters(model):
             if not is_decomposed(layer):
-                inside = [(f"{name}.{n}", m) for n, m in layer.named_modules() if n and is_adapter_name(n)]
+                inside = [(f"{name}.{n}", m) for n, m in layer.named_modules() if is_own_part(n)]
                 parameters = {id(p): ShardWriter(p) for _, m in inside for p in m.parameters(recurse=False)}
-                _init_unit([*inside, (name, layer)], {}, seed, parameters)
+                drawn_as = f"{name}.{layer.parameter_name}" if hasattr(layer, "parameter_name") else name
+                _init_unit([*inside, (drawn_as, layer)], {}, seed, parameters)
             init_magnitudes(layer)
 
 
@@ -323,7 +330,7 @@ def _check_same(first: Conversion, second: Conversion, files: TensorFiles) -> No
 
 def _copy_stored(name: str, files: TensorFiles, target: ShardWriter) -> None:
     """Copy the rows of a shard as they are stored: at once into place, or in blocks if they are changed on the way."""
-    if type(target) is ShardWriter:
+    if type(target) is ShardWriter and target.holds_rows:
         files.copy_rows(name, target.begin, target.local)
         return
     for begin, end in split_rows(target.begin, target.end, files.tensors[name].row_bytes):

@@ -65,17 +65,20 @@ class TensorFiles:
 
     Args:
         folder: Holds ``model.safetensors`` or ``model.safetensors.index.json`` with its parts.
+        file: Instead, the one file of another name that it holds, such as ``adapter_model.safetensors``.
 
     Raises:
         ValueError: Files are missing, cut short, or lack what the index says they hold.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, file: str | None = None) -> None:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         self._files: dict[Path, int] = {}
         self._stack = ExitStack()
-        for path, names in _list_files(folder).items():
+        if file is not None and not (folder / file).is_file():
+            raise ValueError(f"{folder}: expected {file} in this folder")
+        for path, names in (_list_files(folder) if file is None else {folder / file: []}).items():
             found = _read_header(path)
             if absent := [name for name in names if name not in found]:
                 raise ValueError(f"{path}: cannot read {absent[0]}: {INDEX} says it is there; download the file again")

@@ -25,7 +25,7 @@ from lit_fsdp.quantization.quantize import compress_absmax, dequantize_shard, qu
 
 
 class ShardWriter:
-    """Rows that are stored as they are, cast to the dtype of the tensor.
+    """Rows that are stored as they are, cast to the dtype of the tensor; of a split layer some of their columns.
 
     Args:
         target: Parameter or buffer, sharded by rows or not at all, with memory.
@@ -36,6 +36,12 @@ class ShardWriter:
         self.shape: tuple[int, ...] = tuple(target.shape)
         self.dtype = target.dtype
         self.begin, self.local = get_local_shard(target)
+        self._inner = get_inner_place(target)
+
+    @property
+    def holds_rows(self) -> bool:
+        """Whether whole ones, or some of their columns."""
+        return not self._inner
 
     @property
     def device(self) -> torch.device:
@@ -52,6 +58,7 @@ class ShardWriter:
     def write(self, first: int, rows: Tensor) -> None:
         """Store ``rows``, of which the first is row ``first`` of the whole tensor."""
         local = self.local if self.local.dim() else self.local.view(1)
+        rows = rows[(slice(None), *self._inner)] if self._inner else rows
         local[first - self.begin : first - self.begin + len(rows)].copy_(rows)
 
     def finish(self) -> None:
@@ -199,9 +206,18 @@ def get_local_shard(target: Tensor) -> tuple[int, Tensor]:
     """Return which row of a tensor is the first of this rank's shard, and the memory of the shard."""
     if not isinstance(target, DTensor):
         return 0, target.detach()
-    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    assert tuple(shape[1:]) == tuple(target.shape[1:]), "only rows are sharded"
+    _, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
     return (offset[0] if offset else 0), target.to_local().detach()
+
+
+def get_inner_place(target: Tensor) -> tuple[slice, ...]:
+    """Return which columns of its rows this rank holds, by dimension; empty if it holds all."""
+    if not isinstance(target, DTensor):
+        return ()
+    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    if tuple(shape[1:]) == tuple(target.shape[1:]):
+        return ()
+    return tuple(slice(begin, begin + size) for begin, size in zip(offset[1:], shape[1:], strict=True))
 
 
 def gather_rows(local: Tensor, like: Tensor, num_rows: int) -> Tensor:

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from lit_fsdp.checkpoint.latest import SAVE_NUMBER, find_last_checkpoint, find_last_number, is_whole
+from lit_fsdp.checkpoint.latest import (
+    SAVE_NUMBER,
+    describe_interruption,
+    find_last_checkpoint,
+    find_last_number,
+    find_other_checkpoint,
+    is_whole,
+)
 from lit_fsdp.checkpoint.manifest import MANIFEST, describe_files, read_position, write_manifest
 from lit_fsdp.checkpoint.reader import check_checkpoint, resolve_checkpoint
 
@@ -59,6 +66,24 @@ def test_without_a_complete_one_there_is_none(tmp_path: Path) -> None:
     said: list[str] = []
     assert find_last_checkpoint([tmp_path], said.append) is None
     assert said == [f"{tmp_path}/cut.ckpt is not complete, and there is no other checkpoint"]
+
+
+@pytest.mark.parametrize("content", ["meta.pt", "checkpoint/shard.pt"], ids=["model_parallel", "deepspeed"])
+def test_a_folder_of_another_strategy_is_not_taken_for_nothing(content: str, tmp_path: Path) -> None:
+    for name, is_complete in (("epoch=0-step=1.ckpt", True), ("copied.ckpt", False)):
+        own = make(tmp_path / name, 1, is_whole=is_complete)
+        for kept in ("meta.pt", "random_0.pt"):
+            (own / kept).touch()
+    assert find_other_checkpoint([tmp_path]) is None
+    other = tmp_path / "epoch=0-step=2.ckpt"
+    (other / content).parent.mkdir(parents=True)
+    (other / content).touch()
+    os.utime(other, (2, 2))
+    (tmp_path / "last.ckpt").symlink_to(other.name)
+    assert find_other_checkpoint([tmp_path]) == other.resolve()
+    assert f"--ckpt_path {other.resolve()} goes on" in describe_interruption([tmp_path])
+    make(tmp_path / "epoch=0-step=3.ckpt", 3)
+    assert find_other_checkpoint([tmp_path]) is None
 
 
 def test_a_single_file_counts_if_it_is_not_cut_short(tmp_path: Path) -> None:

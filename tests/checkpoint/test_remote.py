@@ -5,7 +5,6 @@ import os
 import pickle
 import signal
 import subprocess
-from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from launches import Ended, fork_ranks, write_run
-from moto.server import ThreadedMotoServer
 from s3fs.core import S3File
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -25,7 +23,7 @@ from lit_fsdp.checkpoint import sharded, single_file
 from lit_fsdp.checkpoint.latest import enter, find_last_checkpoint, find_last_number, is_whole, measure_age
 from lit_fsdp.checkpoint.leftovers import tidy_folders
 from lit_fsdp.checkpoint.manifest import MANIFEST
-from lit_fsdp.checkpoint.places import LOCK, claim, list_saves
+from lit_fsdp.checkpoint.places import LOCK, list_saves, write_beside
 from lit_fsdp.checkpoint.reader import check_checkpoint
 from lit_fsdp.checkpoint.remote import Location, RemotePath, UnreachableError, locate, locate_local
 from lit_fsdp.checkpoint.sharded import load_checkpoint, save_checkpoint
@@ -49,14 +47,6 @@ def read(path: Location) -> float:
     model = Weights()
     load_checkpoint(enter(path), model)
     return model.weight[0].item()
-
-
-@pytest.fixture
-def memory() -> Iterator[RemotePath]:
-    fs = fsspec.filesystem("memory")
-    fs.rm("/", recursive=True)
-    yield RemotePath("memory://bucket/run")
-    fs.rm("/", recursive=True)
 
 
 def count_objects(folder: RemotePath) -> int:
@@ -84,12 +74,12 @@ def test_a_replaced_checkpoint_is_the_newest_whole_one_at_every_moment(
         patch.setattr(RemotePath, "write_bytes", fail_at_manifest)
         with pytest.raises(OSError, match="killed before"):
             save(path, 2)
-    assert len(list_saves(path)) == 2
+    assert len(list_saves(path)) == 1  # nothing of it is left
     assert read(path) == 1  # the older one, as the newer has no manifest
     assert find_last_checkpoint([memory]) == path
     save(path, 3)
     assert read(path) == 3
-    (only,) = list_saves(path)  # what it has replaced is gone, with the one that failed
+    (only,) = list_saves(path)  # what it has replaced is gone
     assert not (only / LOCK).exists()
     assert find_last_number([memory]) == 3
     assert list(tmp_path.iterdir()) == []
@@ -103,8 +93,9 @@ def test_leftovers_of_dead_writers_go_at_a_start_and_those_of_living_ones_stay(
     dead = subprocess.Popen(["true"])
     dead.wait()
     host = os.uname().nodename
-    with claim(memory / "own"):
-        own = (memory / "own").read_text()
+    with write_beside(memory / "own") as other:
+        assert isinstance(other, RemotePath)
+        own = (other / LOCK).read_text()
     assert own.startswith(f"{host} {os.getpid()} ")
     boot, _, began = own.split()[2].partition("/")
     # Of a container that was started again, with the same numbers: before the machine was booted, and since.
@@ -217,25 +208,6 @@ def test_paths_and_addresses_are_told_apart(tmp_path: Path) -> None:
     assert locate_local(tmp_path) == tmp_path
 
 
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[RemotePath]:
-    """A bucket of a stand-in for S3 on this machine, found as users tell fsspec of theirs."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    conf: dict[str, Any] = {}
-    fsspec.config.set_conf_env(conf, {"FSSPEC_S3_ENDPOINT_URL": f"http://{host}:{port}"})
-    monkeypatch.setitem(fsspec.config.conf, "s3", conf["s3"])
-    folder = locate(f"s3://bucket-{os.urandom(4).hex()}/run")  # the stand-in outlives its server
-    assert isinstance(folder, RemotePath)
-    fsspec.filesystem("s3").mkdir(str(folder.parent))
-    yield folder
-    server.stop()
-
-
 def write_remote_run(folder: Path, dirpath: RemotePath | Path, **settings: Any) -> None:
     saving = {"dirpath": str(dirpath), "every_n_train_steps": 2, "save_top_k": 1, "save_last": True}
     callback = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": saving}
@@ -285,7 +257,11 @@ def test_a_run_goes_on_from_s3_on_another_machine_as_if_it_had_never_stopped(
     # One rank reads what two have written, and its own leftover of a save that was killed is gone.
     leftover = s3 / "last.ckpt" / "save-99-00000000"
     (leftover / "__0_0.distcp").write_bytes(b"a part")
-    check_ended(fork_ranks("fit", *go_on[1:4], "--trainer.max_steps=7", ranks=1))
+    monkeypatch.setenv("LIT_FSDP_CACHE", str(tmp_path / "empty"))
+    elsewhere = (f"--ckpt_path={s3}/last.ckpt", f"--trainer.default_root_dir={tmp_path / 'root'}")
+    ended = fork_ranks(*go_on[:3], *elsewhere, "--trainer.max_steps=7", ranks=1)
+    check_ended(ended)
+    assert "1 (now at 7)" in ended[0].out
     assert not leftover.exists()
     exported = second / "exported"
     check_ended(fork_ranks("export", f"--checkpoint={s3}", f"--out={exported}", ranks=1))
@@ -418,7 +394,7 @@ def test_where_a_store_holds_both_formats_the_higher_number_counts(
     path = s3 / "last.ckpt"
     save_one(path, 1)
     with monkeypatch.context() as patch:  # killed before the older one is removed
-        patch.setattr(sharded, "replace_folder", lambda *_: None)
+        patch.setattr(sharded, "remove_older", lambda *_: None)
         patch.setattr(single_file, "remove_older", lambda *_: None)
         save(path, 2)
         assert find(s3) == (20, False)

@@ -1,5 +1,6 @@
 """A run knows before its first step whether its checkpoints fit, and does not end well if the last one did not."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from launches import fork_ranks, write_run
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core import rank_zero
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -17,6 +20,7 @@ from lit_fsdp.checkpoint.space import DiskSpace, estimate_state_bytes
 from lit_fsdp.checkpoint.writer import CheckpointWriter
 from lit_fsdp.optim.adafactor import Adafactor
 from lit_fsdp.optim.adamw_8bit import AdamW8bit
+from lit_fsdp.strategy.trainer_settings import count_checkpoints
 
 Build = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Build] = {
@@ -80,7 +84,14 @@ def test_no_inner_optimizer_steps_before_the_first_step() -> None:
 
 def test_what_only_a_step_can_tell_is_said() -> None:
     assert estimate_state_bytes([torch.optim.LBFGS(nn.Linear(2, 2).parameters())]) is None
-    space = DiskSpace(folder=Path("a"), checkpoint_bytes=2**30, is_least=True, num_at_once=3, free_bytes=2**31)
+    space = DiskSpace(
+        folder=Path("a"),
+        checkpoint_bytes=2**30,
+        is_least=True,
+        num_at_once=3,
+        bytes_at_once=3 * 2**30,
+        free_bytes=2**31,
+    )
     assert str(space) == "a checkpoint takes at least 1.00 GiB, 2.00 GiB are free"
     assert "up to 3 lie there at once" in (space.describe_shortage() or "")
 
@@ -123,12 +134,29 @@ def test_a_disk_without_room_for_one_checkpoint_is_refused_before_the_first_step
     assert [rank.code for rank in ranks] == [0, 0], ranks[0].err
 
 
+def test_a_folder_that_may_not_be_written_to_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, model = CheckpointWriter(is_async=False, report=print), nn.Linear(2, 2)
+    asked: list[Path] = []
+    monkeypatch.setattr(os, "access", lambda path, _: asked.append(path))
+    with pytest.raises(ValueError, match=r"^checkpoints: \S*/new cannot be written to: set dirpath"):
+        writer.measure_space([tmp_path / "new"], (1, 0), model, [])
+    assert asked == [tmp_path]  # where it would be made
+
+
 def test_the_estimate_is_what_is_written(tmp_path: Path) -> None:
     model = nn.Linear(1024, 2048)
     model.weight.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters())
     writer = CheckpointWriter(is_async=False, report=print)
-    space = writer.measure_space([tmp_path / "not" / "there"], 2, model, [optimizer])
+    space = writer.measure_space([tmp_path / "not" / "there"], (2, 1), model, [optimizer], extra_bytes=7)
+    alone = writer.measure_space([tmp_path], (0, 3), model, [torch.optim.LBFGS(model.parameters())], extra_bytes=7)
+    assert alone is not None
+    assert alone.checkpoint_bytes == sum(p.nbytes for p in model.parameters())
+    assert (alone.is_least, alone.num_at_once, alone.bytes_at_once) == (False, 3, 3 * alone.checkpoint_bytes)
+    assert space is not None
+    assert (space.num_at_once, space.bytes_at_once) == (3, 2 * space.checkpoint_bytes + alone.checkpoint_bytes)
     assert not (tmp_path / "not").exists()
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()
@@ -136,6 +164,19 @@ def test_the_estimate_is_what_is_written(tmp_path: Path) -> None:
     assert writer.save(tmp_path / "a", {"state_dict": writer.get_model_state(model), "optimizer_states": states})
     written = sum(file.stat().st_size for file in (tmp_path / "a").glob("*.distcp"))
     assert space.checkpoint_bytes == pytest.approx(written, rel=0.01)
+
+
+def test_savers_of_weights_alone_are_counted_apart(tmp_path: Path) -> None:
+    def count(*savers: ModelCheckpoint) -> tuple[int, int]:
+        return count_checkpoints(Trainer(callbacks=list(savers), logger=False, default_root_dir=tmp_path))
+
+    def saver(name: str, **options: Any) -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / name, monitor=name, **options)
+
+    weights = saver("a", save_weights_only=True, save_top_k=3)
+    assert count(weights) == (0, 4)
+    assert count(weights, saver("b", save_top_k=2, save_last=True)) == (4, 3)
+    assert count(saver("c", save_top_k=0)) == (0, 0)
 
 
 @pytest.mark.full
@@ -169,6 +210,7 @@ if is_saved:
 """
 
 
+@pytest.mark.full
 def test_a_script_whose_last_checkpoint_is_missing_ends_with_a_line_and_code_1_unless_it_saves(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     for word, code in (("lost", 1), ("saved", 0)):

@@ -48,6 +48,7 @@ class Driver:
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}
         self.calls = 0
+        self.waits = 0
         self.refuses = False
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
@@ -62,6 +63,9 @@ class Driver:
         del self.pinned[address]
         return 0
 
+    def synchronize(self) -> None:
+        self.waits += 1
+
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
@@ -69,16 +73,17 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(staging, "has_gpu_tensors", lambda _: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: driver)
     return driver
 
 
-@pytest.mark.usefixtures("driver")
-def test_every_state_is_staged_whatever_the_one_before_was() -> None:
+def test_every_state_is_staged_whatever_the_one_before_was(driver: Driver) -> None:
     stager = Stager()
     states = [make_state(3), make_state(3, with_optimizer=False), make_state(3), make_state(5), make_state(1)]
-    for state in states:
+    for number, state in enumerate(states, start=1):
         truth = clone(state)
         staged = stager.stage(state)
+        assert driver.waits == number  # once for all of its tensors
         for tensor in iterate_tensors(state):
             tensor.zero_()
         assert is_same(staged, truth)

@@ -23,6 +23,7 @@ from lit_fsdp.checkpoint.sharded import META, join_states, load_checkpoint, read
 from lit_fsdp.checkpoint.single_file import load_single_file
 from lit_fsdp.checkpoint.untrusted import METADATA, read_metadata
 from lit_fsdp.cli.main import main
+from lit_fsdp.sharding.mesh import DataRanks
 
 MARKER = "code_has_run"  # made in the current folder
 
@@ -101,7 +102,7 @@ def load(path: Path) -> None:
     """Read all that a run reads."""
     model = Stack()
     load_checkpoint(path, model, [torch.optim.AdamW(model.parameters())])
-    read_random_state(path, 0, 1)
+    read_random_state(path, DataRanks())
 
 
 @pytest.fixture
@@ -233,13 +234,17 @@ def test_what_could_not_be_read_again_is_not_saved() -> None:
         join_states({"layer.weight": torch.ones(1), "layer": {"_extra_state": Evil()}}, [])
 
 
-ENTRIES = ("fit", "validate", "test", "predict", "export", "speak", "export-voice")
+ENTRIES = ("fit", "validate", "test", "predict", "export", "chat", "generate", "speak", "export-voice")
 
 
 def write_command(entry: str, checkpoint: Path) -> list[str]:
     """Return the command line that reads a checkpoint."""
     if entry == "speak":
         return ["speak", f"--model={checkpoint}", "--out=spoken", "--text=hello", "--codec=formants"]
+    if entry == "chat":
+        return ["chat", f"--model={checkpoint}"]
+    if entry == "generate":
+        return ["generate", f"--model={checkpoint}", "--prompts=train.jsonl", "--out=out.jsonl"]
     if entry.startswith("export"):
         return [entry, f"--checkpoint={checkpoint}", "--out=out"]
     return [entry, "--config=run.yaml", f"--ckpt_path={checkpoint}", "--cpu_processes=1"]

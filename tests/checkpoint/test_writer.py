@@ -1,8 +1,10 @@
 """Damage is found before loading, saving beside training changes nothing, a full disk ends no run."""
 
+import os
 import shutil
 import threading
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -254,28 +256,105 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank_and_nothing_is_loaded(
             run_ranks(load_damaged, folder, damaged, "full", f"{name} is damaged")
 
 
-def test_a_full_disk_skips_the_save_keeps_older_ones_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_full_disk_skips_the_save_keeps_older_ones_until_the_next_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     reports: list[str] = []
-    writer = CheckpointWriter(is_async=False, report=reports.append)
+    writer = CheckpointWriter(is_async=is_async, report=reports.append)
     state = {"state_dict": {"weight": torch.ones(1000)}}
     removed: list[str] = []
+    assert writer.save(tmp_path / "again", state)
     assert writer.save(tmp_path / "first", state)
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
         assert not writer.save(tmp_path / "second", state)
-        writer.remove(lambda: removed.append("first"))
+        for name in ("first", "again"):
+            writer.remove(tmp_path / name, partial(removed.append, name))
     assert "second was NOT saved: the disk has 0.06 GiB too little" in reports[0]
     assert removed == []
     assert writer.missing == tmp_path / "second"
     assert is_complete(tmp_path / "first")
     assert not (tmp_path / "second").exists()
-    assert writer.save(tmp_path / "third", state)
+    assert writer.save(Path("again"), state)  # the one that was due to go is replaced, so the new one stays
+    writer.wait()
     assert writer.missing is None
-    writer.remove(lambda: removed.append("first"))
     assert removed == ["first"]
+    writer.remove(tmp_path / "again", partial(removed.append, "again"))
+    assert removed == ["first", "again"]
+
+
+def fail_once(folder: Path, is_async: bool) -> None:
+    """A caller may go on after a save that failed, as one whose disk was full for a moment."""
+    writer = CheckpointWriter(is_async=is_async, report=print)
+    state = {"state_dict": {"weight": torch.ones(3)}}
+    assert writer.save(folder / "first", state)
+    writer.wait()
+    removed: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChecksumFileSystem, "create_stream", fail_to_write)
+        with pytest.raises(RuntimeError, match="no space left"):
+            writer.save(folder / "second", state)
+            writer.wait()
+    writer.remove(folder / "first", partial(removed.append, "first"))
+    assert (writer.missing, removed) == (folder / "second", [])
+    assert writer.save(folder / "third", state)
+    writer.close()
+    assert removed == ["first"]
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_checkpoint_that_outlived_a_failed_save_goes_after_the_next(tmp_path: Path, is_async: bool) -> None:
+    run_ranks(fail_once, tmp_path, is_async)
+
+
+def test_every_file_and_name_is_on_the_disk_before_the_older_checkpoint_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, str, int]] = []  # what was done, to which path, with how many bytes
+    sync, rename = os.fsync, Path.rename
+
+    def note_sync(file: Any) -> None:
+        path = Path(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}").readlink()
+        events.append(("sync", path.name, path.stat().st_size if path.is_file() else 0))
+        sync(file)
+
+    def note_rename(self: Path, target: Path) -> Path:
+        events.append(("rename", f"{self.name} -> {target.name}", 0))
+        return rename(self, target)
+
+    state = {"state_dict": {"weight": torch.ones(3000)}}
+    for kind, is_async in (("sharded", False), ("sharded", True), ("single_file", False)):
+        writer = CheckpointWriter(checkpoint_format=kind, is_async=is_async, report=print)
+        path = tmp_path / f"{kind} {is_async}" / "last.ckpt"
+        assert writer.save(path, state)
+        writer.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", note_sync)
+            patch.setattr(Path, "rename", note_rename)
+            patch.setattr(shutil, "rmtree", lambda gone, **_: events.append(("remove", Path(gone).name, 0)))
+            assert writer.save(path, state)
+            writer.remove(path.with_name("older"), lambda: events.append(("remove", "older", 0)))
+            writer.close()
+        files = [path] if path.is_file() else [file for file in path.iterdir() if file.name != ".metadata"]
+        beside, placed = ".last.ckpt.incomplete", ("rename", ".last.ckpt.incomplete -> last.ckpt", 0)
+        sizes = {beside if file == path else file.name: file.stat().st_size for file in files}
+        if kind == "sharded":
+            sizes[".metadata.tmp"] = (path / ".metadata").stat().st_size  # synced before it gets its name
+            manifest_part = next(i for i, (_, name, _) in enumerate(events) if name.startswith("complete.json"))
+            sizes[events[manifest_part][1]] = sizes.pop("complete.json")
+            assert {*sizes, beside} == {name for what, name, _ in events[: events.index(placed)] if what == "sync"}
+            assert ("sync", beside, 0) in events[:manifest_part]  # names come before what vouches for them
+            assert ("rename", "last.ckpt -> .last.ckpt.replaced", 0) in events
+        for name, size in sizes.items():
+            assert events.index(("sync", name, size)) < events.index(placed), name
+        after = events[events.index(placed) + 1 :]
+        assert after[0] == ("sync", path.parent.name, 0)
+        assert ("remove", "older", 0) in after
+        assert ("remove", "older", 0) not in events[: events.index(placed)]
+        events.clear()
 
 
 def test_saves_are_numbered_from_the_last_one_of_the_run_on(tmp_path: Path) -> None:
@@ -300,11 +379,12 @@ def fail_beside_training(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ChecksumFileSystem, "create_stream", fail_to_write)
         assert writer.save(path.with_name("next"), {"state_dict": {"weight": torch.ones(3)}})
-        writer.remove(lambda: removed.append(1))
+        writer.remove(path, lambda: removed.append(1))
         with pytest.raises(RuntimeError, match=r"saving a checkpoint beside training failed.*no space left"):
             writer.wait()
     assert removed == []  # the older one is all there is
-    assert not path.with_name("next").exists()
+    torch.distributed.barrier()  # rank 0 removes it
+    assert [entry.name for entry in path.parent.iterdir()] == ["checkpoint"]
 
 
 def fail_to_write(*_: Any) -> Any:
