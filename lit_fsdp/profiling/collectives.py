@@ -16,14 +16,19 @@ from lit_fsdp.profiling.clock import Clock
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
+# What a step is measured by: those of FSDP2, all of the layers that ``mesh.tensor`` splits together, and those in which
+# the ranks of ``mesh.sequence`` exchange tokens for heads.
+Traffic = Literal[Collective, "tensor", "all_to_all"]
+TRAFFIC: tuple[Traffic, ...] = (*COLLECTIVES, "tensor", "all_to_all")
 _ELEMENT_BYTES = 4  # of float32, in which everything is sent here
 
 
-def count_wire_bytes(collective: Collective, num_bytes: int, num_ranks: int) -> float:
+def count_wire_bytes(collective: Traffic, num_bytes: int, num_ranks: int) -> float:
     """Return what a rank has to send for a collective, whatever the algorithm: "bus bytes".
 
-    As nccl-tests defines it (``doc/PERFORMANCE.md``): of the full size, (n-1)/n to gather or to reduce and scatter,
-    twice that to all-reduce. Divided by the time it is the bus bandwidth, which can be compared with that of a link.
+    As nccl-tests defines it (``doc/PERFORMANCE.md``): of the full size, (n-1)/n to gather, to reduce and scatter, or
+    from all to all, twice that to all-reduce. Divided by the time it is the bus bandwidth, which can be compared with
+    that of a link.
     ``num_bytes`` is the full size: what comes out of a gather, what goes into a reduction.
     """
     return (2 if collective == "all_reduce" else 1) * (num_ranks - 1) / num_ranks * num_bytes

@@ -9,14 +9,18 @@ FSDP2, some steps later, so the host never waits. On a CPU a collective blocks w
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Private, seen in torch 2.13 to 2.15: all that DTensor sends.
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -26,9 +30,18 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from lit_fsdp.profiling.clock import Clock, Mark
-from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, count_wire_bytes
+from lit_fsdp.profiling.collectives import TRAFFIC, Collective, Traffic, count_wire_bytes
 from lit_fsdp.profiling.replaced_calls import ReplacedMethod, make_stand_in
+from lit_fsdp.sharding.low_bit import LowBitAllGather, LowBitReduceScatter
+from lit_fsdp.sharding.sequence import watch_exchanges
+from lit_fsdp.sharding.tensor_parallel import get_split_shape
 
+# Through which DTensor sends, and its groups have names. What layers reduce in other ways is not seen.
+_OF_LAYERS: tuple[tuple[str, Collective], ...] = (
+    *(("all_reduce", "all_reduce"), ("all_gather_single", "all_gather"), ("reduce_scatter_single", "reduce_scatter")),
+)
+_LAYERS = "split layers"
+_ATTENTION = "split attention"  # before and after which tokens are exchanged for heads
 _MAX_PENDING = 8  # steps that the GPU is behind; what is older is dropped, not waited for
 
 
@@ -58,7 +71,7 @@ class UnitCommunication(Communication):
     """The collectives of one kind that one unit had in a step."""
 
     unit: str  # its name, as in the plan of units
-    collective: Collective
+    collective: Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +81,9 @@ class StepCommunication:
     tag: Any  # given to ``end_step``
     step_s: float  # seconds of the step, without pauses
     units: Sequence[UnitCommunication]  # in the order of modules, without what a unit did not have
+    uses: Mapping[str, int] = field(default_factory=dict)  # by unit: how often forward ran it
 
-    def add_up(self, collective: Collective | None = None) -> Communication:
+    def add_up(self, collective: Traffic | None = None) -> Communication:
         """Return the sums over all units, of one kind of collective or of all."""
         return add_up([unit for unit in self.units if collective in (None, unit.collective)])
 
@@ -95,8 +109,11 @@ class CommunicationMeter:
         # The modules of one unit share one.
         self._states = dict.fromkeys(m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule))
         self._probes: list[_Probe | ReplacedMethod] = []
+        self._watch = ExitStack()
+        self._is_split = any(get_split_shape(p) != p.shape for p in model.parameters())
         self._is_on = False
         self._calls: list[_Call] = []  # of the step that is not over
+        self._uses: Counter[str] = Counter()  # likewise
         self._stretches: list[tuple[Mark, Mark]] = []
         self._begin: Mark | None = None
         self._pending: deque[_Step] = deque()
@@ -112,6 +129,9 @@ class CommunicationMeter:
         """Begin to measure."""
         assert not self._probes, "attached already"
         self._probes = [_Probe(self, name, group) for name, group in self._groups]
+        self._watch.enter_context(watch_exchanges(self._begin_exchange))
+        if self._is_split:
+            self._probes += [ReplacedMethod(functional, name, self._run_of_layer(kind)) for name, kind in _OF_LAYERS]
         for state in self._states:
             # Where torch 2.15 waits for all reductions of a root; before, it did when it finalized the first group.
             if hasattr(state, "_end_backward_iteration"):
@@ -123,6 +143,7 @@ class CommunicationMeter:
         for probe in self._probes:
             probe.remove()
         self._probes = []
+        self._watch.close()
 
     def resume(self) -> None:
         """Go on with a step, or begin one."""
@@ -139,8 +160,8 @@ class CommunicationMeter:
     def end_step(self, tag: Any = None) -> None:
         """Close the step, of which ``tag`` will say which it was; the next begins with ``resume``."""
         self.pause()
-        self._pending.append(_Step(tag, self._stretches, self._calls))
-        self._stretches, self._calls = [], []
+        self._pending.append(_Step(tag, self._stretches, self._calls, self._uses))
+        self._stretches, self._calls, self._uses = [], [], Counter()
         if len(self._pending) > _MAX_PENDING:  # each holds some hundred events
             self.num_dropped += 1
             self._pending.popleft()
@@ -152,13 +173,42 @@ class CommunicationMeter:
             taken.append(self._read(self._pending.popleft()))
         return taken
 
-    def begin_call(self, unit: str, collective: Collective, num_bytes: int, num_ranks: int) -> _Call | None:
+    def begin_call(self, unit: str, collective: Traffic, num_bytes: int, num_ranks: int) -> _Call | None:
         """Note that a collective is issued; ``None`` outside of a step."""
         if not self._is_on:
             return None
         call = _Call(unit, collective, num_bytes, num_ranks, self._clock.mark())
         self._calls.append(call)
         return call
+
+    def note_use(self, unit: str) -> None:
+        """Note that forward runs a unit; computing it once more for backward is none."""
+        if self._is_on:
+            self._uses[unit] += 1
+
+    def _begin_exchange(self, num_bytes: int, num_ranks: int) -> Callable[[], None]:
+        call = self.begin_call(_ATTENTION, "all_to_all", num_bytes, num_ranks)
+
+        def end() -> None:
+            if call is not None:
+                call.end, call.need = self.mark(), call.begin
+
+        return end
+
+    def _run_of_layer(self, kind: Collective) -> Callable[..., Any]:
+        def run(collective: Callable[..., Tensor], tensor: Tensor, *args: Any, group: Any, **kwargs: Any) -> Tensor:
+            mesh, dim = group if isinstance(group, tuple) else (None, 0)
+            if mesh is None or (mesh.mesh_dim_names or ())[dim : dim + 1] != ("tensor",):
+                return collective(tensor, *args, group=group, **kwargs)
+            num_bytes = tensor.nbytes * (mesh.size(dim) if kind == "all_gather" else 1)
+            call = self.begin_call(_LAYERS, "tensor", num_bytes, mesh.size(dim))
+            found = collective(tensor, *args, group=group, **kwargs)
+            if call is not None:
+                found = functional.wait_tensor(found)  # as whoever called does next
+                call.need, call.end, call.operation = call.begin, self._clock.mark(), kind
+            return found
+
+        return run
 
     def mark(self) -> Mark | None:
         """Set a mark; ``None`` outside of a step."""
@@ -184,13 +234,17 @@ class CommunicationMeter:
     def _read(self, step: _Step) -> StepCommunication:
         self._measure(step.calls)
         names = {name: i for i, (name, _) in enumerate(self._groups)}
-        found: dict[tuple[str, Collective], list[_Call]] = {}
+        names |= {_LAYERS: len(names), _ATTENTION: len(names) + 1}
+        found: dict[tuple[str, Traffic], list[_Call]] = {}
         for call in step.calls:
             found.setdefault((call.unit, call.collective), []).append(call)
-        keys = sorted(found, key=lambda key: (names[key[0]], COLLECTIVES.index(key[1])))
+        keys = sorted(found, key=lambda key: (names[key[0]], TRAFFIC.index(key[1])))
         seconds = [self._clock.measure_s(begin, end) for begin, end in step.stretches]
         return StepCommunication(
-            tag=step.tag, step_s=sum(seconds), units=[_sum_calls(*key, found[key]) for key in keys]
+            tag=step.tag,
+            step_s=sum(seconds),
+            units=[_sum_calls(*key, found[key]) for key in keys],
+            uses=step.uses,
         )
 
     def _measure(self, calls: list[_Call]) -> None:
@@ -218,10 +272,11 @@ class _Call:
     """One collective that was issued."""
 
     unit: str
-    collective: Collective
+    collective: Traffic
     num_bytes: int
     num_ranks: int
     begin: Mark
+    operation: Collective | None = None  # if it is another than ``collective`` says
     end: Mark | None = None
     need: Mark | None = None  # on the compute stream, which comes to wait for it there
     after: Mark | None = None  # another mark that it began after
@@ -244,6 +299,7 @@ class _Step:
     tag: Any
     stretches: list[tuple[Mark, Mark]]
     calls: list[_Call]
+    uses: Mapping[str, int]
 
 
 class _Probe:
@@ -267,7 +323,7 @@ class _Probe:
         if isinstance(group.mesh_info, DDPMeshInfo):
             # Runs right after the all-reduce. Not where there is none: FSDP2 would change streams for it.
             self._hook = group._all_reduce_hook = partial(self._end_all_reduce, hook)
-        methods = ("wait_for_unshard", "post_backward", "finalize_backward")
+        methods = ("pre_forward", "wait_for_unshard", "post_backward", "finalize_backward")
         self._methods = [ReplacedMethod(group, name, getattr(self, f"_{name}")) for name in methods]
 
     def remove(self) -> None:
@@ -286,7 +342,8 @@ class _Probe:
 
     def _run_gather(self, comm: Any, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         num_ranks = output_tensor.numel() // input_tensor.numel()
-        call = self._meter.begin_call(self.name, "all_gather", output_tensor.nbytes, num_ranks)
+        num_bytes = _count_bytes(comm, output_tensor, num_ranks)
+        call = self._meter.begin_call(self.name, "all_gather", num_bytes, num_ranks)
         work = comm(output_tensor, input_tensor, *args, **kwargs)
         if call is not None:
             # The end of an asynchronous one lies in a stream of the backend: for us it is when compute has its result.
@@ -297,7 +354,8 @@ class _Probe:
 
     def _run_scatter(self, comm: Any, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         num_ranks = input_tensor.numel() // output_tensor.numel()
-        call = self._meter.begin_call(self.name, "reduce_scatter", input_tensor.nbytes, num_ranks)
+        num_bytes = _count_bytes(comm, input_tensor, num_ranks)
+        call = self._meter.begin_call(self.name, "reduce_scatter", num_bytes, num_ranks)
         result = comm(output_tensor, input_tensor, *args, **kwargs)
         if call is not None:
             call.end = self._reduced = self._meter.mark()
@@ -323,6 +381,10 @@ class _Probe:
             hook(output)
 
     # Where compute waits for them
+
+    def _pre_forward(self, run: Callable[..., Any], *args: Any) -> Any:
+        self._meter.note_use(self.name)
+        return run(*args)
 
     def _wait_for_unshard(self, wait: Callable[[], None]) -> None:
         call, self._gather = self._gather, None
@@ -356,13 +418,21 @@ class _Probe:
         run()
 
 
-def _sum_calls(unit: str, collective: Collective, calls: Sequence[_Call]) -> UnitCommunication:
+def _count_bytes(comm: Any, full: Tensor, num_ranks: int) -> int:
+    """Return what a communication sends for a buffer, at full size."""
+    is_packed = isinstance(comm, LowBitAllGather | LowBitReduceScatter)
+    return comm.count_bytes(full, num_ranks) if is_packed else full.nbytes
+
+
+def _sum_calls(unit: str, collective: Traffic, calls: Sequence[_Call]) -> UnitCommunication:
     return UnitCommunication(
         unit=unit,
         collective=collective,
         calls=len(calls),
         num_bytes=sum(call.num_bytes for call in calls),
-        wire_bytes=sum(count_wire_bytes(collective, call.num_bytes, call.num_ranks) for call in calls),
+        wire_bytes=sum(
+            count_wire_bytes(call.operation or call.collective, call.num_bytes, call.num_ranks) for call in calls
+        ),
         seconds=sum(call.seconds for call in calls),
         exposed_s=sum(call.exposed_s for call in calls),
     )

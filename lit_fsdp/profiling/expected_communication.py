@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lit_fsdp.profiling.memory import label_unit
+from lit_fsdp.sharding.low_bit import count_packed_bytes
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
-from lit_fsdp.sharding.shard import Sharding
+from lit_fsdp.sharding.shard import Sharding, is_gathered_again
+from lit_fsdp.sharding.tensor_parallel import get_split_shape
 from lit_fsdp.sharding.wrap import Unit
 
 
@@ -50,10 +52,11 @@ def estimate_collectives(
 ) -> Collectives:
     """Count the collectives of one optimizer step.
 
-    Each micro-batch gathers every unit for forward, and again for backward where it was resharded between. A
-    head and the root are not, see ``shard_model``, and neither are units that backward never reaches: frozen ones
-    before the first trainable one. An idle unit is never gathered. Activation checkpointing adds none: the recomputed
-    forward runs while the unit is gathered for backward.
+    Each micro-batch gathers every unit for forward, and again for backward where it was resharded between. A head and
+    the root are not, see ``shard_model``, and neither are units that backward never reaches: frozen ones before the
+    first trainable one. Embeddings are not either: their backward adds up rows, and reads no weight. An idle unit is
+    never gathered. Activation checkpointing adds none: the recomputed forward runs while the unit is gathered for
+    backward.
 
     Args:
         plan: The units in the order of forward, from ``plan_units``.
@@ -89,22 +92,30 @@ def estimate_bytes(
     policy = mixed_precision.build_policy()
     predicted = []
     for unit, calls in _count_calls(plan, sharding, num_shards, num_replicas, num_micro_batches):
-        own = [parameters[name] for name in unit.parameters]
+        # Those of no dimension are on all ranks, and not gathered.
+        own = [parameters[name] for name in unit.parameters if parameters[name].ndim]
         gather = count_gathered_bytes(own, policy.param_dtype, num_shards)
-        scatter = sum(
+        if sharding.gather_bits is not None:
+            num_values = sum(pad_numel(p, num_shards) for p in own) // num_shards
+            gather = num_shards * count_packed_bytes(num_values, sharding.gather_bits)
+        trained = [p for p in own if p.requires_grad]
+        reduced = sum(
             pad_numel(p, num_shards) * (policy.reduce_dtype or get_gather_dtype(p, policy.param_dtype)).itemsize
-            for p in own
-            if p.requires_grad
+            for p in trained
         )
+        scatter = reduced
+        if sharding.reduce_bits is not None:
+            num_values = sum(pad_numel(p, num_shards) for p in trained) // num_shards
+            scatter = num_shards * count_packed_bytes(num_values, sharding.reduce_bits)
         predicted.append(
             UnitBytes(
                 unit=label_unit(unit),
                 gather=gather if calls.gathers else 0,
                 reduce_scatter=scatter if calls.reduce_scatters else 0,
-                all_reduce=scatter // num_shards if calls.all_reduces else 0,
+                all_reduce=reduced // num_shards if calls.all_reduces else 0,
                 gather_step=gather * calls.gathers,
                 reduce_scatter_step=scatter * calls.reduce_scatters,
-                all_reduce_step=scatter // num_shards * calls.all_reduces,
+                all_reduce_step=reduced // num_shards * calls.all_reduces,
             )
         )
     return predicted
@@ -125,7 +136,7 @@ def get_gather_dtype(parameter: Tensor, param_dtype: torch.dtype | None) -> torc
 
 def pad_numel(parameter: Tensor, num_shards: int) -> int:
     """Return the elements of a parameter with its rows filled up, so that all shards have equally many."""
-    rows, *rest = parameter.shape or (1,)
+    rows, *rest = get_split_shape(parameter) or (1,)
     return ceil(rows / num_shards) * num_shards * prod(rest)
 
 
@@ -134,11 +145,10 @@ def _count_calls(
 ) -> Iterator[tuple[Unit, Collectives]]:
     """Yield every unit that has parameters, with its collectives in a step."""
     filled = [unit for unit in plan if unit.num_params]
-    is_resharded = sharding.reshard_after_forward is not False
     first = next((i for i, unit in enumerate(filled) if unit.num_trainable), len(filled))
     for i, unit in enumerate(filled):
-        is_gathered_again = is_resharded and i >= first and unit.kind in ("block", "embedding")
-        gathers = 0 if unit.kind == "idle" else 2 if is_gathered_again else 1
+        is_twice = i >= first and is_gathered_again(unit, sharding)
+        gathers = 0 if unit.kind == "idle" else 2 if is_twice else 1
         reductions = 0 if not unit.num_trainable else 1 if sharding.no_sync else num_micro_batches
         yield (
             unit,

@@ -191,6 +191,7 @@ _FUSED_BACKWARD = {
     "aten._scaled_dot_product_cudnn_attention_backward",
     "aten._flash_attention_backward",
     "aten._efficient_attention_backward",
+    "torch_attn._varlen_attn_backward",
 }
 # By name, as not all are loaded everywhere.
 _MORE: dict[str, Callable[..., int]] = {

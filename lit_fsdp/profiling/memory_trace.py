@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lit_fsdp.profiling.gloo import is_collective_of_gloo, run_on_copies
 from lit_fsdp.profiling.memory import KINDS, Kind, is_on, iterate_states, label_unit, name_units
 from lit_fsdp.quantization.quantize import count_hidden_bytes
+from lit_fsdp.sharding.low_bit import watch_sums
 from lit_fsdp.sharding.torch_internals import get_shard, iterate_sharded, list_unreduced_gradients
 from lit_fsdp.sharding.wrap import Unit
 
@@ -91,6 +93,7 @@ class MemoryTrace(TorchDispatchMode):
         self._host: Counter[Kind] = Counter()
         self._host_largest: Counter[Kind] = Counter()
         self._arriving: list[_Block] = []  # gradients on their way to the host
+        self._size_on_host: Callable[[int], int] | None = None  # of what is allocated on the host now
         self._model, self._optimizers = model, list(optimizers)
         self._device = device
         self._owners = name_units(plan)
@@ -119,6 +122,18 @@ class MemoryTrace(TorchDispatchMode):
         self._phases.append((name, len(self._history)))
         if name == "optimizer":
             self._move_arriving()
+
+    @contextmanager
+    def count_on_host(self, size: Callable[[int], int]) -> Iterator[None]:
+        """Count what is made inside as memory of the host, of which ``size`` says how much the bytes of a tensor take.
+
+        What is copied from there to the device is an activation again.
+        """
+        self._size_on_host = size
+        try:
+            yield
+        finally:
+            self._size_on_host = None
 
     def finish(self) -> StepMemory:
         """Return what was seen.
@@ -184,10 +199,13 @@ class MemoryTrace(TorchDispatchMode):
     def _look(self) -> None:
         self._watcher = _watch_resizes(partial(self._try, self._resize))
         self._watcher.__enter__()
+        self._sum_watcher = watch_sums(partial(self._try, self._mark_reduced))
+        self._sum_watcher.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
 
     def _look_away(self) -> None:
         super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._sum_watcher.__exit__(None, None, None)
         self._watcher.__exit__(None, None, None)
 
     def __torch_dispatch__(
@@ -199,7 +217,10 @@ class MemoryTrace(TorchDispatchMode):
         self._try(self._record_sum)
         kwargs = kwargs or {}
         is_copied = self._try(is_collective_of_gloo, func, args)
-        out = run_on_copies(func, args, kwargs) if is_copied else func(*args, **kwargs)
+        if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
+            out = args[0]  # as with values; without them torch makes another tensor, seen in torch 2.13
+        else:
+            out = run_on_copies(func, args, kwargs) if is_copied else func(*args, **kwargs)
         self._try(self._follow, func, args, kwargs, out)
         return out
 
@@ -285,13 +306,23 @@ class MemoryTrace(TorchDispatchMode):
             self._mark(kwargs["out"] if "out" in kwargs else args[3], "communication", self._unit)
         elif name.startswith("profiler._record_function_exit"):  # such as of FSDP2's reduction
             self._move_arriving()
+        elif name.startswith(("c10d._allgather_base_", "c10d.alltoall_base_")):  # what was packed for it
+            self._mark_packed(args[:2])
         elif "reduce_scatter" in name:
             for tensor in tree_iter(args[0]):
                 if isinstance(tensor, Tensor):  # gradients are views of it, unless their dtype is another
                     self._mark_reduced(tensor)
+        elif name == "aten.copy_.default" and (source := self._find(args[1])) and source.kind == "activations":
+            if source.is_on_host:
+                self._mark(args[0], "activations", source.unit)
         elif name.startswith("aten._to_copy") and any(block is self._find(args[0]) for block in self._arriving):
             self._mark_reduced(out)  # cast to the dtype of the parameters
         return copied
+
+    def _mark_packed(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if (block := self._find(tensor)) and block.kind != "communication":
+                self._mark(tensor, "communication", self._unit)
 
     def _mark_reduced(self, tensor: Tensor) -> None:
         self._mark(tensor, "gradients", self._unit)
@@ -330,8 +361,10 @@ class MemoryTrace(TorchDispatchMode):
         key = storage._cdata
         if key in self._blocks or not is_on(tensor, self._device):
             return
-        reference = weakref.ref(storage, partial(self._release, key))
-        block = self._blocks[key] = _Block(storage.nbytes(), kind, unit, reference, is_on_host)
+        reference, num_bytes = weakref.ref(storage, partial(self._release, key)), storage.nbytes()
+        if self._size_on_host is not None:
+            num_bytes, is_on_host = self._size_on_host(num_bytes), True
+        block = self._blocks[key] = _Block(num_bytes, kind, unit, reference, is_on_host)
         self._count(block, block.num_bytes)
 
     def _release(self, key: int, _: Any) -> None:

@@ -18,7 +18,7 @@ class ReplacedMethod:
         run: Called with the method that was there, and then the arguments.
     """
 
-    def __init__(self, owner: Any, name: str, run: Callable[..., None]) -> None:
+    def __init__(self, owner: Any, name: str, run: Callable[..., Any]) -> None:
         self._owner, self._name = owner, name
         self._before = owner.__dict__.get(name)  # what the object itself had, not its class
         self._mine = partial(run, getattr(owner, name))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from launches import ROOT, fork_ranks
+from launches import ROOT, find_free_port, fork_ranks, run_processes
 from waiting import wait_until
 
 from lit_fsdp.cli import bench as bench_cli
@@ -105,6 +105,26 @@ def test_under_torchrun_it_uses_those_ranks(tmp_path: Path) -> None:
     ended = fork_ranks("bench", "comm", "--ranks=2", ranks=3)
     assert [rank.code for rank in ended] == [2, 2, 2]
     assert ended[0].errors == ["error: ranks: got 2: torchrun started 3; leave it out"]
+
+
+@pytest.mark.full
+def test_under_srun_it_uses_its_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"):
+        monkeypatch.setenv(name, "2")
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "n[1-2]"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    bench = "import os, sys; os.environ.update(SLURM_PROCID=sys.argv[1], SLURM_LOCALID='0'); "
+    bench += "from lit_fsdp.cli.main import main; sys.exit(main(['bench', 'comm', *sys.argv[2:]]))"
+    options = ["--sizes=1KiB", "--repeats=2", f"--out={tmp_path}"]
+    ended = run_processes(*(["-c", bench, str(rank), *options] for rank in range(2)), timeout_s=120, **meeting)
+    assert [rank.code for rank in ended] == [0, 0], ended[0].err
+    assert [bool(rank.out) for rank in ended] == [True, False]
+    found = json.loads((tmp_path / "comm.json").read_text())
+    assert (found["num_ranks"], found["num_nodes"]) == (2, 2)
+    ended = run_processes(*(["-c", bench, str(rank), "--ranks=3"] for rank in range(2)))
+    assert ended[0].errors == ["error: ranks: got 3: srun started 2; leave it out"]
 
 
 @pytest.mark.full
