@@ -453,7 +453,7 @@ def _patch_cuda(index: int, num_devices: int) -> None:
         "mem_get_info": lambda *_: (properties.total_memory, properties.total_memory),
         "get_rng_state": lambda *_: generator_state(),
         "memory_stats": lambda *_: Counter(),
-        "is_bf16_supported": lambda *_: True,
+        "is_bf16_supported": lambda *_, **__: True,
         "device": lambda *_: nullcontext(),
         "_is_in_bad_fork": lambda: False,
         "cudart": lambda: SimpleNamespace(cudaHostRegister=none_of, cudaHostUnregister=none_of),

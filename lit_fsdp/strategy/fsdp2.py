@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
@@ -17,7 +17,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core import rank_zero
 from rich.table import Table
@@ -29,39 +29,57 @@ from typing_extensions import override
 
 from lit_fsdp.checkpoint.latest import enter
 from lit_fsdp.checkpoint.manifest import Verify, check_verify
-from lit_fsdp.checkpoint.places import follow
-from lit_fsdp.checkpoint.remote import Location, RemotePath, discard, locate
+from lit_fsdp.checkpoint.places import discard, follow
+from lit_fsdp.checkpoint.remote import Location, RemotePath, locate
 from lit_fsdp.checkpoint.sharded import load_checkpoint, read_random_state
 from lit_fsdp.checkpoint.single_file import load_single_file
 from lit_fsdp.checkpoint.space import DiskSpace
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.errors import join_names
+from lit_fsdp.parsing.mappings import TakesMappings
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.buffers import has_statistics_of_ranks, sync_buffers
 from lit_fsdp.sharding.cpu_offload import CPUOffload
-from lit_fsdp.sharding.mesh import Mesh, build_mesh, make_module_mesh
+from lit_fsdp.sharding.low_bit import compare_crossing
+from lit_fsdp.sharding.mesh import DataRanks, Mesh, MeshSizes, build_mesh, make_module_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.parallelize import shard_module
-from lit_fsdp.sharding.random_state import collect_random_state, split_generators
+from lit_fsdp.sharding.random_state import collect_random_state, join_generators, split_generators
+from lit_fsdp.sharding.sequence import SequenceGroup, build_sequence_group
 from lit_fsdp.sharding.settings import PRESETS, Settings
-from lit_fsdp.sharding.shard import Compile, Sharding, find_roots, no_sync, register_steps, reshard_when_toggled
+from lit_fsdp.sharding.shard import (
+    STEPS,
+    Compile,
+    Sharding,
+    find_roots,
+    no_sync,
+    register_steps,
+    reshard,
+    reshard_when_toggled,
+)
+from lit_fsdp.sharding.tensor_parallel import check_gradients
 from lit_fsdp.sharding.torch_internals import list_edited
 from lit_fsdp.sharding.unit_table import make_table, print_table
 from lit_fsdp.sharding.wrap import Unit, Wrap
 from lit_fsdp.strategy.finetuning import restore_groups
+from lit_fsdp.strategy.hang_watch import HangWatch, choose_report_s, watch_for_hangs
 from lit_fsdp.strategy.launcher import Launcher, describe_ended, note_lost
 from lit_fsdp.strategy.lightning_internals import (
     check_monitors,
+    evaluate_without_inference_mode,
     forget_train_loader,
     is_placeholder,
     keep_links,
     save_whole_steps,
     watch_monitors,
 )
+from lit_fsdp.strategy.notebook_launcher import NotebookLauncher, check_weights, is_notebook
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.strategy.process_group import MAX_TIMEOUT_S, init_process_group
 from lit_fsdp.strategy.random_streams import RandomStreams
+from lit_fsdp.strategy.rank_facts import check_shared_rows, list_device_facts, list_device_notes, list_row_facts
 from lit_fsdp.strategy.rebinding import keep_attributes, rebind_optimizers, remember_parameters, warn_of_lists
+from lit_fsdp.strategy.roll_call import compare_in_group
 from lit_fsdp.strategy.run_settings import RUN_SETTINGS, collect_run_settings, warn_of_changes
 from lit_fsdp.strategy.trainer_settings import (
     check_trainer,
@@ -69,13 +87,13 @@ from lit_fsdp.strategy.trainer_settings import (
     count_micro_batches,
     derive_accumulation,
     list_checkpoint_folders,
+    settle_accumulation,
 )
 from lit_fsdp.strategy.uneven_loaders import EvenBatches
 from lit_fsdp.weights.load import init_weights, iterate_meta, materialize
 
 # What each module was sharded with: a second run of it may be under another strategy object.
 _SHARDED_WITH: WeakKeyDictionary[pl.LightningModule, Settings] = WeakKeyDictionary()
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step", "generate")
 
 
 def get_used_settings(module: pl.LightningModule) -> Settings:
@@ -83,7 +101,7 @@ def get_used_settings(module: pl.LightningModule) -> Settings:
     return _SHARDED_WITH.get(module, Settings())
 
 
-class FSDP2Strategy(EvenBatches, RandomStreams):
+class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     """Shards parameters, gradients and optimizer state with FSDP2 (``fully_shard``).
 
     The LightningModule becomes the root FSDP unit, the modules that ``wrap`` finds become units inside it. Build
@@ -108,10 +126,13 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
             time. Costs host memory for one copy of this rank's shards and optimizer state.
         verify_checkpoint: What is compared before a checkpoint is loaded. ``sizes``: the sizes of all files, and the
             checksums of those up to 16 MiB. ``full``: all checksums, for which every file is read once more.
-        print_plan: Print the units when ``fit`` starts.
+        print_plan: Print the table of units when ``fit`` starts.
         timeout_s: How long a collective may take before the run fails.
         start_timeout_s: How long ranks wait for each other when the run starts, in seconds. Those that came then end
             with one line that says who is missing.
+        hang_report_s: After how many seconds in which a rank waits for others all ranks write what they wait for, and
+            one line says who is missing and where. Nothing is ended. ``auto`` is 300, or half of ``timeout_s`` if that
+            is less; ``null`` never does.
     """
 
     is_distributed = True
@@ -130,9 +151,10 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
         save_frozen: bool | None = None,
         async_save: bool = False,
         verify_checkpoint: Verify = "sizes",
-        print_plan: bool = True,
+        print_plan: bool = False,
         timeout_s: float = 1800.0,
         start_timeout_s: float = 60.0,
+        hang_report_s: float | Literal["auto"] | None = "auto",
     ) -> None:
         super().__init__()
         self.settings = Settings(
@@ -160,12 +182,16 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
         self.checkpoint_folders: list[Location] = []  # where earlier runs of this name have left theirs
         self.timeout_s = timeout_s
         self.start_timeout_s = start_timeout_s
+        self.hang_report_s = hang_report_s
+        self._hang_watch: HangWatch | None = None
         # What has to be the same on all ranks when the run starts, by name; the command line adds what it knows.
-        self.facts = {"torch": torch.__version__, "lit_fsdp": version("lit_fsdp")}
+        self.facts = {"torch": torch.__version__} | {name: version(name) for name in ("lightning", "lit_fsdp")}
         self.verify_checkpoint = verify_checkpoint
         self._saved_settings: dict[str, Any] = {}  # of the run that saved the checkpoint
-        self._has_seen_step = False
+        self._has_seen_step = self._has_checked_gradients = False
+        self._checked_loaders: set[tuple[RunningStage | None, int]] = set()
         self.device_mesh: DeviceMesh | None = None
+        self.sequence_group: SequenceGroup | None = None  # the ranks that share the tokens of this rank's rows
         self.plan: list[Unit] = []
         self._unit_table: Table | None = None  # to be printed
         self._hooks: list[RemovableHandle] = []
@@ -200,7 +226,20 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        data = self.data_ranks
+        return {"num_replicas": data.count, "rank": data.index}
+
+    @property
+    def mesh_sizes(self) -> MeshSizes:
+        """How many ranks each dimension of the mesh has."""
+        return self.settings.mesh.resolve(world_size=self.world_size, ranks_per_node=self.num_processes)
+
+    @property
+    @override
+    def data_ranks(self) -> DataRanks:
+        """Which rows are those of this rank, which may share them with others."""
+        sizes = {"world_size": self.world_size, "ranks_per_node": self.num_processes}
+        return self.settings.mesh.locate(self.global_rank, **sizes)
 
     @property
     @override
@@ -230,10 +269,12 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
 
     @override
     def _configure_launcher(self) -> None:
-        self._check_settings()
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+            is_forked = is_notebook() and self.num_processes * self.num_nodes > 1
+            forks = NotebookLauncher(self, num_nodes=self.num_nodes) if is_forked else None
+            self._launcher = forks or Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._check_settings()
 
     def _check_settings(self) -> None:
         """Refuse what cannot work, when the Trainer is built: before processes, collectives or memory."""
@@ -241,6 +282,7 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
         for name in ("timeout_s", "start_timeout_s"):
             if not 0 < (given := getattr(self, name)) <= MAX_TIMEOUT_S:
                 raise ValueError(f"{name}: got {given}: expected seconds above 0, up to {MAX_TIMEOUT_S:,.0f}")
+        choose_report_s(self.hang_report_s, self.timeout_s)
         check_verify("verify_checkpoint", self.verify_checkpoint)
         if self._layer_sync is not None:
             raise ValueError(
@@ -253,6 +295,25 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
                 "out, and set async_save to write beside training"
             )
 
+    def check_module(self, module: object) -> None:
+        """Refuse a module that would compute the same rows on all ranks that ``mesh.sequence`` lets share them.
+
+        A module that splits their tokens, as :class:`lit_fsdp.tasks.CausalLM` does, has a method
+        ``check_sequence(size)``, which refuses what it cannot split.
+
+        Raises:
+            ValueError: With what to set instead.
+        """
+        if (size := self.settings.mesh.sequence) == 1:
+            return
+        check = getattr(module, "check_sequence", None)
+        if check is None:
+            raise ValueError(
+                f"mesh.sequence: got {size}: {type(module).__name__} does not split the tokens of its rows over ranks, "
+                "as CausalLM does; set 1"
+            )
+        check(size)
+
     def set_world_ranks(self) -> None:
         """Tell the environment which rank this is, where the environment does not know."""
         assert self.cluster_environment is not None
@@ -263,11 +324,14 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
     @override
     def setup_environment(self) -> None:
         trainer = self._module.trainer
+        self.check_module(self._module)
         check_trainer(trainer)  # before callbacks are set up, some of which copy the module
         if trainer.state.fn == TrainerFn.FITTING:
             data = trainer.datamodule  # type: ignore[attr-defined]
-            derive_accumulation(trainer, data, is_resumed=trainer.ckpt_path is not None)
+            # A path given to ``fit`` is not known before the checkpoint is loaded, seen in lightning 2.6.6.
+            derive_accumulation(trainer, data, is_resumed=True if trainer.ckpt_path is not None else None)
         super().setup_environment()
+        join_generators()
         reset_seed()
         self.set_world_ranks()
         assert self.cluster_environment is not None
@@ -277,19 +341,26 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
             num_nodes=self.num_nodes,
             timeout_s=self.timeout_s,
             start_timeout_s=self.start_timeout_s,
-            facts={"number of ranks": str(self.world_size), **self.facts},
+            facts={
+                "number of ranks": str(self.world_size),
+                **self.facts,
+                **list_device_facts(self.root_device, self.precision_plugin.mixed_precision),
+            },
+            notes=list_device_notes(self.root_device),
             find_lost=partial(describe_ended, self._launcher),
         )
+        self._hang_watch = watch_for_hangs(trainer, choose_report_s(self.hang_report_s, self.timeout_s))
         self._build_mesh()
 
     def _build_mesh(self) -> None:
-        self.device_mesh = build_mesh(
-            self.settings.mesh,
-            device_type=self.root_device.type,
-            world_size=self.world_size,
-            ranks_per_node=self.num_processes,
-            timeout_s=self.timeout_s,
-        )
+        options: dict[str, Any] = {
+            "device_type": self.root_device.type,
+            "world_size": self.world_size,
+            "ranks_per_node": self.num_processes,
+            "timeout_s": self.timeout_s,
+        }
+        self.device_mesh = build_mesh(self.settings.mesh, **options)
+        self.sequence_group = build_sequence_group(self.settings.mesh, **options)
         self._module._device_mesh = make_module_mesh(self.device_mesh)
 
     # From the user's model to shards
@@ -308,19 +379,20 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        if self._hang_watch is not None:
+            self._hang_watch.folder = Path(trainer.log_dir or trainer.default_root_dir)
         self.model = module = self._module
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        # What was gathered under inference_mode cannot be used in a later backward.
-        val_loop = trainer.fit_loop.epoch_loop.val_loop
-        for loop in (val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False
+        evaluate_without_inference_mode(trainer)
         keep_links(trainer, self._writer.skipped)
         watch_monitors(trainer)
         save_whole_steps(trainer)
         if is_fitting:
             self._check_accumulation()
         if find_roots(module):  # by its user, or in an earlier run
-            self.settings.check_unchanged(get_used_settings(module), type(module).__name__)
+            # Of what its user has sharded, the mesh was used: ``device_mesh`` is made of it.
+            used = _SHARDED_WITH.get(module, Settings(mesh=self.settings.mesh))
+            self.settings.check_unchanged(used, type(module).__name__)
         else:
             self._shard(module)
         if is_fitting and self.is_global_zero:
@@ -336,7 +408,8 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
                     "BatchNorm: each rank normalizes by statistics of its own batch; running statistics are averaged "
                     "before an evaluation and a checkpoint"
                 )
-            split_generators(self.broadcast(collect_random_state()), self.global_rank)  # see Note [Two streams]
+            self._writer.data_ranks = self.data_ranks
+            split_generators(self.broadcast(collect_random_state()), self.data_ranks.index)  # see Note [Two streams]
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             rebind_optimizers(module, self._real_optimizers)
@@ -352,7 +425,7 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
 
     def _check_disk(self, trainer: pl.Trainer) -> None:
         folders, num_at_once = list_checkpoint_folders(trainer), count_checkpoints(trainer)
-        if not folders or not num_at_once:
+        if not folders or not any(num_at_once):
             return
         counts = [getattr(callback, "estimate_checkpoint_bytes", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
         extra_bytes = sum(count(self._module) for count in counts if count is not None)
@@ -371,6 +444,20 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
                 f"max_norm of {join_names(limited)} has no lasting effect: it changes gathered copies of the weights; "
                 "see docs/limits.md"
             )
+        sent = [name for name in ("gather_bits", "reduce_bits") if getattr(self.settings.sharding, name) is not None]
+        if sent and self.mesh_sizes.num_shards == 1:
+            rank_zero.rank_zero_warn(
+                f"sharding.{' and '.join(sent)}: no effect: each copy is on one rank, so nothing is gathered or "
+                "scattered"
+            )
+        bits, num_shards = self.settings.sharding.reduce_bits, self.mesh_sizes.num_shards
+        if bits is not None and (times := compare_crossing(bits, num_shards, self.num_processes)) >= 1:
+            rank_zero.rank_zero_warn(
+                f"sharding.reduce_bits: got {bits}: with {self.num_processes} ranks on a node it sends {times:.2f} "
+                "times as much between nodes as float32 does, see docs/communication.md: "
+                + ("set 8, or " if bits == 16 else "leave it out, or ")
+                + "mixed_precision.reduce_dtype: bfloat16"
+            )
         if self.prints_plan and self.is_global_zero and module.trainer.state.fn == TrainerFn.FITTING:
             show = partial(self._keep_table, module)
         else:
@@ -382,13 +469,13 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
             mesh=self.device_mesh,
             device=self.root_device,
             is_whole=module.automatic_optimization,
+            has_changing_lengths=getattr(getattr(module.trainer, "datamodule", None), "has_changing_lengths", False),
             show=show,
         )
         _SHARDED_WITH[module] = self.settings
 
     def _keep_table(self, module: nn.Module, plan: Sequence[Unit]) -> None:
-        assert self.device_mesh is not None
-        self._unit_table = make_table(module, plan, tuple(self.device_mesh.mesh.shape))
+        self._unit_table = make_table(module, plan, self.mesh_sizes)
 
     def _print_units(self) -> None:
         """Print the table of units, once nothing is left that could refuse the run."""
@@ -401,7 +488,7 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
         is_empty = next(iterate_meta(module), None) is not None
         parameter_device = torch.device("cpu") if self.settings.cpu_offload is not None else None
         materialize(module, self.root_device, parameter_device=parameter_device)
-        register_steps(module, _STEPS)
+        register_steps(module, STEPS)
         configure_weights: Any = getattr(module, "configure_weights", None)
         if is_empty and configure_weights is not None:
             configure_weights()
@@ -414,6 +501,13 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
         roots = find_roots(self._module) if self.settings.sharding.no_sync else []
         with no_sync(*roots):
             yield
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if (loader := (self._module.trainer.state.stage, dataloader_idx)) not in self._checked_loaders:
+            self._checked_loaders.add(loader)
+            check_shared_rows(batch, self.mesh_sizes)  # of its first batch
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -429,10 +523,20 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
         return output
 
     @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if not self._has_checked_gradients and self.device_mesh is not None:
+            self._has_checked_gradients = check_gradients(self._module, self.device_mesh)
+
+    @override
     def on_train_start(self) -> None:
-        self._has_seen_step = False
+        self._has_seen_step = self._has_checked_gradients = False
         trainer = self._module.trainer
+        check_weights(trainer)
+        settle_accumulation(trainer, trainer.datamodule)  # type: ignore[attr-defined]
         super().on_train_start()
+        if self.world_size > 1:  # before the first step, and only now, as the loader is there
+            compare_in_group(self.global_rank, list_row_facts(trainer))
         if self._saved_settings:  # compared here, as the loader is there
             warn_of_changes(self._saved_settings, collect_run_settings(trainer, self.settings.mixed_precision))
             self._saved_settings = {}
@@ -442,20 +546,24 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
     def on_validation_start(self) -> None:
         self._print_units()
         super().on_validation_start()
+        check_weights(self._module.trainer)
         sync_buffers(self._module)
 
     @override
     def on_test_start(self) -> None:
         super().on_test_start()
+        check_weights(self._module.trainer)
         sync_buffers(self._module)
 
     @override
     def on_predict_start(self) -> None:
         super().on_predict_start()
+        check_weights(self._module.trainer)
         sync_buffers(self._module)
 
     @override
     def on_validation_end(self) -> None:
+        reshard(self._module)  # the head, which no forward lets go of: else the next step has a gather less than others
         if self._module.trainer.sanity_checking:
             check_monitors(self._module.trainer)
 
@@ -487,10 +595,8 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         place = locate(filepath)
-        if isinstance(place, Path):
-            self._writer.remove(partial(super().remove_checkpoint, filepath))
-        elif self.is_global_zero:
-            self._writer.remove(partial(discard, place))
+        if self.is_global_zero:
+            self._writer.remove(place, partial(discard, place))
 
     @override
     def on_train_end(self) -> None:
@@ -523,7 +629,7 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
         if is_fitting:
             self._writer.go_on_from(path)
             self._saved_settings = meta.get(RUN_SETTINGS, {})
-            self.restore_random_later(*read_random_state(path, self.global_rank, self.world_size))
+            self.restore_random_later(*read_random_state(path, self.data_ranks))
             forget_train_loader(self._module.trainer)
         return meta
 
@@ -555,12 +661,18 @@ class FSDP2Strategy(EvenBatches, RandomStreams):
         is_mean = reduce_op in (None, "mean", "avg", dist.ReduceOp.AVG)
         op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) and not is_mean else reduce_op
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM if is_mean else op, group=group)
+        if op == dist.ReduceOp.SUM and group is None and (copies := self.data_ranks.copies) > 1 and not is_mean:
+            return tensor.copy_(tensor / copies)  # each number was counted so often
         return tensor.copy_(tensor / dist.get_world_size(group)) if is_mean else tensor
 
     @override
     def teardown(self) -> None:
         # Not super(): it would move the shards to the CPU, and Lightning's next run on this module back.
         assert self.cluster_environment is not None and self.accelerator is not None  # noqa: PT018
+        self._checked_loaders.clear()
+        if self._hang_watch is not None:
+            self._hang_watch.stop()
+            self._hang_watch = None
         while self._hooks:
             self._hooks.pop().remove()
         self.cluster_environment.teardown()

@@ -18,6 +18,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
+from lit_fsdp.strategy.notebook_launcher import is_notebook
 from lit_fsdp.strategy.signals import hold_signals
 
 _PATIENCE_S = 15.0
@@ -29,15 +30,45 @@ class Launcher(_SubprocessScriptLauncher):
 
     held_signals: Collection[Signals] = ()  # kept from the ranks until they listen
 
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return self.num_processes * self.num_nodes == 1  # then it starts none
+
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
-            with hold_signals(self.held_signals):
-                self._call_children_scripts()
-            PatientObserver(os.getpid(), self.procs).start()
+            check_nodes_by_hand(self.num_nodes, os.environ)
+            # It sets LOCAL_RANK, by which the next Trainer of a kernel would take itself for a rank of some launcher.
+            if not (is_notebook() and self.is_interactive_compatible):
+                with hold_signals(self.held_signals):
+                    self._call_children_scripts()
+                PatientObserver(os.getpid(), self.procs).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
+
+
+def check_nodes_by_hand(num_nodes: int, environ: Mapping[str, str]) -> None:
+    """Refuse several nodes that cannot find each other: no launcher is there that would tell them where they are.
+
+    Raises:
+        ValueError: A variable is missing, or gives this node a number that there is not.
+    """
+    number = environ.get("NODE_RANK") or environ.get("GROUP_RANK")
+    given = {"MASTER_ADDR": environ.get("MASTER_ADDR"), "MASTER_PORT": environ.get("MASTER_PORT"), "NODE_RANK": number}
+    missing = [name for name, value in given.items() if not value]
+    if num_nodes > 1 and missing:
+        raise ValueError(
+            f"num_nodes: got {num_nodes}: not set in the environment: {', '.join(missing)}: on every node set "
+            f"MASTER_ADDR and MASTER_PORT to a free port of the first one, and NODE_RANK to its own number, 0 to "
+            f"{num_nodes - 1}; or start it with torchrun or srun"
+        )
+    if number and int(number) >= num_nodes:
+        raise ValueError(
+            f"NODE_RANK: got {number} in the environment: expected 0 to {num_nodes - 1}, as trainer.num_nodes is "
+            f"{num_nodes}; unset it to run on this node alone"
+        )
 
 
 class PatientObserver(_ChildProcessObserver):

@@ -27,6 +27,24 @@ def read_logged(trainer: pl.Trainer) -> dict[str, Tensor]:
     return dict(trainer._logger_connector.metrics["callback"]) if trainer._results else {}
 
 
+def is_read_now(module: pl.LightningModule, names: Collection[str]) -> bool:
+    """Return whether anybody may read what the hook that runs logs in this step, the same on all ranks.
+
+    Loggers do in some steps, a callback with a ``monitor`` whenever it likes, callbacks of users may, and what sums up
+    a run reads the last. In the first batch of an epoch, values have to come to be there.
+    """
+    trainer = module.trainer
+    is_last = trainer.is_last_batch or trainer.global_step + 1 == trainer.max_steps
+    if is_last or trainer._logger_connector.should_update_logs or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return True
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        is_known = type(callback).__module__.startswith(("lit_fsdp.", "lightning."))
+        if not is_known or getattr(callback, "monitor", None) in names:
+            return True
+    results, hook = trainer._results, module._current_fx_name
+    return results is None or any(results.get(f"{hook}.{name}") is None for name in names)
+
+
 def log_again(module: pl.LightningModule, values: Mapping[str, Tensor]) -> bool:
     """Put values of a step in place of those that the hook that runs has logged in a step before.
 
@@ -46,6 +64,13 @@ def log_again(module: pl.LightningModule, values: Mapping[str, Tensor]) -> bool:
     for name, value in values.items():
         results.update_metrics(f"{hook}.{name}", value, 1)
     return True
+
+
+def evaluate_without_inference_mode(trainer: pl.Trainer) -> None:
+    """Let evaluations run under ``no_grad``: a later backward cannot use what was gathered under ``inference_mode``."""
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    for loop in (val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop.inference_mode = False
 
 
 def forget_train_loader(trainer: pl.Trainer) -> None:

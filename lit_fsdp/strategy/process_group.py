@@ -16,6 +16,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 
 # Private, seen in lightning 2.6.6: what its own strategies are made of.
 from lightning.fabric.utilities.distributed import _destroy_dist_connection, _init_dist_connection
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # as in roll_call.py
 
 from lit_fsdp.strategy.elastic import advise_own_store, check_nodes, has_agent_store, read_command
@@ -33,6 +34,7 @@ def init_process_group(
     timeout_s: float,
     start_timeout_s: float,
     facts: Mapping[str, str],
+    notes: Mapping[str, str] | None = None,
     find_lost: Callable[[], str | None] = lambda: None,
 ) -> None:
     """Start the process group, unless there is one, once all ranks have come. All ranks must call it.
@@ -44,6 +46,7 @@ def init_process_group(
         timeout_s: For collectives.
         start_timeout_s: How long to wait for ranks to come.
         facts: What has to be the same on all of them.
+        notes: What may differ; rank 0 warns if it does.
         find_lost: See ``call_roll``.
 
     Raises:
@@ -62,12 +65,13 @@ def init_process_group(
         check_nodes(os.environ, read_command(os.getppid()))
     store = call_roll(
         open_store(environment.main_address, environment.main_port, rank=rank, timeout_s=start_timeout_s),
-        sign_in(rank, facts),
+        sign_in(rank, facts, notes),
         world_size=world_size,
         timeout_s=start_timeout_s,
         find_lost=find_lost,
         is_kept=is_kept,
         advice=advise_own_store(os.environ),
+        say=lambda line: rank_zero_warn(f"{line}: the slowest decides how long a step takes, the smallest what fits"),
     )
     store.set_timeout(timedelta(seconds=timeout_s))
     own["store"] = PrefixStore("default_pg", store)  # as torch does with one that it makes itself

@@ -1,9 +1,11 @@
-"""How many processes a run has, by its settings, torchrun or the machine."""
+"""How many processes a run has, by its settings, what has started it, or the machine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from lit_fsdp.strategy.slurm import Tasks
 
 _TORCHRUN_VARIABLES = ("RANK", "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
 _MOST_PROCESSES = 1024  # of one machine
@@ -21,39 +23,49 @@ def choose_processes(
     cpu_processes: int | None,
     has_accelerator: bool,
     environ: Mapping[str, str],
+    tasks: Tasks | None = None,
 ) -> tuple[Any, int]:
     """Return ``devices`` and ``num_nodes`` for the Trainer, from its settings; one node counts as not set.
 
-    torchrun has started its processes already, so what it says is taken wherever nothing was set; a setting
-    that disagrees is refused before anything starts, as it would hang in the first collective. Where ``devices`` is
-    ``"auto"`` and there is only a CPU, ``cpu_processes`` is taken.
+    torchrun and SLURM have started their processes already, so what they say is taken wherever nothing was set; a
+    setting that disagrees is refused before anything starts, as it would hang in the first collective. Where
+    ``devices`` is ``"auto"`` and there is only a CPU, ``cpu_processes`` is taken.
     """
-    count = count_devices(devices)
-    if is_torchrun(environ):
+    if is_torchrun(environ):  # also where srun has started torchrun
         local, total = int(environ["LOCAL_WORLD_SIZE"]), int(environ["WORLD_SIZE"])
-        nodes = int(environ.get("GROUP_WORLD_SIZE", total // local))  # SLURM's and others' may not be there
+        nodes = int(environ.get("GROUP_WORLD_SIZE", total // local))  # others' may not be there
         if local * nodes != total:
             raise ValueError(
                 f"torchrun started {local} processes on this node, of {total} on {nodes} nodes: expected as many on "
                 "each node: use the same --nproc-per-node on all"
             )
-        if count not in (None, local):
-            raise ValueError(
-                f"trainer.devices: got {devices}: torchrun started {local} processes on this node: "
-                f"expected {local}, or leave it out, or use --nproc-per-node={count}"
-            )
-        if num_nodes not in (1, nodes):
-            raise ValueError(
-                f"trainer.num_nodes: got {num_nodes}: torchrun started {nodes} nodes: "
-                f"expected {nodes}, or leave it out, or use --nnodes={num_nodes}"
-            )
-        return (local if count is None else devices), nodes
-    if count is None and cpu_processes is not None and not has_accelerator:
+        return _take_started(devices, num_nodes, local, nodes, "torchrun", ("--nproc-per-node", "--nnodes"))
+    if tasks is not None:
+        options = ("--ntasks-per-node", "--nodes")
+        return _take_started(devices, num_nodes, tasks.per_node, tasks.nodes, "SLURM", options)
+    if count_devices(devices) is None and cpu_processes is not None and not has_accelerator:
         if not 1 <= cpu_processes <= _MOST_PROCESSES:
             expected = "1 or more" if cpu_processes < 1 else f"{_MOST_PROCESSES} or less"
             raise ValueError(f"cpu_processes: got {cpu_processes}: expected {expected}")
         return cpu_processes, num_nodes
     return devices, num_nodes
+
+
+def _take_started(
+    devices: Any, num_nodes: int, local: int, nodes: int, launcher: str, options: tuple[str, str]
+) -> tuple[Any, int]:
+    count = count_devices(devices)
+    if count not in (None, local):
+        raise ValueError(
+            f"trainer.devices: got {devices}: {launcher} started {local} processes on this node: "
+            f"expected {local}, or leave it out, or use {options[0]}={count}"
+        )
+    if num_nodes not in (1, nodes):
+        raise ValueError(
+            f"trainer.num_nodes: got {num_nodes}: {launcher} started {nodes} nodes: "
+            f"expected {nodes}, or leave it out, or use {options[1]}={num_nodes}"
+        )
+    return (local if count is None else devices), nodes
 
 
 def count_devices(devices: Any) -> int | None:

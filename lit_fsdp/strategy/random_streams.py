@@ -19,11 +19,17 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from lit_fsdp.sharding.mesh import DataRanks
 from lit_fsdp.sharding.random_state import own_generators
 
 
 class RandomStreams(ParallelStrategy):
     """A strategy whose steps draw from the stream of the rank."""
+
+    @property
+    def data_ranks(self) -> DataRanks:
+        """Which rows are those of this rank; each has its own, unless a strategy says otherwise."""
+        return DataRanks(count=self.world_size, index=self.global_rank)
 
     # From a checkpoint: until the first step, and until the training loader is there.
     _restore_own: Callable[[], None] | None = None
@@ -52,7 +58,7 @@ class RandomStreams(ParallelStrategy):
         if isinstance(dataloader, DataLoader):
             if dataloader.num_workers and dataloader.worker_init_fn is None:
                 # Torch seeds workers by a number that is drawn outside of steps: the same on all ranks.
-                dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.global_rank)
+                dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_ranks.index)
             elif not dataloader.num_workers and not isinstance(dataloader.dataset, IterableDataset):
                 self._read_rows_in_own_stream(dataloader)
         return dataloader

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -34,6 +34,8 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 
 # Private, seen in torch 2.13 to 2.15: the store of a process group that the user may have started.
 from torch.distributed.distributed_c10d import _get_default_store
+
+from lit_fsdp.strategy.slurm import choose_port, find_own_tasks
 
 _POLL_S = (0.001, 0.1)  # the first pause and the longest
 _GRACE_S = 5.0  # for what takes a moment once its other end is there
@@ -55,6 +57,7 @@ class Presence:
         host: Where it is.
         pid: Its process there.
         facts: What has to be the same on all ranks, by name.
+        notes: What may differ, by name.
         word: Nobody else's, see Note [Old keys].
     """
 
@@ -62,12 +65,13 @@ class Presence:
     host: str
     pid: int
     facts: Mapping[str, str]
+    notes: Mapping[str, str] = field(default_factory=dict)
     word: str = field(default_factory=lambda: uuid4().hex)
 
 
-def sign_in(rank: int, facts: Mapping[str, str]) -> Presence:
+def sign_in(rank: int, facts: Mapping[str, str], notes: Mapping[str, str] | None = None) -> Presence:
     """Return the presence of this process."""
-    return Presence(rank=rank, host=socket.gethostname(), pid=os.getpid(), facts=facts)
+    return Presence(rank=rank, host=socket.gethostname(), pid=os.getpid(), facts=facts, notes=notes or {})
 
 
 def open_store(address: str, port: int, *, rank: int, timeout_s: float) -> Store:
@@ -123,6 +127,7 @@ def call_roll(
     find_lost: Callable[[], str | None] = lambda: None,
     is_kept: bool = False,
     advice: str = "",
+    say: Callable[[str], None] = lambda _: None,
 ) -> Store:
     """Wait until all ranks are here and start with the same; all that are there end alike if not. Takes milliseconds.
 
@@ -134,6 +139,7 @@ def call_roll(
         find_lost: Asked while rank 0 waits; returns why the wait is in vain, once it is.
         is_kept: Whether the store may have keys of ranks that are gone.
         advice: Added to what names missing ranks, where others have started in this store before.
+        say: Called on rank 0 with a line for each note that is not the same on all ranks.
 
     Returns:
         The part of the store that only these ranks know, see Note [Old keys].
@@ -145,7 +151,9 @@ def call_roll(
     store = PrefixStore(f"lit_fsdp/start_{world_size}/{next(_calls)}", store)
     try:
         if own.rank == 0:
-            name = _lead(store, own, world_size, timeout_s, find_lost, advice)
+            name, present = _lead(store, own, world_size, timeout_s, find_lost, advice)
+            for line in describe_notes(present):
+                say(line)
         else:
             name = _follow(store, own, world_size, timeout_s, is_kept, advice)
     except DistError as error:  # no answer from the store
@@ -162,21 +170,18 @@ def share_refusal(line: str, patience_s: float, say: Callable[[str], None]) -> b
     """Tell the other ranks in which line this one ends, and return whether it is said: rank 0 says it for all.
 
     False where ranks have no store in common, or lose it: a line that is told twice is better than one that is lost.
-    Uses the store of the process group, else that of torchrun's agent.
+    Uses the store of the process group, else that of torchrun's agent, or one of rank 0 where SLURM has started it.
 
     Args:
         line: Of this rank.
         patience_s: How long others wait for rank 0, and rank 0 for them to read.
         say: Called on rank 0, before the others can know: torchrun ends it as soon as one of them has ended.
     """
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     has_group = dist.is_initialized()
-    if has_group:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and address and port.isdecimal()
-    if world_size == 1 or not (has_group or has_agent) or line in _shared:
+    place = _Place(dist.get_rank(), dist.get_world_size(), "", 0) if has_group else _find_place()
+    if place is None or place.world_size == 1 or line in _shared:
         return False
+    rank, world_size = place.rank, place.world_size
     _shared.append(line)
     if rank == 0:
         say(line)
@@ -185,7 +190,7 @@ def share_refusal(line: str, patience_s: float, say: Callable[[str], None]) -> b
             store = get_store("refusals")
         else:
             name = f"refusals_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # agents may keep earlier ones
-            store = PrefixStore(name, open_store(address, int(port), rank=rank, timeout_s=patience_s))
+            store = PrefixStore(name, open_store(place.address, place.port, rank=rank, timeout_s=patience_s))
         if rank == 0:
             store.set("0", line)
             wait_until(lambda: not store.check(["0"]), patience_s)
@@ -200,17 +205,52 @@ def share_refusal(line: str, patience_s: float, say: Callable[[str], None]) -> b
         return rank == 0
 
 
+class _Place(NamedTuple):
+    """Where a rank meets the others that something else has started."""
+
+    rank: int
+    world_size: int
+    address: str
+    port: int
+
+
+def _find_place() -> _Place | None:
+    environ = os.environ
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+        rank, world_size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
+        return _Place(rank, world_size, address, int(port)) if address and port.isdecimal() else None
+    try:
+        tasks = None if "RANK" in environ else find_own_tasks()
+    except ValueError:  # what is wrong with them is the line, or comes after it
+        return None
+    if tasks is None:
+        return None
+    return _Place(tasks.rank, tasks.total, environ.get("MASTER_ADDR", tasks.first_node), choose_port(environ))
+
+
+def compare_in_group(rank: int, facts: Mapping[str, str]) -> None:
+    """Compare what ranks know only later, and all of them know. A collective: one that is gone is noticed at once.
+
+    Raises:
+        ValueError: They are not the same on all ranks; the line is the same on all.
+    """
+    present: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(present, asdict(sign_in(rank, facts)))
+    known = set.intersection(*(set(one["facts"]) for one in present))
+    shared = [one | {"facts": {name: one["facts"][name] for name in sorted(known)}} for one in present]
+    if (refusal := describe_difference([Presence(**one) for one in shared])) is not None:
+        raise ValueError(refusal)
+
+
 def describe_missing(present: Sequence[Presence], world_size: int, timeout_s: float) -> str:
     """Return which ranks came, from where, and which did not."""
     came = {p.rank for p in present}
     missing = [rank for rank in range(world_size) if rank not in came]
-    hosts: dict[str, list[int]] = {}
-    for presence in present:
-        hosts.setdefault(presence.host, []).append(presence.rank)
-    where = ", ".join(f"{_name_ranks(ranks)} on {host}" for host, ranks in hosts.items())
     return (
-        f"start_timeout_s: {len(came)} of {world_size} ranks came within {timeout_s:g} s: {where or 'none'}; missing: "
-        f"{_name_ranks(missing)}: see what stopped them there, or set start_timeout_s higher if they start slowly"
+        f"start_timeout_s: {len(came)} of {world_size} ranks came within {timeout_s:g} s: {_locate(present) or 'none'}"
+        f"; missing: {name_ranks(missing)}: see what stopped them there, or set start_timeout_s higher if they start "
+        "slowly"
     )
 
 
@@ -225,10 +265,23 @@ def describe_difference(present: Sequence[Presence]) -> str | None:
             value = differing[0].facts.get(name, "not set")
             same = [p.rank for p in differing if p.facts.get(name, "not set") == value]
             return (
-                f"{name}: rank {first.rank} on {first.host} has {expected}, {_name_ranks(same)} on "
+                f"{name}: rank {first.rank} on {first.host} has {expected}, {name_ranks(same)} on "
                 f"{differing[0].host} has {value}: expected the same on all ranks"
             )
     return None
+
+
+def describe_notes(present: Sequence[Presence]) -> list[str]:
+    """Return a line for each note that is not the same on all ranks: every value, and who has it."""
+    lines = []
+    for name in dict.fromkeys(name for presence in present for name in presence.notes):
+        found: dict[str, list[Presence]] = {}
+        for presence in present:
+            found.setdefault(presence.notes.get(name, "none"), []).append(presence)
+        if len(found) > 1:
+            have = "; ".join(f"{value} on {_locate(those)}" for value, those in found.items())
+            lines.append(f"{name} differs between ranks: {have}")
+    return lines
 
 
 def wait_until(is_done: Callable[[], bool], timeout_s: float) -> bool:
@@ -250,7 +303,7 @@ def _lead(
     timeout_s: float,
     find_lost: Callable[[], str | None],
     advice: str,
-) -> str:
+) -> tuple[str, list[Presence]]:
     advice = advice if offers.check(["name"]) else ""
     name, present = uuid4().hex, {own.rank: own}
     offers.set("name", name)
@@ -285,7 +338,7 @@ def _lead(
         # The store has to stay until the others know why the run ends.
         wait_until(lambda: store.add("readers", 0) >= len(words) - 1, _GRACE_S)
     _raise_verdict(refusal, failure)
-    return name
+    return name, came
 
 
 def _follow(offers: Store, own: Presence, world_size: int, timeout_s: float, is_kept: bool, advice: str) -> str:
@@ -330,6 +383,14 @@ def _describe_twin(own: Presence, other: Presence | None) -> str:
         f"rank {own.rank} came twice: {where} and on {own.host} (pid {own.pid}): give each process a rank of its own, "
         "with RANK or NODE_RANK"
     )
+
+
+def _locate(present: Sequence[Presence]) -> str:
+    """Return ``ranks 0-1 on a, rank 2 on b``."""
+    hosts: dict[str, list[int]] = {}
+    for presence in present:
+        hosts.setdefault(presence.host, []).append(presence.rank)
+    return ", ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in hosts.items())
 
 
 def _read_presence(store: Store, key: str) -> Presence | None:
@@ -385,7 +446,7 @@ def _wait_for_listener(address: str, port: int, host: str, timeout_s: float) -> 
         )
 
 
-def _name_ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Return ``ranks 0-3, 6``."""
     spans: list[list[int]] = []
     for rank in ranks:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils._pytree import tree_leaves
 
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
-from lit_fsdp.strategy.trainer_settings import count_micro_batches
+from lit_fsdp.strategy.trainer_settings import count_micro_batches, get_data_ranks
 
 RUN_SETTINGS = "run_settings"  # in the metadata of a checkpoint
 _STEP = ("batch_size", "accumulate_grad_batches", "num_ranks")  # only their product matters
@@ -27,13 +27,15 @@ def collect_run_settings(trainer: pl.Trainer, mixed_precision: MixedPrecision | 
         trainer: In ``fit``.
         mixed_precision: What wins over the Trainer's.
     """
-    sizes = [getattr(loader, "batch_size", None) for loader in tree_leaves(trainer.train_dataloader)]
+    loaders = tree_leaves(trainer.train_dataloader)
+    # Ranks with unequal shares have the same rows together, whichever of them is asked.
+    sizes = [getattr(loader, "mean_batch_size", getattr(loader, "batch_size", None)) for loader in loaders]
     settings: dict[str, Any] = {
         "precision": str(trainer.precision),
         "seed": os.environ.get("PL_GLOBAL_SEED"),
         "batch_size": sizes[0] if len(sizes) == 1 else None,
         "accumulate_grad_batches": count_micro_batches(trainer),
-        "num_ranks": trainer.world_size,
+        "num_ranks": get_data_ranks(trainer).count,  # with rows of their own
         "gradient_clip_val": trainer.gradient_clip_val or 0,
         "gradient_clip_algorithm": str(trainer.gradient_clip_algorithm or "norm"),
     }

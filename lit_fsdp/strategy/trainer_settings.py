@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 import torch
@@ -19,9 +19,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_fsdp.checkpoint.remote import Location, RemotePath, locate
+from lit_fsdp.sharding.mesh import DataRanks
 from lit_fsdp.strategy.elastic import find_agent
 
-_DERIVED: WeakSet[pl.Trainer] = WeakSet()  # those whose accumulation was derived
+# Those whose accumulation was derived, with what is wrong with it unless the run is a resumed one.
+_DERIVED: WeakKeyDictionary[pl.Trainer, str] = WeakKeyDictionary()
 
 _Rule = tuple[Callable[[Any], bool], str]  # what holds of a value, and the words for it
 
@@ -88,11 +90,17 @@ def count_micro_batches(trainer: pl.Trainer) -> int | None:
     return None if is_scheduled else trainer.accumulate_grad_batches
 
 
-def derive_accumulation(trainer: pl.Trainer, data: object, *, is_resumed: bool) -> None:
+def derive_accumulation(trainer: pl.Trainer, data: object, *, is_resumed: bool | None) -> None:
     """Set how many micro-batches a step accumulates by ``global_batch_size`` and ``batch_size`` of data that has them.
 
     Where the number of ranks is not the user's to choose, as torchrun may start fewer or the run is a resumed one, the
     nearest global batch is taken if that one is not to be had, and a warning says so.
+
+    Args:
+        trainer: Of the run.
+        data: With its rows.
+        is_resumed: ``None`` if that is known only when the checkpoint is loaded, after which ``settle_accumulation`` is
+            called.
 
     Raises:
         ValueError: The ranks cannot share a global batch, or the accumulation was set, too.
@@ -112,18 +120,41 @@ def derive_accumulation(trainer: pl.Trainer, data: object, *, is_resumed: bool) 
         raise ValueError(f"global_batch_size: got {rows}: needs batch_size, {what}")  # noqa: TRY004  a setting
     agent = find_agent(os.environ)
     is_fixed = not is_resumed and (agent is None or agent.max_restarts == 0)
-    num_micro_batches, problem = choose_accumulation(rows, batch_size=batch_size, world_size=trainer.world_size)
-    if problem and is_fixed:
+    num_ranks = get_data_ranks(trainer).count
+    num_micro_batches, problem = choose_accumulation(rows, batch_size=batch_size, num_ranks=num_ranks)
+    is_open = is_fixed and is_resumed is None
+    if problem and is_fixed and not is_open:
         raise ValueError(problem)
-    if problem:
-        rank_zero_warn(f"{problem}; this start takes {num_micro_batches * batch_size * trainer.world_size}")
     trainer.accumulate_grad_batches = num_micro_batches
-    _DERIVED.add(trainer)
+    _DERIVED[trainer] = problem if is_open else ""
+    if problem and not is_open:
+        _warn_of_nearest(trainer, data, problem)
 
 
-def choose_accumulation(global_batch_size: int, *, batch_size: int, world_size: int) -> tuple[int, str]:
-    """Return how many micro-batches come nearest to a global batch, and what to say if they do not make it up."""
-    at_once = batch_size * world_size
+def settle_accumulation(trainer: pl.Trainer, data: object) -> None:
+    """Refuse what ``derive_accumulation`` had to leave open, or say which global batch a resumed run takes.
+
+    Raises:
+        ValueError: The run is not a resumed one.
+    """
+    if problem := _DERIVED.get(trainer, ""):
+        if trainer.ckpt_path is None:
+            raise ValueError(problem)
+        _warn_of_nearest(trainer, data, problem)
+        _DERIVED[trainer] = ""
+
+
+def _warn_of_nearest(trainer: pl.Trainer, data: Any, problem: str) -> None:
+    rows = trainer.accumulate_grad_batches * data.batch_size * get_data_ranks(trainer).count
+    rank_zero_warn(f"{problem}; this start takes {rows}")
+
+
+def choose_accumulation(global_batch_size: int, *, batch_size: int, num_ranks: int) -> tuple[int, str]:
+    """Return how many micro-batches come nearest to a global batch, and what to say if they do not make it up.
+
+    ``num_ranks`` are those with rows of their own.
+    """
+    at_once = batch_size * num_ranks
     num, rest = divmod(global_batch_size, at_once)
     if not rest:
         return num, ""
@@ -131,8 +162,14 @@ def choose_accumulation(global_batch_size: int, *, batch_size: int, world_size: 
     nearest = min(sizes, key=lambda size: abs(size - global_batch_size))
     return nearest // at_once, (
         f"global_batch_size: got {global_batch_size}: expected a multiple of {at_once} (batch_size {batch_size} x "
-        f"{world_size} ranks), such as {' or '.join(map(str, sizes))}"
+        f"{num_ranks} ranks), such as {' or '.join(map(str, sizes))}"
     )
+
+
+def get_data_ranks(trainer: Any) -> DataRanks:
+    """Return which rows are those of this rank: each has its own, unless the strategy says otherwise."""
+    found: DataRanks | None = getattr(getattr(trainer, "strategy", None), "data_ranks", None)
+    return found or DataRanks(count=trainer.world_size, index=trainer.global_rank)
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
@@ -177,14 +214,21 @@ def list_checkpoint_folders(trainer: pl.Trainer) -> list[Location]:
     return folders
 
 
-def count_checkpoints(trainer: pl.Trainer) -> int:
-    """Return how many checkpoints lie on the disk at once: those kept and the one that is written; 0 without any."""
-    num_kept = 0
-    callbacks = [c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
-    for callback in callbacks:
-        num_kept += max(callback.save_top_k, 1) if callback.save_top_k else 0  # -1 keeps all, nobody knows how many
-        num_kept += bool(callback.save_last is True or (callback.save_last and not callback.save_top_k))
-    return num_kept + 1 if num_kept and not trainer.fast_dev_run else 0  # type: ignore[attr-defined]
+def count_checkpoints(trainer: pl.Trainer) -> tuple[int, int]:
+    """Return how many checkpoints lie on the disk at once, and how many of weights alone; 0 without any.
+
+    Those are the ones that are kept, and the largest once more, as it is written.
+    """
+    num_kept = {False: 0, True: 0}  # by save_weights_only
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            num = max(callback.save_top_k, 1) if callback.save_top_k else 0  # -1 keeps all, nobody knows how many
+            num += bool(callback.save_last is True or (callback.save_last and not callback.save_top_k))
+            num_kept[callback.save_weights_only] += num
+    num_whole, num_weights = num_kept.values()
+    if trainer.fast_dev_run or not num_whole + num_weights:  # type: ignore[attr-defined]
+        return 0, 0
+    return (num_whole + 1, num_weights) if num_whole else (0, num_weights + 1)
 
 
 def refuse_overfit(trainer: pl.Trainer) -> None:

@@ -1,6 +1,7 @@
 """What a run refuses on two ranks: one clear line from each of them, and no rank waits for another."""
 
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from launches import Ended, fork_ranks, run_processes, torchrun, write_run
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp.cli import train
+from lit_fsdp.cli import facts, train
 
 STRATEGY = "trainer.strategy.init_args"
 GOOD = '{"text": "a good row"}\n'
@@ -53,7 +54,7 @@ CONFIGS = {
 
 DATA: dict[str, tuple[str | bytes, str]] = {
     "json.jsonl": (GOOD + '{"text": \n', "json.jsonl line 2: not valid JSON: Expecting value at column 1"),
-    "field.jsonl": (GOOD + '{"txt": "a"}\n', 'field.jsonl line 2: "text" is missing (the row has: txt)'),
+    "field.jsonl": (GOOD + '{"txt": "a"}\n', "field.jsonl line 2: the row has: txt: expected messages, "),
     "type.jsonl": (GOOD + '{"text": 3}\n', 'type.jsonl line 2: "text" must be a string, it is a number (3)'),
     "list.jsonl": (GOOD + "[1]\n", "list.jsonl line 2: must be an object like"),
     "blank.jsonl": (GOOD + '{"text": " "}\n', 'blank.jsonl line 2: "text" is empty'),
@@ -109,6 +110,12 @@ class KilledTask(CausalLM):
         if os.environ.get("LOCAL_RANK") == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         super().__init__(**kwargs)
+
+class RowsOfTheNode(TextData):
+    def setup(self, stage):
+        # As if each node had its own file of this name.
+        self.sources["train"] = (f"rows_{os.environ['RANK']}.jsonl", None)
+        super().setup(stage)
 
 class LoneTask(CausalLM):
     def training_step(self, batch, batch_idx):
@@ -242,6 +249,28 @@ def test_ranks_that_found_different_checkpoints_end_with_both(monkeypatch: pytes
     line = f"ckpt_path: rank 0 on {host} has step 7, save 0, {other}: expected the same on all ranks"
     assert ranks[0].errors == [f"error: {line}"], ranks[0].err
     assert [rank.code for rank in ranks] == [2, 2]
+
+
+def test_ranks_that_read_other_data_end_before_the_first_step_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, rows = socket.gethostname(), Path("train.jsonl").read_text()
+    # Before the first collective by samples of the files, before the first step by all rows.
+    for rank, text in enumerate((rows, rows.replace("word7 ", "WORD7 "))):
+        Path(f"rows_{rank}.jsonl").write_text(text)
+    describe = facts.describe_source
+    same = "expected the same on all ranks"
+    with monkeypatch.context() as patch:
+        patch.setattr(facts, "describe_source", lambda _: describe(f"rows_{os.environ['RANK']}.jsonl"))
+        ranks = fork_ranks("fit", "--config=run.yaml", timeout_s=100)
+    size = f"1 file of {len(rows):,} bytes"
+    assert len(ranks[0].errors) == 1
+    pattern = rf"error: data.init_args.train: rank 0 on {host} has {size} \(digest \w+\), rank 1 on {host} has {size} "
+    assert re.match(pattern, ranks[0].errors[0]), ranks[0].err
+    ranks = fork_ranks("fit", "--config=run.yaml", "--data.class_path=lone.RowsOfTheNode", timeout_s=100)
+    pattern = rf"error: training data: rank 0 on {host} has [\d,]+ rows \(digest \w+\), rank 1 on {host} has .*: {same}"
+    assert [rank.code for rank in ranks] == [2, 2]
+    assert len(ranks[0].errors) == 1
+    assert re.match(pattern, ranks[0].errors[0]), ranks[0].err
+    assert "train/loss" not in ranks[0].out
 
 
 @pytest.mark.full

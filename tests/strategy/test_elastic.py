@@ -11,9 +11,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from launches import OURS, ROOT, find_free_port, fork_ranks, write_run
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -21,6 +23,7 @@ from lit_fsdp import FSDP2Strategy
 from lit_fsdp.callbacks import Preemption, preemption
 from lit_fsdp.strategy.elastic import advise_own_store, check_nodes, read_command
 from lit_fsdp.strategy.trainer_settings import choose_accumulation, derive_accumulation
+from ranks import run_ranks
 
 NUM_STEPS = 40
 # Writes the loss of each step by itself: loggers lose what they hold when a rank is killed.
@@ -300,7 +303,7 @@ def test_a_global_batch_that_the_ranks_cannot_share_is_refused_or_on_a_resume_th
     monkeypatch.setenv("GROUP_WORLD_SIZE", "3")
     with pytest.warns(UserWarning, match="this start takes 18"):
         derive_accumulation(build_trainer(3), data, is_resumed=False)
-    assert choose_accumulation(4, batch_size=4, world_size=3) == (
+    assert choose_accumulation(4, batch_size=4, num_ranks=3) == (
         1,
         "global_batch_size: got 4: expected a multiple of 12 (batch_size 4 x 3 ranks), such as 12",
     )
@@ -310,3 +313,40 @@ def test_an_accumulation_beside_a_global_batch_is_refused() -> None:
     data = SimpleNamespace(batch_size=2, global_batch_size=8)
     with pytest.raises(ValueError, match=r"accumulate_grad_batches: set \(4\) beside data.global_batch_size 8"):
         derive_accumulation(build_trainer(1, accumulate_grad_batches=4), data, is_resumed=False)
+
+
+@pytest.mark.full
+def test_a_resume_from_python_takes_the_nearest_global_batch_and_a_fresh_run_is_refused(tmp_path: Path) -> None:
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Data(pl.LightningDataModule):
+        global_batch_size = 4
+
+        def __init__(self, batch_size: int) -> None:
+            super().__init__()
+            self.batch_size = batch_size
+
+        def train_dataloader(self) -> torch.utils.data.DataLoader[Any]:
+            return torch.utils.data.DataLoader(torch.ones(12, 4), batch_size=self.batch_size)  # type: ignore[arg-type]
+
+    def check() -> None:
+        trainer = build_trainer(1, max_steps=1)
+        trainer.fit(Module(), Data(2))
+        trainer.save_checkpoint(tmp_path / "run.ckpt")
+        fresh = build_trainer(1, max_steps=2)
+        with pytest.raises(ValueError, match="global_batch_size: got 4: expected a multiple of 3"):
+            fresh.fit(Module(), Data(3))
+        with pytest.warns(UserWarning, match="such as 3 or 6; this start takes 3"):
+            fresh.fit(Module(), Data(3), ckpt_path=tmp_path / "run.ckpt")
+        assert fresh.global_step == 2
+
+    run_ranks(check, world_size=1)

@@ -9,6 +9,7 @@ from launches import OURS, Ended, find_free_port, fork_ranks, run_processes, tor
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lit_fsdp import FSDP2Strategy
+from lit_fsdp.strategy.launcher import check_nodes_by_hand
 
 RUN = ("-m", "lit_fsdp", "fit", "--config=run.yaml")
 NODES = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1")
@@ -95,3 +96,14 @@ def test_without_a_launcher_the_trainer_starts_its_own_processes(monkeypatch: py
     strategy = FSDP2Strategy()
     pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
     assert strategy.launcher is not None
+
+
+def test_nodes_that_nothing_has_told_where_they_are_are_refused_before_they_wait_for_each_other() -> None:
+    place = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+    message = r"num_nodes: got 2: not set in the environment: MASTER_PORT, NODE_RANK: on every node set MASTER_ADDR and"
+    with pytest.raises(ValueError, match=message):
+        check_nodes_by_hand(2, {"MASTER_ADDR": "node0"})
+    with pytest.raises(ValueError, match="NODE_RANK: got 2 in the environment: expected 0 to 1"):
+        check_nodes_by_hand(2, {**place, "NODE_RANK": "2"})
+    check_nodes_by_hand(2, {**place, "NODE_RANK": "1"})
+    check_nodes_by_hand(1, {})

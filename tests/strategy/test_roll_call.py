@@ -29,17 +29,19 @@ from lit_fsdp.strategy.roll_call import (
 
 
 def start_ranks(folder: Path, *ranks: int, world_size: int, port: int, **options: Any) -> list[str]:
-    """Let these ranks come, each in a process, and return what each was told: nothing if all is well."""
+    """Let these ranks come, each in a process, and return what each was told or has to say: nothing if all is well."""
     facts: Callable[[int], dict[str, str]] = options.pop("facts", lambda _: {})
     find_lost: Callable[[], str | None] = options.pop("find_lost", lambda: None)
     timeout_s: float = options.pop("timeout_s", 30.0)
+    notes: Callable[[int], dict[str, str]] = options.pop("notes", lambda _: {})
 
     def body(place: int, rank: int) -> None:
         try:
             store = open_store("127.0.0.1", port, rank=rank, timeout_s=timeout_s)
-            own = sign_in(rank, facts(rank))
-            call_roll(store, own, world_size=world_size, timeout_s=timeout_s, find_lost=find_lost)
-            found = ""
+            own, said = sign_in(rank, facts(rank), notes(rank)), list[str]()
+            limits = {"world_size": world_size, "timeout_s": timeout_s}
+            call_roll(store, own, find_lost=find_lost, say=said.append, **limits)  # type: ignore[arg-type]
+            found = "".join(said)
             # The store goes with rank 0, and the others may still read.
             time.sleep(0.3 if rank == 0 else 0)
         except (ValueError, RuntimeError) as error:
@@ -78,6 +80,14 @@ def test_what_differs_is_named_with_both_values_and_hosts(tmp_path: Path) -> Non
     }
 
 
+def test_what_may_differ_is_told_by_rank_0_and_ends_nothing(tmp_path: Path) -> None:
+    notes = lambda rank: {"GPU": "large" if rank == 1 else "small"}  # noqa: E731
+    found = start_ranks(tmp_path, 0, 1, 2, world_size=3, port=find_free_port(), notes=notes)
+    host = socket.gethostname()
+    assert found == [f"GPU differs between ranks: small on ranks 0, 2 on {host}; large on rank 1 on {host}", "", ""]
+
+
+@pytest.mark.full
 def test_two_processes_that_take_themselves_for_one_rank_are_told(tmp_path: Path) -> None:
     found = start_ranks(tmp_path, 0, 1, 1, world_size=3, port=find_free_port(), timeout_s=1.0)
     assert any(line.startswith("rank 1 came twice: ") for line in found)
@@ -138,13 +148,17 @@ def test_a_port_where_something_else_never_answers_is_refused(tmp_path: Path) ->
     )
 
 
-def share(folder: Path, port: int, *ranks: int) -> list[bool]:
-    """Let ranks of torchrun, one of them late, end in the same line; return who then found it said."""
+TORCHRUN = {"WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+SLURM = {"SLURM_NTASKS": "3", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "3"}
+
+
+def share(folder: Path, port: int, *ranks: int, launcher: dict[str, str] = TORCHRUN) -> list[bool]:
+    """Let ranks of torchrun or SLURM, one of them late, end in the same line; return who then found it said."""
     said = folder / "said"
 
     def body(rank: int) -> None:
-        own = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in own.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
+        own = {"RANK" if launcher is TORCHRUN else "SLURM_PROCID": str(rank)}
+        os.environ.update({**launcher, **own, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
         time.sleep(1 if rank == 2 else 0)
         is_said = share_refusal("the same", 5 if len(ranks) > 1 else 0.3, lambda _: said.touch())
         (folder / f"{rank}.json").write_text(json.dumps(is_said and said.exists()))
@@ -163,6 +177,11 @@ def test_the_first_rank_says_the_line_of_all_before_torchrun_can_end_it_for_one_
     # The next start, which the store of the agents outlives: here only one has something to say.
     assert share(tmp_path, port, 1) == [False]
     assert store.num_keys() <= 2
+
+
+def test_the_first_task_of_slurm_says_the_line_of_all(tmp_path: Path) -> None:
+    assert share(tmp_path, find_free_port(), 0, 1, 2, launcher=SLURM) == [True, True, True]
+    assert share(tmp_path, find_free_port(), 1, launcher=SLURM) == [False]  # only one has something to say
 
 
 def meet(store: Store, rank: int, count: int, timeout_s: float) -> str:

@@ -18,11 +18,14 @@ from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, IterableDataset
 from training import build_trainer
 
-from lit_fsdp import ActivationCheckpointing, Compile, FSDP2Strategy, Sharding, Wrap
+from lit_fsdp import ActivationCheckpointing, Compile, FSDP2Strategy, Mesh, Sharding, Wrap
 from ranks import RankError, run_ranks
 
 NUM_ROWS = 32
@@ -351,6 +354,33 @@ def test_workers_of_two_ranks_draw_other_numbers(tmp_path: Path) -> None:
     read_seen(tmp_path / "seen")
 
 
+class Drawing(Plain):
+    """Draws in each step."""
+
+    def __init__(self, drawn: list[list[float]]) -> None:
+        super().__init__()
+        drawn.append([])
+        self.drawn = drawn
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        self.drawn[-1] += [float(torch.rand(())), random.random(), float(np.random.rand())]  # noqa: NPY002
+        return super().training_step(batch, _)
+
+
+def draw_in_two_runs(folder: Path) -> None:
+    drawn: list[list[float]] = []
+    for _ in range(2):
+        train(partial(Drawing, drawn), folder / "out", True)
+    torch.save(drawn, folder / f"{dist.get_rank()}.pt")
+
+
+def test_a_second_run_in_one_process_draws_by_its_own_seed(tmp_path: Path) -> None:
+    run_ranks(draw_in_two_runs, tmp_path)
+    one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert one[0] == one[1]
+    assert other[0] == other[1] != one[0]
+
+
 class Adversaries(Plain):
     """Two networks, of which one trains at a time."""
 
@@ -432,6 +462,102 @@ class OwnPlan(Plain):
 
 def test_code_for_model_parallel_strategy_finds_its_mesh(tmp_path: Path) -> None:
     compare(OwnPlan, tmp_path)
+
+
+class SplitByHand(Plain):
+    """Splits and shards its layers itself, as Lightning's ``ModelParallelStrategy`` asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))  # 15 have no halves
+
+    def configure_model(self) -> None:
+        if self.device_mesh is None:  # under DDP
+            return
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)  # type: ignore[arg-type]
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        num_ranks = self.trainer.distributed_sampler_kwargs["num_replicas"]  # with rows of their own
+        return DataLoader(Rows(), batch_size=NUM_ROWS // num_ranks // 4)
+
+
+def test_code_for_model_parallel_strategy_splits_layers_by_its_mesh(tmp_path: Path) -> None:
+    run_ranks(partial(train, strategy={"mesh": Mesh(tensor=2)}), SplitByHand, tmp_path / "split", True, world_size=4)
+    run_ranks(train, SplitByHand, tmp_path / "ddp", False, world_size=2)
+    assert_same(tmp_path / "split", tmp_path / "ddp", 2e-5)
+
+
+class SplitInPart(SplitByHand):
+    """Forgets to shard what it splits."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        parallelize_module(self.net, self.device_mesh["tensor_parallel"], {"0": ColwiseParallel()})
+
+
+def test_layers_that_are_split_and_not_sharded_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"configure_model: net.0.weight is split, and not sharded; call fully_shard"):
+        run_ranks(partial(train, strategy={"mesh": Mesh(tensor=2)}), SplitInPart, tmp_path / "split", True)
+
+
+class Pipeline(Plain):
+    """The recipe of docs/strategy.md: two stages, each sharded over half of the ranks, under manual optimization."""
+
+    automatic_optimization = False
+
+    def configure_model(self) -> None:
+        size = self.trainer.world_size // 2
+        mesh = init_device_mesh(self.device.type, (2, size), mesh_dim_names=("stage", "shard"))
+        self.number, self.share = mesh.get_local_rank("stage"), mesh.get_local_rank("shard")
+        part = self.net[:2] if self.number == 0 else self.net[2:]
+        del self.net
+        self.add_module(f"stage_{self.number}", fully_shard(part, mesh=mesh["shard"]))
+        stage = PipelineStage(part, self.number, 2, self.device, group=mesh.get_group("stage"))
+        self.schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> None:  # type: ignore[override]
+        if self.number == 0:
+            self.schedule.step(batch["x"])
+        else:
+            self.schedule.step(target=batch["y"])
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        size = self.trainer.world_size // 2
+        own = torch.utils.data.Subset(Rows(), range(self.share, NUM_ROWS, size))
+        return DataLoader(own, batch_size=NUM_ROWS // size // 4)
+
+
+def train_pipeline(out: Path) -> None:
+    module = Pipeline()
+    strategy = FSDP2Strategy(print_plan=False)
+    trainer = build_trainer(strategy, gradient_clip_val=None, max_steps=-1, max_epochs=2)
+    trainer.fit(module)
+    weights = {name: parameter.full_tensor().detach() for name, parameter in module.named_parameters()}  # type: ignore[attr-defined]
+    torch.save(weights, out / f"{dist.get_rank()}.pt")
+
+
+@pytest.mark.full
+def test_a_pipeline_under_manual_optimization_trains_as_one_module(tmp_path: Path) -> None:
+    run_ranks(train_pipeline, tmp_path, world_size=4)
+    first, last = torch.load(tmp_path / "0.pt"), torch.load(tmp_path / "2.pt")
+    found = {name.replace("stage_0", "net"): value for name, value in first.items()}
+    found |= {name.replace("stage_1", "net"): value for name, value in last.items()}
+    torch.save(found, tmp_path / "pipeline")
+    run_ranks(partial(train, use_distributed_sampler=False), NotShuffled, tmp_path / "ddp", False, world_size=2)
+    assert_same(tmp_path / "pipeline", tmp_path / "ddp", 2e-5)
+
+
+class NotShuffled(Plain):
+    """Takes rows in their order, every second one on each of two ranks."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        own = torch.utils.data.Subset(Rows(), range(dist.get_rank(), NUM_ROWS, dist.get_world_size()))
+        return DataLoader(own, batch_size=NUM_ROWS // dist.get_world_size() // 4)
 
 
 class Uneven(Plain):
