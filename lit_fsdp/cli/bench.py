@@ -19,14 +19,16 @@ from rich.table import Table
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from lit_fsdp.cli.messages import report_error
-from lit_fsdp.cli.parser import check_out_folder, run_function
 from lit_fsdp.cli.scaling import bench_scaling, make_table
+from lit_fsdp.cli.strategies import bench_strategies
 from lit_fsdp.errors import ConfigError, suggest
+from lit_fsdp.parsing.parser import check_out_folder, run_function
 from lit_fsdp.planning.timing.hardware import parse_memory
 from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, Line, Timing, fit_line, measure_fabric
 from lit_fsdp.strategy.process_group import MAX_TIMEOUT_S
 from lit_fsdp.strategy.processes import is_torchrun
 from lit_fsdp.strategy.signals import put_off_interrupt
+from lit_fsdp.strategy.slurm import choose_port, find_own_tasks
 
 Backend = Literal["auto", "nccl", "gloo"]
 _TIMING = ("num_bytes", "seconds", "seconds_low", "seconds_high", "bus_gb_s")  # of each in the file
@@ -41,7 +43,7 @@ def run_bench(args: Sequence[str]) -> int:
     """
     what = args[1] if len(args) > 1 else ""
     if what in ("-h", "--help"):
-        print(_HELP.format(benchmarks="\n".join(f"  {name:8}{summary}" for name, (_, summary) in BENCHMARKS.items())))
+        print(_HELP.format(benchmarks="\n".join(f"  {name:12}{summary}" for name, (_, summary) in BENCHMARKS.items())))
         return 0
     if what not in BENCHMARKS:
         hint = suggest(what, BENCHMARKS, f"expected one of {', '.join(BENCHMARKS)}")
@@ -61,11 +63,11 @@ def bench_comm(
 ) -> int:
     """Measure the connections between ranks: time and bandwidth of each collective by size.
 
-    Starts its ranks itself, on this node, or uses those of torchrun. Prints a table.
+    Starts its ranks itself, on this node, or uses those of torchrun or srun. Prints a table.
 
     Args:
-        ranks: How many to start. By default one for each GPU, or 2 on the CPU. Not under torchrun, which has started
-            them.
+        ranks: How many to start. By default one for each GPU, or 2 on the CPU. Not under torchrun or srun, which have
+            started them.
         sizes: Full sizes of the messages, with units, such as 64KiB,1MiB,1GB.
         backend: ``nccl`` between GPUs, ``gloo`` between CPUs; ``auto`` takes what the machine has.
         repeats: Of each collective and size.
@@ -80,27 +82,45 @@ def bench_comm(
         raise ConfigError(f"repeats: got {repeats}: expected 1 or more")
     if not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise ConfigError(f"timeout_s: got {timeout_s}: expected seconds above 0, up to {MAX_TIMEOUT_S:,.0f}")
-    backend, world_size = _choose_ranks(ranks, backend)
+    launcher = _find_launcher()
+    backend, world_size = _choose_ranks(ranks, backend, launcher)
     if out is not None:
         check_out_folder(out)
     body = (num_bytes, backend, repeats, out, timeout_s)
-    if is_torchrun(os.environ):
+    if launcher is not None:
         _measure(*body)
         return 0
     return _run_ranks(world_size, body)
 
 
-def _choose_ranks(ranks: int | None, backend: Backend) -> tuple[Backend, int]:
+def _find_launcher() -> str | None:
+    """Return what has started the ranks, of which this process is one, in the variables of torchrun; or ``None``."""
+    if is_torchrun(os.environ):
+        return "torchrun"
+    try:
+        tasks = find_own_tasks()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if tasks is None or tasks.total == 1:  # one task starts ranks on its node, as without SLURM
+        return None
+    os.environ.update(RANK=str(tasks.rank), LOCAL_RANK=os.environ["SLURM_LOCALID"])
+    os.environ.update(WORLD_SIZE=str(tasks.total), LOCAL_WORLD_SIZE=str(tasks.per_node))
+    os.environ.update(MASTER_PORT=str(choose_port(os.environ)))
+    os.environ.setdefault("MASTER_ADDR", tasks.first_node)
+    return "srun"
+
+
+def _choose_ranks(ranks: int | None, backend: Backend, launcher: str | None) -> tuple[Backend, int]:
     """Return the backend and how many ranks there will be, or refuse."""
     num_gpus = torch.cuda.device_count()
     if backend == "auto":
         backend = "nccl" if num_gpus and dist.is_nccl_available() else "gloo"
     if backend == "nccl" and not num_gpus:
         raise ConfigError("backend: got 'nccl': there is no GPU here; use gloo")
-    if is_torchrun(os.environ):
+    if launcher is not None:
         started, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
         if ranks not in (None, started):
-            raise ConfigError(f"ranks: got {ranks}: torchrun started {started}; leave it out")
+            raise ConfigError(f"ranks: got {ranks}: {launcher} started {started}; leave it out")
     else:
         started = local = ranks if ranks is not None else num_gpus if backend == "nccl" else 2
     if started < 2:
@@ -260,6 +280,7 @@ def _format_size(num_bytes: int) -> str:
 BENCHMARKS: dict[str, tuple[Callable[..., int], str]] = {
     "comm": (bench_comm, "Time and bandwidth of each collective by size, and a line fitted through them."),
     "scaling": (bench_scaling, "Speed of one configuration, and what it waits for, as ranks grow."),
+    "strategies": (bench_strategies, "One configuration under FSDP2, DDP, FSDP1, ModelParallelStrategy, DeepSpeed."),
 }
 
 _HELP = """\

@@ -6,8 +6,9 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
 from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar as LightningProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
@@ -26,6 +27,23 @@ from lit_fsdp.callbacks import (
     ThroughputLogger,
     WritePredictions,
 )
+from lit_fsdp.reporting.metrics import count_planned_steps
+
+Verbosity = Literal["brief", "full"]
+
+
+class LogInterval(Callback):
+    """Log every step of a short run, and 50 steps of a longer one, at least: every 50th step at most.
+
+    A logging step waits for the GPU, as its loss has to be known. So long runs keep Lightning's 50.
+    """
+
+    CHOICES = (50, 20, 10, 5, 2)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Settle it, as the number of steps is known."""
+        num_steps = count_planned_steps(trainer)
+        trainer.log_every_n_steps = next((n for n in self.CHOICES if 50 * n <= num_steps), 1)  # type: ignore[attr-defined]
 
 
 def choose_callbacks(
@@ -37,6 +55,7 @@ def choose_callbacks(
     progress_bar: ProgressBar,
     run_summary: bool,
     monitoring: bool,
+    verbosity: Verbosity,
 ) -> list[Callback]:
     """Return the callbacks to add; one that is given replaces that of its class.
 
@@ -48,6 +67,7 @@ def choose_callbacks(
         progress_bar: With the settings of the user.
         run_summary: Whether a table is printed at the end.
         monitoring: Whether the run is measured and ends in a report.
+        verbosity: Whether the tables of that report are printed, too.
     """
     folder = str(run_root)
     is_fit, is_trying = command == "fit", trainer["fast_dev_run"]
@@ -57,13 +77,14 @@ def choose_callbacks(
         (command == "predict", WritePredictions, WritePredictions(fallback_dir=folder)),
         (is_fit and not is_trying, Preemption, Preemption()),
         (has_checkpoints, Checkpoint, ModelCheckpoint(save_last="link")),  # a copy would be a second full checkpoint
+        (is_fit and trainer["log_every_n_steps"] is None, LogInterval, LogInterval()),
         (monitoring and command != "predict", ClassReport, ClassReport(fallback_dir=folder)),
     ]
     # The last shows what the others have to say.
     measuring: list[Callback] = [StabilityMonitor(), MemoryLogger(fallback_dir=folder), CommunicationLogger()]
     measuring += [ThroughputLogger(), OOMReport(fallback_dir=folder), SpokenReport(), RunReport(fallback_dir=folder)]
     wanted += [(monitoring and is_fit, type(callback), callback) for callback in measuring]
-    wanted.append((run_summary, RunSummary, RunSummary()))  # after the tables of all others
+    wanted.append((run_summary, RunSummary, RunSummary(verbose=verbosity == "full")))  # after the tables of all others
     return [
         callback
         for is_wanted, kind, callback in wanted

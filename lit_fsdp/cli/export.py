@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
-from lit_fsdp.cli.parser import run_function
+from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # exported without saying so
+
 from lit_fsdp.export.model import export_model
+from lit_fsdp.parsing.parser import run_function
 
 
 def run_export(args: Sequence[str]) -> int:
@@ -14,6 +17,8 @@ def run_export(args: Sequence[str]) -> int:
     Args:
         args: The command line, the command first.
     """
+    if not sys.stderr.isatty():
+        disable_progress_bars()  # of files that are sent
     exported = run_function(
         export_model,
         args[1:],
@@ -25,6 +30,8 @@ def run_export(args: Sequence[str]) -> int:
     print(f"folder      {exported.folder}")
     print(f"files       {', '.join(exported.files)}")
     print(f"model       {exported.num_parameters:,} parameters, {exported.dtype}, {exported.num_bytes / 2**30:.3f} GiB")
+    if exported.url is not None:
+        print(f"pushed      {exported.url}")
     for note in exported.notes:
         print(f"note        {note}")
     return 0

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,27 @@ from jsonargparse import Namespace
 
 from lit_fsdp.checkpoint.latest import measure_age
 from lit_fsdp.checkpoint.remote import Location
+from lit_fsdp.cli.source_digest import describe_source
 from lit_fsdp.redaction import redact
 
 # All else may differ, such as num_workers, devices, folders and the progress bar. Seeds too: rank 0 hands on its own.
 _SHARED = re.compile(
     r"model\..+|data\.class_path|monitoring|trainer\.callbacks|"
-    r"data\.init_args\.(\w*batch_size|seq_length|packing|pad_to_multiple_of|shuffle|seed|repeat|\w*_fraction)|"
+    r"data\.init_args\.(\w*batch_size|seq_length|packing|pad_to_multiple_of|group_by_length|shuffle|seed|repeat|"
+    r"\w*_fraction)|"
     r"trainer\.(precision|accumulate_grad_batches|gradient_clip_\w+|(max|min)_(steps|epochs)|limit_\w+_batches|"
     r"overfit_batches|fast_dev_run|val_check_interval|check_val_every_n_epoch|num_sanity_val_steps|log_every_n_steps|"
     r"use_distributed_sampler|enable_checkpointing)|"
     r"trainer\.strategy(\.class_path|\.init_args\.(?!print_plan|\w*timeout_s|verify_checkpoint).+)?"
 )
 _PLACE = "a path"
+# Settings of the data that name what a command reads.
+_SOURCES = {
+    "fit": ("train", "validation"),
+    "validate": ("train", "validation"),
+    "test": ("train", "test"),
+    "predict": ("predict",),
+}
 
 
 def choose_facts(settings: Namespace) -> dict[str, str]:
@@ -34,6 +44,48 @@ def choose_facts(settings: Namespace) -> dict[str, str]:
     """
     flat = {name: value for name, value in vars(settings.as_flat()).items() if _SHARED.fullmatch(name)}
     return {name: redact(json.dumps(_drop_places(value), sort_keys=True)) for name, value in flat.items()}
+
+
+def list_versions(settings: Namespace) -> dict[str, str]:
+    """Return the versions of the packages that the task of these settings computes with."""
+    flat = vars(settings.as_flat())
+    if not str(flat.get("model.class_path")).startswith("lit_fsdp."):
+        return {}
+    given = {name.removeprefix("model.init_args.") for name, value in flat.items() if value is not None}
+    is_8bit = "8bit" in str(flat.get("model.init_args.optimizer.name"))
+    uses = {
+        "transformers": True,
+        "peft": any(name.startswith("lora") for name in given),
+        "bitsandbytes": is_8bit or any(name.startswith("quantization") for name in given),
+    }
+    return {name: version(name) for name, is_used in uses.items() if is_used}
+
+
+def list_sources(settings: Namespace, command: str) -> dict[str, str]:
+    """Return what is known of the data of a command before it is read, see ``describe_source``."""
+    data = settings.get("data.init_args") or {}
+    given = {name: data.get(name) for name in _SOURCES.get(command, ())}
+    return {f"data.init_args.{name}": _describe(value) for name, value in given.items() if value is not None}
+
+
+def _describe(source: Any) -> str:
+    parts = source if isinstance(source, list | tuple) else [source]
+    if all(isinstance(part, str | Path) for part in parts):
+        return describe_source(source)
+    if all(
+        isinstance(part, str) or (isinstance(part, Mapping) and isinstance(part.get("path"), str | list))
+        for part in parts
+    ):
+        return "; ".join(_describe_part(part) for part in parts)
+    return redact(json.dumps(_drop_places(source), sort_keys=True))  # whatever data of the user's own takes
+
+
+def _describe_part(part: str | Mapping[str, Any]) -> str:
+    """Return what is known of one of several sources, and its settings; of a path, what it holds."""
+    if isinstance(part, str):
+        return describe_source(part)
+    own = {name: value for name, value in part.items() if name != "path" and value is not None}
+    return f"{describe_source(part['path'])} {redact(json.dumps(_drop_places(own), sort_keys=True))}"
 
 
 def describe_start(checkpoint: Location | None) -> str:

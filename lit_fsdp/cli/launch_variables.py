@@ -16,8 +16,19 @@ _LIMITS = {
     "NODE_RANK": (0, None),
     "MASTER_PORT": (1, 65535),
     "SLURM_RESTART_COUNT": (0, None),
+    "SLURM_NNODES": (1, None),
+    "SLURM_STEP_NUM_NODES": (1, None),
+    "SLURM_STEP_NUM_TASKS": (1, None),
+    "SLURM_NTASKS": (1, None),
+    "SLURM_PROCID": (0, None),
+    "SLURM_LOCALID": (0, None),
+    "SLURM_NODEID": (0, None),
+    "SLURM_JOB_ID": (0, None),
 }
-_BELOW = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("LOCAL_RANK", "WORLD_SIZE"))
+_BELOW = (
+    *(("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("LOCAL_RANK", "WORLD_SIZE")),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+)
 
 
 def check_launch_variables(environ: Mapping[str, str]) -> None:

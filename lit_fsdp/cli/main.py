@@ -10,6 +10,7 @@ import gc
 import importlib
 import logging
 import os
+import select
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,15 @@ COMMANDS: dict[str, Command] = {
     "validate": Command(summary="Measure on the validation data.", entry=_TRAINER, has_ranks=True),
     "test": Command(summary="Measure on the test data.", entry=_TRAINER, has_ranks=True),
     "predict": Command(summary="Run the model over the predict data.", entry=_TRAINER, has_ranks=True),
+    "chat": Command(
+        summary="Talk to the model of a run, a checkpoint, a folder or the Hub.",
+        entry="lit_fsdp.cli.chat:run_chat",
+    ),
+    "generate": Command(
+        summary="Answer a file of prompts with such a model, on all GPUs.",
+        entry="lit_fsdp.cli.generate:run_generate",
+        has_ranks=True,
+    ),
     "export": Command(
         summary="Write the model of a checkpoint for Transformers and other tools.",
         entry="lit_fsdp.cli.export:run_export",
@@ -51,6 +61,10 @@ COMMANDS: dict[str, Command] = {
     "plan": Command(
         summary="Tell what a run will take of GPUs, host and network, without any of them.",
         entry="lit_fsdp.cli.plan:run_plan",
+    ),
+    "preview": Command(
+        summary="Show rows of text as the model sees them, and which tokens are learned.",
+        entry="lit_fsdp.cli.preview:run_preview",
     ),
     "prepare": Command(
         summary="Turn data into what a task trains on: `prepare tts` audio files into codes.",
@@ -64,10 +78,27 @@ COMMANDS: dict[str, Command] = {
         summary="Write the model of a speech checkpoint for qwen-tts, with its voices built in.",
         entry="lit_fsdp.cli.speak:run_export_voice",
     ),
+    "evaluate": Command(
+        summary="Measure a language model by tasks of lm-evaluation-harness.",
+        entry="lit_fsdp.cli.evaluate:run_evaluate",
+        has_ranks=True,
+    ),
     "bench": Command(
         summary="Measure the machines: `bench comm` the connections between ranks.",
         entry="lit_fsdp.cli.bench:run_bench",
         has_ranks=True,
+    ),
+    "doctor": Command(
+        summary="Tell what this machine has and what is missing, to paste into an issue.",
+        entry="lit_fsdp.cli.doctor:run_doctor",
+    ),
+    "schema": Command(
+        summary="Print a JSON schema of all YAML keys, with which editors complete and check them.",
+        entry="lit_fsdp.cli.schema:run_schema",
+    ),
+    "completion": Command(
+        summary="Print what lets a shell complete commands and options: `completion bash`, `completion zsh`.",
+        entry="lit_fsdp.cli.completion:run_completion",
     ),
 }
 
@@ -86,6 +117,7 @@ examples:
   python -m lit_fsdp fit --config run.yaml
   python -m lit_fsdp fit --config run.yaml --config gpu.yaml --trainer.max_steps=100
   torchrun --nproc-per-node=4 -m lit_fsdp fit --config run.yaml
+  python -m lit_fsdp fit --config run.yaml --launcher ray --address host:6379
   python -m lit_fsdp export --checkpoint runs/run --out folder
 
 options:
@@ -112,6 +144,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if args[0] == "--version":
         print(f"lit_fsdp {importlib.import_module('lit_fsdp').__version__}")
         return 0
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # of all libraries, here and in ranks; tqdm reads it when imported
     _import_from_current_folder()
     try:
         return _run_command(args)
@@ -120,9 +154,15 @@ def main(args: Sequence[str] | None = None) -> int:
             print_traceback(type(error), error, error.__traceback__)
         _report_once(error.line)
         return 2
+    except KeyboardInterrupt:
+        if not is_debugging():
+            sys.excepthook = _report_interruption  # Python then ends as Ctrl-C ends a process, which shells look at
+        raise
     except SystemExit as stop:  # --help and --print_config of a command end this way
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _leave_closed_output():
+            return 1
         line = describe_exception(error)
         if line is None or is_debugging():
             raise
@@ -157,9 +197,28 @@ def _run_command(args: list[str]) -> int:
     return int(code or 0)
 
 
+def _leave_closed_output() -> bool:
+    """Whether nobody reads what is printed any more, as behind ``| head``; then nothing is written there again."""
+    try:
+        sys.stdout.flush()
+        poll = select.poll()  # where Python holds nothing back, there is nothing left to flush
+        poll.register(sys.stdout.fileno(), 0)
+        if not poll.poll(0):
+            return False
+    except BrokenPipeError:
+        pass
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+def _report_interruption(*_: object) -> None:
+    report_error("ended by Ctrl-C")
+
+
 def _report_once(line: str) -> None:
-    """Report an error, unless torchrun has started this process and the first of its ranks says the same."""
-    is_early = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not is_debugging()
+    """Report an error, unless torchrun or SLURM has started this process and the first of its ranks says the same."""
+    is_one_of_many = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or "SLURM_STEP_ID" in os.environ
+    is_early = is_one_of_many and not is_debugging()
     share = importlib.import_module("lit_fsdp.strategy.roll_call").share_refusal if is_early else None
     if share is None or not share(line, patience_s=5.0, say=report_error):
         report_error(line)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lit_fsdp.errors import describe_unknown_metric
+from lit_fsdp.errors import describe_unknown_metric, is_debugging
 from lit_fsdp.redaction import redact
 
 _KILLED_WORKER = re.compile(r"DataLoader worker \(pid \d+\) is killed by signal: Killed")
@@ -35,7 +35,8 @@ _EXTRAS = {"wandb": "wandb", "mlflow": "mlflow"}
 
 def report_error(line: str) -> None:
     """Print ``error: line`` on stderr, with the rank in front on all but the first; credentials redacted."""
-    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+    rank = next((os.environ[name] for name in names if name in os.environ), "0")
     prefix = f"[rank {rank}] " if rank != "0" else ""
     line = " ".join(redact(line).split())
     line = line if len(line) <= 500 else f"{line[:497]}..."
@@ -88,12 +89,23 @@ def redact_logs() -> None:
                 record.exc_text = redacted  # which formatters print instead
         return record
 
-    def format_redacted_warning(*args: Any, **kwargs: Any) -> str:
-        return str(redact(format_warning(*args, **kwargs)))
+    def format_redacted_warning(
+        message: Warning | str, category: type[Warning], filename: str, *args: Any, **kwargs: Any
+    ) -> str:
+        # Of a warning of ours or Lightning's, a user needs the text: it is about their settings or data.
+        is_told = issubclass(category, UserWarning) and not is_debugging()
+        if is_told and _is_inside(filename, ("lit_fsdp", "lightning")):
+            return str(redact(f"warning: {message}\n"))
+        return str(redact(format_warning(message, category, filename, *args, **kwargs)))
 
     format_redacted_warning.is_redacted = True  # type: ignore[attr-defined]
     logging.setLogRecordFactory(make_redacted_record)
     warnings.formatwarning = format_redacted_warning
+
+
+def quieten_ray() -> None:
+    """Hide what processes of Ray Train say each second where the cluster has no dashboard; seen in ray 2.60."""
+    logging.getLogger("ray.train.v2._internal.execution.controller.placement_group_cleaner").setLevel(logging.ERROR)
 
 
 def is_refusal(error: BaseException) -> bool:

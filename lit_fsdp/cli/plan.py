@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +15,38 @@ import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from typing_extensions import override
 
-from lit_fsdp.cli.config_files import check_config_files
 from lit_fsdp.cli.messages import describe_exception
-from lit_fsdp.cli.parser import check_out_folder
-from lit_fsdp.cli.train import TrainerCLI
+from lit_fsdp.cli.plan_options import Method, parse_counts, spell_options
+from lit_fsdp.cli.train import TrainerCLI, hide_banners
 from lit_fsdp.errors import ConfigError, is_debugging
 from lit_fsdp.files import refuse_unwritable, write_whole
+from lit_fsdp.parsing.config_files import check_config_files
+from lit_fsdp.parsing.parser import check_out_folder
+from lit_fsdp.planning.answers import describe_what_if, make_knob_section, make_nearest_section, print_section
 from lit_fsdp.planning.estimate import Hardware
+from lit_fsdp.planning.machines import read_prices
+from lit_fsdp.planning.nearest import find_nearest, list_knobs
 from lit_fsdp.planning.plan import Plan, plan_step
+from lit_fsdp.planning.plan_page import render_plan
 from lit_fsdp.planning.plan_report import choose_unit, describe_plan, draw_plan, print_report
 from lit_fsdp.planning.planned_step import PlannedGpu, PlannedTrainer, prepare_step
+from lit_fsdp.planning.questions import Questions, answer, find_other_machines
 from lit_fsdp.planning.search.report import apply_changes, describe_search, print_search
 from lit_fsdp.planning.search.search import Candidate, choose, format_changes
 from lit_fsdp.planning.search.steps import Steps, list_new_notes, search_steps
 from lit_fsdp.planning.search.variants import prepare_variants
-from lit_fsdp.planning.timing.hardware import choose_usual_gpu, find_gpu, list_cards, parse_memory, suggest_gpus
+from lit_fsdp.planning.step_parts import NoEstimateError, Ranks
+from lit_fsdp.planning.timing.hardware import Gpu, choose_usual_gpu, find_gpu, list_cards, parse_memory, suggest_gpus
 from lit_fsdp.planning.timing.links import choose_links, parse_links
+from lit_fsdp.planning.trials import Trials
 from lit_fsdp.redaction import redact_yaml
+from lit_fsdp.reporting.sections import Section
 from lit_fsdp.strategy.processes import count_devices
 
-_OWN_OPTIONS = {"--device-memory": "--device_memory"}
 _MAX_RANKS = 2**20
+_SPELLED_KEYS = ("method", "seq_length")  # which are settings of model and data by the time of parsing
 _PLAN_KEYS = {"config", "devices", "nodes", "device_memory", "gpu", "link", "exact", "search", "write", "out"}
+_PLAN_KEYS |= {*_SPELLED_KEYS, "longest", "largest", "cheapest", "prices"}
 
 
 def run_plan(args: Sequence[str]) -> int:
@@ -49,38 +59,63 @@ def run_plan(args: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", message=".*LightningCLI's args parameter.*")
     warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA is not available.*")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-    PlanCLI(_spell_options(args), config_files=config_files)
+    hide_banners()
+    PlanCLI(spell_options(args), config_files=config_files)
     return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """What the options of a plan come to."""
+
+    questions: Questions
+    device_bytes: int | None
+    hardware: Hardware | None
+    exact: bool
+    search: bool
+    out: Path | None
 
 
 class PlanTrainer(PlannedTrainer):
     """Plans where a Trainer would train."""
 
     given_config: Mapping[str, Any]  # as it would be for ``fit``
+    asked_ranks: Sequence[Ranks] = ()  # to compare, where a range was given
+    run_title: str = ""  # of the page
 
     def plan(
         self,
         model: LightningModule,
         datamodule: LightningDataModule | None = None,
-        devices: int | None = None,  # noqa: ARG002  read before there is a Trainer
-        nodes: int | None = None,  # noqa: ARG002
+        devices: int | str | None = None,  # noqa: ARG002  read before there is a Trainer
+        nodes: int | str | None = None,  # noqa: ARG002
+        method: Method | None = None,  # noqa: ARG002  read before there is a parser
+        seq_length: int | None = None,  # noqa: ARG002
         device_memory: str | None = None,
         gpu: str | None = None,
         link: str | None = None,
         exact: bool = False,
         search: bool = False,
+        longest: bool = False,
+        largest: bool = False,
+        cheapest: bool = False,
+        prices: Path | None = None,
         write: Path | None = None,
         out: Path | None = None,
     ) -> None:
         """Plan memory and communication of a training step, without a GPU and without weights.
 
-        Takes the configuration of `fit`. Nothing is allocated, and of a pretrained model only its config is read.
+        Takes the configuration of `fit`, or with `--model Qwen/Qwen3-8B`, or a folder with config.json, none at all.
+        Nothing is allocated, and of a pretrained model only its config is read.
 
         Args:
             model: That would be trained.
             datamodule: That would give the data.
-            devices: GPUs of each node. By default what the configuration says, else 1.
-            nodes: How many nodes. By default what the configuration says.
+            devices: GPUs of each node. By default what the configuration says, else 1. A range such as 1..8 compares
+                their speed; it needs `gpu`.
+            nodes: How many nodes, or a range. By default what the configuration says.
+            method: Train all of the model (full), adapters (lora), or adapters over 4-bit weights (qlora).
+            seq_length: Tokens of a row, `data.seq_length`.
             device_memory: Of one GPU, with a unit, such as 16GiB: says whether the step fits, with 1.15 times the
                 tensors for what the allocator takes on top, and 1 GiB for CUDA and NCCL. By default that of `gpu`.
             gpu: Such as "RTX 4090" or "H100 SXM": estimates the time of a step as well.
@@ -90,8 +125,13 @@ class PlanTrainer(PlannedTrainer):
                 model. Otherwise it is counted from what the model is made of, in a moment, where that can be.
             search: Try other settings, and show which fit, the fastest first. Without `gpu`, speed is that of a usual
                 GPU with this memory.
+            longest: Find the longest rows that fit.
+            largest: Find the largest micro-batch that fits.
+            cheapest: Find GPUs that fit, up to 8 in a node, the cheapest first.
+            prices: YAML file with the price of an hour of each GPU, such as "RTX 4090: 0.35": of `cheapest`, and of
+                a range of nodes or devices.
             write: With `search`: file for the configuration with the chosen settings, for `fit --config`.
-            out: Folder for `plan.json` and the picture `plan.png`. By default nothing is written.
+            out: Folder for the page `plan.html`, `plan.json` and the picture `plan.png`. By default nothing is written.
         """
         _check_search(search=search, exact=exact, write=write)
         try:
@@ -103,30 +143,91 @@ class PlanTrainer(PlannedTrainer):
             raise ConfigError(str(error)) from None
         if gpu is not None and device_bytes is None and hardware is not None:
             device_bytes = round(hardware.gpu.memory_gib * 2**30)
-        if search and device_bytes is None:
-            raise ConfigError("search: what has to fit is not known; add --device-memory, such as 16GiB, or --gpu")
+        questions = Questions(
+            longest=longest, largest=largest, cheapest=cheapest, all_ranks=self.asked_ranks, prices=_read(prices)
+        )
+        named = hardware.gpu if gpu is not None and hardware is not None else None
+        _check_asked(questions, search=search, device_bytes=device_bytes, gpu=named, prices=prices)
         if out is not None:
             check_out_folder(out)
-        candidates: list[Candidate] = []
-        speed_unit = ""
-        if search and hardware is not None and device_bytes is not None:  # which has been checked
-            steps = prepare_variants(self, model, datamodule)
-            candidates, speed_unit = search_steps(self, steps, datamodule, hardware, device_bytes)
-        else:
-            steps = [(prepare_step(self, model, datamodule), {})]
-        found = self._note_uncounted(plan_step(steps[0][0], exact=exact, hardware=hardware))
+        asked = _Asked(
+            questions=questions, device_bytes=device_bytes, hardware=hardware, exact=exact, search=search, out=out
+        )
         others = [card.name for card in list_cards(gpu) if card is not hardware.gpu] if gpu and hardware else []
-        print_report(found, device_bytes, other_gpus=others)
-        described = describe_plan(found, device_bytes)
-        if device_bytes is not None and candidates:
-            described["search"] = _report_search(steps, candidates, device_bytes, speed_unit)
-        if out is not None:
-            with refuse_unwritable("out", out):
-                write_whole(out / "plan.json", json.dumps(described, indent=1) + "\n")
-                draw_plan(found, device_bytes, out / "plan.png")
-            print(f"written: {out / 'plan.json'}, {out / 'plan.png'}")
+        candidates = self._answer(asked, model, datamodule, others)
         if write is not None:
             self._write_config(write, choose(candidates))
+
+    def _answer(
+        self, asked: _Asked, model: LightningModule, datamodule: LightningDataModule | None, other_gpus: Sequence[str]
+    ) -> list[Candidate]:
+        """Print and write what was asked, and return what a search has found."""
+        hardware, device_bytes = asked.hardware, asked.device_bytes
+        # Of which no model is built, for a search if it does not fit.
+        spare = deepcopy(model) if device_bytes is not None and hasattr(model, "measure_batch") else None
+        steps, candidates, speed_unit = self._prepare(asked, model, datamodule)
+        trials = _make_trials(steps, datamodule, is_needed=bool(asked.questions))
+        # Before a trace, after which the step is of no other use.
+        sections = [] if trials is None else answer(asked.questions, trials, hardware, device_bytes)
+        knobs = None if asked.out is None or trials is None else _make_knobs(trials, hardware)
+        found = self._note_uncounted(plan_step(steps[0][0], exact=asked.exact, hardware=hardware))
+        print_report(found, device_bytes, other_gpus=other_gpus)
+        described = describe_plan(found, device_bytes)
+        if trials is not None and not trials.is_traced and device_bytes is not None:
+            if found.time is not None and hardware is not None:
+                for line in describe_what_if(found.time, find_other_machines(trials, hardware, device_bytes)):
+                    print(line)
+            if found.needed_bytes > device_bytes and spare is not None:
+                nearest = self._find_nearest(spare, datamodule, candidates, hardware, device_bytes)
+                sections.insert(0, nearest)
+        if device_bytes is not None and candidates:
+            described["search"] = _report_search(steps, candidates, device_bytes, speed_unit)
+        for section in sections:
+            print_section(section)
+            described[section.name] = section.numbers
+        if asked.out is not None:
+            if knobs is not None:
+                sections.append(knobs)
+                described[knobs.name] = knobs.numbers
+            page = render_plan(self.run_title, found, device_bytes, sections, candidates, _choose(candidates))
+            _write_files(asked.out, found, described, device_bytes, page)
+        return candidates
+
+    def _prepare(
+        self, asked: _Asked, model: LightningModule, datamodule: LightningDataModule | None
+    ) -> tuple[Steps, list[Candidate], str]:
+        """Return the steps that answers need, what a search has found if there is one, and the unit of its speeds."""
+        if asked.search and asked.hardware is not None and asked.device_bytes is not None:  # which has been checked
+            steps: Steps = prepare_variants(self, model, datamodule)
+            return steps, *search_steps(self, steps, datamodule, asked.hardware, asked.device_bytes)
+        if asked.questions or asked.out is not None:
+            return prepare_variants(self, model, datamodule, keeps_result=asked.out is None, searches=False), [], ""
+        return [(prepare_step(self, model, datamodule), {})], [], ""
+
+    def _find_nearest(
+        self,
+        spare: LightningModule,
+        datamodule: LightningDataModule | None,
+        candidates: Sequence[Candidate],
+        hardware: Hardware | None,
+        device_bytes: int,
+    ) -> Section:
+        """Return the settings with which a step fits that does not.
+
+        Args:
+            spare: The module, of which no model was built.
+            datamodule: That would give the data.
+            candidates: Of a search, if there was one; else there is one now.
+            hardware: To estimate times for; by default a usual GPU of this size.
+            device_bytes: Memory of a GPU.
+        """
+        chosen = hardware or choose_hardware(
+            None, None, device_bytes=device_bytes, ranks_per_node=self.num_devices, search=True
+        )
+        assert chosen is not None
+        steps = prepare_variants(self, spare, datamodule)
+        found = candidates or search_steps(self, steps, datamodule, chosen, device_bytes)[0]
+        return make_nearest_section(find_nearest(found, Trials(steps, datamodule), chosen, device_bytes), device_bytes)
 
     def _note_uncounted(self, found: Plan) -> Plan:
         """Say what callbacks keep that no engine knows of."""
@@ -136,7 +237,7 @@ class PlanTrainer(PlannedTrainer):
             return found
         num_bytes = 4 * found.num_trained // found.num_shards
         size, name = choose_unit(num_bytes)
-        where = "host memory for each rank" if found.memory.host_by_kind else "each GPU"
+        where = "host memory for each rank" if found.is_offloaded else "each GPU"
         note = f"EMA: its average, {num_bytes / size:.2f} {name} of {where} in float32, is not counted"
         return replace(found, notes=[*found.notes, note])
 
@@ -158,6 +259,8 @@ class PlanCLI(TrainerCLI):
     """Reads the configuration of ``fit``, and builds of it what a plan needs."""
 
     trainer_type = PlanTrainer
+    usage = "(--config FILE [--config FILE ...] | --model MODEL)"
+    asked_ranks: Sequence[Ranks] = ()
 
     @override
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
@@ -167,10 +270,11 @@ class PlanCLI(TrainerCLI):
     def before_instantiate_classes(self) -> None:
         self.given_config = self._dump_given()
         trainer = self._get(self.config, "trainer")
-        given = {name: self._get(self.config, name) for name in ("devices", "nodes")}
-        for name, value in given.items():
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}: got {value}: expected 1 or more")
+        for name in _SPELLED_KEYS:  # options have become settings of model and data
+            if (value := self._get(self.config, name)) is not None:
+                raise ConfigError(f"{name}: got {value}: an option of the command line, not a key of a file")
+        asked = {name: _list_counts(self._get(self.config, name), name) for name in ("devices", "nodes")}
+        given = {name: counts[0] if counts else None for name, counts in asked.items()}
         if given["devices"] is None and trainer["devices"] in (-1, "-1"):
             raise ConfigError(
                 "trainer.devices: got -1, all GPUs of a machine: a plan looks at none; add their number, such as "
@@ -180,6 +284,13 @@ class PlanCLI(TrainerCLI):
         trainer["devices"] = default if given["devices"] is None else given["devices"]
         trainer["num_nodes"] = given["nodes"] or trainer["num_nodes"]
         num_ranks = (count_devices(trainer["devices"]) or 1) * trainer["num_nodes"]
+        if any(len(counts) > 1 for counts in asked.values()):
+            self.asked_ranks = [
+                Ranks(num_nodes=nodes, per_node=devices)
+                for nodes in asked["nodes"] or [trainer["num_nodes"]]
+                for devices in asked["devices"] or [count_devices(trainer["devices"]) or 1]
+            ]
+            num_ranks = self.asked_ranks[-1].world_size
         if num_ranks > _MAX_RANKS:
             raise ConfigError(f"devices: {num_ranks:,} ranks on {trainer['num_nodes']:,} nodes: at most {_MAX_RANKS:,}")
         # Nothing of a run that would write, connect or listen is built.
@@ -194,8 +305,8 @@ class PlanCLI(TrainerCLI):
         parser = self._subcommand_parsers[self.subcommand]
         given = yaml.safe_load(parser.dump(self.config[self.subcommand], skip_default=True, skip_unset=False)) or {}
         for key, name in (("devices", "devices"), ("nodes", "num_nodes")):
-            if given.get(key) is not None:
-                given.setdefault("trainer", {})[name] = given[key]
+            if len(counts := _list_counts(given.get(key), key)) == 1:
+                given.setdefault("trainer", {})[name] = counts[0]
         return {key: value for key, value in given.items() if key not in _PLAN_KEYS}
 
     @override
@@ -206,7 +317,9 @@ class PlanCLI(TrainerCLI):
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:
-        self.trainer.given_config = self.given_config  # type: ignore[attr-defined]
+        trainer: Any = self.trainer
+        trainer.given_config, trainer.asked_ranks = self.given_config, self.asked_ranks
+        trainer.run_title = self.config_files[0].stem if self.config_files else _get_pretrained(self.given_config)
         try:
             super()._run_subcommand(subcommand)
         except ValueError as error:
@@ -214,6 +327,14 @@ class PlanCLI(TrainerCLI):
             if line is None or is_debugging():
                 raise
             raise ConfigError(line) from error
+
+
+def _get_pretrained(config: Mapping[str, Any]) -> str:
+    return str((config.get("model") or {}).get("init_args", {}).get("pretrained") or "plan")
+
+
+def _list_counts(value: int | str | None, setting: str) -> list[int]:
+    return [] if value is None else parse_counts(str(value), setting)
 
 
 def choose_hardware(
@@ -248,6 +369,59 @@ def _report_search(steps: Steps, candidates: Sequence[Candidate], device_bytes: 
     return describe_search(candidates, chosen, notes)
 
 
+def _make_knobs(trials: Trials, hardware: Hardware | None) -> Section | None:
+    """Return what each setting saves; nothing where each would take a trace."""
+    if trials.is_traced:
+        return None
+    configured = trials.estimate()
+    time = None if hardware is None else configured.estimate_time(hardware)
+    return make_knob_section(configured, list_knobs(trials, hardware), time)
+
+
+def _choose(candidates: Sequence[Candidate]) -> Candidate | None:
+    return choose(candidates) if candidates else None
+
+
+def _write_files(out: Path, found: Plan, described: Mapping[str, Any], device_bytes: int | None, page: str) -> None:
+    with refuse_unwritable("out", out):
+        write_whole(out / "plan.json", json.dumps(described, indent=1) + "\n")
+        draw_plan(found, device_bytes, out / "plan.png")
+        write_whole(out / "plan.html", page)
+    print(f"written: {out / 'plan.html'}, {out / 'plan.json'}, {out / 'plan.png'}")
+
+
+def _read(prices: Path | None) -> dict[Gpu, float]:
+    return {} if prices is None else read_prices(prices)
+
+
+def _check_asked(
+    questions: Questions, *, search: bool, device_bytes: int | None, gpu: Gpu | None, prices: Path | None
+) -> None:
+    """Refuse questions that lack what the answer depends on."""
+    asked = {"search": search, "longest": questions.longest, "largest": questions.largest}
+    if device_bytes is None and (name := next((name for name, is_asked in asked.items() if is_asked), "")):
+        raise ConfigError(f"{name}: what has to fit is not known; add --device-memory, such as 16GiB, or --gpu")
+    if questions.all_ranks and gpu is None:
+        raise ConfigError("nodes, devices: got a range: it compares speed; name a GPU, such as --gpu 'RTX 4090'")
+    if prices is not None and not questions.cheapest and not questions.all_ranks:
+        raise ConfigError(f"prices: got {prices}: not used; add --cheapest, or a range such as --nodes 1..8")
+    if prices is not None and gpu is not None and questions.all_ranks and gpu not in questions.prices:
+        raise ConfigError(f"prices: {prices}: no price of {gpu.name}, which is compared; add one, such as 0.35")
+
+
+def _make_trials(steps: Steps, data: LightningDataModule | None, *, is_needed: bool) -> Trials | None:
+    """Return what answers questions; ``None`` if nothing can, and nothing has to."""
+    try:
+        return Trials(steps, data)
+    except NoEstimateError as error:
+        if is_needed:
+            raise ConfigError(
+                f"longest, largest, cheapest, ranges of nodes and devices: no answer for this step: {error}; see "
+                "docs/planning.md"
+            ) from None
+        return None
+
+
 def _check_search(*, search: bool, exact: bool, write: Path | None) -> None:
     if write is not None and not search:
         raise ConfigError(f"write: got {write}: not used without search; add --search true")
@@ -255,15 +429,3 @@ def _check_search(*, search: bool, exact: bool, write: Path | None) -> None:
         raise ConfigError(f"write: got {write}: it exists; choose another file, or remove it")
     if search and exact:
         raise ConfigError("exact: got true with search: each setting would be traced; trace the chosen one afterwards")
-
-
-def _spell_options(args: Sequence[str]) -> list[str]:
-    """Return the command line as the parser takes it, which would read a negative size as an option of its own."""
-    found: list[str] = []
-    for arg in args:
-        if found and found[-1] in _OWN_OPTIONS.values() and re.match(r"-[\d.]", arg):
-            found[-1] += f"={arg}"
-            continue
-        name, sign, value = arg.partition("=")
-        found.append(_OWN_OPTIONS.get(name, name) + sign + value)
-    return found

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from lit_fsdp.cli.parser import run_function
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.parsing.parser import run_function
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN
 from lit_fsdp.tasks.tts.codec.loading import fetch_codec
 from lit_fsdp.tasks.tts.preparation.audio import Limits

@@ -13,15 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from rich.console import Console
 from rich.table import Column, Table
 
-from lit_fsdp.cli.config_files import check_config_files
-from lit_fsdp.cli.parser import check_out_folder
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.parsing.config_files import check_config_files, list_quiet_callbacks
+from lit_fsdp.parsing.parser import check_out_folder
 from lit_fsdp.strategy.processes import is_torchrun
 
 _MIN_STEPS = 8  # fewer leave none after the warm-up of the callbacks that measure
+# Of a run that is only measured: it ends after its steps, and saves, validates and logs nothing.
+QUIET_TRAINER: dict[str, Any] = {
+    "num_nodes": 1,
+    "max_epochs": -1,
+    "max_time": "null",
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "enable_checkpointing": "false",
+    "enable_progress_bar": "false",
+    "logger": "false",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,19 +169,16 @@ def _run_all(config: Sequence[str], ranks: Sequence[int], steps: int, options: S
 def _run(folder: Path, config: Sequence[str], num_ranks: int, steps: int, options: Sequence[str]) -> Scale:
     command = [sys.executable, "-m", "lit_fsdp", "fit", *(f"--config={path}" for path in config), *options]
     settings = {
+        **QUIET_TRAINER,
         "devices": num_ranks,
-        "num_nodes": 1,
         "max_steps": steps,
-        "max_epochs": -1,
-        "max_time": "null",
         "log_every_n_steps": steps // 2,
-        "limit_val_batches": 0,
-        "num_sanity_val_steps": 0,
-        "enable_checkpointing": "false",
-        "enable_progress_bar": "false",
-        "logger": "false",
         "default_root_dir": folder,
     }
+    if (callbacks := list_quiet_callbacks(config)) is not None:
+        part = folder / "callbacks.yaml"
+        part.write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
+        command += [f"--config={part}"]
     command += [f"--trainer.{name}={value}" for name, value in settings.items()]
     command += [f"--run_name=ranks_{num_ranks}", "--monitoring=true"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)

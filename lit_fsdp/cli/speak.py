@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from lit_fsdp.cli.parser import run_function
 from lit_fsdp.export.out_folder import lock_out
 from lit_fsdp.files import refuse_unwritable, write_whole
+from lit_fsdp.parsing.parser import run_function
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN
 from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
-from lit_fsdp.tasks.tts.codec.loading import fetch_codec, open_codec
+from lit_fsdp.tasks.tts.codec.loading import check_codec, fetch_codec, open_codec
 from lit_fsdp.tasks.tts.evaluation.generated import Clip
 from lit_fsdp.tasks.tts.evaluation.prompts import read_prompts
 from lit_fsdp.tasks.tts.generation import Sampling
@@ -178,8 +178,7 @@ def _open_codec(name: str | None, speaker: Speaker) -> FrameCodec:
             "such as descript/dac_44khz, or formants for a model of the quickstart"
         )
     fetch_codec(source, "codec")
+    config = speaker.config
+    check_codec(source, "codec", num_codebooks=config.num_codebooks, codebook_size=config.codebook_size)
     is_on_gpu = torch.cuda.is_available() and source != SPOKEN
-    codec, wanted = open_codec(source, "cuda" if is_on_gpu else "cpu"), speaker.config.num_codebooks
-    if codec.num_codebooks != wanted and source != SPOKEN:
-        raise ValueError(f"codec: got {source!r}: it has {codec.num_codebooks} codebooks: expected {wanted}")
-    return codec
+    return open_codec(source, "cuda" if is_on_gpu else "cpu")

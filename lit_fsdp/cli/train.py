@@ -9,6 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,25 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback, _InstantiatorFn
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
 import lit_fsdp.tasks  # noqa: F401  so that `class_path: CausalLM` is found by its short name
 from lit_fsdp.callbacks import Preemption, ProgressBar
-from lit_fsdp.checkpoint.latest import describe_interruption, find_last_checkpoint
-from lit_fsdp.checkpoint.reader import check_checkpoint
+from lit_fsdp.checkpoint.latest import describe_interruption, find_last_checkpoint, find_other_checkpoint
+from lit_fsdp.checkpoint.manifest import MANIFEST
+from lit_fsdp.checkpoint.reader import check_checkpoint, read_plain
 from lit_fsdp.checkpoint.remote import Location, is_remote, locate, locate_local
-from lit_fsdp.cli.config_files import check_config_files, list_left_out, refuse_dropped_keys, refuse_left_out
-from lit_fsdp.cli.defaults import choose_callbacks, choose_loggers, list_found, remove_unused_run
-from lit_fsdp.cli.facts import choose_facts, describe_start
+from lit_fsdp.cli.defaults import Verbosity, choose_callbacks, choose_loggers, list_found, remove_unused_run
+from lit_fsdp.cli.facts import choose_facts, describe_start, list_sources, list_versions
 from lit_fsdp.cli.messages import describe_exception, is_refusal, report_error
-from lit_fsdp.cli.parser import OneLineParser, read_path, refuse_null
+from lit_fsdp.cli.ray_options import add_ray_arguments, is_ray_asked, refuse_ray_keys
 from lit_fsdp.errors import ConfigError, is_debugging, join_names, nearest, suggest
-from lit_fsdp.files import describe_special_file, write_whole
+from lit_fsdp.files import describe_special_file, refuse_no_folder, write_whole
+from lit_fsdp.parsing.config_files import check_config_files, list_left_out, refuse_dropped_keys, refuse_left_out
+from lit_fsdp.parsing.parser import OneLineParser, order_help, read_path, refuse_null
 from lit_fsdp.planning.auto_strategy import NAME
 from lit_fsdp.redaction import redact, redact_yaml
 from lit_fsdp.reporting.lost_logs import check_log_folders, guard_loggers, outlive_lost_log
@@ -45,14 +48,18 @@ from lit_fsdp.sharding.settings import PRESETS
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy  # registers `strategy: fsdp2`
 from lit_fsdp.strategy.launcher import describe_failed, end_for_lost, stop_children
 from lit_fsdp.strategy.lightning_internals import list_waiting_monitors
-from lit_fsdp.strategy.processes import choose_processes
+from lit_fsdp.strategy.processes import choose_processes, count_devices, is_torchrun
 from lit_fsdp.strategy.roll_call import share_refusal
+from lit_fsdp.strategy.slurm import describe_idle, find_own_tasks, mend_variables
 from lit_fsdp.strategy.trainer_settings import (
     check_numbers,
     derive_accumulation,
     list_checkpoint_folders,
     refuse_float16_on_cpu,
 )
+from lit_fsdp.tasks.base import Task
+from lit_fsdp.tasks.data import refuse_endless
+from lit_fsdp.tasks.shares import refuse_unsplit
 from lit_fsdp.weights.file_names import NAME_RULE, is_plain_name
 
 _KNOWN_WARNINGS = (
@@ -60,12 +67,16 @@ _KNOWN_WARNINGS = (
     ".*Experiment logs directory .* exists and is not empty.*",  # meant: both loggers share it
     ".*torch.distributed.nn.functional.all_gather.*",  # Lightning's own call, seen in 2.6.6
     ".*isinstance\\(treespec, LeafSpec\\).*",  # likewise
+    "The `srun` command is available on your system.*",  # a job that needs it is refused without, see slurm.py
+    "Since DeepSpeed handles gradient clipping internally.*",  # so our tasks leave it to DeepSpeed
     "The dirpath has changed from .*",  # meant: each run has its own folder
 )
 # Lines of Lightning that say what the configuration or the summary does, or nothing: the one line that counts is below.
 _BANNERS = re.compile(
     r"(\[rank: \d+\] )?"
-    r"(Seed set to|[TH]PU available|Initializing distributed:|-+\ndistributed_backend=|LOCAL_RANK: |.{0,4}Tip: )"
+    r"(Seed set to|[GTH]PU available|Initializing distributed:|-+\ndistributed_backend=|LOCAL_RANK: |.{0,4}Tip: |"
+    r"`Trainer(\.\w+` stopped: `max_(steps|epochs)=|\(\w+=.+\)` was configured)|Loading `train_dataloader` to estimate|"
+    r"Restoring states from the checkpoint path)"  # another line says when that is done
 )
 _ONLY_FOR_TRAINING = "Be aware that when using `ckpt_path`.*"  # which callbacks a checkpoint has state of
 # Where the settings lie that an error may name, the inner ones first.
@@ -80,19 +91,27 @@ _PARTS = {
 _LOST_CONNECTION = re.compile("Connection (closed|reset) by peer|Socket Timeout|Broken pipe")
 
 
-def run_trainer(args: Sequence[str]) -> int:
+def run_trainer(args: Sequence[str], cli: Callable[..., TrainerCLI] | None = None) -> int:
     """Run one of the Trainer's commands.
 
     Args:
         args: The command line, the command first.
+        cli: What reads and runs it, if not what the command line asks for.
     """
     config_files = check_config_files(args)
     for known in _KNOWN_WARNINGS if args[0] == "fit" else (*_KNOWN_WARNINGS, _ONLY_FOR_TRAINING):
         warnings.filterwarnings("ignore", message=known)
+    hide_banners()
+    if cli is None and args[0] == "fit" and is_ray_asked(args):
+        cli = import_module("lit_fsdp.cli.ray_launcher").RayDriverCLI
+    (cli or TrainerCLI)(list(args), config_files=config_files)
+    return 0
+
+
+def hide_banners() -> None:
+    """Keep lines of Lightning out of the terminal that say what the configuration does."""
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("lightning.")]:
         logging.getLogger(name).addFilter(_is_of_use)
-    TrainerCLI(list(args), config_files=config_files)
-    return 0
 
 
 class RunParser(OneLineParser, LightningArgumentParser):
@@ -146,13 +165,22 @@ class SaveRunConfig(SaveConfigCallback):
         """Save once, on rank 0."""
         logger = trainer.logger
         folder = Path(logger.log_dir if isinstance(logger, CSVLogger | TensorBoardLogger) else self.fallback_dir)
-        text = self.parser.dump(self.config, skip_unset=False)
+        text = self._format_config()
         if (redacted := redact_yaml(text)) != text:
             names = join_names([path for path, _ in list_left_out(yaml.safe_load(redacted))])
             rank_zero_info(f"{self.config_filename}: redacted {names}: a run from it needs them again")
         with outlive_lost_log(trainer, self.config_filename, folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / self.config_filename, redacted)
+
+    def _format_config(self) -> str:
+        """Return the configuration without what is ``null`` by default, as ``--config`` reads the same without it."""
+        text, given = (
+            self.parser.dump(self.config, skip_unset=False, skip_default=is_short) for is_short in (False, True)
+        )
+        settings = _drop_null(yaml.safe_load(text), yaml.safe_load(given))
+        version = text.partition("\n")[0]  # of Lightning, as a comment
+        return f"{version}\n{yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=2**20)}"
 
 
 class _InstantiationFailed(BaseException):
@@ -163,6 +191,7 @@ class TrainerCLI(LightningCLI):
     """LightningCLI with our defaults: the FSDP2 strategy, one folder a run, a summary at the end."""
 
     trainer_type: type[Trainer] = Trainer
+    usage = "--config FILE [--config FILE ...]"
 
     def __init__(self, args: list[str], *, config_files: Sequence[Path] = ()) -> None:
         self.command, self.given_args = args[0], args
@@ -188,6 +217,15 @@ class TrainerCLI(LightningCLI):
         """Return only the one that runs: the parser of each takes a tenth of a second."""
         return {self.command: LightningCLI.subcommands()[self.command]}
 
+    @override
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Let ``--help`` begin with what only this command has, and end with the 40 settings of the Trainer."""
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser.usage = f"python -m lit_fsdp {subcommand} {self.usage} [--KEY=VALUE ...]"
+        titles = {"model": "model", "data": "data", "progress_bar": "progress bar", "trainer": "Trainer of Lightning"}
+        order_help(parser, {subcommand: f"options of {subcommand}", "options": "options of all runs", **titles})
+        return parser
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the keys that are ours."""
         parser.add_argument(
@@ -207,6 +245,13 @@ class TrainerCLI(LightningCLI):
         )
         parser.add_argument("--run_summary", type=bool, default=True, help="Print a table at the end.")
         parser.add_argument(
+            "--verbosity",
+            type=Verbosity,
+            default="brief",
+            help="`brief` prints losses and the summary. `full` prints the FSDP units and all tables of the "
+            "report, too.",
+        )
+        parser.add_argument(
             "--monitoring",
             type=bool,
             default=True,
@@ -214,6 +259,7 @@ class TrainerCLI(LightningCLI):
             "all of it out; a callback that is listed in trainer.callbacks replaces the default one of its class.",
         )
         parser.add_class_arguments(ProgressBar, "progress_bar")
+        add_ray_arguments(parser)
 
     @override
     def _set_seed(self) -> None:
@@ -233,21 +279,30 @@ class TrainerCLI(LightningCLI):
         """Settle the number of processes, before anything is built."""
         refuse_dropped_keys(self.config[self.subcommand], self.config_files, self.given_args)
         refuse_left_out(self.config[self.subcommand])
+        self.refuse_launcher()
         trainer = self._get(self.config, "trainer")
         if trainer["accelerator"] == "cpu":
             # Of this process and the ranks it starts. Else peft, by bitsandbytes, and Lightning, by its sanity check,
             # start CUDA on each GPU; seen in peft 0.21 and lightning 2.6.
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         try:
+            has_ranks = self.command in _PARTS and not is_torchrun(os.environ)  # a plan starts nothing
+            tasks = find_own_tasks() if has_ranks else None
             self.devices, self.num_nodes = choose_processes(
                 trainer["devices"],
                 trainer["num_nodes"],
                 cpu_processes=self._get(self.config, "cpu_processes"),
                 has_accelerator=trainer["accelerator"] != "cpu" and torch.accelerator.is_available(),
                 environ=os.environ,
+                tasks=tasks,
             )
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        if tasks is not None:
+            mend_variables(os.environ, tasks)
+            is_left_open = trainer["accelerator"] != "cpu" and count_devices(trainer["devices"]) is None
+            if is_left_open and (idle := describe_idle(tasks, torch.accelerator.device_count())) is not None:
+                rank_zero_warn(idle)
         _check_strategy_name(trainer["strategy"])
         model = self._get(self.config, "model")["class_path"].rsplit(".", 1)[-1]
         name = self._get(self.config, "run_name")
@@ -260,6 +315,10 @@ class TrainerCLI(LightningCLI):
         except ValueError as error:
             raise ConfigError(f"trainer.default_root_dir: {error}") from None
         self.save_config_kwargs = {"fallback_dir": str(self.run_root)}
+
+    def refuse_launcher(self) -> None:
+        """Refuse keys of a launcher that this is not."""
+        refuse_ray_keys(self.config[self.subcommand])
 
     def instantiate_classes(self) -> None:
         """Build everything; an error of our own classes keeps its message and gains its YAML path."""
@@ -279,7 +338,7 @@ class TrainerCLI(LightningCLI):
         kwargs |= self.choose_parts(settings)
         try:
             refuse_null(self.trainer_class, vars(settings))
-            refuse_float16_on_cpu(settings["precision"], kwargs.get("accelerator", settings["accelerator"]))
+            refuse_float16_on_cpu(*({**vars(settings), **kwargs}[name] for name in ("precision", "accelerator")))
             trainer = super().instantiate_trainer(devices=self.devices, num_nodes=self.num_nodes, **kwargs)
         except Exception as error:
             line = describe_exception(error, trusted=("lit_fsdp", "lightning"), is_building=True)
@@ -287,6 +346,8 @@ class TrainerCLI(LightningCLI):
                 raise
             raise ConfigError(self._name_trainer_setting(line)) from error
         guard_loggers(trainer)
+        if self._get(self.config_init, "verbosity") == "full" and isinstance(trainer.strategy, FSDP2Strategy):
+            trainer.strategy.prints_plan = True
         return trainer
 
     def _remove_unused_folders(self, found: Mapping[CSVLogger | TensorBoardLogger, Collection[Path]]) -> None:
@@ -301,10 +362,13 @@ class TrainerCLI(LightningCLI):
         """Return what the Trainer is built of besides its settings: loggers and callbacks."""
         given = settings["callbacks"] or []
         given = list(given) if isinstance(given, list | tuple) else [given]
-        keys = ("progress_bar", "run_summary", "monitoring")
+        keys = ("progress_bar", "run_summary", "monitoring", "verbosity")
         options = {key: self._get(self.config_init, key) for key in keys}
         added = choose_callbacks(given, settings, command=self.command, run_root=self.run_root, **options)
-        return {"callbacks": [*given, *added], "logger": choose_loggers(settings, self.run_root)}
+        parts: dict[str, Any] = {"callbacks": [*given, *added], "logger": choose_loggers(settings, self.run_root)}
+        if self.command == "fit" and settings["log_every_n_steps"] is None:
+            parts["log_every_n_steps"] = 1  # until the length of the run is known, see LogInterval
+        return parts
 
     def after_instantiate_classes(self) -> None:
         """Settle what needs all parts: the checkpoint to go on from, and the accumulation of a global batch."""
@@ -316,6 +380,8 @@ class TrainerCLI(LightningCLI):
                     self.datamodule,
                     is_resumed=self.config_init[self.subcommand].get("ckpt_path") is not None,
                 )
+                refuse_unsplit(self.trainer, self.datamodule)
+                refuse_endless(self.trainer, self.datamodule)
             except ValueError as error:
                 raise ConfigError(self._add_path(str(error))) from None
         self._refuse_missing_parts()
@@ -338,17 +404,46 @@ class TrainerCLI(LightningCLI):
         if command.get("weights_only") is None:
             command["weights_only"] = True  # Lightning's default for addresses runs what is there, seen in 2.6.6
         path = command.get("ckpt_path")
-        if path and path != "hpc" and isinstance(self.trainer.strategy, FSDP2Strategy):
+        if not path or path == "hpc":
+            return
+        place = _locate_checkpoint(path)
+        if isinstance(self.trainer.strategy, FSDP2Strategy):
             try:
-                check_checkpoint(_locate_checkpoint(path))
+                check_checkpoint(place)
             except ValueError as error:  # before other ranks are started
                 raise ConfigError(f"ckpt_path: {error}") from error
+        elif (place / MANIFEST).is_file():
+            name = type(self.trainer.strategy).__name__
+            raise ConfigError(
+                f"ckpt_path: got {path}: it holds shards, which {name} does not read: set trainer.strategy to "
+                "fsdp2, on any number of devices"
+            )
 
     def _find_last(self) -> str | None:
         # Lightning would look into the folder of the new run only.
-        found = find_last_checkpoint(self._list_checkpoint_folders(), report=rank_zero_info)
+        folders = self._list_checkpoint_folders()
+        if (other := find_other_checkpoint(folders)) is not None:  # to start afresh would lose what it has
+            raise ConfigError(
+                f"ckpt_path: got 'last': the newest checkpoint, {other}, was not saved by FSDP2Strategy, and says not "
+                "whether it is complete: expected a path, such as its own"
+            )
+        misfits: dict[str, Location] = {}  # the newest for each reason
+
+        def describe_misfit(place: Location) -> str | None:
+            why = self.model.describe_misfit(_read_plain(place)) if isinstance(self.model, Task) else None
+            if why is not None:
+                misfits.setdefault(why, place)
+            return why
+
+        found = find_last_checkpoint(folders, rank_zero_info, describe_misfit)
         if found is not None:
             return str(found)
+        if misfits:  # to start afresh beside them is for the user to choose
+            listed = "; ".join(f"{place} does not fit: {why}" for why, place in misfits.items())
+            raise ConfigError(
+                f"ckpt_path: got 'last': {listed}: set it as there, take another --run_name, or leave --ckpt_path out "
+                "to start afresh"
+            )
         if self.subcommand != "fit":
             raise ConfigError(
                 f"ckpt_path: got 'last': no run below {self.run_root} has a checkpoint: expected the path of "
@@ -431,28 +526,48 @@ class TrainerCLI(LightningCLI):
             raise _InstantiationFailed from error
 
     def _list_facts(self) -> dict[str, str]:
-        """Return what the ranks have to agree on: settings, and the checkpoint that each has found."""
-        found = self.config_init[self.subcommand].get("ckpt_path")
-        start = str(found) if found == "hpc" else describe_start(_locate_checkpoint(found) if found else None)
-        return choose_facts(self.config[self.subcommand]) | {"ckpt_path": start}
+        """Return what the ranks have to agree on: settings, versions, data, and the checkpoint that each has found."""
+        path = self.config_init[self.subcommand].get("ckpt_path")
+        start = str(path) if path == "hpc" else describe_start(_locate_checkpoint(path) if path else None)
+        settings = self.config[self.subcommand]
+        found = list_versions(settings) | list_sources(settings, self.command)
+        return choose_facts(settings) | found | {"ckpt_path": start}
 
     def _run_subcommand(self, subcommand: str) -> None:
         loggers = self.trainer.loggers if self.trainer.is_global_zero else ()
         found = {one: list_found(one) for one in loggers if isinstance(one, CSVLogger | TensorBoardLogger)}
         try:
-            self._run_and_explain(subcommand)
+            self.run_and_explain(subcommand)
         except BaseException:
             self._remove_unused_folders(found)
             raise
 
-    def _run_and_explain(self, subcommand: str) -> None:
+    def start(self, subcommand: str) -> None:
+        """Start the command, with all that is built and checked."""
+        super()._run_subcommand(subcommand)
+
+    def _check_parts(self, subcommand: str) -> None:
+        if (check := getattr(self.datamodule, "check_stage", None)) is not None:
+            check(subcommand)
+        if isinstance(self.model, Task) and subcommand == "fit":
+            self.model.check_strategy(self.trainer)
+        # Reading all rows takes long: only where no other rank is started yet, which would wait for this one.
+        environment = getattr(self.trainer.strategy, "cluster_environment", None)
+        starts_ranks = environment is None or not environment.creates_processes_externally
+        is_first = starts_ranks and self.trainer.local_rank == 0 and self.trainer.num_nodes == 1
+        if isinstance(self.model, Task) and subcommand in _PARTS and is_first:
+            self.model.check_data(self.datamodule, subcommand)
+
+    def run_and_explain(self, subcommand: str) -> None:
+        """Start the command; an error gains its YAML path, and ranks that this process has started end with it."""
         try:
-            if isinstance(strategy := self.trainer.strategy, FSDP2Strategy):
+            strategy = self.trainer.strategy
+            if isinstance(strategy, FSDP2Strategy) and self.trainer.world_size > 1:
                 strategy.facts |= self._list_facts()
-            if (check := getattr(self.datamodule, "check_stage", None)) is not None:
-                check(subcommand)  # now, as ranks take long to start
+                strategy.check_module(self.model)  # now, as ranks take long to start
+            self._check_parts(subcommand)  # now, too
             check_log_folders(self.trainer)
-            super()._run_subcommand(subcommand)
+            self.start(subcommand)
         except SIGTERMException:
             stop_children(self.trainer.strategy.launcher, patience_s=30)
             raise
@@ -480,7 +595,7 @@ class TrainerCLI(LightningCLI):
 
     def _add_path(self, line: str, path: str = "") -> str:
         """Begin an error with the YAML path of the setting that it names first, else with ``path``."""
-        name = re.match(r"\w+(?=[.: ])", line)
+        name = re.match(r"\w+(?=(\[\d+\])?[.: ])", line)  # `train[0].weight: ...` too
         sections = [section for section in _SETTINGS if section.startswith(path) or path.startswith(section)]
         for section in [path, f"{path}.init_args", *sections] if path else sections:
             settings = self._get(self.config, section)
@@ -512,6 +627,18 @@ def _is_of_use(record: logging.LogRecord) -> bool:
     return is_debugging() or record.levelno > logging.INFO or not _BANNERS.match(record.getMessage())
 
 
+def _drop_null(value: Any, given: Any) -> Any:
+    """Return settings without those that are ``null`` and not among the ``given`` ones."""
+    if isinstance(value, dict):
+        given = given if isinstance(given, dict) else {}
+        kept = {key: part for key, part in value.items() if part is not None or key in given}
+        return {key: _drop_null(part, given.get(key)) for key, part in kept.items()}
+    if isinstance(value, list):
+        given = given if isinstance(given, list) and len(given) == len(value) else [None] * len(value)
+        return [_drop_null(part, other) for part, other in zip(value, given, strict=True)]
+    return value
+
+
 def _set_places(settings: dict[str, Any]) -> None:
     """Refuse addresses that a callback or logger could not use, before it makes a local folder of their name.
 
@@ -534,6 +661,14 @@ def _locate_checkpoint(given: str) -> Location:
         raise ConfigError(f"ckpt_path: {error}") from None
 
 
+def _read_plain(place: Location) -> dict[str, Any]:
+    """Return what a complete checkpoint holds beside tensors; nothing of one that cannot be read, as is said later."""
+    try:
+        return read_plain(place)
+    except ValueError:
+        return {}
+
+
 def _check_place(given: str) -> str:
     """Return the name of a checkpoint as all know it; refuse one that is not there."""
     place = _locate_checkpoint(given)
@@ -549,14 +684,11 @@ def _check_place(given: str) -> str:
 
 def _check_root(root: Any) -> None:
     """Refuse a place for runs that cannot be one, which loggers would answer with a traceback."""
-    if root is None or "://" in str(root):
-        return
-    folder = Path(root).absolute()
-    nearest_there = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
-    if not nearest_there.is_dir():
-        raise ConfigError(f"trainer.default_root_dir: got {str(root)!r}: {nearest_there} is no folder: expected one")
-    if not os.access(nearest_there, os.W_OK):
-        raise ConfigError(f"trainer.default_root_dir: got {str(root)!r}: {nearest_there} cannot be written to")
+    if root is not None and "://" not in str(root):
+        try:
+            refuse_no_folder("trainer.default_root_dir", Path(root))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 def _check_strategy_name(strategy: Any) -> None:

@@ -136,3 +136,35 @@ def test_a_kernel_that_no_gpu_needs_is_not_asked_for(caplog: pytest.LogCaptureFi
     logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "why")
     logger.warning("something else")
     assert [record.getMessage() for record in caplog.records if record.name == logger.name] == ["something else"]
+
+
+@pytest.mark.full
+def test_last_takes_the_newest_that_fits_and_says_what_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of adapters after whole weights in the same run name, each kind in version folders of its own."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **ARCHITECTURE)).save_pretrained("base")
+    write_run(tmp_path, model={"config": None, "pretrained": "base"})
+    run, lora = ("fit", "--config=run.yaml", "--trainer.max_steps=1"), "--model.lora.r=4"
+    further = ("fit", "--config=run.yaml", "--ckpt_path=last", "--trainer.max_steps=2")
+    commands = [run, (*further, lora), (*run, lora), further, (*further, "--model.lora.r=2"), (*further, lora)]
+    whole, other_kind, adapters, resumed, other_rank, resumed_adapters = (
+        fork_ranks(*command, ranks=1)[0] for command in commands
+    )
+    first, second = (f"{tmp_path}/{RUN}/version_{k}/checkpoints/epoch=0-step=1.ckpt" for k in (0, 1))
+    third = f"{tmp_path}/{RUN}/version_2/checkpoints/epoch=0-step=2.ckpt"
+    for ended in (whole, adapters, resumed, resumed_adapters):
+        assert ended.code == 0, ended.err
+    why = "does not fit: lora: it holds whole weights, this run has adapters"
+    assert other_kind.code == other_rank.code == 2
+    assert f"'last': {first} {why}: set" in other_kind.errors[0]
+    assert f"{second} does not fit: lora: it holds adapters, this run has none: taking" in resumed.err
+    assert f"checkpoint at {first}" in resumed.err
+    assert (
+        f"{third} {why}; {second} does not fit: lora.r: it was saved with 4, this run has 2: " in other_rank.errors[0]
+    )
+    assert resumed_adapters.err.count(f"{third} {why}: taking") == 1
+    assert f"checkpoint at {second}" in resumed_adapters.err
+    assert len(list((tmp_path / RUN).glob("version_*"))) == 4

@@ -47,6 +47,8 @@ def test_the_head_comment_holds_the_command_and_it_parses(config: Path, capsys: 
     commands = read_commands(config)
     assert any(str(config) in arg for command in commands for arg in command), f"{config}: no command in its head"
     for command in commands:
+        if command[0] == "bench":  # its other options are its own
+            continue
         assert main([*command, "--print_config"]) == 0, capsys.readouterr().err
 
 

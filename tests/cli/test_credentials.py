@@ -11,6 +11,7 @@ import lightning.pytorch  # noqa: F401  sets up its loggers, once
 import pytest
 import yaml
 
+from lit_fsdp import callbacks
 from lit_fsdp.cli.main import main
 from lit_fsdp.cli.messages import redact_logs
 from lit_fsdp.redaction import REDACTED
@@ -44,11 +45,15 @@ class Remote(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 """
 # Each is looked for, byte by byte, in all that was written and printed.
-SECRETS = ("hunter2", "5igned", "hf_abcdefghijklmnopqrst0123456789", "0123456789abcdef0123", "4711")
+SECRETS = ("hunter2", "5igned", "hf_abcdefghijklmnopqrst0123456789", "0123456789abcdef0123", "471108154711")
 URL = f"https://anna:{SECRETS[0]}@data.example.org/train.tar?part=1&X-Amz-Signature={SECRETS[1]}"
 SETTINGS: dict[str, Any] = {
     "url": URL,
-    "storage": {"api_key": SECRETS[3], "region": "north", "env": {"WANDB_API_KEY": SECRETS[3], "password": 4711}},
+    "storage": {
+        "api_key": SECRETS[3],
+        "region": "north",
+        "env": {"WANDB_API_KEY": SECRETS[3], "password": 471108154711},
+    },
     "mirrors": ["https://example.org/b.tar", f"https://example.org/{SECRETS[2]}/b.tar"],
 }
 TRAINER = {"strategy": "auto", "accelerator": "cpu", "max_steps": 2, "log_every_n_steps": 1}
@@ -110,6 +115,22 @@ def test_an_error_that_names_a_credential_tells_it_nowhere(
     assert "cannot reach" in (folder / "runs/run/version_0/report.md").read_text()
     assert main(["fit", "--config=run.yaml", f"--trainer.strategy={URL}"]) == 2
     check_secrets(folder / "runs", capfd.readouterr().err)
+
+
+def test_a_warning_of_ours_is_its_text_and_that_of_others_says_where_it_comes_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", lambda *args: f"{args[2]}:{args[3]}: {args[0]}\n")
+    for place, name in ((sys, "excepthook"), (logging, "_logRecordFactory")):
+        monkeypatch.setattr(place, name, getattr(place, name))  # put back at the end
+    redact_logs()
+    own, other = str(Path(callbacks.__path__[0]) / "report.py"), str(Path(yaml.__path__[0]) / "loader.py")
+    assert warnings.formatwarning("slow data", UserWarning, own, 7) == "warning: slow data\n"
+    assert warnings.formatwarning(URL, UserWarning, own, 7).startswith(f"warning: https://{REDACTED}@data")
+    assert warnings.formatwarning("old", DeprecationWarning, own, 7) == f"{own}:7: old\n"
+    assert warnings.formatwarning("slow", UserWarning, other, 7) == f"{other}:7: slow\n"
+    monkeypatch.setenv("LIT_FSDP_DEBUG", "1")
+    assert warnings.formatwarning("slow data", UserWarning, own, 7) == f"{own}:7: slow data\n"
 
 
 def test_errors_in_threads_in_logs_and_nobody_waits_for_tell_none(

@@ -1,12 +1,17 @@
 """Which callbacks the command line adds."""
 
+import csv
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from input_rows import FIT, TRAINER, Row, check_row, compare_contents, list_contents, run_rows
 from launches import Ended, fork_ranks, write_run
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from report_runs import Page, read_numbers
@@ -25,16 +30,22 @@ from lit_fsdp.callbacks import (
     ThroughputLogger,
     WritePredictions,
 )
-from lit_fsdp.cli.defaults import choose_callbacks, list_found, remove_unused_run
+from lit_fsdp.cli.defaults import LogInterval, Verbosity, choose_callbacks, list_found, remove_unused_run
 
 MEASURING = [StabilityMonitor, MemoryLogger, CommunicationLogger, ThroughputLogger, OOMReport]
 MONITORS = [ClassReport, *MEASURING, SpokenReport, RunReport]
 
 
 def choose(
-    *given: Callback, command: str = "fit", run_summary: bool = True, monitoring: bool = True, **trainer: Any
+    *given: Callback,
+    command: str = "fit",
+    run_summary: bool = True,
+    monitoring: bool = True,
+    verbosity: Verbosity = "brief",
+    **trainer: Any,
 ) -> list[type[Callback]]:
-    settings = {"fast_dev_run": False, "enable_progress_bar": None, "enable_checkpointing": None, **trainer}
+    unset = dict.fromkeys(("enable_progress_bar", "enable_checkpointing", "log_every_n_steps"))
+    settings = {"fast_dev_run": False, **unset, **trainer}
     chosen = choose_callbacks(
         given,
         settings,
@@ -43,12 +54,13 @@ def choose(
         progress_bar=ProgressBar(),
         run_summary=run_summary,
         monitoring=monitoring,
+        verbosity=verbosity,
     )
     return [type(callback) for callback in chosen]
 
 
 def test_a_fit_is_saved_preempted_reported_and_summed_up_the_summary_last() -> None:
-    assert choose() == [ProgressBar, Preemption, ModelCheckpoint, *MONITORS, RunSummary]
+    assert choose() == [ProgressBar, Preemption, ModelCheckpoint, LogInterval, *MONITORS, RunSummary]
 
 
 class OwnReport(RunReport):
@@ -79,11 +91,34 @@ def test_a_callback_that_is_given_replaces_that_of_its_class(given: Callback, ki
         ({"enable_progress_bar": False}, {ProgressBar}),
         ({"enable_checkpointing": False}, {ModelCheckpoint}),
         ({"fast_dev_run": True}, {Preemption, ModelCheckpoint}),
-        ({"command": "validate"}, {Preemption, *MONITORS} - {ClassReport}),
+        ({"log_every_n_steps": 10}, {LogInterval}),
+        ({"command": "validate"}, {Preemption, LogInterval, *MONITORS} - {ClassReport}),
     ],
 )
 def test_each_setting_leaves_out_what_it_is_about(settings: dict[str, Any], missing: set[type[Callback]]) -> None:
     assert set(choose(**settings)) == set(choose()) - missing
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "interval"),
+    [
+        (1, 1),
+        (3, 1),
+        (99, 1),
+        (100, 2),
+        (300, 5),
+        (999, 10),
+        (1000, 20),
+        (2500, 50),
+        (10**6, 50),
+        (math.inf, 50),
+        (-1, 50),
+    ],
+)
+def test_a_run_logs_each_step_or_fifty_of_them_at_least(num_steps: float, interval: int) -> None:
+    trainer: Any = SimpleNamespace(estimated_stepping_batches=num_steps, log_every_n_steps=1)
+    LogInterval().on_train_start(trainer, LightningModule())
+    assert trainer.log_every_n_steps == interval
 
 
 def test_only_predict_writes_predictions() -> None:
@@ -91,12 +126,21 @@ def test_only_predict_writes_predictions() -> None:
     assert WritePredictions not in choose()
 
 
+def _list_nulls(value: Any, path: str = "") -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _list_nulls(part, f"{path}.{key}".lstrip("."))
+    elif value is None:
+        yield path
+
+
 @pytest.mark.full
 def test_a_run_of_the_command_line_ends_in_a_report_with_its_merged_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_run(tmp_path, trainer={"max_steps": 2, "val_check_interval": 1}, data={"validation_fraction": 0.2})
+    settings = {"max_steps": 3, "val_check_interval": 1, "log_every_n_steps": None, "check_val_every_n_epoch": None}
+    write_run(tmp_path, trainer=settings, data={"validation_fraction": 0.2})
     name = "<script>x"
     ended = fork_ranks("fit", "--config", "run.yaml", f"--run_name={name}", "--monitoring=true")
     assert [rank.code for rank in ended] == [0, 0], ended[0].err
@@ -107,13 +151,32 @@ def test_a_run_of_the_command_line_ends_in_a_report_with_its_merged_configuratio
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     assert numbers["config"] == saved
     assert saved["run_name"] == name
+    # Settings that are not in use are left out, where that is what leaving them out means.
+    assert list(_list_nulls(saved)) == ["trainer.check_val_every_n_epoch"]
+    # The terminal: what is trained, the summary, and where all else is.
+    first, title, *_ = ended[0].out.splitlines()
+    where = f"2 ranks on cpu, from step 0 to 3, logs in runs/{name}/version_0"
+    assert first == f"training: 39,072 of 39,072 parameters, {where}"
+    assert title.startswith("Run summary")
+    picked, report = ended[0].err.splitlines()
+    assert picked.startswith("attention: auto: varlen: ")
+    assert report == f"report: runs/{name}/version_0/report.html"
+    perplexity = numbers["curves"]["val/perplexity"]
+    assert numbers["run"]["headline"] == {
+        "name": "val/perplexity",
+        "mode": "min",
+        "last": perplexity["last"],
+        "best": perplexity["lowest"],
+    }
+    with (folder / "metrics.csv").open() as file:
+        assert [row["step"] for row in csv.DictReader(file) if row["train/loss"]] == ["0", "1", "2"]
     # Validation came first, as Lightning's check that it runs.
     assert {"stability", "memory", "comm", "speed"} <= set(numbers["sections"])
     assert not any("error" in section for section in numbers["sections"].values())
     page = Page((folder / "report.html").read_text())
     assert "script" not in page.tags
     assert f"run_name: {name}" in page.text
-    assert numbers["curves"]["val/loss"]["steps"] == [1, 2]
+    assert numbers["curves"]["val/loss"]["steps"] == [1, 2, 3]
     best = [file["path"] for file in numbers["checkpoints"] if file["is_last"]]
     assert best == ["checkpoints/last.ckpt"]
 

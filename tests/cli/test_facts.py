@@ -1,5 +1,7 @@
 """Which settings ranks have to agree on: those that change what is computed, and no others."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,9 @@ import pytest
 from jsonargparse import Namespace
 
 from lit_fsdp.checkpoint.manifest import write_manifest
-from lit_fsdp.cli.facts import choose_facts, describe_start
+from lit_fsdp.cli import facts, source_digest
+from lit_fsdp.cli.facts import choose_facts, describe_start, list_sources, list_versions
+from lit_fsdp.cli.source_digest import describe_source
 
 MODEL = {"class_path": "lit_fsdp.tasks.CausalLM", "init_args": {"pretrained": "base", "lora": {"r": 8}}}
 
@@ -78,3 +82,90 @@ def test_a_checkpoint_is_known_by_its_step_and_save_wherever_it_lies(tmp_path: P
     assert first == same == "step 10, save 2"
     assert other == "step 10, save 3"
     assert describe_start(None) == "no checkpoint"
+
+
+def test_versions_are_compared_of_what_the_task_computes_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "version", lambda name: f"{name} 1.0")
+    assert list(list_versions(build({}))) == ["transformers", "peft"]
+    plain = {"model.init_args.lora": None, "model.init_args.optimizer": Namespace(name="adamw")}
+    assert list(list_versions(build(plain))) == ["transformers"]
+    eight = plain | {"model.init_args.optimizer": Namespace(name="adamw_8bit")}
+    four = plain | {"model.init_args.quantization": Namespace(type="nf4")}
+    assert list(list_versions(build(eight))) == list(list_versions(build(four))) == ["transformers", "bitsandbytes"]
+    assert list_versions(build({"model.class_path": "own.Task"})) == {}
+
+
+def test_data_is_known_by_its_files_wherever_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for node in ("a", "b"):
+        (tmp_path / node / "class").mkdir(parents=True)
+        (tmp_path / node / "x.jsonl").write_text("row\n" * 100_000)
+        (tmp_path / node / "class" / "1.png").write_bytes(b"image")
+    (tmp_path / "b" / "cache-1.arrow").write_text("of the datasets library")
+    (tmp_path / "b" / "class" / "loop").symlink_to(tmp_path / "b")
+    assert describe_source(str(tmp_path / "a")) == describe_source(str(tmp_path / "b"))
+    assert describe_source(str(tmp_path / "a")).startswith("2 files of 400,005 bytes (digest ")
+    one = describe_source(str(tmp_path / "a" / "x.jsonl"))
+    monkeypatch.chdir(tmp_path / "b")
+    assert one == describe_source(["x.jsonl"]) == describe_source("*.jsonl") == describe_source(Path("x.jsonl"))
+    for change in ("row\n" * 99_999, "row\n" * 50_000 + "odd\n" + "row\n" * 49_999):
+        (tmp_path / "b" / "x.jsonl").write_text(change)
+        assert describe_source("x.jsonl") != one
+        assert describe_source(str(tmp_path / "a")) != describe_source(str(tmp_path / "b"))
+    named = ["org/name", "s3://bucket/rows.jsonl", "/elsewhere/{00..09}.tar"]
+    assert describe_source(named) == "org/name, s3://bucket/rows.jsonl, a path"
+
+
+def test_a_folder_of_millions_is_not_listed_before_the_ranks_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_digest, "_MOST_FILES", 8)
+    for i in range(20):
+        (tmp_path / f"{i}.jsonl").write_text("row")
+    read, scan = [], os.scandir
+
+    class Counted:
+        def __init__(self, folder: Path) -> None:
+            self.entries = scan(folder)
+
+        def __enter__(self) -> Iterator[os.DirEntry[str]]:
+            return (read.append(entry.name) or entry for entry in self.entries)  # type: ignore[func-returns-value]
+
+        def __exit__(self, *_: object) -> None:
+            self.entries.close()
+
+    monkeypatch.setattr(os, "scandir", Counted)
+    told = "1 folder of more than 8 entries, which are not compared"
+    assert describe_source(str(tmp_path)) == told
+    assert len(read) == 9, "it stops where it knows that there are too many"
+    assert describe_source(str(tmp_path / "*.jsonl")) == f"a path, {told}"
+    assert len(read) == 18
+
+
+def test_only_the_data_of_the_command_is_looked_at(tmp_path: Path) -> None:
+    settings = build({"data.init_args.train": "org/train", "data.init_args.predict": "org/predict"})
+    assert list_sources(settings, "fit") == {"data.init_args.train": "org/train"}
+    assert list_sources(settings, "predict") == {"data.init_args.predict": "org/predict"}
+    assert list_sources(Namespace(data=None), "fit") == {}
+
+
+def test_what_data_of_ones_own_takes_as_its_source_starts_on_any_node(tmp_path: Path) -> None:
+    text = "a prompt " * 50  # too long for a file name
+    assert list_sources(build({"data.init_args.train": text}), "fit") == {"data.init_args.train": text}
+    (tmp_path / "rows").mkdir()
+    sources = [build({"data.init_args.train": Namespace(rows=place, take=3)}) for place in ("/a/rows", str(tmp_path))]
+    expected = {"data.init_args.train": '{"rows": "a path", "take": 3}'}
+    assert [list_sources(one, "fit") for one in sources] == [expected, expected]
+
+
+def test_several_sources_are_told_by_what_they_hold_and_their_weights(tmp_path: Path) -> None:
+    for node, text in (("first", "same"), ("second", "same"), ("third", "other")):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "a.jsonl").write_text(text)
+
+    def describe(node: str, weight: float) -> str:
+        sources = [{"path": str(tmp_path / node / "a.jsonl"), "weight": weight}, "org/data"]
+        return list_sources(build({"data.init_args.train": sources}), "fit")["data.init_args.train"]
+
+    assert describe("first", 0.5) == describe("second", 0.5)
+    assert len({describe("first", 0.5), describe("third", 0.5), describe("first", 0.6)}) == 3
+    assert describe("first", 0.5).endswith('{"weight": 0.5}; org/data')

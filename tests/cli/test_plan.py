@@ -1,6 +1,8 @@
 """``plan`` on the command line, and what it says beside what a run holds."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +98,26 @@ def test_a_plan_is_what_a_run_on_two_ranks_holds(
             assert planned["largest_bytes_by_kind"][kind] == real["largest_bytes_by_kind"][kind], kind
 
 
+@pytest.mark.full
+def test_split_layers_are_traced_and_not_searched(capfd: pytest.CaptureFixture[str]) -> None:
+    config, split = f"--config={ROOT / 'configs' / 'quickstart.yaml'}", "--trainer.strategy.mesh.tensor=2"
+    whole, found = plan(config, "--devices=2"), plan(config, split, "--devices=4", "--gpu=RTX 4090")
+    assert (found["engine"], found["time"], found["ranks"]["tensor"]) == ("exact trace", None, 2)
+    assert "no time of a step: mesh.tensor: ranks that share rows have no rules" in found["notes"]
+    sent, before = (p["communication"]["bytes_per_step"]["reduce_scatter"] for p in (found, whole))
+    num_norms = 9 * 128  # which are not split
+    assert sent == (before - 4 * num_norms) // 2 + 4 * num_norms
+    capfd.readouterr()
+    assert main(["plan", config, split, "--devices=4", "--search=true", "--gpu=RTX 4090", "--out=searched"]) == 2
+    assert "search: got true with replicate 1 x shard 2 x tensor 2: " in capfd.readouterr().err
+
+
 def test_the_quickstart_plans_on_the_processes_that_it_starts(capfd: pytest.CaptureFixture[str]) -> None:
     Path("ema.yaml").write_text("trainer: {callbacks: {class_path: lit_fsdp.callbacks.EMA}}")
     found = plan(f"--config={ROOT / 'configs' / 'quickstart.yaml'}", "--config=ema.yaml")
     assert found["model"] == {"weights": 1_049_728, "trained": 1_049_728}
     assert "EMA: its average, 2.00 MiB of each GPU in float32, is not counted" in found["notes"]
-    assert found["ranks"] == {"world_size": 2, "nodes": 1, "devices": 2, "replicas": 1, "shards": 2}
+    assert found["ranks"] == {"world_size": 2, "nodes": 1, "devices": 2, "replicas": 1, "shards": 2, "tensor": 1}
     assert found["memory"]["peak_bytes"] == sum(found["memory"]["peak_bytes_by_kind"].values())
     assert found["device"] is None
     assert Path("planned/plan.png").read_bytes().startswith(b"\x89PNG")
@@ -364,3 +380,11 @@ def test_a_time_names_its_gpu_and_one_rank_sends_nothing(capfd: pytest.CaptureFi
 
 def test_sizes_of_memory_have_units() -> None:
     assert [parse_memory(text) for text in ("16GiB", "24 gb", "1.5MiB")] == [16 * 2**30, 24 * 10**9, 3 * 2**19]
+
+
+@pytest.mark.full
+def test_a_plan_prints_nothing_beside_its_result() -> None:
+    config = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+    command = [sys.executable, "-m", "lit_fsdp", "plan", "--config", str(config), "--gpu", "RTX 4080", "--devices", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Seed set" not in done.stdout + done.stderr

@@ -162,8 +162,8 @@ def test_the_note_about_fsdp2_auto_says_what_is_left_to_do() -> None:
 
 
 def test_a_flag_without_a_value_is_refused_with_how_it_is_written(capfd: pytest.CaptureFixture[str]) -> None:
-    for args in (["--config=run.yaml", "--search"], ["--search", "--config=run.yaml"]):
-        check_refused(args, "search: no value given: expected true or false, such as --search true", capfd)
+    for args in (["--config=run.yaml", "--run_summary"], ["--run_summary", "--config=run.yaml"]):
+        check_refused(args, "run_summary: no value given: expected true or false, such as --run_summary true", capfd)
     check_refused(["--config=run.yaml", "--gpu"], "gpu: no value given: expected one argument", capfd)
 
 

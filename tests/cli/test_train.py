@@ -5,13 +5,14 @@ import logging
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import lightning.pytorch  # noqa: F401  sets up its loggers, once
 import pytest
 import yaml
 
-from lit_fsdp.cli.main import format_help, main
+from lit_fsdp.cli.main import COMMANDS, format_help, main
 from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.errors import nearest
 from lit_fsdp.strategy.processes import choose_processes
@@ -167,8 +168,8 @@ SIMPLE = [
     ("{}", "--trainer.precision=bf17", "trainer.precision: got 'bf17': expected one of"),
     ("{trainer: 3}", "", "trainer: got 3 (extra.yaml, line 1): expected a mapping"),
     ("{seed_everything: x}", "", "seed_everything: got 'x': expected true or false or int"),
-    ("{data: {class_path: TextData, init_args: {train: [{a: b}]}}}", "",
-     "data.init_args.train[0]: got {'a': 'b'}: expected str"),
+    ("{data: {class_path: TextData, init_args: {train: [5]}}}", "",
+     "data.init_args.train[0]: got 5: expected str or mapping"),
     # a class
     ("{model: {class_path: tinytask.TinyTsk}}", "",
      "model.class_path: got 'tinytask.TinyTsk': module tinytask has no TinyTsk: did you mean TinyTask?"),
@@ -259,7 +260,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_command(capfd: pytest
 def test_commands_that_do_not_exist_are_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fti"]) == 2
     assert main(["--config=run.yaml", "fit"]) == 2
-    known = "fit, validate, test, predict, export, plan, prepare, speak, export-voice, bench"
+    known = ", ".join(COMMANDS)
     assert capsys.readouterr().err.splitlines() == [
         "error: fti: unknown command: did you mean fit?",
         f"error: --config=run.yaml: an option before the command: expected {known} first",
@@ -306,6 +307,28 @@ def test_a_run_leaves_everything_in_one_folder_and_can_be_repeated(
     assert (run.parent / "version_1" / "config.yaml").read_text() == (run / "config.yaml").read_text()
 
 
+def test_ckpt_path_last_does_not_start_afresh_beside_a_checkpoint_of_another_strategy(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = folder / "runs" / "other" / "version_0" / "checkpoints" / "epoch=0-step=2.ckpt"
+    saved.mkdir(parents=True)
+    (saved / "meta.pt").touch()
+    assert main(["fit", "--config=run.yaml", "--run_name=other", "--ckpt_path=last"]) == 2
+    (line,) = errors_in(capsys.readouterr().err)
+    assert f"{saved}, was not saved by FSDP2Strategy" in line
+
+
+def test_a_sharded_checkpoint_is_refused_by_a_strategy_that_cannot_read_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = folder / "runs" / "sharded" / "version_0" / "checkpoints" / "last.ckpt"
+    saved.mkdir(parents=True)
+    (saved / "complete.json").write_text("{}")
+    assert main(["validate", "--config=run.yaml", f"--ckpt_path={saved}", "--trainer.strategy=auto"]) == 2
+    (line,) = errors_in(capsys.readouterr().err)
+    assert "it holds shards, which SingleDeviceStrategy does not read: set trainer.strategy to fsdp2" in line
+
+
 def test_ckpt_path_last_finds_the_earlier_run_and_the_command_line_wins_over_its_settings(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -346,6 +369,16 @@ def test_what_our_code_refuses_while_running_is_one_line_unless_debugging(
     monkeypatch.setenv("LIT_FSDP_DEBUG", "1")
     with pytest.raises(ValueError, match="expected 1 or more"):
         main(args)
+
+
+def test_srun_on_this_machine_is_no_reason_to_warn_outside_of_its_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "srun").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with warnings.catch_warnings(record=True) as found:
+        assert main(["fit", "--config=run.yaml", "--model.refusing_rank=all"]) == 2
+    assert not [warning for warning in found if "srun" in str(warning.message)]
 
 
 def test_a_bug_in_our_code_is_no_refusal() -> None:
@@ -403,6 +436,23 @@ def test_help_lists_the_commands_on_one_screen_without_loading_torch() -> None:
     assert out.strip() == format_help()
     assert len(out.splitlines()) <= 40
     assert all(f"  {name} " in out for name in ("fit", "validate", "test", "predict", "export"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("command", "first"), [("plan", "--devices"), ("preview", "--rows"), ("fit", "--ckpt_path")])
+def test_the_help_of_a_command_begins_with_its_own_options(
+    command: str, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--help"]) == 0
+    usage, *lines = capsys.readouterr().out.splitlines()
+    given = "--config FILE [--config FILE ...]"
+    given = f"({given} | --model MODEL)" if command == "plan" else given
+    assert usage == f"usage: python -m lit_fsdp {command} {given} [--KEY=VALUE ...]"
+    options = [line.split()[0] for line in lines if line.startswith("  -")]
+    assert options[0] == first
+    # The keys of a run come before the 40 settings of the Trainer, which end it.
+    assert options.index("--run_name") < options.index("--model") < options.index("--trainer")
+    assert options[-1].startswith("--trainer.")
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

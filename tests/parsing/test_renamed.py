@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from lit_fsdp.cli.main import main
-from lit_fsdp.cli.renamed import RENAMED
+from lit_fsdp.parsing.renamed import RENAMED
 
 STRATEGY = "trainer.strategy"
 MODELS = {"lora": "CausalLM", "quantization": "CausalLM", "schedule": "CausalLM", "lr_scheduler": "CausalLM"}

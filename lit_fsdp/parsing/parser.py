@@ -16,6 +16,7 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType, ModuleType, UnionType
 from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
@@ -26,12 +27,15 @@ from jsonargparse.typing import register_type
 from typing_extensions import override
 
 from lit_fsdp.checkpoint.remote import describe_local_only, is_remote, locate_local
-from lit_fsdp.cli.config_files import check_options, use_own_loader
-from lit_fsdp.cli.renamed import RENAMED, rename_key
 from lit_fsdp.errors import ConfigError, nearest, suggest
+from lit_fsdp.parsing.config_files import check_options, use_own_loader
+from lit_fsdp.parsing.renamed import RENAMED, rename_key
 
 _BASES = ("LightningModule", "LightningDataModule")  # what model and data are without a class
 _TYPE_WORDS = {type(None): "null", bool: "true or false", collections.abc.Iterable: "list", dict: "mapping"}
+
+
+_is_wanted: ContextVar[bool] = ContextVar("is_wanted", default=False)  # see find_parser
 
 
 class OneLineParser(jsonargparse.ArgumentParser):
@@ -65,6 +69,11 @@ class OneLineParser(jsonargparse.ArgumentParser):
     @override
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Read a command line whose values all come to an end."""
+        if _is_wanted.get():
+            raise _ParserFound(self)
+        # It hands null on to a class as the word None, seen in jsonargparse 4.53; drop when that is mended.
+        if "defaults" in kwargs and args is not None and len(args) == 1 and args[0].endswith("=None"):
+            args = [f"{args[0].removesuffix('None')}null"]
         check_options(sys.argv[1:] if args is None else args)
         return super().parse_args(args, *more, **kwargs)
 
@@ -76,6 +85,23 @@ class OneLineParser(jsonargparse.ArgumentParser):
             if isinstance(value, bool | int | float | str | list):
                 raise _RefusalError(key, f"got {value!r}: expected mapping")
         super().validate(namespace, *args, **kwargs)
+
+
+def find_parser(run: Callable[[Sequence[str]], Any], args: Sequence[str]) -> OneLineParser:
+    """Return the parser that a command would read its options with; the command goes no further.
+
+    Args:
+        run: The command.
+        args: Its command line, without options.
+    """
+    token = _is_wanted.set(True)
+    try:
+        run(args)
+    except _ParserFound as found:
+        return found.parser
+    finally:
+        _is_wanted.reset(token)
+    raise AssertionError(f"{' '.join(args)} has read no command line")
 
 
 def run_function(function: Callable[..., Any], args: Sequence[str], *, command: str, description: str) -> Any:
@@ -90,6 +116,22 @@ def run_function(function: Callable[..., Any], args: Sequence[str], *, command: 
     parser = OneLineParser(prog=f"python -m lit_fsdp {command}", description=description)
     parser.add_function_arguments(function, fail_untyped=True)
     return function(**parser.instantiate(parser.parse_args(list(args))).as_dict())
+
+
+def order_help(parser: jsonargparse.ArgumentParser, titles: Mapping[str, str]) -> None:
+    """Sort the groups of options that ``--help`` shows.
+
+    Args:
+        parser: Of one command.
+        titles: In their order, by the key that a group of options shares, such as ``trainer``; ``options`` are those
+            without one, and the name of the command has the arguments of its method.
+    """
+    # Private, seen in Python 3.11: argparse has no way to say it.
+    groups: dict[str, Any] = {"options": parser._optionals, **(parser.groups or {})}
+    order = [groups[name] for name in titles if name in groups]  # a method without arguments has none
+    for name in titles.keys() & groups.keys():
+        groups[name].title = titles[name]
+    parser._action_groups = [*order, *(group for group in parser._action_groups if group not in order)]
 
 
 def refuse_null(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
@@ -119,6 +161,12 @@ def check_out_folder(folder: Path) -> None:
         raise ConfigError(f"out: got {folder}: {error.strerror}; choose another folder") from error
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"out: got {folder}: not writable; choose another folder")
+
+
+class _ParserFound(BaseException):  # no error: nothing shall explain it
+    def __init__(self, parser: OneLineParser) -> None:
+        super().__init__()
+        self.parser = parser
 
 
 class _RefusalError(TypeError):

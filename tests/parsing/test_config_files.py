@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lit_fsdp.cli.config_files import check_config_files, check_options, load_yaml
 from lit_fsdp.errors import ConfigError
+from lit_fsdp.parsing.config_files import check_config_files, check_options, list_quiet_callbacks, load_yaml
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)
@@ -65,3 +65,22 @@ def test_an_option_without_an_end_is_refused_by_its_name(args: list[str]) -> Non
 def test_text_with_an_ampersand_is_no_yaml_to_refuse() -> None:
     check_options(["speak", "--text", "[salt & pepper", "--name=&", "&x *y"])
     assert load_yaml("a: [1e-3, 'x & *y']") == {"a": [1e-3, "x & *y"]}
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        (["trainer: {callbacks: [{class_path: lit_fsdp.callbacks.EMA}]}"], None),
+        (["trainer: {callbacks: ModelCheckpoint}"], []),
+        (["trainer: {callbacks: [my.BestCheckpoint, EMA, {class_path: pl.LearningRateMonitor}]}"], ["EMA"]),
+        (["trainer: {callbacks: [ModelCheckpoint]}", "trainer: {callbacks: [EMA]}"], None),
+        (["trainer: {callbacks: [ModelCheckpoint]}", "trainer: {max_steps: 3}"], []),
+        (["data: {batch_size: 2}"], None),
+    ],
+)
+def test_a_run_without_checkpoints_and_loggers_leaves_out_the_callbacks_that_need_them(
+    given: list[str], left: list[str] | None, tmp_path: Path
+) -> None:
+    for i, text in enumerate(given):
+        (tmp_path / f"{i}.yaml").write_text(text)
+    assert list_quiet_callbacks([str(tmp_path / f"{i}.yaml") for i in range(len(given))]) == left

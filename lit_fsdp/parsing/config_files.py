@@ -10,14 +10,16 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace, get_loader, set_loader
 
-from lit_fsdp.cli.renamed import rename_key
 from lit_fsdp.errors import ConfigError, nearest, suggest
 from lit_fsdp.files import describe_special_file
+from lit_fsdp.parsing.renamed import rename_key
 from lit_fsdp.redaction import REDACTED
 
 # jsonargparse drops a scalar given for one of these groups without a word, seen in 4.53.
 _SECTIONS = ("trainer", "progress_bar")
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
+# How names end of callbacks that Lightning refuses in a run without checkpoints and loggers.
+_WRITERS = ("Checkpoint", "LearningRateMonitor", "DeviceStatsMonitor")
 _MAX_BYTES, _MAX_NODES, _MAX_DEPTH = 2**20, 100_000, 100  # far above any configuration that somebody wrote
 _load_plain = get_loader("yaml")
 
@@ -43,6 +45,25 @@ def check_config_files(args: Sequence[str]) -> list[Path]:
             raise ConfigError(f"--config: {str(file)!r} {what}: {hint}")
         _check_content(file)
     return files
+
+
+def list_quiet_callbacks(config: Sequence[str]) -> list[Any] | None:
+    """Return the callbacks of a configuration that a run without checkpoints and loggers can have.
+
+    ``None`` if those are all of them. Lightning refuses the others in such a run; they are told by their names.
+
+    Args:
+        config: Its files, in the order in which they are merged.
+    """
+    given: list[Any] = []
+    for file in check_config_files([f"--config={path}" for path in config]):
+        trainer = (load_yaml(file.read_text(encoding="utf-8")) or {}).get("trainer")
+        if isinstance(trainer, Mapping) and "callbacks" in trainer:
+            found = trainer["callbacks"] or []
+            given = found if isinstance(found, list) else [found]
+    names = [str(one.get("class_path") if isinstance(one, Mapping) else one) for one in given]
+    quiet = [one for one, name in zip(given, names, strict=True) if not name.endswith(_WRITERS)]
+    return quiet if len(quiet) < len(given) else None
 
 
 def refuse_dropped_keys(config: Any, files: Sequence[Path], args: Sequence[str]) -> None:

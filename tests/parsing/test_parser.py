@@ -1,0 +1,32 @@
+"""Options are read as the same values in YAML are."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from lit_fsdp.parsing.parser import OneLineParser
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Settings within settings, none of which is null by default."""
+
+    name: str | None = "a"
+    rate: float | None = 1.0
+
+
+class Whole:
+    """Takes settings as a task does."""
+
+    def __init__(self, part: Part | None = None, path: str | None = "b") -> None:
+        self.part, self.path = part, path
+
+
+@pytest.mark.parametrize("key", ["part.name", "part.rate", "init_args.part.rate", "path"])
+def test_null_as_an_option_is_null_at_any_depth(key: str) -> None:
+    parser = OneLineParser()
+    parser.add_subclass_arguments(Whole, "model")
+    value = parser.parse_args([f"--model={__name__}.Whole", f"--model.{key}=null"]).model.init_args
+    for name in key.removeprefix("init_args.").split("."):
+        value = value[name]
+    assert value is None
