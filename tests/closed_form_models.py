@@ -15,6 +15,7 @@ from lit_fsdp.planning.closed_form.engine import StepEstimate
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.sharding.shard import Sharding
 from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, sum_chunked_losses
 
 SMALL = {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3}
@@ -69,4 +70,6 @@ def compare(model: dict[str, Any], options: dict[str, Any], tolerance: float = 0
     for kind in ("parameters", "gradients") if estimated.host_by_kind else ():
         assert traced.memory.host_by_kind[kind] == pytest.approx(estimated.host_by_kind[kind], rel=0.001)
     # The closed form knows nothing of small things, which weigh more with few tokens, and less with experts.
-    assert 0.55 < estimated.moved_bytes / traced.moved_bytes < 0.85
+    sharding = options.get("sharding", Sharding())
+    if sharding.gather_bits is None and sharding.reduce_bits is None:  # nor of rounding what is sent
+        assert 0.55 < estimated.moved_bytes / traced.moved_bytes < 0.85

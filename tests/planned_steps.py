@@ -1,6 +1,8 @@
 """Steps as both engines see them, and as they are on tensors that have values."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from lit_fsdp.planning.closed_form.engine import StepEstimate, estimate_step
 from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, Ranks
 from lit_fsdp.planning.trace.dry_run import TracedStep, fake_ranks, trace_training_step
 from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
+from lit_fsdp.sharding.activation_offload import watch_host_memory
 from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.parallelize import shard_module
@@ -93,10 +96,12 @@ def run_for_real(module: Any, settings: Settings, batch: Any, options: dict[str,
     optimizer = make(module)
     trace = MemoryTrace(module, [optimizer], plan=plan, device=cpu)
     num = options.get("num_micro_batches", 1)
+    stack = ExitStack()
     for is_traced in (False, True):
         if is_traced:
-            trace.__enter__()
+            stack.enter_context(trace)
             trace.add_inputs(batch)
+            stack.enter_context(watch_host_memory(partial(trace.count_on_host, int)))
         for i in range(num):
             trace.begin_phase("forward")
             loss = module.step(batch)
@@ -107,5 +112,5 @@ def run_for_real(module: Any, settings: Settings, batch: Any, options: dict[str,
         trace.begin_phase("optimizer")
         optimizer.step()
         optimizer.zero_grad()
-    trace.__exit__(None, None, None)
+    stack.close()
     return trace.finish()

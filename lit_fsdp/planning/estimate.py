@@ -167,7 +167,8 @@ def estimate_step_time(
     Raises:
         ValueError: The GPU does not compute in this dtype, or there is no link between nodes.
     """
-    replicas, shards = ranks.resolve(settings.mesh)
+    sizes = ranks.resolve(settings.mesh)
+    replicas, shards = sizes.replicate, sizes.num_shards
     parameters = list(model.module.parameters())
     trained = [parameter.element_size() for parameter in parameters if parameter.requires_grad]
     compute = model.dtypes.build_policy().param_dtype or max(
@@ -180,7 +181,7 @@ def estimate_step_time(
         flops=cost.flops,
         plan=model.units,
         units=estimate_bytes(model.module, model.units, settings.sharding, model.dtypes, **counts),
-        tokens=micro_batch.num_tokens,
+        tokens=-(-micro_batch.num_tokens // sizes.sequence),
         num_micro_batches=num_micro_batches,
         moved_bytes=cost.moved_bytes,
         update_bytes=count_update_bytes(
@@ -189,6 +190,8 @@ def estimate_step_time(
         offloaded_bytes=sum(count_shard_bytes(model.module, u, shards) for u in model.units) if is_offloaded else 0,
         regather_ranks=None if isinstance(reshard, bool) else reshard,
         is_compiled=settings.compile is not None,
+        has_exchanges=settings.sharding.reduce_bits is not None,
+        num_reduce_buffers=settings.sharding.reduce_scatter_max_input_buffers,
     )
     machine = Machine(
         gpu=hardware.gpu,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
@@ -28,6 +28,8 @@ from lit_fsdp.profiling.expected_communication import Collectives, UnitBytes, es
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory_trace import StepMemory
 from lit_fsdp.quantization.layers import count_weights, iterate_quantized
+from lit_fsdp.sharding.mesh import MeshSizes
+from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.wrap import Unit, count_shard_bytes, plan_module
 
 
@@ -39,8 +41,10 @@ class Plan:
     ranks: Ranks
     num_replicas: int
     num_shards: int
+    num_split: int  # ranks that share the layers, ``mesh.tensor``
     communication: Sequence[UnitBytes]
     collectives: Collectives
+    exchanges: Sequence[int]  # bytes of each exchange of ranks that share the tokens of a row
     num_micro_batches: int
     num_weights: int  # those of quantized layers and of adapters included
     num_trained: int
@@ -58,12 +62,18 @@ class Plan:
         """The memory that a GPU must have: with headroom, and what lies outside of the allocator."""
         return compute_needed_bytes(self.memory.peak.num_bytes)
 
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the shards are in host memory."""
+        return "parameters" in self.memory.host_by_kind
+
     def sum_communication(self) -> dict[str, int]:
         """Return the bytes of each kind of collective in a step of one rank."""
         return {
             "gather": sum(unit.gather_step for unit in self.communication),
             "reduce_scatter": sum(unit.reduce_scatter_step for unit in self.communication),
             "all_reduce": sum(unit.all_reduce_step for unit in self.communication),
+            **({"all_to_all": sum(self.exchanges)} if self.exchanges else {}),
         }
 
 
@@ -77,14 +87,20 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
         ConfigError: It cannot be traced, and has to be.
     """
     settings, notes = step.strategy.settings, list(step.notes)
-    replicas, shards = step.ranks.resolve(settings.mesh)
+    sizes = step.ranks.resolve(settings.mesh)
+    replicas, shards = sizes.replicate, sizes.num_shards
     counts = {"num_shards": shards, "num_replicas": replicas, "num_micro_batches": step.num_micro_batches}
     units, dtypes = plan_module(step.module, settings.wrap), step.strategy.precision_plugin.mixed_precision
-    # Before a trace shards the module.
-    communication = estimate_bytes(step.module, units, settings.sharding, dtypes, **counts)
     weights = count_weights(step.module)
     num_trained = sum(weights[name] for name, p in step.module.named_parameters() if p.requires_grad)
-    quantized_bytes, written_bytes = _count_quantized(step.module, shards), _count_written(step, units, shards)
+    quantized_bytes = _count_quantized(step.module, shards)
+
+    def count_bytes() -> tuple[list[UnitBytes], int]:
+        communication = estimate_bytes(step.module, units, settings.sharding, dtypes, **counts)
+        return communication, _count_written(step, units, shards)
+
+    # Before a trace shards the module, but of layers that are split only that knows the parts.
+    communication, written_bytes = count_bytes()
     common: dict[str, Any] = {"ranks": step.ranks, "num_micro_batches": step.num_micro_batches}
     estimate, model, micro_batch, reason = None, None, None, ""
     try:
@@ -93,31 +109,30 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
         estimate = estimate_step(model, settings, micro_batch, device_type=step.device_type, **common)
     except NoEstimateError as error:
         reason = str(error)
+        model = None if sizes.num_sharing > 1 else model  # times are of layers that are whole
         notes.append(f"no closed form, so the step was traced: {reason}")
     if unseen := list_untraced(step.module):
         notes.append(f"left out: what {', '.join(unseen)} of the task does, which no engine follows")
     traced = trace_step(step) if estimate is None or exact else None
     cost = estimate or traced
     assert cost is not None
+    if sizes.tensor > 1:
+        communication, written_bytes = count_bytes()
     time = None
     if hardware is not None and model is not None and micro_batch is not None:
         time = estimate_step_time(model, settings, hardware, cost, micro_batch=micro_batch, **common)
-        notes += time.notes
+        notes += [*time.notes, *_list_untimed(settings, sizes)]
     elif hardware is not None:
         notes.append(f"no time of a step: {reason}")
-    if cost.flops.uncounted:
-        notes.append(f"FLOPs: none are known of {', '.join(cost.flops.uncounted)}")
-    if settings.compile is not None:
-        notes.append("compile is left out: compiled blocks keep fewer activations, which no plan can see")
-    if settings.cpu_offload is not None:
-        notes.append("offload: shards, gradients and optimizer state are in host memory, where the optimizer runs")
     return Plan(
         memory=(traced or cost).memory,
         ranks=step.ranks,
         num_replicas=replicas,
         num_shards=shards,
+        num_split=sizes.tensor,
         communication=communication,
         collectives=estimate_collectives(units, settings.sharding, **counts),
+        exchanges=() if traced is None else traced.exchanges,
         num_micro_batches=step.num_micro_batches,
         num_weights=sum(weights.values()),
         num_trained=num_trained,
@@ -128,8 +143,21 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
         flops=cost.flops,
         activations={} if estimate is None else _split_activations(estimate),
         time=time,
-        notes=notes,
+        notes=[*notes, *_list_notes(settings, cost.flops)],
     )
+
+
+def _list_notes(settings: Settings, flops: Flops) -> Iterator[str]:
+    if settings.mesh.tensor > 1:
+        yield "left out: what the ranks of a layer send each other, with mesh.tensor"
+    if flops.uncounted:
+        yield f"FLOPs: none are known of {', '.join(flops.uncounted)}"
+    if settings.compile is not None:
+        yield "compile is left out: compiled blocks keep fewer activations, which no plan can see"
+    if settings.cpu_offload is not None:
+        yield "offload: shards, gradients and optimizer state are in host memory, where the optimizer runs"
+    if settings.activation_checkpointing.offload:
+        yield "activation_checkpointing.offload: the time leaves out copies of inputs, which run beside compute"
 
 
 def _split_activations(estimate: StepEstimate) -> dict[str, int]:
@@ -147,6 +175,13 @@ def _count_written(step: PlannedStep, units: Sequence[Unit], num_shards: int) ->
 
 def _get_optimizer_bytes(memory: StepMemory) -> int:
     return memory.host_by_kind.get("optimizer_state") or max(memory.by_kind["optimizer_state"])
+
+
+def _list_untimed(settings: Settings, sizes: MeshSizes) -> Iterator[str]:
+    if sizes.sequence > 1:
+        yield "the time leaves out the all-to-alls of mesh.sequence"
+    if sizes.num_shards > 1 and (settings.sharding.gather_bits or settings.sharding.reduce_bits):
+        yield "the time leaves out rounding for sharding.gather_bits and reduce_bits"
 
 
 def _count_quantized(module: LightningModule, num_shards: int) -> int:

@@ -10,9 +10,9 @@ from lit_fsdp.planning.estimate import HEADROOM, OUTSIDE_BYTES
 from lit_fsdp.planning.plan import Plan
 from lit_fsdp.planning.timing.step_time import StepTime
 from lit_fsdp.profiling.memory import KINDS
-from lit_fsdp.reporting.memory_section import plot_step
+from lit_fsdp.reporting.memory_section import make_unit_table, plot_step
 from lit_fsdp.reporting.plots import write_png
-from lit_fsdp.reporting.sections import Table, print_table
+from lit_fsdp.reporting.sections import Plot, Section, Table, print_table
 
 _GIB = 2**30
 _MEANINGS = {
@@ -92,6 +92,7 @@ def describe_plan(plan: Plan, device_bytes: int | None) -> dict[str, Any]:
             "devices": ranks.per_node,
             "replicas": plan.num_replicas,
             "shards": plan.num_shards,
+            "tensor": plan.num_split,
         },
         "micro_batches": plan.num_micro_batches,
         "model": {"weights": plan.num_weights, "trained": plan.num_trained},
@@ -116,6 +117,7 @@ def describe_plan(plan: Plan, device_bytes: int | None) -> dict[str, Any]:
                 "gather": plan.collectives.gathers,
                 "reduce_scatter": plan.collectives.reduce_scatters,
                 "all_reduce": plan.collectives.all_reduces,
+                **({"all_to_all": len(plan.exchanges)} if plan.exchanges else {}),
             },
             "units": [vars(unit) for unit in plan.communication],
         },
@@ -156,10 +158,50 @@ def describe_time(time: StepTime) -> dict[str, Any]:
 
 def draw_plan(plan: Plan, device_bytes: int | None, path: Path) -> None:
     """Write the memory over the step as a picture, with what tensors may take of a device, where that is known."""
-    title = f"Memory of the planned step, rank 0 of {plan.ranks.world_size}, which holds most"
+    write_png(plot_plan(plan, device_bytes), path)
+
+
+def plot_plan(plan: Plan, device_bytes: int | None) -> Plot:
+    """Return the memory over the step by kind."""
+    title = f"Planned step, rank 0 of {plan.ranks.world_size}"
     limit = None if device_bytes is None else max(int((device_bytes - OUTSIDE_BYTES) / HEADROOM), 0)
     x_label = "unit after unit" if plan.engine == "closed form" else "operator"
-    write_png(plot_step(plan.memory, title=title, x_label=x_label, limit_bytes=limit), path)
+    return plot_step(plan.memory, title=title, x_label=x_label, limit_bytes=limit)
+
+
+def make_memory_section(plan: Plan, device_bytes: int | None) -> Section:
+    """Return the memory of a rank: over the step, by kind, by unit, and where activations are from."""
+    tables = [_make_memory_table(plan)]
+    peak = plan.memory.peak
+    if peak.by_unit:
+        size, name = choose_unit(peak.num_bytes)
+        tables.append(make_unit_table(peak, f"FSDP units at the peak, {name}", size))
+    if plan.activations:
+        tables.append(_make_activation_table(plan))
+    if plan.memory.host_by_kind or plan.staged_bytes:
+        tables.append(_make_host_table(plan))
+    return Section(title="Memory", name="memory", tables=tables, plots=[plot_plan(plan, device_bytes)])
+
+
+def make_speed_section(plan: Plan) -> Section:
+    """Return what is sent, in all and by each unit, and the time of a step where a GPU was named."""
+    tables = [_make_communication_table(plan)]
+    if plan.time is not None:
+        tables.insert(0, _make_time_table(plan.time, ()))
+    sent = [unit for unit in plan.communication if unit.gather_step]
+    if sent:
+        size, name = choose_unit(max(unit.gather for unit in sent))
+        rows = [
+            [
+                unit.unit,
+                *(f"{number / size:.3f}" for number in (unit.gather, unit.gather_step, unit.reduce_scatter_step)),
+            ]
+            for unit in sent
+        ]
+        columns = ["unit", "one gather", "gathers of a step", "reduce-scatters of a step"]
+        tables.append(Table(title=f"FSDP units, {name} at full size", columns=columns, rows=rows))
+    notes = [] if plan.time is None else [describe_speed(plan.time)]
+    return Section(title="Speed and communication", name="speed", tables=tables, notes=notes)
 
 
 def choose_unit(num_bytes: int) -> tuple[int, str]:
@@ -174,12 +216,13 @@ def _make_memory_table(plan: Plan) -> Table:
     for kind in KINDS:
         numbers = (peak.by_kind.get(kind, 0), max(plan.memory.by_kind[kind]))
         rows.append([kind.replace("_", " "), *(f"{number / size:.2f}" for number in numbers), _MEANINGS[kind]])
-    if plan.quantized_bytes and not plan.memory.host_by_kind:
+    if plan.quantized_bytes and not plan.is_offloaded:
         stored = f"{plan.quantized_bytes / size:.2f}"
         rows.insert(1, ["  of these quantized", stored, stored, "codes of 4 or 8 bits and their scales"])
     rows.append(["peak", f"{peak.num_bytes / size:.2f}", "", f"in {peak.phase}, {peak.unit}"])
     arrangement = f"{ranks.num_nodes} x {ranks.per_node} ranks, replicate {plan.num_replicas} x shard"
-    title = f"GPU memory of a rank, {name}: {arrangement} {plan.num_shards}, {plan.engine}"
+    arrangement += f" {plan.num_shards}" + (f" x tensor {plan.num_split}" if plan.num_split > 1 else "")
+    title = f"GPU memory of a rank, {name}: {arrangement}, {plan.engine}"
     return Table(title=title, columns=["kind", "at the peak", "at its largest", "what it is"], rows=rows)
 
 
@@ -200,7 +243,7 @@ def _make_host_table(plan: Plan) -> Table:
     total = _count_host_bytes(plan)
     size, name = choose_unit(total)
     rows = [[kind.replace("_", " "), f"{value / size:.2f}"] for kind, value in plan.memory.host_by_kind.items()]
-    if plan.quantized_bytes and rows:
+    if plan.quantized_bytes and plan.is_offloaded:
         rows.insert(1, ["  of these quantized", f"{plan.quantized_bytes / size:.2f}"])
     if plan.staged_bytes:
         rows.append(["the copy that async_save writes", f"{plan.staged_bytes / size:.2f}"])
@@ -220,7 +263,12 @@ def _make_communication_table(plan: Plan) -> Table:
     for label, key, count in counts:
         largest = max((getattr(unit, key) for unit in plan.communication), default=0)
         rows.append([label, str(count), f"{sums[key] / size:.2f}", f"{largest / size:.2f}"])
-    rows.append(["all", str(sum(count for *_, count in counts)), f"{sum(sums.values()) / size:.2f}", ""])
+    if plan.exchanges:
+        exchanged = (sum(plan.exchanges), max(plan.exchanges))
+        cells = [f"{num_bytes / size:.2f}" for num_bytes in exchanged]
+        rows.append(["all-to-all of tokens and heads", str(len(plan.exchanges)), *cells])
+    num_calls = sum(count for *_, count in counts) + len(plan.exchanges)
+    rows.append(["all", str(num_calls), f"{sum(sums.values()) / size:.2f}", ""])
     batches = f" of {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""
     title = f"Collectives of a step{batches}, {name}"
     return Table(title=title, columns=["collective", "calls", "in a step", "largest call"], rows=rows)

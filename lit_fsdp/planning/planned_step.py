@@ -98,6 +98,7 @@ def prepare_step(
             f"trainer.strategy: got {type(strategy).__name__}: only FSDP2Strategy can be planned; set fsdp2"
         )
     _check_step(trainer, module, data)
+    strategy.check_module(module)
     strategy.settings.check_accumulation(
         num_micro_batches=trainer.accumulate_grad_batches, is_automatic=module.automatic_optimization
     )

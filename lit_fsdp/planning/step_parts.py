@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lit_fsdp.optim.factory import Optimizer
-from lit_fsdp.sharding.mesh import Mesh
+from lit_fsdp.sharding.mesh import Mesh, MeshSizes
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.wrap import Unit
 
@@ -65,8 +65,8 @@ class Ranks:
         """All of them."""
         return self.num_nodes * self.per_node
 
-    def resolve(self, mesh: Mesh) -> tuple[int, int]:
-        """Return the copies of the model, and the ranks that share each."""
+    def resolve(self, mesh: Mesh) -> MeshSizes:
+        """Return how many ranks each dimension of a mesh has."""
         return mesh.resolve(world_size=self.world_size, ranks_per_node=self.per_node)
 
 

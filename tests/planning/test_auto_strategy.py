@@ -10,10 +10,11 @@ import torch.distributed as dist
 from launches import OURS, fork_ranks, write_run
 from training import EVEN, GLOBAL_BATCH, LENGTH, Recorder, Rows, build_task, build_trainer, save_model
 
-from lit_fsdp import AutoFSDP2Strategy, FSDP2Strategy
+from lit_fsdp import AutoFSDP2Strategy, FSDP2Strategy, Mesh
 from ranks import run_ranks
 
 MODEL = {**EVEN, "hidden_size": 128, "intermediate_size": 512}
+COPIES = Mesh(replicate=-1, shard=1)  # the fastest where a copy fits on each
 
 
 class Data(Rows):
@@ -40,7 +41,7 @@ def train_both_ways(folder: Path) -> None:
     for strategy in (roomy, tight):
         assert fit(folder, strategy) == pytest.approx(expected, rel=1e-6)
     assert roomy.settings.activation_checkpointing.mode == "none"
-    assert roomy.settings.sharding.reshard_after_forward is False
+    assert roomy.settings.mesh == COPIES
     assert tight.settings != roomy.settings
     settings: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(settings, tight.settings)
@@ -72,7 +73,7 @@ def evaluate(folder: Path) -> None:
     task.validation_step = lambda *_: None  # type: ignore[method-assign]
     build_trainer(strategy, limit_val_batches=1).validate(task, data)
     chosen = strategy.settings
-    assert chosen.sharding.reshard_after_forward is False
+    assert chosen.mesh == COPIES
     # The same module again, under a strategy that would choose for itself.
     again = AutoFSDP2Strategy(device_memory="1025.7MiB")
     build_trainer(again, max_steps=1).fit(task, data)
@@ -135,5 +136,5 @@ def test_it_has_a_name_on_the_command_line(tmp_path: Path, monkeypatch: pytest.M
     ended = fork_ranks("fit", "--config=run.yaml")
     assert [rank.code for rank in ended] == [0, 0], ended[0].err
     said = ended[0].err + ended[0].out
-    assert "fsdp2_auto: sharding.reshard_after_forward=false: " in said
+    assert "fsdp2_auto: mesh.replicate=-1, mesh.shard=1: " in said
     assert "of the time of the defaults" in said

@@ -157,7 +157,7 @@ def _attend(
     implementation = _get_implementation(module)
     if implementation == "eager" and context is None:
         return _attend_eagerly(reader, module, qkv, groups, (num_heads, size), products)
-    if implementation != "sdpa" and not implementation.startswith("flash"):
+    if implementation != "sdpa" and not implementation.startswith(("flash", "varlen_sdpa")):
         raise UnreadableModuleError(type(module).__name__, f"attention implementation {implementation}")
     # Of the layer, or of all layers.
     window: Any = getattr(module, "sliding_window", getattr(getattr(module, "config", None), "sliding_window", None))
@@ -183,7 +183,10 @@ def _attend(
         size,
         saves=tuple(dict.fromkeys(qkv)),
         # Logarithms of sums, and the mask as numbers of its dtype.
-        extra=reader.num_tokens * num_heads * FLOAT32 + mask * tape.itemsize,
+        # On CPUs documents go one by one, and what comes of them is put together.
+        extra=reader.num_tokens * num_heads * FLOAT32
+        + mask * tape.itemsize
+        + size * (implementation != "sdpa" and not tape.is_gpu),
         saves_output=True,
         backward_temp=tape.sizes[qkv[0]] if is_joint else 0,  # gradients of views are put together in one more tensor
         again_flops=products // 2,

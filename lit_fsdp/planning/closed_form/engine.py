@@ -20,15 +20,17 @@ from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.planning.closed_form.reader import Reader, UnreadableModuleError
 from lit_fsdp.planning.closed_form.step_walk import OUTSIDE, Moment, UnitSizes, Walk, WalkSettings
 from lit_fsdp.planning.closed_form.tape import FLOAT32, QUANTIZED, RELEASE, Op, Tape
-from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, Ranks
+from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, NoEstimateError, Ranks
 from lit_fsdp.profiling.expected_communication import count_gathered_bytes, get_gather_dtype, pad_numel
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory import KINDS, Kind, label_unit
 from lit_fsdp.profiling.memory_trace import Peak, StepMemory
 from lit_fsdp.sharding.activation_checkpointing import DEFAULT_SAVED_OPS, ActivationCheckpointing
 from lit_fsdp.sharding.cpu_offload import count_pinned_rounding
+from lit_fsdp.sharding.low_bit import count_gather_scratch, count_reduce_scratch
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.shard import check_wire, is_gathered_again
 from lit_fsdp.sharding.torch_internals import KEEPS_LAST_GRADIENT
 from lit_fsdp.sharding.wrap import Unit, count_shard_bytes, iterate_blocks
 
@@ -91,9 +93,20 @@ def estimate_step(
     Raises:
         ValueError: A setting does not fit, or a module has no rule: an ``UnreadableModuleError``.
     """
-    replicas, shards = ranks.resolve(settings.mesh)
+    sizes = ranks.resolve(settings.mesh)
+    replicas, shards = sizes.replicate, sizes.num_shards
+    if sizes.num_sharing > 1:
+        name = "tensor" if sizes.tensor > 1 else "sequence"
+        raise NoEstimateError(f"mesh.{name}: ranks that share rows have no rules")
+    if settings.activation_checkpointing.keep_dequantized:
+        raise UnreadableModuleError("activation_checkpointing.keep_dequantized", "a setting without a rule")
+    if settings.activation_checkpointing.offload:
+        raise UnreadableModuleError("activation_checkpointing.offload", "a setting without a rule")
+    if settings.activation_checkpointing.mlp_chunks is not None:
+        raise UnreadableModuleError("activation_checkpointing.mlp_chunks", "a setting without a rule")
     settings.sharding.check(shards)
     module, units, dtypes = model.module, model.units, model.dtypes
+    check_wire(module, units, settings.sharding, dtypes.build_policy())
     parameters = dict(module.named_parameters())
     tape = _read_model(model, settings, micro_batch, device_type)
     own = sum(count_shard_bytes(module, unit, shards) for unit in units)
@@ -184,7 +197,9 @@ def _measure_units(
     num_shards: int,
 ) -> list[UnitSizes]:
     compute, reduce = dtypes.build_policy().param_dtype, _get_reduce_dtype(parameters, dtypes)
-    reshard = settings.sharding.reshard_after_forward
+    reshard, gather_bits, reduce_bits = (
+        getattr(settings.sharding, name) for name in ("reshard_after_forward", "gather_bits", "reduce_bits")
+    )
     first = next((i for i, unit in enumerate(plan) if unit.num_trainable), len(plan))
     sizes = []
     for i, unit in enumerate(plan):
@@ -194,6 +209,8 @@ def _measure_units(
         trained = [(p, pad_numel(p, num_shards)) for p in own if p.requires_grad]
         numel = sum(padded for _, padded in trained)
         gradient = sum(padded // num_shards * p.element_size() for p, padded in trained)
+        num_gathered = sum(pad_numel(p, num_shards) for p in own) // num_shards
+        packs = num_shards > 1
         last = _find_last([name for name in unit.parameters if parameters[name].requires_grad], unit.names[-1])
         last_gradient = parameters[last].numel() * (compute or parameters[last].dtype).itemsize if last else 0
         reshards = unit.kind in ("block", "embedding") and reshard is not False
@@ -209,11 +226,17 @@ def _measure_units(
                 kept=kept,
                 last_gradient=last_gradient if num_shards > 1 and KEEPS_LAST_GRADIENT else 0,
                 reshards=reshards,
+                is_gathered_again=not reshards or is_gathered_again(unit, settings.sharding),
                 trains=bool(numel),
                 is_root=unit.kind == "root",
+                is_embedding=unit.kind == "embedding",
                 is_idle=unit.kind == "idle",
                 is_reached=i >= first,
                 num_parameters=len(unit.parameters),
+                gather_scratch=count_gather_scratch(num_gathered, num_shards) if packs and gather_bits else 0,
+                reduce_scratch=(
+                    count_reduce_scratch(numel // num_shards, num_shards, reduce_bits) if packs and reduce_bits else 0
+                ),
             )
         )
     return sizes

@@ -2,7 +2,7 @@
 
 Note [Order of FSDP2]: what is gathered, copied and freed when was seen in torch 2.13 to 2.15. In forward the buffer
 of a gather stays until that of the next unit was copied out. In backward the next unit is gathered while one computes,
-and the buffer of a reduce-scatter stays until the next one.
+and the buffer of a reduce-scatter stays until the next one, or as many later as there may be at once.
 """
 
 from __future__ import annotations
@@ -34,11 +34,15 @@ class UnitSizes:
     kept: int  # what stays of a gather after forward, where it is resharded to fewer ranks
     last_gradient: int  # of its last parameter, where FSDP2 frees it later
     reshards: bool  # after forward
+    is_gathered_again: bool  # by backward, unless it is gathered still
     trains: bool
     is_root: bool
+    is_embedding: bool
     is_idle: bool  # no step has a use for it
     is_reached: bool  # backward gathers it ahead: not what is frozen before the first unit that trains
     num_parameters: int
+    gather_scratch: int = 0  # while a gather rounds what it sends
+    reduce_scratch: int = 0  # while a reduce-scatter does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +97,8 @@ class Walk:
         self._by_part: Counter[str] = Counter()
         self._gathered: set[int] = set()
         self._pending: set[int] = set()  # gathered ahead, not copied out yet
-        self._in_buffer = self._out_buffer = 0  # of the last gather in forward, of the last reduce-scatter
+        self._in_buffer = 0  # of the last gather in forward
+        self._out_buffers: list[int] = []  # of the last reduce-scatters
         self._all_reduced = 0
         self._sharded: set[int] = set()  # units with a sharded gradient
         self._unreduced: Counter[str] = Counter()  # gradients of parameters at full size
@@ -342,6 +347,7 @@ class Walk:
         self._add("communication", unit.cast)
         self._add("communication", unit.gathered)
         self._free("communication", unit.cast)
+        self.add_temporary("communication", unit.gather_scratch)
         self._pending.add(index)
 
     def _copy_out(self, index: int, *, in_forward: bool) -> None:
@@ -374,7 +380,7 @@ class Walk:
         self._gather(index)
         self._copy_out(index, in_forward=True)
         if ahead := self.settings.sharding.forward_prefetch:
-            for target in [i for i in self._planned if i > index][:ahead]:
+            for target in [i for i in self._planned if i > index and not self.units[i].is_embedding][:ahead]:
                 self._gather(target)
 
     def _leave_unit(self, index: int) -> None:
@@ -390,14 +396,15 @@ class Walk:
 
     def _begin_backward(self, index: int) -> None:
         self._enter("backward", self.units[index].label)
-        self._gather(index)
-        self._copy_out(index, in_forward=False)
+        if self.units[index].is_gathered_again:
+            self._gather(index)
+            self._copy_out(index, in_forward=False)
         # Of the root FSDP2 decides, and gathers one ahead; of one, that which ran before; of several, as planned.
         ahead = 1 if self.units[index].is_root else self.settings.sharding.backward_prefetch
         order = self._order if ahead == 1 else self._planned
         place = order.index(index)
         for target in order[max(place - ahead, 0) : place][::-1]:
-            if self.units[target].is_reached:
+            if self.units[target].is_reached and self.units[target].is_gathered_again:
                 self._gather(target)
 
     def _end_backward(self, index: int) -> None:
@@ -408,8 +415,8 @@ class Walk:
         if not self._is_reducing:
             self._hold(index, names)
             return
-        self._free("communication", self._out_buffer)
-        self._out_buffer = 0
+        if len(self._out_buffers) >= self.settings.sharding.reduce_scatter_max_input_buffers:
+            self._free("communication", self._out_buffers.pop(0))
         full = sum(self._unreduced.pop(name) for name in names)
         held = self._held.pop(index, 0)
         if held:
@@ -419,10 +426,11 @@ class Walk:
         if not unit.trains:
             return
         self._add("communication", unit.reduce)
-        self._out_buffer = unit.reduce
+        self._out_buffers.append(unit.reduce)
         late = min(unit.last_gradient, full)
         self._free("gradients", full - late)
         self._add("gradients", unit.reduced)
+        self.add_temporary("communication", unit.reduce_scratch)
         if self.settings.casts_shards:
             self._add("gradients", unit.gradient)
             if self.settings.is_replicated:  # what was all-reduced stays until backward ends
@@ -450,9 +458,10 @@ class Walk:
         self._pending.clear()
         for index in sorted(self._gathered):
             self._reshard(index)
-        self._free("communication", self._out_buffer)
+        self._free("communication", sum(self._out_buffers))
+        self._out_buffers.clear()
         self._free("gradients", self._all_reduced)
-        self._out_buffer = self._all_reduced = 0
+        self._all_reduced = 0
 
 
 def _asks_for_values(op: Op) -> bool:

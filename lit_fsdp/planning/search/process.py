@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lit_fsdp.planning.search.search import Candidate, Problem
+from lit_fsdp.strategy.hang_watch import HangWatch
 
 _WORKER = "lit_fsdp.planning.search.traced"
 REQUEST, RESULT = "request.pkl", "result.pkl"  # files in the folder that the process is told
@@ -125,7 +126,7 @@ class _Packer(cloudpickle.Pickler):  # type: ignore[misc]  # by value what a use
     def persistent_id(self, obj: Any) -> str | None:
         if obj is self._trainer:
             return "trainer"
-        return "mesh" if isinstance(obj, DeviceMesh) else None
+        return "none" if isinstance(obj, DeviceMesh | HangWatch) else None  # what holds groups of this process
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is nn.Parameter and not obj.is_meta:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from lit_fsdp.planning.plan_report import choose_unit, describe_time
@@ -130,7 +130,11 @@ def _spell_out(strategy: Any) -> dict[str, Any]:
             return {"class_path": _CLASS, "init_args": {k: v for k, v in options.items() if k not in _AUTO_ONLY}}
         return {**strategy, "init_args": options}
     _, settings = PRESETS.get(str(strategy), ("", {}))
-    return {"class_path": _CLASS, "init_args": {name: asdict(value) for name, value in settings.items()}}
+    given = {
+        name: {field.name: found for field in fields(value) if (found := getattr(value, field.name)) != field.default}
+        for name, value in settings.items()
+    }
+    return {"class_path": _CLASS, "init_args": {name: value for name, value in given.items() if value}}
 
 
 def _make_table(

@@ -15,9 +15,10 @@ from lit_fsdp.planning.timing.step_time import StepTime
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.cpu_offload import CPUOffload
-from lit_fsdp.sharding.mesh import Mesh
+from lit_fsdp.sharding.mesh import Mesh, MeshSizes
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import Compile
+from lit_fsdp.sharding.wrap import count_shard_bytes
 
 _STRATEGY = "trainer.strategy"
 _TRIED = (
@@ -203,27 +204,39 @@ def _list_settings(problem: Problem, variant: Variant, offload: CPUOffload | Non
     ranks, given = problem.ranks, problem.settings
     meshes = [given.mesh]
     if ranks.num_nodes > 1:  # what crosses nodes: everything, or gradients only
-        meshes = list(dict.fromkeys([given.mesh, Mesh(), Mesh(replicate=-1, shard="node")]))
+        meshes += [Mesh(), Mesh(replicate=-1, shard="node")]
+    if problem.trace is None and offload is None and _fits_whole(problem, variant):
+        meshes.append(Mesh(replicate=-1, shard=1))  # a copy on each GPU: nothing is gathered
+    by_sizes: dict[MeshSizes, Mesh] = {}
+    for mesh in meshes:
+        by_sizes.setdefault(ranks.resolve(mesh), mesh)
     recomputes = [given.activation_checkpointing]
-    is_plain = recomputes[0].every_n_blocks == 1 and not recomputes[0].saved_ops
+    is_plain = recomputes[0] == ActivationCheckpointing(mode=recomputes[0].mode)
     if is_plain and any(unit.kind == "block" for unit in variant.model.units):
         recomputes = [ActivationCheckpointing(mode=mode) for mode in ("none", "selective", "full")]
     accumulates = problem.micro_batch.rows * problem.num_micro_batches > rows
-    for mesh in meshes:
-        _, shards = ranks.resolve(mesh)
+    for mesh_sizes, mesh in by_sizes.items():
+        shards = mesh_sizes.num_shards
         if shards == 1 and offload is not None and problem.trace is not None:  # cannot be traced
             continue
         keeps: list[tuple[bool | int, bool]] = [(True, False), (False, False), *[(False, True)] * accumulates]
         # Second gathers among fewer ranks: as configured, and those of a node.
         own = given.sharding.reshard_after_forward
         sizes = dict.fromkeys([*([] if isinstance(own, bool) else [own]), ranks.per_node])
-        keeps += [(size, False) for size in sizes if 1 < size < shards and shards % size == 0]
+        if given.sharding.gather_bits is None:  # what was rounded is not gathered again
+            keeps += [(size, False) for size in sizes if 1 < size < shards and shards % size == 0]
         for reshards, holds in keeps if shards > 1 else [(True, False)]:
             sharding = replace(given.sharding, reshard_after_forward=reshards, no_sync=holds)
             for recompute in recomputes:
                 yield replace(
                     given, mesh=mesh, sharding=sharding, activation_checkpointing=recompute, cpu_offload=offload
                 )
+
+
+def _fits_whole(problem: Problem, variant: Variant) -> bool:
+    """Whether one GPU has room for the parameters of a copy, at least."""
+    module, units = variant.model.module, variant.model.units
+    return sum(count_shard_bytes(module, unit, 1) for unit in units) < problem.device_bytes
 
 
 def _spread_optimizers(problem: Problem) -> list[Variant]:

@@ -17,24 +17,30 @@ _LOSS_CHUNKS = 8
 
 
 def prepare_variants(
-    trainer: Trainer, module: LightningModule, data: LightningDataModule | None
+    trainer: Trainer,
+    module: LightningModule,
+    data: LightningDataModule | None,
+    *,
+    keeps_result: bool = False,
+    searches: bool = True,
 ) -> list[tuple[PlannedStep, dict[str, Any]]]:
     """Return the step of a run, and those of what could be trained in its place, with the settings for it.
 
-    What cannot be built is left out, and the reason is a note of the first. What building another says is kept as its
-    notes, where it was not said of the first.
+    What cannot be built is left out, and with ``searches`` the reason is a note of the first. What building another
+    says is kept as its notes, where it was not said of the first. ``keeps_result`` leaves out what trains otherwise.
     """
-    variants = _list_variants(module)
-    first, warned = _prepare_quietly(trainer, module, data)
+    variants = [v for v in _list_variants(module) if not keeps_result or v[1].keys() <= {"model.loss_chunks"}]
+    first, warned = _prepare_quietly(trainer, module, data, searches=searches)
     for warning in warned:
         warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     steps, notes = [], list(first.notes)
     said = {*notes, *(str(warning.message) for warning in warned)}
     for variant, changes in variants:
         try:
-            step, warned = _prepare_quietly(trainer, variant, data)
+            step, warned = _prepare_quietly(trainer, variant, data, searches=searches)
         except ValueError as error:
-            notes.append(f"search: not tried: {', '.join(changes)}: {error}")
+            if searches:
+                notes.append(f"search: not tried: {', '.join(changes)}: {error}")
             continue
         own = [*step.notes, *(str(warning.message) for warning in warned)]
         steps.append((replace(step, notes=[note for note in own if note not in said]), changes))
@@ -43,10 +49,10 @@ def prepare_variants(
 
 
 def _prepare_quietly(
-    trainer: Trainer, module: LightningModule, data: LightningDataModule | None
+    trainer: Trainer, module: LightningModule, data: LightningDataModule | None, *, searches: bool
 ) -> tuple[PlannedStep, list[warnings.WarningMessage]]:
     with warnings.catch_warnings(record=True) as caught:
-        return prepare_step(trainer, module, data, searches=True), caught
+        return prepare_step(trainer, module, data, searches=searches), caught
 
 
 def _list_variants(module: LightningModule) -> list[tuple[LightningModule, dict[str, Any]]]:

@@ -141,6 +141,25 @@ def time_collective(collective: Collective, num_bytes: float, group: Group, net:
     return min(ring, tree + wire / (_TREE_SHARE * bandwidth) / 1e9)
 
 
+def time_exchange(num_bytes: float, group: Group, net: Interconnect) -> float:
+    """Return the seconds of an exchange from all to all in place of a reduce-scatter of as many bytes.
+
+    Each rank of a node sends a part to every rank on others, so more crosses between nodes than in a ring.
+
+    Raises:
+        ValueError: As ``time_collective``.
+    """
+    ring = time_collective("reduce_scatter", num_bytes, group, net)
+    if group.num_nodes == 1 or not ring:
+        return ring
+    assert net.inter is not None
+    own = ceil(group.num_ranks / group.num_nodes)
+    crossing = own * (group.num_ranks - own) / group.num_ranks * num_bytes * group.num_beside
+    line = net.inter.lines.get("reduce_scatter")
+    gb_s = net.inter.gb_s * net.num_nics if line is None else line.bandwidth_gb_s
+    return max(ring, CALL_S + crossing / gb_s / 1e9)
+
+
 def _time_on(link: Link, collective: Collective, wire: float, num_hops: int, rounds: int) -> float:
     if (line := link.lines.get(collective)) is None:
         return CALL_S + num_hops * link.hop_s + wire / link.gb_s / 1e9

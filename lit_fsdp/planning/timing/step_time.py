@@ -8,6 +8,7 @@ Note [Step time]: arithmetic on what is counted elsewhere, in about a millisecon
 - Communication: each collective of each unit by ``time_collective``; with offload, copies to and from the host.
 - Overlap: units follow each other as in FSDP2. In forward the next unit is gathered while one computes. In backward
   the next is gathered and the gradients of the last one are reduced, one after the other, as both use the same links.
+  Before a unit's gradients are copied for sending, those that may be on their way at once are waited for.
   What compute has to wait for is exposed. Collectives beside compute still cost it ``contention`` of their time, as
   they take multiprocessors and memory bandwidth from it: 0.4, or 0.8 where they go through host memory.
 - Optimizer: what it reads and writes of the shard, over the bandwidth of the memory that is in.
@@ -19,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.timing.hardware import Gpu, get_product_share
-from lit_fsdp.planning.timing.links import Interconnect, arrange_groups, time_collective
+from lit_fsdp.planning.timing.links import Interconnect, arrange_groups, time_collective, time_exchange
 from lit_fsdp.profiling.expected_communication import UnitBytes
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.sharding.wrap import Unit
@@ -120,6 +122,8 @@ class Workload:
         offloaded_bytes: Its shards, where they are in host memory: copied up for each gather, gradients down.
         regather_ranks: ``reshard_after_forward``, where that is a number of ranks.
         is_compiled: Whether blocks are compiled, so that less is moved.
+        num_reduce_buffers: ``sharding.reduce_scatter_max_input_buffers``.
+        has_exchanges: Whether gradients go from all to all, as ``sharding.reduce_bits`` has it.
     """
 
     flops: Flops
@@ -132,6 +136,8 @@ class Workload:
     offloaded_bytes: int = 0
     regather_ranks: int | None = None
     is_compiled: bool = False
+    num_reduce_buffers: int = 1
+    has_exchanges: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tokens", "num_micro_batches"):
@@ -251,7 +257,8 @@ def estimate_time(work: Workload, machine: Machine) -> StepTime:
     times = time_units(work, machine)
     by_collective = _sum_kinds(times, work.num_micro_batches)
     communication = sum(by_collective.values())
-    waits = compute_waits(times, compute, work.flops.forward / max(work.flops.hardware, 1), work.num_micro_batches)
+    forward_share = work.flops.forward / max(work.flops.hardware, 1)
+    waits = compute_waits(times, compute, forward_share, work.num_micro_batches, work.num_reduce_buffers)
     update_gb_s = _HOST_GB_S / machine.ranks_per_node if work.offloaded_bytes else machine.memory_gb_s
     return StepTime(
         compute_s=compute,
@@ -279,6 +286,7 @@ def time_units(work: Workload, machine: Machine) -> list[UnitTimes]:
     num_computed = sum(unit.num_params for unit in filled if unit.kind not in ("embedding", "idle"))
     copied = work.offloaded_bytes / sum(unit.num_params for unit in filled) / _HOST_COPY_GB_S / 1e9
     links, times = machine.links, []
+    time_reduction = time_exchange if work.has_exchanges else partial(time_collective, "reduce_scatter")
     for unit, size in zip(filled, work.units, strict=True):
         is_regathered = size.gather > 0 and size.gather_step // size.gather > work.num_micro_batches
         # Without shards, or without replicas, one of the two is 0.
@@ -289,7 +297,7 @@ def time_units(work: Workload, machine: Machine) -> list[UnitTimes]:
                 share=0.0 if unit.kind in ("embedding", "idle") else unit.num_params / num_computed,
                 gather=time_collective("all_gather", size.gather, shard, links),
                 regather=time_collective("all_gather", size.gather, regather, links) if is_regathered else 0.0,
-                reduce_scatter=time_collective("reduce_scatter", size.reduce_scatter, shard, links),
+                reduce_scatter=time_reduction(size.reduce_scatter, shard, links),
                 all_reduce=time_collective("all_reduce", size.all_reduce, replica, links),
                 copy_up=0.0 if unit.kind == "idle" else copied * unit.num_params,
                 copy_down=grads if work.offloaded_bytes else 0.0,
@@ -300,16 +308,23 @@ def time_units(work: Workload, machine: Machine) -> list[UnitTimes]:
     return [times[i] for i in order]
 
 
-def compute_waits(times: Sequence[UnitTimes], compute: float, forward_share: float, num_micro_batches: int) -> float:
+def compute_waits(
+    times: Sequence[UnitTimes],
+    compute: float,
+    forward_share: float,
+    num_micro_batches: int,
+    num_reduce_buffers: int = 1,
+) -> float:
     """Return the seconds of a step in which compute waits for communication.
 
-    ``compute`` are the seconds of a step, of which ``forward_share`` are in forward.
+    ``compute`` are the seconds of a step, of which ``forward_share`` are in forward. The gradients of
+    ``num_reduce_buffers`` units may be on their way at once.
     """
     forward, backward = (compute * share / num_micro_batches for share in (forward_share, 1 - forward_share))
     num_reductions = max((unit.num_reductions for unit in times), default=0)
     total = num_micro_batches * _wait_in_forward(times, forward)
-    total += num_reductions * _wait_in_backward(times, backward, is_reduced=True)
-    return total + (num_micro_batches - num_reductions) * _wait_in_backward(times, backward, is_reduced=False)
+    total += num_reductions * _wait_in_backward(times, backward, num_reduce_buffers)
+    return total + (num_micro_batches - num_reductions) * _wait_in_backward(times, backward)
 
 
 def count_update_bytes(plan: Sequence[Unit], optimizer: Optimizer, *, num_shards: int, itemsize: int) -> int:
@@ -367,15 +382,27 @@ def _wait_in_forward(times: Sequence[UnitTimes], compute: float) -> float:
     return waits
 
 
-def _wait_in_backward(times: Sequence[UnitTimes], compute: float, *, is_reduced: bool) -> float:
-    """Return the waits of one backward, last unit first."""
-    waits = times[-1].before_backward
-    finished = 0.0  # of the unit before, whose gradients are on their way
+def _wait_in_backward(times: Sequence[UnitTimes], compute: float, num_buffers: int = 0) -> float:
+    """Return the waits of one backward, last unit first; without buffers nothing is reduced.
+
+    Compute and the link each have a clock. What is on the link goes one after the other.
+    """
+    waits = now = link = times[-1].before_backward
+    on_their_way: list[float] = []  # when the gradients of a unit are reduced
     for i in range(len(times) - 1, -1, -1):
-        beside = finished + (times[i - 1].before_backward if i else 0.0)
-        waits += max(beside - times[i].share * compute, 0.0)
-        finished = times[i].after_backward if is_reduced and times[i].num_reductions else 0.0
-    return waits + finished
+        gathered = now
+        if i and (following := times[i - 1].before_backward):
+            link = gathered = max(link, now) + following
+        now += times[i].share * compute
+        is_full = len(on_their_way) >= num_buffers > 0
+        copied_at = max(now, on_their_way.pop(0)) if is_full else now
+        if num_buffers and times[i].num_reductions:
+            reduced = max(link, copied_at) + times[i].reduce_scatter
+            on_their_way.append(reduced)  # what comes after that has buffers of its own
+            link = reduced + times[i].all_reduce + times[i].copy_down
+        waits += max(copied_at, gathered) - now
+        now = max(copied_at, gathered)
+    return waits + max(link - now, 0.0)
 
 
 def _list_notes(work: Workload, machine: Machine) -> list[str]:

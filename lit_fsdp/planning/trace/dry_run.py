@@ -25,11 +25,13 @@ from lit_fsdp.profiling.flops import Flops, WorkCounter
 from lit_fsdp.profiling.memory import Kind
 from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.quantization.quantize import prepare_tables
-from lit_fsdp.sharding.cpu_offload import CPUOffload, count_pinned_rounding
+from lit_fsdp.sharding.activation_offload import watch_host_memory
+from lit_fsdp.sharding.cpu_offload import CPUOffload, count_pinned_rounding, round_pinned
 from lit_fsdp.sharding.grad_clipping import clip_grad_norm
 from lit_fsdp.sharding.mesh import build_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.parallelize import shard_module
+from lit_fsdp.sharding.sequence import watch_exchanges
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import find_roots, no_sync, register_steps
 from lit_fsdp.weights.load import materialize
@@ -45,11 +47,13 @@ class TracedStep:
         memory: Of the GPU, or whatever would compute.
         flops: Of all micro-batches.
         moved_bytes: Of all micro-batches: what operators other than products and attention read and write.
+        exchanges: Of all micro-batches: the bytes of each exchange of ranks that share the tokens of a row.
     """
 
     memory: StepMemory
     flops: Flops
     moved_bytes: int
+    exchanges: tuple[int, ...] = ()
 
 
 @contextmanager
@@ -106,10 +110,12 @@ def trace_training_step(
     prepare_tables(_DEVICE)
     make_code_books(_DEVICE)
     _drop_values(module)
-    rounding = count_pinned_rounding(module, settings.cpu_offload, num_shards=mesh.shape[-1], device_type=device_type)
+    num_shards, offload = settings.mesh.resolve(**sizes).num_shards, settings.cpu_offload
     if settings.cpu_offload is not None:  # where fake tensors say they are, nothing can be pinned
         settings = replace(settings, cpu_offload=CPUOffload())
     plan = shard_module(module, settings, dtypes=dtypes, mesh=mesh, device=_DEVICE)
+    # Once layers are split.
+    rounding = count_pinned_rounding(module, offload, num_shards=num_shards, device_type=device_type)
     with _leave_out_values(device_type):
         materialize(module, _DEVICE)
         register_steps(module, [step_name])
@@ -127,14 +133,22 @@ def trace_training_step(
             trace.begin_phase(name)
             counter.is_counting = name != "optimizer"
 
-        with trace, counter:
+        exchanges: list[int] = []
+
+        def note_exchange(num_bytes: int, _num_ranks: int) -> Callable[[], None]:
+            exchanges.append(num_bytes)
+            return lambda: None
+
+        size_on_host = int if device_type == "cpu" else round_pinned
+        watched = watch_host_memory(partial(trace.count_on_host, size_on_host))
+        with trace, counter, watch_exchanges(note_exchange), watched:
             trace.add_inputs(fake)
             run(num_micro_batches, begin_phase)
     memory = trace.finish()
     kinds: tuple[Kind, Kind] = ("parameters", "gradients")
     added = {kind: memory.host_by_kind[kind] + more for kind, more in zip(kinds, rounding, strict=True) if more}
     memory = replace(memory, host_by_kind={**memory.host_by_kind, **added})
-    return TracedStep(memory=memory, flops=counter.flops, moved_bytes=counter.moved_bytes)
+    return TracedStep(memory=memory, flops=counter.flops, moved_bytes=counter.moved_bytes, exchanges=tuple(exchanges))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor
 from lit_fsdp.errors import ConfigError, is_debugging
 from lit_fsdp.planning.planned_step import PlannedStep
 from lit_fsdp.planning.trace.dry_run import TracedStep, fake_ranks, trace_training_step
+from lit_fsdp.sharding.sequence import build_sequence_group
 
 _MAX_TRACED = 2  # micro-batches: all after the second hold what it holds
 # Of the bytes that a trace sees moved, what the closed form counts, with which step_time.MEMORY_SHARE was fitted: 0.76
@@ -45,7 +46,7 @@ def trace_step(step: PlannedStep) -> TracedStep:
         ConfigError: The step fails, or asks for what a tensor without values has not.
     """
     module, strategy = step.module, step.strategy
-    if strategy.settings.cpu_offload is not None and step.ranks.resolve(strategy.settings.mesh)[1] == 1:
+    if strategy.settings.cpu_offload is not None and step.ranks.resolve(strategy.settings.mesh).num_shards == 1:
         raise ConfigError(
             "exact: offload with one shard cannot be traced yet, as the shard is the whole; leave exact, search or "
             "offload out, or use --devices 2"
@@ -55,6 +56,12 @@ def trace_step(step: PlannedStep) -> TracedStep:
     enter_dry_run = getattr(module, "enter_dry_run", lambda _: nullcontext())
     name = type(module).__name__.removeprefix("FSDP")
     with _explain_errors(name), fake_ranks(step.ranks.world_size), enter_dry_run(step.batch):
+        strategy.sequence_group = build_sequence_group(
+            strategy.settings.mesh,
+            device_type="cpu",
+            world_size=step.ranks.world_size,
+            ranks_per_node=step.ranks.per_node,
+        )
         traced = trace_training_step(
             module,
             strategy.settings,
@@ -70,7 +77,8 @@ def trace_step(step: PlannedStep) -> TracedStep:
         )
     share = step.num_micro_batches / num_traced
     moved_bytes = int(int(traced.moved_bytes * share) * _COUNTED_SHARE)
-    return replace(traced, flops=traced.flops * share, moved_bytes=moved_bytes)
+    exchanges = traced.exchanges[: len(traced.exchanges) // num_traced] * step.num_micro_batches
+    return replace(traced, flops=traced.flops * share, moved_bytes=moved_bytes, exchanges=exchanges)
 
 
 @contextmanager

@@ -122,14 +122,27 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
             "activation_checkpointing": ActivationCheckpointing(mode="full"),
         },
     ),
+    (
+        {"hidden_size": 512},
+        {
+            "world_size": 2,
+            "length": 256,
+            "precision": "bf16-mixed",
+            "sharding": Sharding(gather_bits=8, reduce_bits=8),
+        },
+    ),
+    ({"hidden_size": 384}, {"world_size": 4, "length": 64, "sharding": Sharding(reduce_bits=16)}),
 ]
-QUICK = (0, 10)  # run by default
+QUICK = (0, 10, -2, -1)  # run by default
 
 
 @pytest.mark.full(after=1)
 @pytest.mark.parametrize(
     ("model", "options"),
-    [pytest.param(*case, marks=[] if i in QUICK else pytest.mark.slow) for i, case in enumerate(CASES)],
+    [
+        pytest.param(*case, marks=[] if {i, i - len(CASES)} & {*QUICK} else pytest.mark.slow)
+        for i, case in enumerate(CASES)
+    ],
     ids=str,
 )
 def test_the_peak_is_within_3_percent_of_the_exact_trace(model: dict[str, Any], options: dict[str, Any]) -> None:
@@ -142,6 +155,10 @@ def test_the_peak_is_within_3_percent_of_the_exact_trace(model: dict[str, Any], 
     [
         # FSDP2 gathers as many units ahead as it is told, but one from the root.
         ({"vocab_size": 4000}, {"world_size": 2, "length": 512, "sharding": Sharding(backward_prefetch=3)}),
+        (
+            {"num_hidden_layers": 5},
+            {"world_size": 2, "length": 96, "sharding": Sharding(reduce_scatter_max_input_buffers=3)},
+        ),
         # Norm and head are one unit, and reduced once.
         ({"vocab_size": 8000, "loss_chunks": 8}, {"precision": "bf16-true", "length": 512}),
         # Pinned memory is rounded up, by both engines alike.
@@ -150,7 +167,7 @@ def test_the_peak_is_within_3_percent_of_the_exact_trace(model: dict[str, Any], 
             {"world_size": 3, "length": 512, "device_type": "cuda", "cpu_offload": CPUOffload(pin_memory=True)},
         ),
     ],
-    ids=["ahead", "chunks", "pinned"],
+    ids=["ahead", "reductions at once", "chunks", "pinned"],
 )
 def test_units_are_counted_when_they_are_there_and_reduced_once(model: dict[str, Any], options: dict[str, Any]) -> None:
     run_ranks(compare, model, options, 0.002, world_size=1)
@@ -176,7 +193,7 @@ def test_one_billion_parameters_reach_21_gb_at_2300_tokens() -> None:
     sizes |= {"num_attention_heads": 16, "num_key_value_heads": 16}
     short, long = (estimate_lm(Model(**{**LARGE, **sizes}), length=length) for length in (1024, 2300))
     assert count_states(short) == pytest.approx(16.9, abs=0.1)
-    assert short.peak.num_bytes / 1e9 == pytest.approx(17.4, abs=0.1)
+    assert short.peak.num_bytes / 1e9 == pytest.approx(17.2, abs=0.1)
     assert long.peak.num_bytes / 1e9 == pytest.approx(21.0, abs=0.1)
 
 

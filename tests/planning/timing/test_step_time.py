@@ -10,7 +10,14 @@ from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.closed_form.engine import StepEstimate, estimate_step
 from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, Ranks
 from lit_fsdp.planning.timing.hardware import GPUS, Gpu, find_gpu, get_product_share
-from lit_fsdp.planning.timing.links import Interconnect, Link, parse_links
+from lit_fsdp.planning.timing.links import (
+    Group,
+    Interconnect,
+    Link,
+    parse_links,
+    time_collective,
+    time_exchange,
+)
 from lit_fsdp.planning.timing.step_time import (
     CONTENTION,
     Machine,
@@ -28,6 +35,7 @@ from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
+from lit_fsdp.sharding.low_bit import compare_crossing
 from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.wrap import Unit, plan_module
@@ -200,6 +208,38 @@ def test_what_does_not_hide_is_waited_for() -> None:
     first, forward = 2.0, 3 * 1.0
     backward = 2.0 + max(2.0 - 2, 0) + 2 * (2.0 + 3 - 2) + max(3.0 - 2, 0) + 3.0
     assert compute_waits(times, 12.0, 1 / 3, 1) == pytest.approx(first + forward + backward)
+
+
+def test_reductions_that_may_wait_hold_up_compute_only_where_no_gather_is_behind_them() -> None:
+    # Each reduction of 3 s lies beside 2 s of compute. With one at once the next begins when the last has arrived.
+    kept = make_times(4, gather=0.0, reduce=3.0)
+    waits = [compute_waits(kept, 12.0, 1 / 3, 1, number) for number in (1, 2, 4)]
+    assert waits[0] == pytest.approx(3 * 1.0 + 3.0)
+    # The link is never idle after the first unit: in all it takes as long, and compute has waited elsewhere.
+    assert waits == pytest.approx([waits[0]] * 3)
+    uneven = [replace(unit, reduce_scatter=wait) for unit, wait in zip(kept, (1.0, 1.0, 1.0, 3.0), strict=True)]
+    # The 3 s of the last unit, which comes first, are made up for beside the next ones.
+    assert [compute_waits(uneven, 12.0, 1 / 3, 1, number) for number in (1, 2)] == pytest.approx([1.0 + 1.0, 1.0])
+
+
+def test_only_the_reduce_scatter_holds_a_buffer_up() -> None:
+    # 3 s of all-reduces follow each reduction of 1 s, on the same link; 2 s of compute beside.
+    unit = replace(make_times(1, gather=0.0, reduce=1.0)[0], share=0.25, all_reduce=3.0)
+    # Reduced at 3, 7, 11 and 15 s, when the link is free; buffers are free then, not after the all-reduces.
+    waits = compute_waits([unit] * 4, 12.0, 1 / 3, 1)
+    assert waits == pytest.approx(18.0 - 8.0)
+    assert compute_waits([unit] * 4, 12.0, 1 / 3, 1, 4) == pytest.approx(waits)  # the link is what takes so long
+
+
+def test_an_exchange_crosses_between_nodes_with_all_ranks_of_a_node() -> None:
+    net = Interconnect(intra=Link(name="wire", gb_s=1e6, hop_s=0.0), inter=Link(name="net", gb_s=10.0, hop_s=0.0))
+    for own, num_nodes in ((1, 2), (2, 2), (8, 2), (8, 4)):
+        group = Group(num_ranks=own * num_nodes, num_nodes=num_nodes)
+        ring, exchange = time_collective("reduce_scatter", 100 * GB, group, net), time_exchange(100 * GB, group, net)
+        more = compare_crossing(16, own * num_nodes, own) * 2
+        assert exchange / ring == pytest.approx(max(more, 1.0), rel=1e-3)
+    alone = Group(num_ranks=8)
+    assert time_exchange(GB, alone, net) == time_collective("reduce_scatter", GB, alone, net)
 
 
 def test_hidden_collectives_cost_compute_a_share_of_their_time() -> None:

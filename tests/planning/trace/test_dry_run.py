@@ -1,10 +1,11 @@
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from planned_steps import run_for_real
+from planned_steps import run_for_real, trace
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -12,6 +13,7 @@ from lit_fsdp.adapters.inject import add_adapters
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
 from lit_fsdp.planning.trace.dry_run import fake_ranks, trace_training_step
+from lit_fsdp.profiling.memory_trace import StepMemory
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization, count_hidden_bytes
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
@@ -25,6 +27,7 @@ from ranks import run_ranks
 CPU = torch.device("cpu")
 SIZES = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_key_value_heads": 2}
+WEIGHTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 BF16 = MixedPrecision(storage_dtype="float32", param_dtype="bfloat16", reduce_dtype="float32")
 FP32 = MixedPrecision(storage_dtype="float32")
 
@@ -33,7 +36,7 @@ class Model(nn.Module):
     def __init__(
         self,
         *,
-        lora: bool = False,
+        lora: bool | Sequence[str] = False,
         quantization: Quantization | None = None,
         model_type: str = "llama",
         **config_settings: Any,
@@ -45,7 +48,8 @@ class Model(nn.Module):
         if quantization is not None:
             quantize_model(self.model, quantization)
         if lora:
-            add_adapters(self.model, LoRA(r=4, dtype="float32"))
+            names = () if lora is True else lora
+            add_adapters(self.model, LoRA(r=4, dtype="float32", target_parameters=names))  # type: ignore[arg-type]
 
     def step(self, batch: dict[str, Tensor]) -> Tensor:
         return self.model(**batch, use_cache=False).loss
@@ -85,17 +89,32 @@ def compare(world_size: int, model: dict[str, Any], strategy: dict[str, Any], op
     assert abs(dry.peak.num_bytes / real.peak.num_bytes - 1) < 0.01, (dry.peak, real.peak)
     for kind in ("parameters", "optimizer_state", "gradients", "gathered"):
         assert max(dry.by_kind[kind]) == max(real.by_kind[kind]), kind  # type: ignore[index]
+    assert dry.host_by_kind == real.host_by_kind
     assert [name for name, _, _ in dry.phases] == [name for name, _, _ in real.phases]
 
 
 CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {}, {}),
     ({}, {"activation_checkpointing": ActivationCheckpointing(mode="full")}, {"dtypes": BF16}),
+    ({}, {"activation_checkpointing": ActivationCheckpointing(mode="full", offload=True)}, {"dtypes": BF16}),
+    ({}, {"activation_checkpointing": ActivationCheckpointing(mode="full", mlp_chunks=4)}, {"dtypes": BF16}),
+    (
+        {"lora": True, "quantization": Quantization(), "model_type": "qwen3_moe", **EXPERTS},
+        {"activation_checkpointing": ActivationCheckpointing(mode="full", mlp_chunks=4, offload=True)},
+        {"dtypes": BF16},
+    ),
     ({}, {"mesh": Mesh(replicate=2)}, {}),
     ({}, {"sharding": Sharding(reshard_after_forward=False, no_sync=True)}, {"num_micro_batches": 2}),
+    ({}, {"sharding": Sharding(gather_bits=8, reduce_bits=8)}, {"dtypes": BF16}),
+    ({"lora": True}, {"sharding": Sharding(reduce_bits=16), "mesh": Mesh(replicate=2)}, {}),
     ({}, {}, {"packed": True}),
     ({"lora": True}, {}, {}),
     ({"lora": True, "quantization": Quantization(type="nf4", double_quant=True)}, {}, {}),
+    (
+        {"lora": True, "quantization": Quantization()},
+        {"activation_checkpointing": ActivationCheckpointing(mode="full", keep_dequantized=True)},
+        {"dtypes": BF16},
+    ),
     ({}, {}, {"optimizer": Optimizer(name="adamw_8bit")}),
     ({}, {}, {"optimizer": Optimizer(name="adafactor")}),
     ({}, {}, {"optimizer": Optimizer(fused=False)}),
@@ -103,7 +122,14 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"tie_word_embeddings": True}, {}, {}),
     ({"model_type": "qwen3_moe", **EXPERTS}, {}, {"dtypes": BF16}),
     ({"model_type": "qwen3_moe", **EXPERTS, "lora": True, "quantization": Quantization()}, {}, {"dtypes": BF16}),
+    (
+        {"model_type": "qwen3_moe", **EXPERTS, "lora": WEIGHTS, "quantization": Quantization()},
+        {"activation_checkpointing": ActivationCheckpointing(mode="full")},
+        {"dtypes": BF16},
+    ),
+    ({"model_type": "qwen3_moe", **EXPERTS, "lora": WEIGHTS}, {}, {"dtypes": BF16}),
     ({"lora": True, "quantization": Quantization(type="int8")}, {}, {"dtypes": BF16}),
+    ({"num_key_value_heads": 2}, {"mesh": Mesh(tensor=2)}, {}),
     ({"attention_dropout": 0.1}, {"activation_checkpointing": ActivationCheckpointing(mode="full")}, {"dtypes": BF16}),
 ]
 
@@ -130,3 +156,54 @@ def refuse_second_group() -> None:
 
 def test_a_dry_run_beside_a_real_one_is_refused() -> None:
     run_ranks(refuse_second_group, world_size=1)
+
+
+def trace_depth(num_blocks: int, mode: str) -> StepMemory:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SIZES, "num_hidden_layers", num_blocks)
+        module = Model()
+    ids = torch.empty(1, 48, dtype=torch.int64, device="meta")
+    recompute = ActivationCheckpointing(mode="full", offload=mode == "offload")
+    batch = {"input_ids": ids, "labels": ids}
+    return trace(module, batch, device_type="cuda", activation_checkpointing=recompute).memory
+
+
+def compare_depths() -> None:
+    dist.destroy_process_group()
+    kept, offloaded, deeper = trace_depth(4, "kept"), trace_depth(4, "offload"), trace_depth(6, "offload")
+    own = 48 * SIZES["hidden_size"] * 4  # of an input: 12 KiB, for which torch pins 16
+    assert kept.host_by_kind == {}
+    assert offloaded.host_by_kind == {"activations": 3 * 2**14}
+    assert deeper.host_by_kind == {"activations": 5 * 2**14}
+    largest, less, as_much = (max(memory.by_kind["activations"]) for memory in (kept, offloaded, deeper))
+    assert largest - less == 2 * own  # there are all four, or that of the last block and the one before
+    assert as_much == less
+
+
+def compare_pieces() -> None:
+    dist.destroy_process_group()
+    ids = torch.empty(2, 512, dtype=torch.int64, device="meta")
+    peaks, flops = [], []
+    for mlp_chunks in (None, 4, 16):
+        recompute = ActivationCheckpointing(mode="full", mlp_chunks=mlp_chunks)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(SIZES, "intermediate_size", 2048)
+            module = Model()
+        batch = {"input_ids": ids, "labels": ids}
+        step = trace(module, batch, device_type="cuda", activation_checkpointing=recompute)
+        peaks.append(max(step.memory.by_kind["activations"]))
+        flops.append(step.flops)
+    inner = 2 * 512 * 2048 * 4  # of one of the four tensors that backward of an MLP is given
+    assert flops[0] == flops[1] == flops[2]
+    assert peaks[0] - peaks[1] > 2 * inner
+    assert peaks[1] - peaks[2] > inner / 8
+
+
+@pytest.mark.full(after=3)
+def test_mlps_in_pieces_hold_less_and_compute_as_much() -> None:
+    run_ranks(compare_pieces, world_size=1)
+
+
+@pytest.mark.full(after=3)
+def test_offloaded_inputs_are_counted_on_the_host_and_do_not_grow_with_depth() -> None:
+    run_ranks(compare_depths, world_size=1)

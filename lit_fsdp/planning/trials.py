@@ -1,0 +1,197 @@
+"""The same step with other sizes, ranks or settings, estimated: what every question about a plan is answered from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+
+from lit_fsdp.planning.closed_form.engine import estimate_step
+from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
+from lit_fsdp.planning.estimate import (
+    Hardware,
+    StepCost,
+    compute_needed_bytes,
+    describe_model,
+    estimate_step_time,
+    measure_batch,
+)
+from lit_fsdp.planning.planned_step import PlannedStep
+from lit_fsdp.planning.search.steps import Steps
+from lit_fsdp.planning.search.traced import make_tracer
+from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, NoEstimateError, Ranks
+from lit_fsdp.planning.timing.step_time import StepTime
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.unit_table import describe_sizes
+
+MODEL_ERROR = 1.02  # of times: what is not faster by more is no reason to change a setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One step, estimated.
+
+    Args:
+        model: That trains.
+        settings: Of the strategy.
+        ranks: That take part.
+        micro_batch: Of a rank.
+        num_micro_batches: Accumulated in a step.
+        cost: By whatever engine can.
+        changes: What differs from the configuration: settings as in YAML, with their values.
+    """
+
+    model: ModelToTrain
+    settings: Settings
+    ranks: Ranks
+    micro_batch: MicroBatch
+    num_micro_batches: int
+    cost: StepCost
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the tensors of a GPU."""
+        return self.cost.memory.peak.num_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """The memory that a GPU must have: with headroom, and what lies outside of the allocator."""
+        return compute_needed_bytes(self.peak_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory of a rank, with offload."""
+        return sum(self.cost.memory.host_by_kind.values())
+
+    def estimate_time(self, hardware: Hardware) -> StepTime:
+        """Return the time of an optimizer step.
+
+        Raises:
+            ValueError: The GPU does not compute in this dtype, or there is no link between nodes.
+        """
+        return estimate_step_time(
+            self.model,
+            self.settings,
+            hardware,
+            self.cost,
+            ranks=self.ranks,
+            micro_batch=self.micro_batch,
+            num_micro_batches=self.num_micro_batches,
+        )
+
+
+class Trials:
+    """Estimates a planned step with other sizes, ranks and settings, each at most once.
+
+    A step without a closed form is traced, in a process of its own: seconds to a minute each.
+
+    Args:
+        steps: The configured step first, then others in its place, with the settings that make them of it.
+        data: The data module, asked for batches of other sizes.
+
+    Raises:
+        NoEstimateError: The module does not say what rows and tokens a batch has, or builds its own optimizer.
+    """
+
+    def __init__(self, steps: Steps, data: LightningDataModule | None) -> None:
+        self.steps, self._data = steps, data
+        self._models = [describe_model(step.module, step.strategy) for step, _ in steps]
+        self._known: dict[str, StepCost] = {}
+        step = steps[0][0]
+        self.settings, self.ranks = step.strategy.settings, step.ranks
+        if (sizes := self.ranks.resolve(self.settings.mesh)).num_sharing > 1:
+            raise NoEstimateError(f"{describe_sizes(sizes)}: there are no times of ranks that share rows")
+        self.micro_batch = measure_batch(step.module, step.batch)
+
+    def estimate(
+        self,
+        settings: Settings | None = None,
+        *,
+        number: int = 0,
+        rows: int | None = None,
+        length: int | None = None,
+        ranks: Ranks | None = None,
+        changes: Mapping[str, Any] | None = None,
+    ) -> Trial:
+        """Return a step; what is not given is as configured.
+
+        Args:
+            settings: Of the strategy.
+            number: Which of the steps.
+            rows: ``data.batch_size``.
+            length: ``data.seq_length``.
+            ranks: That take part.
+            changes: To get there from the step, as in YAML.
+
+        Raises:
+            ConfigError: The step cannot be traced, or settings do not fit the ranks.
+        """
+        step, own = self.steps[number]
+        settings, ranks, model = settings or self.settings, ranks or self.ranks, self._models[number]
+        batch = step.batch if rows is None and length is None else self._make_batch(rows, length)
+        micro_batch = measure_batch(step.module, batch)
+        key = f"{number} {settings} {ranks} {micro_batch}"
+        if key not in self._known:
+            moved = replace(step, batch=batch, ranks=ranks)
+            self._known[key] = self._count(moved, model, settings, micro_batch)
+        return Trial(
+            model=model,
+            settings=settings,
+            ranks=ranks,
+            micro_batch=micro_batch,
+            num_micro_batches=step.num_micro_batches,
+            cost=self._known[key],
+            changes={**own, **(changes or {})},
+        )
+
+    def find_same_training(self, changes: Mapping[str, Any]) -> int | None:
+        """Return the number of the step with exactly these changes, ``None`` if there is none."""
+        return next((i for i, (_, own) in enumerate(self.steps) if own == changes), None)
+
+    @cached_property
+    def is_traced(self) -> bool:
+        """Whether every estimate is a trace: there are no rules for the model."""
+        step = self.steps[0][0]
+        try:
+            self._count_quickly(step, self._models[0], self.settings, self.micro_batch)
+        except UnreadableModuleError:
+            return True
+        return False
+
+    def _count(self, step: PlannedStep, model: ModelToTrain, settings: Settings, micro_batch: MicroBatch) -> StepCost:
+        if not self.is_traced:
+            return self._count_quickly(step, model, settings, micro_batch)
+        return make_tracer([step], None, who="plan")(model, settings, micro_batch.rows, step.num_micro_batches)
+
+    def _count_quickly(
+        self, step: PlannedStep, model: ModelToTrain, settings: Settings, micro_batch: MicroBatch
+    ) -> StepCost:
+        counts: dict[str, Any] = {"ranks": step.ranks, "num_micro_batches": step.num_micro_batches}
+        return estimate_step(model, settings, micro_batch, device_type=step.device_type, **counts)
+
+    def _make_batch(self, rows: int | None, length: int | None) -> Mapping[str, Any]:
+        data: Any = self._data
+        with _set(data, "batch_size", rows), _set(data, "seq_length", length):
+            batch: Mapping[str, Any] = data.make_example_batch()
+        return batch
+
+
+@contextmanager
+def _set(data: Any, name: str, value: int | None) -> Iterator[None]:
+    """Give a data module another size; ``None`` leaves it as it is."""
+    if value is None:
+        yield
+        return
+    given = getattr(data, name, None)
+    if not isinstance(given, int):
+        raise NoEstimateError(f"{type(data).__name__} has no {name} that could change")
+    setattr(data, name, value)
+    try:
+        yield
+    finally:
+        setattr(data, name, given)
