@@ -32,6 +32,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "tied": {**SIZES, "tie_word_embeddings": True},
     "mixtral": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 32},
     "qwen3_moe": {},
+    "olmoe": {},
+    "gpt_oss": {},
+    "deepseek_v3": {},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }
 PLAIN = LoRA(r=4, alpha=8)

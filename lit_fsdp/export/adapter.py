@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lit_fsdp.adapters.inject import find_misreading
 from lit_fsdp.adapters.layers import ADAPTER, clean_name, is_adapter_name
 from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.checkpoint.reader import build_on_meta
 from lit_fsdp.export.folder import ADAPTER_CONFIG, check_room
 from lit_fsdp.export.merge import AdaptedWeights, BaseWeights
 from lit_fsdp.export.safetensors_writer import open_tensor_files
 
-_FILE = "adapter_model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of peft around the model
 _STARTS_ELSEWHERE = ("pissa", "pissa_niter_16", "olora")  # with other base weights
 
@@ -50,7 +52,11 @@ def write_adapter(
 
     With ``base``, whose weights the adapters were taken out of, they are written relative to it, with twice the rank.
     Without ``dtype``, tensors keep theirs.
+
+    Raises:
+        ValueError: peft would take some for others.
     """
+    _check_targets(weights)
     outputs: dict[str, Tensor] = {}
     reads: list[Callable[[], dict[str, Tensor]]] = []
     for name in weights.layers:
@@ -65,12 +71,18 @@ def write_adapter(
         reads.append(partial(weights.checkpoint.read, {name: outputs[name]}))
     outputs = {n: tensor.to(dtype or weights.checkpoint.describe(n).dtype) for n, tensor in outputs.items()}
     check_room(folder, outputs)
-    files = {_FILE: {name_for_peft(name): tensor for name, tensor in outputs.items()}}
+    files = {ADAPTER_FILE: {name_for_peft(name): tensor for name, tensor in outputs.items()}}
     with open_tensor_files(folder, files) as write:
         for read in reads:
             for name, tensor in read().items():
                 write(name_for_peft(name), tensor.to(outputs[name].dtype))
     return list(outputs.values())
+
+
+def _check_targets(weights: AdaptedWeights) -> None:
+    """Refuse linear layers that are called as single experts were in Transformers 4."""
+    if reason := find_misreading(build_on_meta(weights.checkpoint), weights.peft_config):
+        raise ValueError(f"merge: got false: {reason}; set merge to true, or train with other lora.target_modules")
 
 
 def name_for_peft(name: str) -> str:

@@ -50,7 +50,7 @@ def write_model(
     split = split_torch_state_dict_into_shards(outputs, filename_pattern=pattern, max_shard_size=max_bytes)
     by_file = {file: {n: outputs[n] for n in names} for file, names in split.filename_to_tensors.items()}
     with open_tensor_files(folder, by_file) as write:
-        for part in tqdm(parts, desc="writing tensors", delay=2.0):
+        for part in tqdm(parts, desc="writing tensors", delay=2.0, disable=None):  # into a terminal only
             tensors = read(part.inputs)
             for name, tensor in tensors.items():
                 if tensor.dtype == torch.float16 and torch.isinf(tensor).any():

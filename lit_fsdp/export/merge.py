@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from lit_fsdp.adapters.initialization import decompose, is_decomposed
 from lit_fsdp.adapters.inject import add_adapters
-from lit_fsdp.adapters.layers import clean_name, is_adapter_name, iterate_adapters
+from lit_fsdp.adapters.layers import ADAPTER, clean_name, is_adapter_name, is_own_part, iterate_adapters
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, build_on_meta
 from lit_fsdp.checkpoint.untrusted import refuse_other_forms
@@ -88,6 +88,7 @@ class AdaptedWeights:
         model = build_on_meta(checkpoint)
         # LoftQ would be refused over a base that is not quantized, as this one, so that it can be merged into.
         add_adapters(model, replace(self.lora, init_lora_weights="default"))
+        self.peft_config: Any = model.peft_config[ADAPTER]
         for _, layer in iterate_adapters(model):
             layer.initialization = self.lora.init_lora_weights
         self.layers = {clean_name(f"{n}.{get_weight_name(m)}"): (n, m) for n, m in iterate_adapters(model)}
@@ -101,7 +102,7 @@ class AdaptedWeights:
     def describe_adapter(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of the adapter of one weight on the meta device, by their names in the checkpoint."""
         prefix, layer = self.layers[name]
-        own = (n for n, _ in layer.named_parameters() if not n.startswith("base_layer.") and is_adapter_name(n))
+        own = (n for n, _ in layer.named_parameters() if is_own_part(n))
         return {f"{prefix}.{n}": self.checkpoint.describe(f"{prefix}.{n}").float() for n in own}
 
     def start(self, name: str, weight: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:

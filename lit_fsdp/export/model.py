@@ -25,6 +25,8 @@ from lit_fsdp.checkpoint.remote import Location
 from lit_fsdp.errors import join_names
 from lit_fsdp.export.adapter import double_ranks, needs_base, write_adapter
 from lit_fsdp.export.folder import ADAPTER_CONFIG, write_model, write_small_files
+from lit_fsdp.export.gguf_file import GGUFType, check_gguf, write_gguf
+from lit_fsdp.export.hub import find_place, push_folder
 from lit_fsdp.export.merge import AdaptedWeights, BaseWeights, list_aliases, open_base, read_lora, read_quantization
 from lit_fsdp.export.model_card import write_model_card
 from lit_fsdp.export.out_folder import check_out, list_files, locate_out, write_beside
@@ -51,6 +53,7 @@ class Exported:
     dtype: str  # of the weights; of several, one that holds all their values
     num_bytes: int  # of all weights
     notes: tuple[str, ...] = ()  # sentences that whoever uses it should read
+    url: str | None = None  # of the commit on the Hub
 
 
 def export_model(
@@ -63,7 +66,11 @@ def export_model(
     merge: bool = False,
     base: str | None = None,
     quantization: Quantization | None = None,
+    gguf: GGUFType | None = None,
     verify: Verify = "full",
+    push_to_hub: str | None = None,
+    private: bool = True,
+    commit_message: str | None = None,
 ) -> Exported:
     """Write the model of a sharded checkpoint as a folder that ``from_pretrained`` reads.
 
@@ -80,29 +87,36 @@ def export_model(
         merge: Add adapters to the weights of their base model, which makes a model that needs no peft.
         base: Where the base model is, if not under the name that the run knew it by: name on the Hub, or a folder.
         quantization: Write the weights of linear layers in 4 or 8 bits, as bitsandbytes has them; ``null`` does not.
+        gguf: Instead of a Hugging Face folder, one GGUF file for llama.cpp, tokenizer and all, with matrices of this
+            type. For models of the families Llama, Qwen 2 and 3, and Gemma.
         verify: ``full`` first reads all files of the checkpoint, those of the optimizer too, to compare their
             checksums. ``sizes`` does so only for files up to 16 MiB, and compares the sizes of the others.
+        push_to_hub: Then send the folder to the Hugging Face Hub under this name, such as user/my-model. The token is
+            that of ``hf auth login`` or of HF_TOKEN.
+        private: Whether only you, or your organization, see it there.
+        commit_message: Of what is sent. By default it names the step.
 
     Raises:
         ValueError: With what is wrong with the checkpoint or a setting.
+        RuntimeError: The folder is complete, but could not be sent.
     """
-    if quantization is not None:
-        quantization.check()
-    if dtype not in get_args(Dtype):
-        raise ValueError(f"dtype: got {dtype!r}: expected one of {', '.join(get_args(Dtype))}")
-    check_verify("verify", verify)
-    if not max_shard_gb > 0:
-        raise ValueError(f"max_shard_gb: got {max_shard_gb}: expected above 0, such as 5")
+    _check_values(dtype, max_shard_gb, verify, quantization)
+    _check_push(push_to_hub, private=private, commit_message=commit_message)
     out = locate_out(out)
     source = resolve_checkpoint(checkpoint)
     check_out(out, source, overwrite=overwrite)
+    # Whether it may be sent, before all is read.
+    place = None if push_to_hub is None else find_place(push_to_hub, private=private)
     stored = open_checkpoint(source, verify)
     if "speech" in stored.meta:
         raise ValueError(f"{source} holds speech, which `python -m lit_fsdp export-voice` writes")
     _check_combination(stored, merge=merge, base=base, max_shard_gb=max_shard_gb, quantization=quantization)
+    if gguf is not None:
+        _check_gguf_settings(stored, dtype, max_shard_gb, quantization, merge=merge)
     needs_files = merge or (LORA in stored.meta and needs_base(read_lora(stored)))
     base_folder = open_base(stored, base) if needs_files else None
     sources = [source] if base_folder is None else [source, base_folder]
+    title = out.name if place is None else place.name
     is_adapter = LORA in stored.meta and not merge
     stored = stored if is_adapter else resize_positions(stored)
     adapted = AdaptedWeights(stored) if LORA in stored.meta else None
@@ -117,10 +131,16 @@ def export_model(
             written = _write_adapter(folder, adapted, base_weights, dtype)
         else:
             max_bytes = int(max_shard_gb * 1e9)
-            written = _write_whole(folder, stored, adapted, base_weights, dtype, quantization, max_bytes=max_bytes)
+            written = _write_whole(
+                folder, stored, adapted, base_weights, dtype, quantization, max_bytes=max_bytes, gguf=gguf, name=title
+            )
         num_parameters, dtype_name, num_bytes = written
-        card = write_model_card(out.name, stored, dtype_name, num_parameters, is_adapter=is_adapter)
+        card = write_model_card(
+            title, stored, dtype_name, num_parameters, is_adapter=is_adapter, is_gguf=gguf is not None
+        )
         (folder / "README.md").write_text(card)
+    message = commit_message or f"Model of step {int(stored.meta.get('global_step', 0)):,}"
+    url = None if place is None else push_folder(out, place, message)
     return Exported(
         checkpoint=stored.path,
         folder=out,
@@ -129,7 +149,25 @@ def export_model(
         dtype=dtype_name,
         num_bytes=num_bytes,
         notes=explain_size(stored),
+        url=url,
     )
+
+
+def _check_values(dtype: Dtype, max_shard_gb: float, verify: Verify, quantization: Quantization | None) -> None:
+    """Refuse values that no checkpoint would make right."""
+    if quantization is not None:
+        quantization.check()
+    if dtype not in get_args(Dtype):
+        raise ValueError(f"dtype: got {dtype!r}: expected one of {', '.join(get_args(Dtype))}")
+    check_verify("verify", verify)
+    if not max_shard_gb > 0:
+        raise ValueError(f"max_shard_gb: got {max_shard_gb}: expected above 0, such as 5")
+
+
+def _check_push(push_to_hub: str | None, *, private: bool, commit_message: str | None) -> None:
+    if push_to_hub is None and (not private or commit_message is not None):
+        name = "commit_message" if private else "private"
+        raise ValueError(f"{name}: not used without push_to_hub, which sends the folder; set that, or leave it out")
 
 
 def _check_combination(
@@ -167,6 +205,21 @@ def _check_combination(
         raise ValueError(f"max_shard_gb: got {max_shard_gb}: adapters are one file; leave it out")
 
 
+def _check_gguf_settings(
+    stored: StoredCheckpoint, dtype: Dtype, max_shard_gb: float, quantization: Quantization | None, *, merge: bool
+) -> None:
+    if LORA in stored.meta and not merge:
+        raise ValueError("gguf: adapters alone are no model: set merge to true, or leave gguf out")
+    for name, is_set in {
+        "dtype": dtype != "keep",
+        "max_shard_gb": max_shard_gb != _MAX_SHARD_GB,
+        "quantization": quantization is not None,
+    }.items():
+        if is_set:
+            raise ValueError(f"{name}: not used with gguf, which says the type of all weights; leave it out")
+    check_gguf(build_on_meta(stored).config, stored.files)
+
+
 def _write_adapter(
     folder: Path, weights: AdaptedWeights, base: BaseWeights | None, dtype: Dtype
 ) -> tuple[int, str, int]:
@@ -189,6 +242,8 @@ def _write_whole(
     quantization: Quantization | None,
     *,
     max_bytes: int,
+    gguf: GGUFType | None,
+    name: str,
 ) -> tuple[int, str, int]:
     """Write a model with all its weights, adapters merged; return the same."""
     changes: dict[str, Any] = {}
@@ -206,6 +261,10 @@ def _write_whole(
         sources = _match_names(model, stored)
         tensors = {name: stored.describe(source) for name, source in sources.items()}
         read = partial(_read_stored, stored, sources)
+    if gguf is not None:
+        path = folder / f"{name.rpartition('/')[2]}-{gguf}.gguf"
+        num_bytes = write_gguf(path, gguf, plan_parts(model, tensors), read, model, stored.files, name)
+        return sum(p.numel() for p in model.parameters()), gguf, num_bytes
     if dtype != "keep":
         tensors = {n: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for n, t in tensors.items()}
     parts = plan_parts(model, tensors)

@@ -9,16 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported without saying so
 
 from lit_fsdp.checkpoint.reader import StoredCheckpoint, find_run
 from lit_fsdp.export.position_embeddings import explain_size
 from lit_fsdp.redaction import redact, redact_yaml
 from lit_fsdp.weights.base_weights import BASE, LORA
 
-_TAGS = {"ForCausalLM": "text-generation", "ForImageClassification": "image-classification"}
+_TAGS = {
+    "ForCausalLM": "text-generation",
+    "ForImageClassification": "image-classification",
+    "ForMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+}
 
 
-def write_model_card(name: str, stored: StoredCheckpoint, dtype: str, num_parameters: int, *, is_adapter: bool) -> str:
+def write_model_card(
+    name: str, stored: StoredCheckpoint, dtype: str, num_parameters: int, *, is_adapter: bool, is_gguf: bool = False
+) -> str:
     """Return the text of a ``README.md`` as the Hugging Face Hub shows it.
 
     Configuration and metrics are those of the run that wrote the checkpoint, where they are known; without credentials.
@@ -26,17 +35,21 @@ def write_model_card(name: str, stored: StoredCheckpoint, dtype: str, num_parame
     meta, run = stored.meta, find_run(stored.path)
     architecture = json.loads(stored.files["config.json"])["architectures"][0]
     seen = meta.get("targets_seen")
-    after = f" after {seen:,.0f} target tokens" if seen and architecture.endswith("ForCausalLM") else ""
+    what_seen = meta.get("targets_name", "target tokens")
+    after = f" after {seen:,.0f} {what_seen}" if seen and architecture.endswith("ForCausalLM") else ""
     step = int(meta.get("global_step", 0))
     base = meta.get(BASE)
+    is_on_hub = base is not None and _is_hub_name(base["name"])
     data = ModelCardData(
-        library_name="peft" if is_adapter else "transformers",
-        base_model=None if base is None else base["name"],
+        library_name="peft" if is_adapter else "gguf" if is_gguf else "transformers",
+        base_model=base["name"] if base is not None and is_on_hub else None,
         pipeline_tag=next((tag for ending, tag in _TAGS.items() if architecture.endswith(ending)), None),
     )
     what = f"Adapters of {architecture}" if is_adapter else architecture
     after = f"{num_parameters:,} parameters in {dtype}, from step {step:,}{after}"
     lines = ["---", data.to_yaml(), "---", "", f"# {name}", "", f"{what}, {after}. Trained with lit_fsdp."]
+    if base is not None and not is_on_hub:
+        lines += ["", f"The base model was `{base['name']}`."]
     if is_adapter and base is not None:
         lines += _explain_loading(name, base, architecture, meta[LORA]["modules_to_save"])
     lines += [line for note in explain_size(stored) for line in ("", note)]
@@ -48,13 +61,23 @@ def write_model_card(name: str, stored: StoredCheckpoint, dtype: str, num_parame
     return str(redact("\n".join(lines))) + "\n"
 
 
+def _is_hub_name(name: str) -> bool:
+    """Whether the Hub takes a base model for one of its own; it refuses cards with another, such as a folder."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
 def _explain_loading(name: str, base: Mapping[str, Any], architecture: str, saved: Sequence[str]) -> list[str]:
     """Return how to load adapters over the same weights that they were trained over."""
-    auto, options, quantization = "AutoModelForCausalLM", f'"{base["name"]}"', base["quantization"]
+    ending = next((ending for ending in _TAGS if architecture.endswith(ending)), "ForCausalLM")
+    auto, options, quantization = f"AutoModel{ending}", f'"{base["name"]}"', base["quantization"]
+    is_classifier = ending.endswith("Classification")
     imports, setup, after = ["from peft import PeftModel"], [], []
     names = []
-    if architecture.endswith("ForImageClassification"):
-        auto = "AutoModelForImageClassification"
+    if is_classifier:
         imports.insert(0, "import json")
         setup.append(f'num_labels = len(json.load(open("{name}/classes.json")))')
         options += ", num_labels=num_labels, ignore_mismatched_sizes=True"
@@ -67,7 +90,7 @@ def _explain_loading(name: str, base: Mapping[str, Any], architecture: str, save
             is_double = quantization["double_quant"] is not False
             arguments += f"bnb_4bit_use_double_quant={is_double}, bnb_4bit_compute_dtype=torch.bfloat16"
             imports.insert(-1, "import torch")
-        if auto == "AutoModelForImageClassification":  # whose head Transformers would quantize
+        if is_classifier:  # whose head Transformers would quantize
             arguments += f", llm_int8_skip_modules={list(saved)}"
         setup.append(f"quantization = BitsAndBytesConfig({arguments})")
         after = ["", "They were trained over the base model with its weights quantized like this."]

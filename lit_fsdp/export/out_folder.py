@@ -14,14 +14,14 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from lit_fsdp.checkpoint.remote import Location, RemotePath, locate_local
 from lit_fsdp.errors import join_names
-from lit_fsdp.files import refuse_unwritable
+from lit_fsdp.files import hold_lock, refuse_unwritable
 
 MANIFEST = "export_manifest.json"  # in an exported folder: the names of all files in it
 _INCOMPLETE, _REPLACED = ".incomplete", ".replaced"
@@ -97,21 +97,17 @@ def lock_out(out: Path, file: Path) -> Iterator[None]:
     Raises:
         ValueError: Another process holds the lock, or nothing can be written there.
     """
-    lock = FileLock(file, thread_local=False)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(blocking=False)
-    except Timeout:
-        raise ValueError(
-            f"out: {out} is being written by another process: wait for that one, or choose another folder"
-        ) from None
-    except OSError as error:
-        raise ValueError(f"out: got {out}: {error.strerror}: choose another folder") from error
-    try:
+    with ExitStack() as held:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(hold_lock(file))
+        except Timeout:
+            raise ValueError(
+                f"out: {out} is being written by another process: wait for that one, or choose another folder"
+            ) from None
+        except OSError as error:
+            raise ValueError(f"out: got {out}: {error.strerror}: choose another folder") from error
         yield
-    finally:
-        file.unlink(missing_ok=True)  # while it is held: a lock on what has no name any more is no lock, and is retried
-        lock.release()
 
 
 def exchange(one: Path, other: Path) -> bool:

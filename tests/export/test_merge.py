@@ -76,17 +76,24 @@ def test_a_copy_of_the_base_will_do_and_the_card_names_it(run: Path, tmp_path: P
     export_model(run / "last.ckpt", tmp_path / "b", merge=True)
     ours, truth = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
     assert all(torch.equal(ours[name], truth[name]) for name in truth)
-    assert f"base_model: {run / 'base'}" in (tmp_path / "a" / "README.md").read_text()
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert f"The base model was `{run / 'base'}`." in card
+    assert "base_model:" not in card  # the Hub refuses a card whose base model is a folder
 
 
 # Refusals
 
 
 def save_adapters(
-    path: Path, base: Path, lora: LoRA, quantization: Quantization | None = None, has_base: bool = True
+    path: Path,
+    base: Path,
+    lora: LoRA,
+    quantization: Quantization | None = None,
+    has_base: bool = True,
+    family: str = "llama",
 ) -> Path:
     """Write a checkpoint of adapters that have never trained."""
-    model = build_language_model("llama", "cpu")
+    model = build_language_model(family, "cpu")
     model.config.architectures = [type(model).__name__]
     add_adapters(model, replace(lora, init_lora_weights="default"))
     init_weights(model, 0)
@@ -154,6 +161,18 @@ def test_what_no_other_tool_could_load_is_refused(base: Path, tmp_path: Path) ->
     path = save_adapters(tmp_path / "random.ckpt", base, PLAIN, has_base=False)
     assert "holds adapters over random weights" in refuse(path, tmp_path / "out")
     assert "holds adapters over random weights" in refuse(path, tmp_path / "out", merge=True)
+
+
+@pytest.mark.parametrize("names", [["q_proj", "down_proj"], "all-linear", ["mlp.gate_proj"]])
+def test_layers_that_peft_would_take_for_experts_are_refused(names: Any, tmp_path: Path) -> None:
+    build_language_model("deepseek_v3", "cpu").save_pretrained(tmp_path / "base")
+    lora = replace(PLAIN, target_modules=names)
+    path = save_adapters(tmp_path / "last.ckpt", tmp_path / "base", lora, family="deepseek_v3")
+    message = refuse(path, tmp_path / "out")
+    reasons = ("peft would take ", "peft could not load the adapters: Cannot convert PEFT target(s)")
+    assert message.startswith(tuple(f"merge: got false: {reason}" for reason in reasons))
+    assert message.endswith("set merge to true, or train with other lora.target_modules")
+    export_model(path, tmp_path / "out", merge=True)
 
 
 def test_a_folder_that_is_not_complete_is_refused(checkpoint: Path, base: Path, tmp_path: Path) -> None:
