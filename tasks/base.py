@@ -3,9 +3,10 @@
 Note [Loss of a step]: the loss is a mean over all targets (tokens, images) of an optimizer step, over all ranks
 and all accumulated micro-batches. A micro-batch cannot know their number, so it returns its *sum* divided by
 the constant ``LOSS_UNIT``, and the gradients are multiplied once per step by what is still missing: the number
-of ranks, over whose gradients the strategy takes the mean, times the number of micro-batches, by which
-Lightning divides each loss, times ``LOSS_UNIT``, divided by the number of targets. ``LOSS_UNIT`` is a power of
-two, so dividing by it and undoing that is exact; it keeps sums in the range of float16.
+of ranks, over whose gradients the strategy takes the mean (all, but one of each group of ``mesh.tensor``), times
+the number of micro-batches, by which Lightning divides each loss, times ``LOSS_UNIT``, divided by the number of
+targets. ``LOSS_UNIT`` is a power of two, so dividing by it and undoing that is exact; it keeps sums in the range of
+float16.
 """
 
 from __future__ import annotations
@@ -18,25 +19,38 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
 from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.layers import iterate_adapters
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.untrusted import refuse_other_forms
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
+from lit_fsdp.parsing.mappings import TakesMappings
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.reporting.metrics import count_planned_steps
 from lit_fsdp.sharding.grad_clipping import clip_grad_norm, clip_grad_value, compute_grad_norm, scale_gradients
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import forget_train_loader, log_again
+from lit_fsdp.strategy.lightning_strategies import (
+    check_lightning_strategy,
+    holds_gradients,
+    keep_parameters_whole,
+    list_matrices,
+    read_grad_norm,
+    shard_like_fsdp2,
+)
+from lit_fsdp.strategy.trainer_settings import get_data_ranks
 from lit_fsdp.tasks.lr_schedule import ConfiguredLR, LRSchedule
 from lit_fsdp.weights.load import init_weights, materialize
 
@@ -55,7 +69,7 @@ def refuse_quantized_training(quantization: Quantization | None, lora: LoRA | No
         )
 
 
-class Task(LightningModule):
+class Task(TakesMappings, LightningModule):
     """A LightningModule whose loss, metrics and optimizer are right under sharding.
 
     A subclass builds its model in ``configure_model`` with :meth:`build_on_meta`, and returns
@@ -68,6 +82,9 @@ class Task(LightningModule):
 
     target_name = "tokens"  # what is counted in train/<target_name>_seen
     has_perplexity = True  # whether the loss is one cross-entropy of tokens
+    # What summary and report begin with: the metric logged as val/<headline_metric>, and whether min or max is good.
+    headline_metric: str = "loss"
+    headline_mode: Literal["min", "max"] = "min"
     releases_gradients = True  # after the optimizer step, for plans: in optimizer_step
 
     def __init__(self, optimizer: Optimizer | None = None, lr_scheduler: LRSchedule | None = None) -> None:
@@ -85,8 +102,25 @@ class Task(LightningModule):
         self.step_loss: Tensor | None = None
         self.rank_loss: Tensor | None = None
         self._grad_norm: Tensor | None = None
+        self._matrices: set[nn.Parameter] | None = None  # of parameters that may be flat pieces by now
 
     # Model
+
+    def check_strategy(self, trainer: Trainer) -> None:
+        """Refuse what the strategy of a run cannot do with this task.
+
+        Raises:
+            ValueError: With the setting, the reason and the nearest one that works.
+        """
+        is_quantized = getattr(self, "quantization", None) is not None
+        check_lightning_strategy(trainer, optimizer=self.optimizer_settings.name, is_quantized=is_quantized)
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Get ready for the strategy; a subclass that has a ``setup`` of its own calls this."""
+        if stage == "fit":
+            self.check_strategy(self.trainer)
+        keep_parameters_whole(self.trainer.strategy)
 
     def adapt_model(
         self, model: nn.Module, *, lora: LoRA | None, quantization: Quantization | None, keep: Sequence[str] = ()
@@ -123,6 +157,14 @@ class Task(LightningModule):
                 "dtype of their own; set trainer.strategy to fsdp2, or lora.dtype to bfloat16"
             )
 
+    def check_data(self, data: Any, stage: str) -> None:
+        """Refuse data that the model cannot be trained or evaluated on, before the processes of a run are started.
+
+        Args:
+            data: The data module, not set up.
+            stage: Of a Trainer, such as ``fit``.
+        """
+
     def prepare_plan(self, data: Any) -> list[str]:  # noqa: ARG002
         """Get ready for a plan, which calls this instead of ``prepare_data`` and ``setup``: fetch no weights.
 
@@ -154,8 +196,12 @@ class Task(LightningModule):
             is_offloaded = isinstance(strategy, FSDP2Strategy) and strategy.settings.cpu_offload is not None
             self.optimizer_settings.check_device(torch.device("cpu") if is_offloaded else strategy.root_device)
         if not isinstance(strategy, FSDP2Strategy):
-            materialize(self, torch.device("cpu"))
+            shard_like_fsdp2(self, self.trainer)
+            materialize(
+                self, strategy.root_device if isinstance(strategy, ModelParallelStrategy) else torch.device("cpu")
+            )
             self.configure_weights()
+            self._matrices = list_matrices(self)
 
     @property
     def restores_frozen(self) -> bool:
@@ -182,12 +228,19 @@ class Task(LightningModule):
         """
         sums = torch.stack([loss_sum.detach().double(), num_targets.detach().double()])
         self._step_sums = sums if self._step_sums is None else self._step_sums + sums
-        return loss_sum / LOSS_UNIT
+        if holds_gradients(self.trainer.strategy):
+            return loss_sum / LOSS_UNIT
+        total = num_targets.detach().double().reshape(())  # of a step with one micro-batch; its gradients are not ours
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return loss_sum * (self.trainer.world_size / total.clamp(min=1)).to(loss_sum.dtype)
 
     def get_grad_norm(self) -> Tensor:
         """Return the norm of all gradients before clipping, computed once a step. All ranks must call it."""
         if self._grad_norm is None:
-            self._grad_norm = compute_grad_norm(self._list_parameters())
+            known = read_grad_norm(self.trainer.strategy)
+            norm = compute_grad_norm(self._list_parameters()) if known is None else torch.as_tensor(known)
+            self._grad_norm = norm.float()
         return self._grad_norm
 
     def _list_parameters(self) -> list[nn.Parameter]:
@@ -203,12 +256,17 @@ class Task(LightningModule):
             return
         sums, self._step_sums = self._step_sums, None
         self.rank_loss = sums[0] / sums[1].clamp(min=1)
+        copies = get_data_ranks(self.trainer).copies
         if dist.is_initialized():
             dist.all_reduce(sums)
+            sums = sums / copies
         num_targets = sums[1].clamp(min=1)
         self.step_loss = sums[0] / num_targets
         self.targets_seen = self.targets_seen + sums[1]
-        factor = self.trainer.world_size * self.trainer.accumulate_grad_batches * LOSS_UNIT / num_targets
+        if not holds_gradients(self.trainer.strategy):
+            return
+        num_ranks = self.trainer.world_size // copies  # over whose gradients the strategy takes the mean
+        factor = num_ranks * self.trainer.accumulate_grad_batches * LOSS_UNIT / num_targets
         scale_gradients(self._list_parameters(), factor)
 
     @override
@@ -218,8 +276,9 @@ class Task(LightningModule):
         values = {
             # On the CPU: to put a number on a GPU waits for what that still has to do.
             "train/learning_rate": torch.tensor(rate, dtype=torch.float32, device="cpu"),
-            "train/grad_norm": self.get_grad_norm(),
         }
+        if holds_gradients(self.trainer.strategy):  # else it is not known yet
+            values["train/grad_norm"] = self.get_grad_norm()
         if self.step_loss is not None:
             values["train/loss"] = self.step_loss.float()
             values[f"train/{self.target_name}_seen"] = torch.as_tensor(self.targets_seen)
@@ -239,12 +298,12 @@ class Task(LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        if not gradient_clip_val:
+        if not gradient_clip_val or not holds_gradients(self.trainer.strategy):  # DeepSpeed clips by the same setting
             return
         if gradient_clip_algorithm == "value":
             clip_grad_value(self._list_parameters(), float(gradient_clip_val))
         else:
-            clip_grad_norm(self._list_parameters(), float(gradient_clip_val), norm=self._grad_norm)
+            clip_grad_norm(self._list_parameters(), float(gradient_clip_val), norm=self.get_grad_norm())
 
     @override
     def optimizer_step(
@@ -266,6 +325,17 @@ class Task(LightningModule):
         metric.update(loss_sum.double() / num_targets.clamp(min=1), weight=num_targets.double())
 
     @override
+    def on_validation_epoch_start(self) -> None:
+        """Count in float64, whatever Lightning's strategies have cast metrics to with the model: even bfloat16."""
+        for metric in self.modules():
+            if isinstance(metric, Metric):
+                states = [state for state in metric.metric_state.values() if isinstance(state, Tensor)]
+                if any(state.is_floating_point() and state.dtype != torch.float64 for state in states):
+                    metric.set_dtype(torch.float64)
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    @override
     def on_validation_epoch_end(self) -> None:
         self._log_eval_loss("val", self.val_loss)
 
@@ -283,12 +353,40 @@ class Task(LightningModule):
 
     # Optimizer
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters are trained, for which another learning rate is the default."""
+        return next(iterate_adapters(self), None) is not None
+
+    @override
+    def on_train_start(self) -> None:
+        """Say which learning rate adapters got, where none was set."""
+        super().on_train_start()
+        if self.optimizer_settings.learning_rate is not None or not self.has_adapters:
+            return
+        schedules = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        rates = {
+            float(rate) for schedule in schedules if isinstance(schedule, ConfiguredLR) for rate in schedule.base_lrs
+        }
+        if not rates:  # a subclass builds its own optimizer
+            return
+        rate = self.optimizer_settings.resolve_rate(has_adapters=True)
+        why = "ten times that of whole models, as adapters are trained"
+        if rate not in rates:
+            rate, why = max(rates), "as in the checkpoint"
+        rank_zero_info(f"optimizer.learning_rate: not set: {rate:g}, {why}")
+
     @override
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         factors = self.get_lr_factors()
         optimizer = build_optimizer(
-            self.parameters(), self.optimizer_settings, is_scaled=is_scaled, rate_factors=factors
+            self.parameters(),
+            self.optimizer_settings,
+            is_scaled=is_scaled,
+            rate_factors=factors,
+            matrices=self._matrices,
+            has_adapters=self.has_adapters,
         )
         return {
             "optimizer": optimizer,
@@ -301,14 +399,14 @@ class Task(LightningModule):
 
     def _build_schedule(self, optimizer: torch.optim.Optimizer) -> ConfiguredLR:
         settings = self.lr_scheduler
-        num_steps = self.trainer.estimated_stepping_batches
+        num_steps = count_planned_steps(self.trainer)  # infinite too where epochs end by data of unknown length
         if self.trainer.ckpt_path is not None:  # restored already
             forget_train_loader(self.trainer)
         if num_steps == float("inf"):
             if settings.type != "constant" or settings.warmup_ratio:
                 raise ValueError(
-                    "lr_scheduler: the run has no end that it could lead to; set trainer.max_steps or max_epochs, "
-                    "or type=constant with warmup_steps"
+                    "lr_scheduler: the run has no end that it could lead to; set trainer.max_steps, max_epochs where "
+                    "the data has a length, or type=constant with warmup_steps"
                 )
             num_steps = 0
         warmup = settings.warmup_steps or round(settings.warmup_ratio * num_steps)
@@ -320,9 +418,20 @@ class Task(LightningModule):
         shape: dict[str, str | float] = {"lr_scheduler.type": settings.type, "warm-up steps": warmup}
         if settings.type != "constant":
             shape |= {"steps of the run": num_steps, "lr_scheduler.min_lr_rate": settings.min_lr_rate}
-        return ConfiguredLR(optimizer, factor, shape)
+        is_rate_open = self.optimizer_settings.learning_rate is None
+        return ConfiguredLR(optimizer, factor, shape, keeps_saved_rate=is_rate_open)
 
     # Checkpoints
+
+    def describe_misfit(self, checkpoint: Mapping[str, Any]) -> str | None:  # noqa: ARG002  for subclasses
+        """Return why a run of this task could not go on from a checkpoint, ``None`` where nothing is known.
+
+        Asked before anything is loaded or started, to choose among the checkpoints of a run.
+
+        Args:
+            checkpoint: What it holds beside tensors.
+        """
+        return None
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
+from lit_fsdp.parsing.mappings import TakesMappings
 from lit_fsdp.tasks.loading import ResumableLoader, Rows, build_eval_loader, build_train_loader
+from lit_fsdp.tasks.shares import Share, check_share, count_largest
 
 Split = Literal["train", "validation", "test", "predict"]
 
@@ -29,7 +31,7 @@ DEFAULT_SPLITS: dict[Split, str] = {"train": "train", "validation": "validation"
 _HELD_OUT_SEED = 0  # not the seed setting: runs with other seeds are compared on the same rows
 
 
-class TaskData(LightningDataModule):
+class TaskData(TakesMappings, LightningDataModule):
     """A source for each split, and a loader of it for this rank.
 
     A subclass says in ``build_eval_loader`` and ``train_dataloader`` how rows become batches. Its settings of these
@@ -40,6 +42,8 @@ class TaskData(LightningDataModule):
     """
 
     source_kinds = "a file, a folder or a data set"  # in errors
+    has_changing_lengths = False  # whether batches are padded to lengths of their own: compiled code should know
+    is_endless = False  # whether training rows come pass after pass, so that only a number of steps ends a run
 
     def __init__(
         self,
@@ -52,6 +56,7 @@ class TaskData(LightningDataModule):
         shuffle: bool,
         seed: int,
         global_batch_size: int | None = None,
+        share: Share = None,
     ) -> None:
         super().__init__()
         check_least(1, batch_size=batch_size, eval_batch_size=eval_batch_size, global_batch_size=global_batch_size)
@@ -66,7 +71,8 @@ class TaskData(LightningDataModule):
         self.sources, self.validation_fraction = sources, validation_fraction
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size
         self.num_workers, self.shuffle, self.seed = num_workers, shuffle, seed
-        self.global_batch_size = global_batch_size
+        check_share(share)
+        self.global_batch_size, self.share = global_batch_size, share
 
     @abstractmethod
     def build_eval_loader(self, split: Split) -> DataLoader[Any]:
@@ -99,6 +105,11 @@ class TaskData(LightningDataModule):
         """Return the split whose source has the rows of another one, which may be held out of it."""
         return "train" if split == "validation" and self.holds_out else split
 
+    @property
+    def largest_batch_size(self) -> int:
+        """Rows of the largest micro-batch that a rank gets in training."""
+        return count_largest(self.share, self.batch_size)
+
     def choose_rows(self, split: Split, num_rows: int) -> NDArray[np.int64]:
         """Return which rows of its source a split has, in order."""
         if not self.holds_out or split not in ("train", "validation"):
@@ -118,7 +129,12 @@ class TaskData(LightningDataModule):
         return ValueError(f"{split}: not set; name {self.source_kinds}{also}")
 
     def load_train(
-        self, rows: Rows, collate: Callable[[Any], Any], what: str, fingerprint: str = ""
+        self,
+        rows: Rows,
+        collate: Callable[[Any], Any],
+        what: str,
+        fingerprint: str = "",
+        lengths: NDArray[np.int64] | None = None,
     ) -> ResumableLoader:
         """Return a loader of training rows with the settings of this data; see :func:`build_train_loader`."""
         return build_train_loader(
@@ -132,6 +148,8 @@ class TaskData(LightningDataModule):
             what=what,
             fingerprint=fingerprint,
             whole_steps=self.global_batch_size is not None,
+            share=self.share,
+            lengths=lengths,
         )
 
     def load_eval(self, rows: Rows, collate: Callable[[Any], Any]) -> DataLoader[Any]:
@@ -143,6 +161,26 @@ class TaskData(LightningDataModule):
             num_workers=self.num_workers,
             trainer=self.trainer,
         )
+
+
+def refuse_endless(trainer: Trainer, data: object) -> None:
+    """Refuse a run of endless data that only its epochs could end: the first one would have no end.
+
+    Raises:
+        ValueError: With what to set.
+    """
+    if getattr(data, "is_endless", False) and count_stream_batches(trainer) is None:
+        raise ValueError(
+            f"max_steps: got {trainer.max_steps}: {type(data).__name__} streams train without an end, so no epoch "
+            "ends: set trainer.max_steps, or limit_train_batches to a number of batches"
+        )
+
+
+def count_stream_batches(trainer: Trainer) -> int | None:
+    """Return the micro-batches of one rank in a whole run on endless data; ``None`` if nothing ends the run."""
+    limit = trainer.limit_train_batches
+    ends = [trainer.max_steps * trainer.accumulate_grad_batches] if trainer.max_steps != -1 else []
+    return min([*ends, *([limit] if isinstance(limit, int) else [])], default=None)
 
 
 def check_least(least: int, **settings: int | None) -> None:

@@ -71,21 +71,28 @@ class ConfiguredLR(LambdaLR):
         optimizer: Whose groups have the configured settings.
         factor: What the learning rates are multiplied with, by step.
         shape: What makes the factor, to be compared with that of the checkpoint.
+        keeps_saved_rate: Whether the rates of the checkpoint count, as none was configured.
     """
 
     keeps_configuration = True
 
     def __init__(
-        self, optimizer: Optimizer, factor: Callable[[int], float], shape: Mapping[str, str | float] | None = None
+        self,
+        optimizer: Optimizer,
+        factor: Callable[[int], float],
+        shape: Mapping[str, str | float] | None = None,
+        *,
+        keeps_saved_rate: bool = False,
     ) -> None:
         self.shape = dict(shape or {})
+        self._keeps_saved_rate = keeps_saved_rate
         self._configured = [{n: group[n] for n in _HYPERPARAMETERS if n in group} for group in optimizer.param_groups]
         super().__init__(optimizer, factor)
 
     @override
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = super().state_dict()
-        return {name: value for name, value in state.items() if name != "_configured"}
+        return {name: value for name, value in state.items() if name not in ("_configured", "_keeps_saved_rate")}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -93,6 +100,8 @@ class ConfiguredLR(LambdaLR):
         configured = self.base_lrs
         own: dict[str, Any] = dict(self.shape)
         super().load_state_dict(state_dict)
+        if self._keeps_saved_rate:
+            configured = self.base_lrs
         saved = dict(state_dict.get("shape", {}))
         self.shape = dict(own)
         for before, rate in zip(self.base_lrs, configured, strict=True):

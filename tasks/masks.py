@@ -44,10 +44,18 @@ def keep_branches(batch: Mapping[str, Any]) -> Iterator[None]:
     def ignore_mask(padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> bool:
         return bool(ignore(padding_mask if is_padded else None, *args, **kwargs))
 
+    # Private as well, of encoders.
+    ignore_both = masking_utils._ignore_bidirectional_mask_sdpa
+
+    def ignore_both_mask(padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> bool:
+        return bool(ignore_both(padding_mask if is_padded else None, *args, **kwargs))
+
     masking_utils.find_packed_sequence_indices = find
     masking_utils._ignore_causal_mask_sdpa = ignore_mask
+    masking_utils._ignore_bidirectional_mask_sdpa = ignore_both_mask
     try:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = original
         masking_utils._ignore_causal_mask_sdpa = ignore
+        masking_utils._ignore_bidirectional_mask_sdpa = ignore_both

@@ -2,44 +2,45 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import math
-import re
 import tempfile
-import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from huggingface_hub.errors import StrictDataclassError
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import override
 
+from lit_fsdp.adapters.layers import iterate_adapters
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import EXPORT
 from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.checkpoint.untrusted import refuse_other_forms
-from lit_fsdp.errors import join_names, suggest
 from lit_fsdp.export.adapter import describe_adapters
 from lit_fsdp.export.folder import ADAPTER_CONFIG
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks.base import Task, refuse_quantized_training
 from lit_fsdp.tasks.lr_schedule import LRSchedule
+from lit_fsdp.tasks.model_config import (
+    SIZES,
+    explain_build_errors,
+    load_config,
+    make_config,
+    refuse_other_quantization,
+)
 from lit_fsdp.weights.base_weights import (
     BASE,
     CONFIG,
     LORA,
     begin_fingerprint,
-    check_config_file,
     describe_base,
     fetch_pretrained,
     get_pretrained_folder,
@@ -49,21 +50,23 @@ from lit_fsdp.weights.base_weights import (
 from lit_fsdp.weights.load import init_weights, load_weights
 from lit_fsdp.weights.prequantized import read_quantization
 
-# What every model is made of; 0 would be none. Of parts that only some have, such as shared experts, 0 may mean none.
-_SIZES = re.compile(
-    r"num_(hidden_layers|attention_heads|key_value_heads)|n_(embd|head|layer|positions)|head_dim|"
-    r"(hidden|intermediate|vocab|image|patch)_size|max_position_embeddings"
-)
-_SHARES = re.compile(r"(\w+_)?(dropout|pdrop|dropout_prob)")
-# What bad values come to in Transformers.
-_OF_VALUES = (StrictDataclassError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError)
+_MEANINGS = ("alpha", "alpha_pattern", "use_rslora")  # settings of adapters that their tensors do not show
 
 
 class PretrainedTask(Task):
     """A task whose model is pretrained, or made from a configuration, with adapters over it where asked for.
 
-    A subclass builds the model in ``configure_model`` and calls :meth:`resolve_quantization` and ``adapt_model`` there.
-    Its settings of these names say what they mean.
+    A subclass writes :meth:`build_model` and :meth:`compute_loss`. What is trained, read, saved, planned and exported
+    follows from the model.
+
+    Args:
+        pretrained: Model name on the Hugging Face Hub, or a folder with ``config.json`` and safetensors.
+        config: Instead, the architecture of a model with random weights: ``model_type`` and the arguments of its
+            Transformers configuration.
+        lora: Train low-rank adapters and leave the model as it is; ``null`` trains all of it.
+        quantization: Keep the frozen weights in 4 or 8 bits; needs ``lora``.
+        optimizer: Which one, and its settings.
+        lr_scheduler: How the learning rate moves.
     """
 
     example_config = "{model_type: llama, hidden_size: 256}"  # in errors
@@ -71,12 +74,12 @@ class PretrainedTask(Task):
     def __init__(
         self,
         *,
-        pretrained: str | None,
-        config: dict[str, Any] | None,
-        lora: LoRA | None,
-        quantization: Quantization | None,
-        optimizer: Optimizer | None,
-        lr_scheduler: LRSchedule | None,
+        pretrained: str | None = None,
+        config: dict[str, Any] | None = None,
+        lora: LoRA | None = None,
+        quantization: Quantization | None = None,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: LRSchedule | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
         if (pretrained is None) == (config is None):
@@ -110,6 +113,7 @@ class PretrainedTask(Task):
     @override
     def setup(self, stage: str) -> None:
         """Refuse to train quantized weights; also those of a model that an evaluation has built before."""
+        super().setup(stage)
         if stage == "fit":
             refuse_quantized_training(self.quantization, self.lora)
 
@@ -124,9 +128,43 @@ class PretrainedTask(Task):
     def read_config(self) -> PreTrainedConfig:
         """Return the model's configuration."""
         if self.pretrained is not None:
-            return load_config(self.pretrained)
+            config = load_config(self.pretrained)
+            refuse_other_quantization(config, self.pretrained)
+            return config
         assert self.config_settings is not None
         return make_config(self.config_settings)
+
+    def build_model(self, config: PreTrainedConfig) -> PreTrainedModel:
+        """Return the model that is trained, built under ``torch.device("meta")``: without memory.
+
+        Args:
+            config: That of :meth:`read_config`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no build_model, which returns the model on device meta")
+
+    def change_model(self, model: PreTrainedModel) -> None:
+        """Change a model on the meta device in place, after adapters were added."""
+
+    @override
+    def configure_model(self) -> None:
+        if self.model is not None:  # a second run of the same object
+            return
+        with explain_build_errors(self.config_settings):
+            model = self.build_model(self.read_config())
+        self.resolve_quantization(model)
+        self.adapt_model(model, lora=self.lora, quantization=self.quantization)
+        self.change_model(model)
+        self.model = model  # not before all is well: other strategies could not move it away
+        self.finish_model()
+
+    @override
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        if self.lora is not None and next(iterate_adapters(self), None) is None:
+            name = type(self).__name__.removeprefix("FSDP")
+            raise ValueError(
+                f"lora: {name}.configure_model has added no adapters; call self.adapt_model there, or leave it out"
+            )
+        return super().configure_optimizers()
 
     def resolve_quantization(self, model: nn.Module) -> None:
         """Set ``quantization`` to how the weights of ``pretrained`` are stored, if they are stored quantized.
@@ -171,6 +209,30 @@ class PretrainedTask(Task):
     def restores_frozen(self) -> bool:
         return self.pretrained is not None and self.lora is not None
 
+    # Steps
+
+    def compute_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the sum of the losses of all targets of a micro-batch, and their number, two scalars.
+
+        Args:
+            batch: A micro-batch of this rank.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no compute_loss, which returns a sum and its targets")
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.weigh_loss(*self.compute_loss(batch))
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.update_eval_loss("val", *self.compute_loss(batch))
+
+    @override
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.update_eval_loss("test", *self.compute_loss(batch))
+
+    # Checkpoints
+
     def collect_export_files(self, model: PreTrainedModel, **changes: Any) -> dict[str, str | bytes]:
         """Return the small files of a Hugging Face folder by name, so that a checkpoint is enough to export.
 
@@ -210,6 +272,26 @@ class PretrainedTask(Task):
             checkpoint[BASE] = self._base
 
     @override
+    def describe_misfit(self, checkpoint: Mapping[str, Any]) -> str | None:
+        stored = checkpoint.get(LORA)
+        if EXPORT not in checkpoint or not isinstance(stored, Mapping | None):
+            return None
+        if (stored is None) != (self.lora is None):
+            holds, trains = ("adapters", "has none") if self.lora is None else ("whole weights", "has adapters")
+            return f"lora: it holds {holds}, this run {trains}"
+        if stored is not None and self.lora is not None:
+            own = asdict(self.lora)
+            for name in ("r", "rank_pattern", "use_dora", *_MEANINGS):
+                if name in stored and stored[name] != own[name]:
+                    return f"lora.{name}: it was saved with {stored[name]!r}, this run has {own[name]!r}"
+        config = json.loads(str(checkpoint[EXPORT].get("config.json", "{}")))
+        for name, value in (self.config_settings or {}).items():
+            is_size = name == "model_type" or (SIZES.fullmatch(name) and name != "vocab_size")
+            if is_size and config.get(name, value) != value:
+                return f"config.{name}: it was saved with {config[name]!r}, this run has {value!r}"
+        return None
+
+    @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         with refuse_other_forms():
@@ -218,134 +300,6 @@ class PretrainedTask(Task):
     def _has_base(self) -> bool:
         """Whether a checkpoint leaves out weights, which it knows by their fingerprint instead."""
         return self.restores_frozen and any(not p.requires_grad for p in self.parameters())
-
-
-def load_config(pretrained: str) -> PreTrainedConfig:
-    """Return the configuration of a model, a folder or of the Hub."""
-    folder = get_pretrained_folder(pretrained)
-    check_config_file(folder)
-    try:
-        return drop_quantization(AutoConfig.from_pretrained(folder, trust_remote_code=False))
-    except StrictDataclassError as error:
-        raise ValueError(f"pretrained: {pretrained}: config.json: {error.__cause__ or error}") from error
-    except (OSError, ValueError) as error:
-        raise ValueError(f"pretrained: got {pretrained!r}: {str(error).strip().splitlines()[0]}") from error
-    except (TypeError, LookupError, AttributeError, ArithmeticError) as error:  # what values of other types come to
-        what = f"Transformers cannot read it: {type(error).__name__}: {error}"
-        raise ValueError(f"pretrained: {pretrained}: config.json: {what}") from error
-
-
-def make_config(settings: Mapping[str, Any]) -> PreTrainedConfig:
-    """Return the configuration that settings describe, ``model_type`` among them.
-
-    Raises:
-        ValueError: With the setting, its value and the rule.
-    """
-    settings = dict(settings)
-    model_type = settings.pop("model_type")
-    try:
-        config = AutoConfig.for_model(model_type)
-    except (TypeError, ValueError):
-        raise ValueError(f"config.model_type: got {model_type!r}: Transformers has no such model") from None
-    known = [name for name in vars(config) if not name.startswith("_") and not hasattr(PreTrainedConfig(), name)]
-    if unknown := sorted(str(name) for name in settings if not _is_setting(name, config)):
-        hint = suggest(unknown[0], known, f"expected some of its own, such as {', '.join(known[:3])}")
-        raise ValueError(f"config: {', '.join(unknown)}: no settings of {type(config).__name__}: {hint}")
-    _check_sizes(settings, config)
-    try:
-        config = AutoConfig.for_model(model_type, **settings)
-    except _OF_VALUES as error:
-        raise ValueError(_explain_config(settings, error)) from error
-    _check_heads(settings, config)
-    return config
-
-
-@contextmanager
-def explain_build_errors(settings: Mapping[str, Any] | None) -> Iterator[None]:
-    """Turn what Transformers raises for bad values while a model is built into one line about its configuration.
-
-    All else stays what it is: missing memory, lost connections, and what our own code raises.
-
-    Args:
-        settings: ``config`` of the task, or ``None`` of a pretrained model.
-
-    Raises:
-        ValueError: With the setting, its value and the rule.
-        ImportError: A package is missing that only this model needs; in one line.
-    """
-    try:
-        yield
-    except (*_OF_VALUES, RuntimeError, ImportError) as error:
-        # Of the others, torch has classes for memory, devices and connections; of memory of the host it has none.
-        is_other = isinstance(error, RuntimeError) and (type(error) is not RuntimeError or "allocate" in str(error))
-        if is_other or _is_our_own(error):
-            raise
-        if isinstance(error, ImportError):
-            raise ImportError(" ".join(str(error).split()), name=error.name) from error  # noqa: TRY004  what it was
-        raise ValueError(_explain_config(settings, error)) from error
-
-
-def _is_our_own(error: BaseException) -> bool:
-    """Whether an error was raised in our code."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals["__name__"]).partition(".")[0] == __name__.partition(".")[0]
-
-
-def _explain_config(settings: Mapping[str, Any] | None, error: Exception) -> str:
-    """Say what a configuration is refused for, with the setting whose name or value the error has."""
-    first = next(iter(str(error.__cause__ or error).strip().splitlines()), "")
-    why = first if isinstance(error, StrictDataclassError | ValueError) else f"{type(error).__name__}: {first}"
-    if settings is None:
-        return f"pretrained: the model cannot be built from its config.json: {why}"
-    words = set(re.findall(r"\w+", first))
-    named = [name for name in settings if name in words or name.replace("_", " ") in first]
-    named += [name for name, value in settings.items() if isinstance(value, float) and repr(value) in first]
-    named += [n for n, value in settings.items() for word in words if f"'{word}'" in repr(value) and n != "model_type"]
-    if not named:
-        return f"config: got {join_names([f'{k} {v!r}' for k, v in settings.items()])}: no model can be built: {why}"
-    return f"config.{named[0]}: got {settings[named[0]]!r}: {why}"
-
-
-def _is_setting(name: Any, config: PreTrainedConfig) -> bool:
-    """Whether a model reads this setting: most are fields, some just read from what was given, as ``head_dim`` is."""
-    if not isinstance(name, str) or name.startswith("_") or callable(getattr(type(config), name, None)):
-        return False
-    # Asked of the class, as Gemma 4 refuses to tell what its layers have different ones of, seen in transformers 5.23.
-    if name in vars(config) or hasattr(type(config), name) or name in type(config).attribute_map:
-        return True
-    own = type(config).__module__
-    reads = re.compile(rf'(getattr\(config, |kwargs\.(get|pop)\()"{re.escape(name)}"')
-    for module in (own, own.replace(".configuration_", ".modeling_")):
-        spec = importlib.util.find_spec(module)
-        if spec is not None and spec.origin is not None and reads.search(Path(spec.origin).read_text(encoding="utf-8")):
-            return True
-    return False
-
-
-def _check_sizes(settings: Mapping[str, Any], defaults: PreTrainedConfig) -> None:
-    """Refuse sizes of which no model can be made, or none that computes anything; a default can be no mistake."""
-    for name, value in settings.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_number = is_number and value != vars(defaults).get(name)
-        if is_number and _SIZES.fullmatch(name) and value < 1:
-            raise ValueError(f"config.{name}: got {value}: expected 1 or more")
-        if is_number and _SHARES.fullmatch(name) and not 0 <= value < 1:
-            raise ValueError(f"config.{name}: got {value}: expected 0 to below 1")
-
-
-def _check_heads(given: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Refuse heads and experts that cannot be shared out."""
-    heads, groups = (given.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
-    # Only where both are given: some architectures do not use their default.
-    if isinstance(heads, int) and isinstance(groups, int) and groups and heads % groups:
-        raise ValueError(
-            f"config.num_key_value_heads: got {groups}: the {heads} heads of num_attention_heads share them evenly: "
-            f"expected a divisor, such as {math.gcd(heads, groups)}"
-        )
-    counts = [vars(config).get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
-    experts, chosen = next((n for n in counts if n), None), vars(config).get("num_experts_per_tok")
-    if isinstance(experts, int) and isinstance(chosen, int) and chosen > experts:
-        raise ValueError(f"config.num_experts_per_tok: got {chosen}: there are {experts} experts: expected fewer")
 
 
 def read_tokenizer_files(tokenizer: Any) -> dict[str, str | bytes]:
@@ -360,14 +314,6 @@ def read_tokenizer_files(tokenizer: Any) -> dict[str, str | bytes]:
             except UnicodeDecodeError:
                 files[name] = content
     return files
-
-
-def drop_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a configuration without that of bitsandbytes, whose layers we have ourselves."""
-    settings: Any = getattr(config, "quantization_config", None)
-    if isinstance(settings, dict) and settings.get("quant_method") == "bitsandbytes":
-        del config.quantization_config
-    return config
 
 
 def _read_planned_quantization(folder: Path) -> Quantization | None:
@@ -421,7 +367,7 @@ def check_adapters(
     if LORA not in checkpoint or lora is None:
         return
     stored, own = checkpoint[LORA], asdict(lora)
-    names = ["alpha", "alpha_pattern", "use_rslora"]
+    names = list(_MEANINGS)
     if not {stored["init_lora_weights"], own["init_lora_weights"]} <= {"default", "gaussian", "loftq"}:
         names.append("init_lora_weights")  # also says what was taken out of the base
     for name in names:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from lit_fsdp.checkpoint.remote import Location, UnreachableError
 from lit_fsdp.files import refuse_special_file
 
 # What a file begins with that another program has packed or written in an encoding of two bytes.
@@ -21,6 +25,8 @@ _BEGINNINGS = {
     b"\xff\xfe": "UTF-16: convert it to UTF-8",
     b"\xfe\xff": "UTF-16: convert it to UTF-8",
 }
+_AT_ONCE_BYTES = 1 << 22  # of a table at an address, of which only some parts are read
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +37,13 @@ class Row:
         where: File and line, or data set and row, counted from 1.
         fields: The row; empty if it could not be read.
         problem: Why it could not be read.
+        mark: A character that its reader keeps beside what becomes of the row.
     """
 
     where: str
     fields: dict[str, Any]
     problem: str | None = None
+    mark: str = ""
 
 
 def make_bad(where: str, problem: str) -> Row:
@@ -55,7 +63,32 @@ def check_rows(rows: Iterable[Row]) -> Iterator[Row]:
         yield row
 
 
-def read_lines(path: Path, named: str = "") -> Iterator[tuple[int, str | None, str]]:
+@contextmanager
+def open_bytes(path: Location, named: str = "", wanted_bytes: int | None = None) -> Iterator[IO[bytes]]:
+    """Open a file, or an object at an address.
+
+    Args:
+        path: Of it.
+        named: What errors call it, the path if not given.
+        wanted_bytes: How much to ask a store for at once.
+
+    Raises:
+        ValueError: It is not to be read, at all or while the body runs.
+    """
+    named = named or str(path)
+    options = {} if wanted_bytes is None else {"wanted_bytes": wanted_bytes}
+    try:
+        if isinstance(path, Path):
+            refuse_special_file(path, named)
+        with path.open("rb") if isinstance(path, Path) else path.open("rb", **options) as file:
+            yield file
+    except OSError as error:
+        raise ValueError(f"{named}: cannot be read: {error.strerror}") from error
+    except UnreachableError as error:  # which names it
+        raise ValueError(f"cannot be read: {error}") from error
+
+
+def read_lines(path: Location, named: str = "") -> Iterator[tuple[int, str | None, str]]:
     """Yield number, text and problem of each line; the text is None where it is not UTF-8.
 
     Only a line feed ends a line: a JSON string may hold other breaks as they are.
@@ -67,30 +100,27 @@ def read_lines(path: Path, named: str = "") -> Iterator[tuple[int, str | None, s
     Raises:
         ValueError: It cannot be read at all.
     """
-    named = named or str(path)
-    refuse_special_file(path, named)
-    try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
-                raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-                try:
-                    yield number, raw.decode(), ""
-                except UnicodeDecodeError as error:
-                    packed = next((kind for begin, kind in _BEGINNINGS.items() if raw.startswith(begin)), None)
-                    if number == 1 and packed is not None:
-                        yield number, None, f"not text, but {packed}"
-                        return
-                    byte = raw[error.start]
-                    yield number, None, f"not UTF-8 (byte 0x{byte:02x} at column {error.start + 1}); convert the file"
-    except OSError as error:
-        raise ValueError(f"{named}: cannot be read: {error.strerror}") from error
+    with open_bytes(path, named) as file:
+        for number, raw in enumerate(file, start=1):
+            raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+            try:
+                yield number, raw.decode(), ""
+            except UnicodeDecodeError as error:
+                packed = next((kind for begin, kind in _BEGINNINGS.items() if raw.startswith(begin)), None)
+                if number == 1 and packed is not None:
+                    yield number, None, f"not text, but {packed}"
+                    return
+                byte = raw[error.start]
+                yield number, None, f"not UTF-8 (byte 0x{byte:02x} at column {error.start + 1}); convert the file"
 
 
-def read_jsonl(path: Path) -> Iterator[Row]:
-    """Yield the objects of JSON lines; lines without anything in them are none."""
+def read_jsonl(path: Location, num_skipped: int = 0) -> Iterator[Row]:
+    """Yield the objects of JSON lines after the first ones; lines without anything in them are none."""
     for number, text, problem in read_lines(path):
         where = f"{path} line {number}"
-        if text is None:
+        if num_skipped and (text is None or text.strip()):
+            num_skipped -= 1
+        elif text is None:
             yield make_bad(where, problem)
         elif text.strip():
             try:
@@ -111,21 +141,18 @@ def check_object(where: str, value: object) -> Row:
     return make_bad(where, f'must be an object like {{"text": "..."}}, it is {describe(value)}')
 
 
-def read_csv(path: Path) -> Iterator[Row]:
+def read_csv(path: Location) -> Iterator[Row]:
     """Yield the rows of a table with a header, its values separated by commas; a line that is not UTF-8 is the last."""
-    refuse_special_file(path, str(path))
     csv.field_size_limit(2**31 - 1)  # the default refuses documents above 128 KiB
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            yield from _read_table(path, file)
+        with open_bytes(path) as file, io.TextIOWrapper(file, newline="", encoding="utf-8-sig") as text:
+            yield from _read_table(path, text)
     except UnicodeDecodeError:  # which knows its place in a block, not the line
         number, problem = next((number, problem) for number, text, problem in read_lines(path) if text is None)
         yield make_bad(f"{path} line {number}", problem)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _read_table(path: Path, file: Iterable[str]) -> Iterator[Row]:
+def _read_table(path: Location, file: Iterable[str]) -> Iterator[Row]:
     reader = csv.reader(file, strict=True)
     place, begin, names = f"{path} line", 1, list[str]()
     try:
@@ -157,7 +184,7 @@ def _find_separator(names: Sequence[str], line: str) -> str | None:
     return next((kind for s, kind in kinds.items() if len(names) == 1 and s in names[0] and s in line), None)
 
 
-def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
+def read_parquet(path: Location, columns: Sequence[str] | None = None) -> Iterator[Row]:
     """Yield the rows of a Parquet file; what is damaged in the middle of it is one bad row, the last.
 
     Args:
@@ -169,7 +196,12 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[R
 
     number = 0
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        with ExitStack() as stack:
+            # Of a file of this machine Arrow itself says what is wrong with it.
+            source = (
+                path if isinstance(path, Path) else stack.enter_context(open_bytes(path, wanted_bytes=_AT_ONCE_BYTES))
+            )
+            file = stack.enter_context(pq.ParquetFile(source, page_checksum_verification=True))
             if twice := find_twice(file.schema_arrow.names):
                 yield make_bad(str(path), f"has two columns {twice!r}; rename one of them, or remove it")
                 return
@@ -188,14 +220,56 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[R
         yield make_bad(place, f"not readable as Parquet: {reason}")
 
 
+def open_saved(folder: Path) -> Any:
+    """Return what ``datasets`` has saved to a folder.
+
+    Raises:
+        ValueError: It is damaged, or an interrupted copy.
+    """
+    from datasets import load_from_disk
+
+    try:
+        return load_from_disk(str(folder))
+    except Exception as error:  # of json, pyarrow and datasets, each its own
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{folder}: damaged, as a data set of save_to_disk: {reason}: copy it or save it once more"
+        ) from error
+
+
 def _list_fields(batch: Any) -> list[dict[str, Any] | None]:
     """Return the rows of a batch; ``None`` for those with text that is none, which Arrow does not check."""
     try:
-        return list(batch.to_pylist())
+        return [drop_filled(fields) for fields in batch.to_pylist()]
     except UnicodeDecodeError:
         if batch.num_rows == 1:
             return [None]
     return [fields for i in range(batch.num_rows) for fields in _list_fields(batch.slice(i, 1))]
+
+
+def drop_filled(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a row without the nulls that Arrow fills objects with, to give all of a column the same keys.
+
+    Columns stay, whatever they hold.
+    """
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: clean(inner) for name, inner in value.items() if inner is not None}
+        # Of long lists of numbers only the first is looked at.
+        first = next((inner for inner in value if inner is not None), None) if isinstance(value, list) else None
+        return [clean(inner) for inner in value] if isinstance(first, dict | list) else value
+
+    return {name: clean(value) for name, value in fields.items()}
+
+
+def show_controls(text: str) -> str:
+    """Return text with pictures of its control characters, so that no data commands the terminal."""
+    return _CONTROL.sub(lambda found: _draw_control(ord(found[0])), text)
+
+
+def _draw_control(code: int) -> str:
+    return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"\\x{code:02x}"
 
 
 def describe(value: object) -> str:

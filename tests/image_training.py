@@ -71,13 +71,13 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 class ImageRows(pl.LightningDataModule):
     """The rows of ``make_images`` in global order."""
 
-    def __init__(self, batch_size: int) -> None:
+    def __init__(self, batch_size: int, share: Any = None) -> None:
         super().__init__()
-        self.batch_size = batch_size
+        self.batch_size, self.share = batch_size, share
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return this rank's share."""
-        options: dict[str, Any] = {"collate": collate, "shuffle": False, "trainer": self.trainer}
+        options: dict[str, Any] = {"collate": collate, "shuffle": False, "trainer": self.trainer, "share": self.share}
         return build_train_loader(make_images(), batch_size=self.batch_size, **options)
 
 
@@ -114,7 +114,7 @@ def train_plainly(folder: Path, *, num_parts: int = 1, watch: Callable[[nn.Modul
     model = AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float32).train()
     parts = [[p for p in model.parameters() if (p.ndim >= 2) is is_decayed] for is_decayed in (True, False)]
     groups = [{"params": part, "weight_decay": OPTIMIZER.weight_decay * (1 - i)} for i, part in enumerate(parts)]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps)
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.resolve_rate(), eps=OPTIMIZER.eps)
     rows, result = make_images(), Result()
     seen = watch or (lambda _: None)
     seen(model)
@@ -153,12 +153,12 @@ def fit(
     folder: Path, out: Path, strategy: dict[str, Any], options: dict[str, Any], task_options: dict[str, Any]
 ) -> None:
     """Train on this rank; rank 0 writes the result."""
-    accumulate = options.get("accumulate_grad_batches", 1)
+    accumulate, share = options.get("accumulate_grad_batches", 1), options.pop("share", None)
     recorder = Recorder()
     trainer = build_trainer(FSDP2Strategy(print_plan=False, **strategy), callbacks=[recorder], **options)
     settings = {"num_classes": NUM_CLASSES, "head": "keep", "lr_scheduler": LRSchedule(type="constant"), **task_options}
     task = ImageClassification(pretrained=str(folder), optimizer=OPTIMIZER, **settings)
-    trainer.fit(task, ImageRows(GLOBAL_BATCH // dist.get_world_size() // accumulate))
+    trainer.fit(task, ImageRows(GLOBAL_BATCH // dist.get_world_size() // accumulate, share))
     sync_buffers(task.model)  # as before an evaluation or a checkpoint
     recorder.result.weights = gather_weights(task)  # type: ignore[arg-type]
     if trainer.is_global_zero:

@@ -18,7 +18,7 @@ from PIL import Image
 from speech_training import make_config, make_rows, save_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp.tasks.causal_lm.tokenizer import TrainTokenizer, train_tokenizer
+from lit_fsdp.tasks.text.tokenizer import TrainTokenizer, train_tokenizer
 from lit_fsdp.tasks.tts.preparation.prepared import write_shard
 from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lit_fsdp.tasks.causal_lm.tokens import Encoded
+from lit_fsdp.tasks.text.tokens import Encoded
 
 
 def learned(tokenizer: Any, encoded: Encoded) -> list[str]:

@@ -6,6 +6,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
 
+from lit_fsdp.adapters.layers import clean_name
+from lit_fsdp.quantization.layers import iterate_quantized
+from lit_fsdp.quantization.quantize import dequantize
+
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _WIDTH = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 67, **_ENDS}
 _GATED = {**_WIDTH, "intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
@@ -15,8 +19,26 @@ LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "qwen3": _GATED,
     "qwen3_moe": {**_GATED, "num_experts": 5, "moe_intermediate_size": 16, "num_experts_per_tok": 2},
     "gemma3_text": _GATED,
+    "mistral": _GATED,
     "mixtral": {**_GATED, "num_local_experts": 4},
     "gpt_oss": {**_GATED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {**_WIDTH, "intermediate_size": 64, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        **{key: value for key, value in _GATED.items() if key != "head_dim"},
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 8,
+        "v_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "gpt_neox": {**_WIDTH, "intermediate_size": 64},
     "opt": {**_WIDTH, "ffn_dim": 64, "word_embed_proj_dim": 32},
     "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 67, "n_positions": 32, **_ENDS},
@@ -73,6 +95,29 @@ def build_language_model(family: str, device: str = "meta", **config: Any) -> An
     settings = AutoConfig.for_model(family, **{**LANGUAGE_MODELS[family], **config})
     with torch.device(device):
         return AutoModelForCausalLM.from_config(settings)
+
+
+def dequantize_model(model: nn.Module, like: nn.Module) -> nn.Module:
+    """Fill ``like``, an unquantized model, with the weights that a quantized one computes with, below its adapters."""
+    state = dict(like.named_parameters())
+    quantized = {clean_name(name): layer for name, layer in iterate_quantized(model)}
+    with torch.no_grad():
+        for full_name, parameter in model.named_parameters():
+            name = clean_name(full_name)
+            layer = quantized.get(name.rpartition(".")[0])
+            key = name.rpartition(".")[2]
+            if layer is None or key not in layer.dense_shapes:
+                if name in state:
+                    state[name].copy_(parameter)
+                continue
+            stored = layer.get_stored(key)
+            if parameter.dim() == 2:
+                state[name].copy_(dequantize(*stored, layer.quantization, torch.float32))
+                continue
+            for i, matrix in enumerate(state[name]):
+                own = [None if part is None else part[i] for part in stored]
+                matrix.copy_(dequantize(*own, layer.quantization, torch.float32))
+    return like
 
 
 def build_image_model(device: str = "meta", model_type: str = "vit", **sizes: Any) -> Any:

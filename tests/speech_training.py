@@ -78,7 +78,7 @@ def train_model(model: Any, batches: list[Batch], loss_weights: tuple[float, flo
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": OPTIMIZER.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer, result = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps), Result()
+    optimizer, result = torch.optim.AdamW(groups, lr=OPTIMIZER.resolve_rate(), eps=OPTIMIZER.eps), Result()
     for batch in batches:
         loss = compute_loss(model, batch, loss_weights)
         optimizer.zero_grad()

@@ -1,7 +1,6 @@
 """Causal language models: pretraining and fine-tuning on plain text, prompts with completions, and chats."""
 
-from lit_fsdp.tasks.causal_lm.data import TextData
 from lit_fsdp.tasks.causal_lm.task import CausalLM
-from lit_fsdp.tasks.causal_lm.tokenizer import TrainTokenizer
+from lit_fsdp.tasks.text import Columns, RayTextData, TextData, TrainTokenizer
 
-__all__ = ["CausalLM", "TextData", "TrainTokenizer"]
+__all__ = ["CausalLM", "Columns", "RayTextData", "TextData", "TrainTokenizer"]

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lit_fsdp.tasks.causal_lm.batches import IGNORED
+from lit_fsdp.sharding.tensor_parallel import INNER
+from lit_fsdp.tasks.text.batches import IGNORED
 
+_Reduction = Literal["sum", "none"]  # the second keeps the loss of each token
 _PROBE = (1, 8)  # rows and tokens on which both ways are compared
 _SPREAD = 50.0  # of their logits
 
@@ -36,23 +38,43 @@ def install_chunked_loss(model: PreTrainedModel, num_chunks: int) -> None:
         raise ValueError("loss_chunks: the loss of routers needs the whole model's output; set loss_chunks: 1")
     if head is None:
         raise ValueError(f"loss_chunks: {type(model).__name__} has no output head; set loss_chunks: 1")
-    head.forward = partial(_run_head, head.forward, partial(_finish_logits, config), num_chunks)
+    setattr(head, INNER, head.forward)  # which tensor parallelism replaces
+    head.forward = partial(_run_head, head, partial(_finish_logits, config), num_chunks)
     head.num_loss_chunks = num_chunks  # for whoever plans
 
 
-def sum_chunked_losses(model: PreTrainedModel, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+def sum_chunked_losses(
+    model: PreTrainedModel, inputs: dict[str, Any], labels: Tensor, *, is_shifted: bool = False
+) -> Tensor:
     """Return the sum of the losses of all target tokens.
 
     Args:
         model: After :func:`install_chunked_loss`.
         inputs: Of the model.
-        labels: [batch, length], not shifted; -100 is no target.
+        labels: [batch, length]; -100 is no target.
+        is_shifted: Whether the label of a token is what it predicts, not the token itself.
     """
+    targets = labels if is_shifted else functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return _run_model(model, inputs, targets, "sum")
+
+
+def list_chunked_losses(model: PreTrainedModel, inputs: dict[str, Any], targets: Tensor) -> Tensor:
+    """Return the loss of each token, [batch, length] in float32.
+
+    Args:
+        model: After :func:`install_chunked_loss`.
+        inputs: Of the model.
+        targets: What each token predicts, [batch, length]; -100 is no target, and its loss is 0.
+    """
+    return _run_model(model, inputs, targets, "none").view(targets.shape)
+
+
+def _run_model(model: PreTrainedModel, inputs: dict[str, Any], targets: Tensor, reduction: _Reduction) -> Tensor:
     decoder: Any = model.get_decoder()
     hidden = decoder(**inputs, use_cache=False).last_hidden_state
     head: Any = model.get_output_embeddings()
-    loss_sum: Tensor = head(hidden, labels=functional.pad(labels[:, 1:], (0, 1), value=IGNORED))
-    return loss_sum
+    losses: Tensor = head(hidden, labels=targets, reduction=reduction)
+    return losses
 
 
 @torch.no_grad()
@@ -60,7 +82,7 @@ def check_chunked_loss(task: Any, model: PreTrainedModel) -> None:
     """Refuse a model that does something of its own between its head and its loss. All ranks must call it.
 
     Args:
-        task: A LightningModule around the model, with ``sum_losses`` and ``compute_loss``.
+        task: A LightningModule around the model, with ``sum_losses``.
         model: After :func:`install_chunked_loss`.
     """
     was_training = task.training
@@ -72,7 +94,7 @@ def check_chunked_loss(task: Any, model: PreTrainedModel) -> None:
     spread = float(task(input_ids=ids).float().std())
     handle = head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * (_SPREAD / spread), *inputs[1:]))
     whole = float(task.sum_losses(SimpleNamespace(logits=task(input_ids=ids)), ids)[0])
-    chunked = float(task.compute_loss({"input_ids": ids, "labels": ids})[0])
+    chunked = float(sum_chunked_losses(model, {"input_ids": ids}, ids))
     handle.remove()
     task.train(was_training)
     if not abs(chunked / whole - 1) < 0.01:  # rounding of half precision is less; not a number is never less
@@ -84,22 +106,24 @@ def check_chunked_loss(task: Any, model: PreTrainedModel) -> None:
 
 
 def _run_head(
-    forward: Callable[[Tensor], Tensor],
+    head: nn.Module,
     finish: Callable[[Tensor], Tensor],
     num_chunks: int,
     hidden: Tensor,
     labels: Tensor | None = None,
+    reduction: _Reduction = "sum",
 ) -> Tensor:
+    forward: Callable[[Tensor], Tensor] = getattr(head, INNER)
     if labels is None:
         return forward(hidden)
 
-    def sum_losses(part: Tensor, targets: Tensor) -> Tensor:
+    def compute_losses(part: Tensor, targets: Tensor) -> Tensor:
         logits = finish(forward(part)).float()  # as the losses of Transformers
-        return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction=reduction)
 
     parts = zip(hidden.flatten(0, 1).chunk(num_chunks), labels.flatten().chunk(num_chunks), strict=True)
-    sums: list[Any] = [checkpoint(sum_losses, part, targets, use_reentrant=False) for part, targets in parts]
-    return torch.stack(sums).sum()
+    losses: list[Any] = [checkpoint(compute_losses, part, targets, use_reentrant=False) for part, targets in parts]
+    return torch.stack(losses).sum() if reduction == "sum" else torch.cat(losses)
 
 
 def _finish_logits(config: PreTrainedConfig, logits: Tensor) -> Tensor:

@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from copy import deepcopy
-from typing import Any, Literal
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils.import_utils import is_flash_attn_2_available
 from typing_extensions import override
 
-from lit_fsdp.adapters.layers import iterate_adapters
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer
-from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.quantize import Quantization
-from lit_fsdp.tasks.causal_lm.batches import IGNORED, Batch
+from lit_fsdp.reporting.sections import Section
+from lit_fsdp.sharding.sequence import SequenceGroup
+from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
+from lit_fsdp.strategy.lightning_strategies import call_in_forward
+from lit_fsdp.tasks.attention import Attention
 from lit_fsdp.tasks.causal_lm.chunked_loss import check_chunked_loss, install_chunked_loss, sum_chunked_losses
-from lit_fsdp.tasks.causal_lm.model import build_model, check_data, check_generation, check_length, check_packing
-from lit_fsdp.tasks.causal_lm.tokenizer import get_pad_id
+from lit_fsdp.tasks.causal_lm.samples import Prompt, Samples, encode_prompts
+from lit_fsdp.tasks.causal_lm.sequence import (
+    check_heads,
+    check_split,
+    mask_whole_rows,
+    split_attention,
+    split_batch,
+)
 from lit_fsdp.tasks.lr_schedule import LRSchedule
-from lit_fsdp.tasks.masks import keep_branches, needs_mask
-from lit_fsdp.tasks.pretrained import PretrainedTask, explain_build_errors, read_tokenizer_files
+from lit_fsdp.tasks.text.batches import IGNORED, Batch
+from lit_fsdp.tasks.text.messages import RowError
+from lit_fsdp.tasks.text.tokenizer import get_pad_id
+from lit_fsdp.tasks.text_model import check_generation, get_end_ids
+from lit_fsdp.tasks.text_task import TextTask
 from lit_fsdp.weights.base_weights import get_pretrained_folder
 
 GENERATION = "generation_config.json"
 
 
-class CausalLM(PretrainedTask):
+class CausalLM(TextTask):
     """Trains any causal language model of Transformers, from its weights or from scratch.
 
     Metrics: ``train/loss`` and ``train/perplexity`` over all target tokens of a step, ``train/grad_norm``,
@@ -43,8 +52,10 @@ class CausalLM(PretrainedTask):
         pretrained: Model name on the Hugging Face Hub, or a folder with ``config.json`` and safetensors.
         config: Instead, the architecture of a model with random weights: ``model_type`` and the arguments of its
             Transformers configuration.
-        attention: Implementation of attention. ``sdpa`` is that of torch; ``flash_attention_2`` needs the
-            package flash-attn and a GPU.
+        attention: How tokens attend. ``auto`` takes ``varlen`` for packed rows where the model allows it, else what
+            Transformers would. ``varlen`` needs no mask: ``varlen_attn`` of torch on GPUs in half precision, elsewhere
+            one document after another. ``sdpa`` and ``eager`` have a mask of the row length squared. ``flex_attention``
+            is compiled, for GPUs; ``flash_attention_2``, ``3`` and ``4`` need a GPU and their package.
         lora: Train low-rank adapters and leave the model as it is; ``null`` trains all of it.
         quantization: Keep the frozen weights in 4 or 8 bits; needs ``lora``. Taken from the files of
             ``pretrained`` where these are quantized already.
@@ -53,41 +64,44 @@ class CausalLM(PretrainedTask):
             1 computes all at once.
         optimizer: Which one, and its settings.
         lr_scheduler: How the learning rate moves.
-        sample_prompts: Texts to continue when training ends, printed.
+        sample_prompts: What to answer at each validation, and when training ends: texts, which are continued, or lists
+            of messages with ``role`` and ``content``, for the chat template. Answers are printed, logged and in the
+            report.
         generation: Arguments of ``generate`` for samples and predictions, such as ``max_new_tokens``.
     """
+
+    headline_metric = "perplexity"
 
     def __init__(
         self,
         *,
         pretrained: str | None = None,
         config: dict[str, Any] | None = None,
-        attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa",
+        attention: Attention = "auto",
         lora: LoRA | None = None,
         quantization: Quantization | None = None,
         loss_chunks: int = 1,
         optimizer: Optimizer | None = None,
         lr_scheduler: LRSchedule | None = None,
-        sample_prompts: list[str] | None = None,
+        sample_prompts: list[Prompt] | None = None,
         generation: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(
             pretrained=pretrained,
             config=config,
+            attention=attention,
             lora=lora,
             quantization=quantization,
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
         )
-        self.attention = attention
         self.loss_chunks = loss_chunks
         self.check_loss_chunks()
-        self.sample_prompts = sample_prompts or []
+        self.samples = Samples(sample_prompts or [])
         self.generation = {"max_new_tokens": 64, **(generation or {})}
-        self._is_packing_checked = False
+        self._is_split_checked = False
+        self._strategy: Any = None  # of the run
         check_generation(self.generation)
-        if empty := [prompt for prompt in self.sample_prompts if not prompt]:
-            raise ValueError(f"sample_prompts: {len(empty)} of them are empty; expected a word or more")
 
     def check_loss_chunks(self) -> None:
         """Refuse a loss in chunks that could not be computed."""
@@ -99,55 +113,56 @@ class CausalLM(PretrainedTask):
                 "tokens; set loss_chunks: 1"
             )
 
+    def check_sequence(self, size: int) -> None:
+        """Refuse a ``mesh.sequence`` that could not share the tokens of a row, as far as is known without the model.
+
+        Args:
+            size: How many ranks, above 1.
+        """
+        if type(self).sum_losses is not CausalLM.sum_losses:
+            raise ValueError(
+                f"mesh.sequence: got {size}: {type(self).__name__}.sum_losses takes the labels of whole rows; set 1"
+            )
+        if self.attention.startswith(("flash", "flex")):
+            raise ValueError(
+                f"mesh.sequence: got {size} with attention {self.attention!r}, which takes whole rows; set attention: "
+                "auto"
+            )
+        if self.pretrained is None or Path(self.pretrained).expanduser().is_dir():
+            check_heads(self.read_config(), size)
+
     # Model
 
-    @override
-    def prepare_plan(self, data: Any) -> list[str]:
-        """Fetch the configuration of the model, and nothing else."""
-        notes = super().prepare_plan(data)
-        check_length(self.read_config(), data)
-        return notes
-
-    @override
-    def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch:
-        rows, length = batch["input_ids"].shape
-        return MicroBatch(rows=rows, length=length, is_masked=needs_mask(batch))
-
-    @override
-    def enter_dry_run(self, batch: Mapping[str, Any]) -> AbstractContextManager[None]:
-        return keep_branches(batch)
+    # The closed form knows the step of this class, not of those below.
+    measure_batch = TextTask.measure_batch
 
     @override
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        if self.attention == "flash_attention_2" and not is_flash_attn_2_available():
-            raise ValueError(
-                "attention: got 'flash_attention_2': it needs a GPU and a package: pip install flash-attn; "
-                "or set sdpa, which is fast too"
-            )
-        check_data(self.read_config(), getattr(self.trainer, "datamodule", None))
+        data = getattr(self.trainer, "datamodule", None)
+        if hasattr(data, "given_problem") and type(self).compute_loss is CausalLM.compute_loss:
+            raise ValueError(f"data: got {type(data).__name__}: its rows are labelled as a whole; set TextData")
+        if self.samples.prompts and stage == "fit":
+            self.samples.check(self.get_tokenizer())
+        if (size := self._count_sharing()) > 1:
+            check_heads(self.read_config(), size)
+
+    def _count_sharing(self) -> int:
+        """Return how many ranks share the tokens of a row."""
+        strategy = self.trainer.strategy
+        return strategy.settings.mesh.sequence if isinstance(strategy, FSDP2Strategy) else 1
 
     @override
     def configure_model(self) -> None:
-        if self.model is not None:  # a second run of the same object
-            return
-        with explain_build_errors(self.config_settings):
-            model = build_model(self.read_config(), self.attention)
-        self.resolve_quantization(model)
-        self.adapt_model(model, lora=self.lora, quantization=self.quantization)
-        if self.loss_chunks > 1:
-            install_chunked_loss(model, self.loss_chunks)
-        self.model = model  # not before all is well: other strategies could not move it away
-        self.finish_model()
+        self._strategy = self.trainer.strategy
+        super().configure_model()
 
     @override
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        if self.lora is not None and next(iterate_adapters(self), None) is None:
-            name = type(self).__name__.removeprefix("FSDP")
-            raise ValueError(
-                f"lora: {name}.configure_model has added no adapters; call self.adapt_model there, or leave it out"
-            )
-        return super().configure_optimizers()
+    def change_model(self, model: PreTrainedModel) -> None:
+        if self.loss_chunks > 1:
+            install_chunked_loss(model, self.loss_chunks)
+        if self._count_sharing() > 1:
+            split_attention(model)
 
     @property
     @override
@@ -156,28 +171,38 @@ class CausalLM(PretrainedTask):
 
     # Steps
 
-    def forward(self, **inputs: Tensor) -> Tensor:
+    def forward(self, **inputs: Any) -> Tensor:
         """Return logits [batch, length, vocabulary]. Under a sharding strategy all ranks must call it.
+
+        With ``mesh.sequence`` too, these are whole rows, computed by each rank alone.
 
         Args:
             inputs: ``input_ids``, and ``position_ids`` or ``attention_mask``.
         """
         assert self.model is not None
-        return self.model(**inputs, use_cache=False).logits
+        with self.pack_inputs(inputs) as packed:
+            return self.model(**packed, use_cache=False).logits
 
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses of all target tokens, and their number.
 
         Args:
             batch: ``input_ids`` and ``labels`` [batch, length], and ``position_ids`` (packed) or
-                ``attention_mask`` (padded) of that shape. Labels are not shifted; -100 is no target.
+                ``attention_mask`` (padded) of that shape; and ``document_lengths``, as
+                ``TextData`` adds them. Labels are not shifted; -100 is no target. With
+                ``mesh.sequence`` the sum is that of this rank's tokens.
         """
         assert self.model is not None
+        sequence: SequenceGroup | None = getattr(self._strategy, "sequence_group", None)
+        if sequence is not None:
+            return self._compute_own_loss(batch, sequence)
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         labels = batch["labels"]
-        if self.loss_chunks > 1:
-            return sum_chunked_losses(self.model, inputs, labels), (labels[:, 1:] != IGNORED).sum()
-        return self.sum_losses(self.model(**inputs, use_cache=False), labels)
+        with self.pack_inputs(inputs) as packed:
+            if self.loss_chunks > 1:
+                return sum_chunked_losses(self.model, packed, labels), (labels[:, 1:] != IGNORED).sum()
+            output = self.model(**packed, use_cache=False)
+        return self.sum_losses(output, labels)
 
     def sum_losses(self, output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses of all target tokens, and their number: the place for a loss of your own.
@@ -186,12 +211,26 @@ class CausalLM(PretrainedTask):
             output: Of the model, with ``logits`` [batch, length, vocabulary].
             labels: [batch, length], not shifted; -100 is no target.
         """
+        return self._sum_model_losses(output, (labels[:, 1:] != IGNORED).sum(), labels=labels)
+
+    def _compute_own_loss(self, batch: Batch, sequence: SequenceGroup) -> tuple[Tensor, Tensor]:
+        """Return the sum of the losses of this rank's tokens of the rows of a group, and their number."""
+        assert self.model is not None
+        part = split_batch(batch, sequence)
+        num_targets = (part.targets != IGNORED).sum()
+        inputs = {**part.inputs, "sequence": sequence}
+        with mask_whole_rows(part.rows), self.pack_inputs(inputs) as packed:
+            if self.loss_chunks > 1:
+                return sum_chunked_losses(self.model, packed, part.targets, is_shifted=True), num_targets
+            output = self.model(**packed, use_cache=False)
+        return self._sum_model_losses(output, num_targets, labels=None, shift_labels=part.targets)
+
+    def _sum_model_losses(self, output: Any, num_targets: Tensor, **labels: Tensor | None) -> tuple[Tensor, Tensor]:
         assert self.model is not None
         config = self.model.config.get_text_config()
-        num_targets = (labels[:, 1:] != IGNORED).sum()
         # The model's own loss, as a sum: divided by "1 item".
         loss_sum = self.model.loss_function(
-            logits=output.logits, labels=labels, vocab_size=config.vocab_size, num_items_in_batch=1
+            logits=output.logits, vocab_size=config.vocab_size, num_items_in_batch=1, **labels
         )
         if getattr(output, "aux_loss", None) is not None:
             # Of mixture-of-experts routers, a mean over tokens already.
@@ -199,80 +238,91 @@ class CausalLM(PretrainedTask):
         return loss_sum, num_targets
 
     @override
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.weigh_loss(*self.compute_loss(batch))
-
-    @override
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.update_eval_loss("val", *self.compute_loss(batch))
-
-    @override
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.update_eval_loss("test", *self.compute_loss(batch))
-
-    @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        """Continue prompts; return ``index`` of each in its source and ``prediction``."""
-        texts = self._continue(batch["input_ids"], batch["attention_mask"])
-        return {"index": batch["index"].tolist(), "prediction": texts}
+        """Continue prompts; return ``index`` of each in its source, the ``prompt`` as read, and the ``prediction``."""
+        ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+        texts = self._continue(ids, batch["attention_mask"])
+        # With its special tokens, which show where a chat template puts the turns.
+        prompts = self.get_tokenizer().batch_decode([row[kept] for row, kept in zip(ids, mask, strict=True)])
+        return {"index": batch["index"].tolist(), "prompt": prompts, "prediction": texts}
 
     @override
     def on_fit_start(self) -> None:
-        self._check_packing()
+        self._check_split()
+        super().on_fit_start()
         if self.loss_chunks > 1:
             assert self.model is not None
-            check_chunked_loss(self, self.model)
+            call_in_forward(self, partial(check_chunked_loss, self, self.model))
 
     @override
     def on_validation_start(self) -> None:
-        self._check_packing()
+        self._check_split()
+        super().on_validation_start()
 
     on_test_start = on_validation_start
 
-    def _check_packing(self) -> None:
-        if self._is_packing_checked or not getattr(getattr(self.trainer, "datamodule", None), "packing", False):
+    def _check_split(self) -> None:
+        sequence: SequenceGroup | None = getattr(self._strategy, "sequence_group", None)
+        if self._is_split_checked or sequence is None:
             return
-        self._is_packing_checked = True
+        self._is_split_checked = True
         assert self.model is not None
         was_training = self.training
         self.eval()
-        name = f"{type(self.model).__name__.removeprefix('FSDP')} with {self.attention} attention"
-        check_packing(self, self.model.config.get_text_config().vocab_size, self.device, name)
+        name = type(self.model).__name__.removeprefix("FSDP")
+        check_split(self, sequence, self.model.config.get_text_config().vocab_size, self.device, name)
         self.train(was_training)
 
-    def generate(self, prompts: list[str]) -> list[str]:
-        """Return continuations of texts. Under a sharding strategy all ranks must call it.
+    def generate(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Return answers to texts and chats. Under a sharding strategy all ranks must call it.
 
         Args:
             prompts: At least one.
+
+        Raises:
+            ValueError: The chat template cannot render one of them.
         """
-        tokenizer = self._get_tokenizer()
-        rows = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
-        length, pad = max(map(len, rows)), get_pad_id(tokenizer)
-        ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows], device=self.device)
+        encoded = encode_prompts(self.get_tokenizer(), prompts)
+        for result in encoded:
+            if isinstance(result, RowError):
+                raise result
+        return self.continue_rows([result.ids for result in encoded if not isinstance(result, RowError)])
+
+    def continue_rows(self, rows: Sequence[Sequence[int]], **settings: Any) -> list[str]:
+        """Return what follows token ids. Under a sharding strategy all ranks must call it.
+
+        Args:
+            rows: Ids of each prompt, at least one; they are padded on the left.
+            settings: Of ``generate``, in place of those of ``generation``.
+        """
+        length, pad = max(map(len, rows)), get_pad_id(self.get_tokenizer())
+        ids = torch.tensor([[pad] * (length - len(row)) + [*row] for row in rows], device=self.device)
         mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=self.device)
-        return self._continue(ids, mask)
+        return self._continue(ids, mask, **settings)
+
+    # Samples
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        if self.samples.prompts and not self.trainer.sanity_checking and self.has_tokenizer:
+            self.samples.answer(self)
 
     @override
     def on_train_end(self) -> None:
-        """Print continuations of ``sample_prompts``."""
-        if not self.sample_prompts:
-            return
-        self.eval()
-        with torch.no_grad():
-            texts = self.generate(self.sample_prompts)
-        self.train()
-        for prompt, text in zip(self.sample_prompts, texts, strict=True):
-            rank_zero_info(f"sample: {prompt}|{text}")
+        """Answer ``sample_prompts``, if the last validation was not after the last step."""
+        if self.samples.prompts and self.trainer.global_step not in self.samples.answers:
+            self.samples.answer(self)
 
-    def _continue(self, input_ids: Tensor, attention_mask: Tensor) -> list[str]:
+    def make_section(self) -> Section | None:
+        """Return the answers to ``sample_prompts`` as a part of the report."""
+        return self.samples.make_section()
+
+    def _continue(self, input_ids: Tensor, attention_mask: Tensor, **changes: Any) -> list[str]:
         assert self.model is not None
-        tokenizer = self._get_tokenizer()
+        tokenizer = self.get_tokenizer()
         generate: Any = self.model.generate
-        # Of chat models several tokens end a text, that of a turn among them.
-        ends: Any = getattr(self.model.generation_config, "eos_token_id", None)
-        known = isinstance(ends, list) and tokenizer.eos_token_id in ends
-        settings = {"eos_token_id": ends if known else tokenizer.eos_token_id, **self.generation}
+        settings = {"eos_token_id": get_end_ids(self.model, tokenizer), **self.generation, **changes}
         output = generate(
             input_ids=input_ids,  # [batch, length], padded on the left
             attention_mask=attention_mask,
@@ -286,16 +336,14 @@ class CausalLM(PretrainedTask):
 
     @override
     def collect_export_files(self, model: PreTrainedModel, **changes: Any) -> dict[str, str | bytes]:
-        """Return the same with the tokenizer, if the data has one, and how to generate."""
+        """Return the same with how to generate."""
         generation = deepcopy(model.generation_config)
-        files: dict[str, str | bytes] = {}
-        if hasattr(getattr(self.trainer, "datamodule", None), "tokenizer"):
-            tokenizer = self._get_tokenizer()
-            files = read_tokenizer_files(tokenizer)
-            if self.pretrained is None:  # or generation would end at a token that the model has never seen
-                changes |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
-                generation.update(**changes, pad_token_id=get_pad_id(tokenizer))
-        files |= super().collect_export_files(model, **changes)
+        if self.has_tokenizer and self.pretrained is None:
+            # Or generation would end at a token that the model has never seen.
+            tokenizer = self.get_tokenizer()
+            changes |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
+            generation.update(**changes, pad_token_id=get_pad_id(tokenizer))
+        files = super().collect_export_files(model, **changes)
         if model.can_generate():
             files[GENERATION] = generation.to_json_string()
         if self.pretrained is not None and (given := get_pretrained_folder(self.pretrained) / GENERATION).is_file():
@@ -304,8 +352,9 @@ class CausalLM(PretrainedTask):
 
     # Tokenizer
 
-    def _get_tokenizer(self) -> Any:
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer of the data."""
         data: Any = getattr(self.trainer, "datamodule", None)
-        if not hasattr(data, "tokenizer"):
-            raise RuntimeError("generating text needs a data module with a tokenizer, such as TextData")
+        if not self.has_tokenizer:
+            raise ValueError("sample_prompts: generating text needs data with a tokenizer, such as TextData")
         return data.tokenizer

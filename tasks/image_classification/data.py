@@ -26,9 +26,11 @@ from lit_fsdp.tasks.image_classification.sources import (
     sort_labels,
 )
 from lit_fsdp.tasks.loading import PADDING, GlobalSampler, ResumableLoader, hash_rows
+from lit_fsdp.tasks.shares import Share
 from lit_fsdp.weights.base_weights import PROCESSOR, fetch_pretrained
 
 Batch = dict[str, Any]
+_NUM_SAMPLED = 256  # images whose contents a checkpoint knows
 
 
 class ImageData(TaskData):
@@ -36,7 +38,7 @@ class ImageData(TaskData):
 
     A source is one of these:
 
-    - a folder with one folder of images for each class
+    - a folder with one folder of images for each class, also at an address such as ``s3://bucket/train``
     - a ``.csv``, ``.jsonl`` or ``.parquet`` manifest with paths; Parquet also with the images themselves
     - tar shards in the layout of WebDataset: a file, a folder of them, or a pattern such as ``data-{000..012}.tar``,
       also behind a URL that fsspec reads
@@ -70,6 +72,9 @@ class ImageData(TaskData):
         global_batch_size: Images in an optimizer step, of all ranks and accumulated micro-batches together. Each start
             sets ``trainer.accumulate_grad_batches`` by it, so a run keeps it on another number of ranks, and an epoch
             is a whole number of steps. ``null`` leaves both to you.
+        share: For ranks that are not equally fast: the share of each in the rows of a step, such as ``[3, 1]``.
+            ``auto`` measures in the first steps and then gives faster ranks more rows, which takes more memory there.
+            Steps, losses and evaluation stay the same; ``batch_size`` becomes the mean over the ranks.
         eval_batch_size: The same for validation, test and prediction; ``batch_size`` if not given.
         num_workers: Processes per rank that read ahead; 0 reads in the main process.
         shuffle: Train in a new order each epoch, the same for any number of ranks.
@@ -98,6 +103,7 @@ class ImageData(TaskData):
         bad_images: Literal["error", "skip"] = "error",
         batch_size: int = 32,
         global_batch_size: int | None = None,
+        share: Share = None,
         eval_batch_size: int | None = None,
         num_workers: int = 2,
         shuffle: bool = True,
@@ -113,6 +119,7 @@ class ImageData(TaskData):
             validation_fraction=validation_fraction,
             batch_size=batch_size,
             global_batch_size=global_batch_size,
+            share=share,
             eval_batch_size=eval_batch_size,
             num_workers=num_workers,
             shuffle=shuffle,
@@ -170,8 +177,9 @@ class ImageData(TaskData):
     def make_example_batch(self) -> Batch:
         """Return a micro-batch of the size that training has, without reading data."""
         height, width = self.preprocessing.size
-        pixels = torch.zeros(self.batch_size, 3, height, width)
-        return {"pixel_values": pixels, "labels": torch.zeros(self.batch_size, dtype=torch.int64)}
+        num_images = self.largest_batch_size
+        pixels = torch.zeros(num_images, 3, height, width)
+        return {"pixel_values": pixels, "labels": torch.zeros(num_images, dtype=torch.int64)}
 
     # Life cycle
 
@@ -273,9 +281,23 @@ class _Rows:
     skips_bad: bool
 
     def compute_fingerprint(self) -> str:
-        """Return a digest of names and classes; folders may move, and images are not read."""
-        names = (self.images.locate(int(i)).rpartition("/")[2] for i in self.chosen)
-        return hash_rows([self.labels.tobytes(), *names])
+        """Return a digest of names, classes, sizes of files, and the contents of some; folders may move.
+
+        Times of files change when they are copied, so they are left out. An image that another of the very same size
+        has replaced is seen only in the sample: to read all would take as long as an epoch.
+        """
+        chosen = [int(i) for i in self.chosen]
+        names = (self.images.locate(i).rpartition("/")[2] for i in chosen)
+        sizes = map(self.images.measure, chosen) if self.images.measure is not None else ()
+        places = np.linspace(0, len(chosen) - 1, min(len(chosen), _NUM_SAMPLED)).astype(int)  # spread over all of them
+        sample = [chosen[place] for place in places]
+        return hash_rows([self.labels.tobytes(), *names, *sizes, *map(self._fetch, sample)])
+
+    def _fetch(self, number: int) -> bytes:
+        try:
+            return self.images.fetch(number) if self.images.fetch is not None else b""
+        except (OSError, TypeError):  # neither a file nor bytes: whoever reads it says so, or skips it
+            return b""
 
     def read(self, index: int) -> tuple[Image.Image | None, str]:
         """Return an image, or what is wrong with it."""

@@ -24,6 +24,9 @@ class Images:
         locate: Names an image by its number, for messages.
         open: Opens an image by its number; it may still fail when it is decoded.
         labels: Name of the class of each; ``None`` where there are no labels.
+        measure: Returns the bytes of an image's file at the cost of a ``stat``, -1 where there is none; ``None`` where
+            only reading them would tell.
+        fetch: Returns the bytes of an image's file; ``None`` where images are not from files, or lie far away.
         class_names: In the order that the source has, if it has one.
         num_images: How many there are.
     """
@@ -31,6 +34,8 @@ class Images:
     locate: Callable[[int], str]
     open: Callable[[int], Image.Image]
     labels: Sequence[str] | None
+    measure: Callable[[int], int] | None = None
+    fetch: Callable[[int], bytes] | None = None
     class_names: list[str] | None = None
     num_images: int
 

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import replace
 
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
 from lit_fsdp.adapters.layers import clean_name
-from lit_fsdp.adapters.lora import LoRA
 
 BACKBONE = "backbone"  # in freeze: all but the head
-
-
-def train_head(lora: LoRA, head: Sequence[str]) -> LoRA:
-    """Return the settings of adapters with the modules of the head among those that train in full."""
-    named = [name for name in head if name not in lora.modules_to_save]
-    return replace(lora, modules_to_save=(*lora.modules_to_save, *named))
 
 
 def freeze_modules(model: nn.Module, names: Sequence[str], head: Sequence[str]) -> None:

@@ -6,25 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForImageClassification, PreTrainedConfig, PreTrainedModel
 
 from lit_fsdp.planning.closed_form.image_reader import count_tokens, find_embeddings
 from lit_fsdp.planning.step_parts import MicroBatch
-from lit_fsdp.weights.base_weights import get_pretrained_folder
-
-
-def list_classes(data: Any, num_classes: int | None) -> list[str]:
-    """Return the names of the classes in the order of the model's outputs: those of the data, else numbers."""
-    names = list(data.classes) if hasattr(data, "classes") else None
-    if data is None and num_classes is None:
-        raise ValueError("num_classes: not set, and there is no data module that says it; set data to ImageData, or it")
-    if names is None and num_classes is None:
-        raise ValueError("num_classes: not set, and the data has no classes; set it")
-    if names is not None and num_classes not in (None, len(names)):
-        raise ValueError(f"num_classes: got {num_classes}: the data has {len(names)} classes; leave it out")
-    return names or [str(i) for i in range(num_classes or 0)]
+from lit_fsdp.tasks.classifier import name_classes
 
 
 def set_classes(config: PreTrainedConfig, class_names: Sequence[str], drop_path: float | None) -> None:
@@ -35,12 +22,10 @@ def set_classes(config: PreTrainedConfig, class_names: Sequence[str], drop_path:
                 f"drop_path: got {drop_path}: {type(config).__name__} has no stochastic depth; leave it out"
             )
         config.drop_path_rate = drop_path
-    config.num_labels = len(class_names)  # which some have beside their names
-    config.id2label = dict(enumerate(class_names))
-    config.label2id = {name: i for i, name in enumerate(class_names)}
+    name_classes(config, class_names)
 
 
-def build_classifier(config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
+def build_classifier(config: PreTrainedConfig, attention: str | None = None) -> PreTrainedModel:
     """Return a classifier on the meta device; without ``attention`` with what Transformers takes for it."""
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     # Of several classifiers of one architecture, Transformers takes the first, but not where nothing is set.
@@ -58,17 +43,6 @@ def build_classifier(config: PreTrainedConfig, attention: str | None) -> PreTrai
         if "attention" in str(error).lower() and attention is not None:
             raise ValueError(f"attention: got {attention!r}: {reason}; leave it out") from error
         raise ValueError(f"{type(config).__name__}: no image classifier: {reason[:200]}") from error
-
-
-def find_head(config: PreTrainedConfig, model: PreTrainedModel) -> list[str]:
-    """Return the names of the modules whose parameters have other shapes for another number of classes."""
-    other_config = type(config).from_dict(config.to_dict())
-    other_config.num_labels = len(config.id2label or ()) + 1
-    shapes = {name: p.shape for name, p in build_classifier(other_config, None).named_parameters()}
-    changed = [name for name, p in model.named_parameters() if p.shape != shapes.get(name)]
-    if not changed:
-        raise ValueError(f"{type(model).__name__}: no part of it depends on the number of classes")
-    return list(dict.fromkeys(name.rpartition(".")[0] for name in changed))
 
 
 def check_size(config: PreTrainedConfig, size: tuple[int, int]) -> bool:
@@ -93,45 +67,6 @@ def check_size(config: PreTrainedConfig, size: tuple[int, int]) -> bool:
         fix = f"it takes {own[0]} x {own[1]}; set the size of the processor to that, or image_size of config"
     name = type(model).__name__
     raise ValueError(f"data.processor: images become {size[0]} x {size[1]} pixels, and {name} says: {reason}: {fix}")
-
-
-def keeps_head(pretrained: str | None, head: str, class_names: Sequence[str], *, is_told: bool = True) -> bool:
-    """Return whether the head of a pretrained model stays.
-
-    Args:
-        pretrained: Name or folder of the model.
-        head: ``keep``, ``new``, or ``auto``: if it was trained for these classes in this order.
-        class_names: Of the data, in the order of its labels.
-        is_told: Warn if a head that is there is drawn anew.
-
-    Raises:
-        ValueError: It shall stay, and cannot be for these classes.
-    """
-    if pretrained is None or head == "new":
-        return False
-    stored = AutoConfig.from_pretrained(get_pretrained_folder(pretrained), trust_remote_code=False)
-    names = [stored.id2label[i] for i in sorted(stored.id2label)]
-    if head == "keep":
-        if len(names) != len(class_names):
-            raise ValueError(
-                f"head: got 'keep': {pretrained} has {len(names)} classes, the data {len(class_names)}; set head: new"
-            )
-        if names != list(class_names) and sorted(names) == sorted(class_names):
-            raise ValueError(
-                f"head: got 'keep': {pretrained} has the classes of the data in another order "
-                f"({', '.join(names[:5])} ...): set data.classes to that"
-            )
-        return True
-    # Configurations of timm on the Hub name no class of Transformers; others end in ...WithTeacher.
-    is_classifier = any("ForImageClassification" in name for name in stored.architectures or ())
-    if not is_classifier and (stored.architectures or stored.model_type != "timm_wrapper"):
-        return False
-    if names != list(class_names) and is_told:
-        rank_zero_warn(
-            f"head: drawn anew: {pretrained} was trained for {len(names)} classes ({', '.join(names[:5])} ...), the "
-            f"data has {len(class_names)} ({', '.join(class_names[:5])} ...)"
-        )
-    return names == list(class_names)
 
 
 def measure_images(model: nn.Module, pixels: Tensor, *, is_mixed: bool = False) -> MicroBatch | None:

@@ -71,6 +71,7 @@ def read_shards(source: str, *, needs_labels: bool) -> Images:
         locate=lambda i: f"{_drop_query(shards[places[i][0]])} member {places[i][3]}",
         open=open_image,
         labels=labels or None,
+        measure=lambda i: places[i][2],
         num_images=len(places),
     )
 
@@ -170,6 +171,20 @@ def _read_part(shard: str, offset: int, size: int) -> bytes:
         raise RuntimeError(
             f"{_drop_query(shard)}: {size} bytes at {offset} could not be read{tries}: {_say(error)}"
         ) from error
+
+
+def read_object(url: str) -> bytes:
+    """Return all of an object at an address. One that does not answer ends the run: it is no bad image."""
+
+    def fetch() -> bytes:
+        files, path = _open_filesystem(url)
+        return bytes(files.cat_file(path))
+
+    try:
+        return _retry(fetch)
+    except Exception as error:
+        tries = "" if isinstance(error, _LASTING) else f", tried {_TRIES} times"
+        raise RuntimeError(f"{url}: could not be read{tries}: {_say(error)}") from error
 
 
 def _fetch_part(shard: str, offset: int, size: int) -> bytes:

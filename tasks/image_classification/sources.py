@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from PIL import Image
 
+from lit_fsdp.checkpoint.remote import UnreachableError, locate
+from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.files import refuse_special_file
 from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, check_label, read_table
-from lit_fsdp.tasks.image_classification.shards import is_url, read_shards
-from lit_fsdp.tasks.row_files import describe, list_files
+from lit_fsdp.tasks.image_classification.shards import is_url, read_object, read_shards
+from lit_fsdp.tasks.row_files import describe, list_files, open_saved
 
 DIGITS = "digits"
 _DIGITS_SEED = 0  # of the held-out fifth; results on it are compared
@@ -48,7 +51,7 @@ def open_images(source: str, *, split: str | None, split_of: Split, fields: Fiel
     if is_url(source):
         if split is not None:
             raise ValueError(f"split {split!r}: {source} has no splits; leave it out")
-        return read_shards(source, needs_labels=split_of != "predict")
+        return _list_objects(source) or read_shards(source, needs_labels=split_of != "predict")
     path = Path(source).expanduser()
     is_set = path.is_dir() and any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
     if is_set or _is_on_hub(source):
@@ -140,11 +143,56 @@ def _list_folder(folder: Path) -> Images:
     return _open_files([path for path, _ in found], [name for _, name in found], class_names=names)
 
 
+def _list_objects(source: str) -> Images | None:
+    """Return the images of a folder at an address, in the layout of one on a disk; ``None`` if there are no images."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    found = agree(lambda: _find_objects(source) if is_first else {})[0]  # a listing may change meanwhile
+    if not found:
+        return None
+    urls, below = list(found), [name.split("/") for name, _ in found.values()]
+    loose = [parts for parts in below if len(parts) == 1]
+    if loose and len(loose) < len(below):
+        raise ValueError(f"{source}: holds images beside folders of classes, such as {loose[0][0]}; move them")
+    return Images(
+        locate=lambda i: urls[i],
+        open=lambda i: decode(read_object(urls[i])),
+        labels=None if loose else [parts[0] for parts in below],
+        measure=lambda i: found[urls[i]][1],
+        num_images=len(urls),
+    )
+
+
+def _find_objects(source: str) -> dict[str, tuple[str, int]]:
+    """Return the addresses of images below a folder, each with its name from there and its size in bytes."""
+    where = locate(source)
+    if isinstance(where, Path) or where.suffix == ".tar" or any(c in source for c in "*{"):
+        return {}
+    try:
+        found = where.find()
+    except UnreachableError as error:
+        raise ValueError(f"{error}; see whether it is there, and whether you may read it") from error
+    if any(path.suffix == ".tar" for path in found):
+        return {}
+    return {
+        str(path): (str(path).removeprefix(f"{where}/") if path != where else path.name, size)
+        for path, (size, _) in found.items()
+        if path.suffix.lower() in SUFFIXES
+    }
+
+
 def _open_files(paths: list[Path], labels: list[str] | None, class_names: list[str] | None = None) -> Images:
+    def measure(i: int) -> int:
+        try:
+            return paths[i].stat().st_size
+        except OSError:  # whoever reads it says so, or skips it
+            return -1
+
     return Images(
         locate=lambda i: str(paths[i]),
         open=lambda i: Image.open(paths[i]),
         labels=labels,
+        measure=measure,
+        fetch=lambda i: paths[i].read_bytes(),
         class_names=class_names,
         num_images=len(paths),
     )
@@ -203,14 +251,15 @@ def _open_data_set(source: str, rows: Any, *, fields: Fields, needs_labels: bool
                 raise
     images = rows.select_columns([fields.image])
 
-    def open_image(i: int) -> Image.Image:
+    def fetch(i: int) -> bytes:
         cell = images[i][fields.image]
-        return decode(cell["bytes"]) if cell["bytes"] is not None else Image.open(cell["path"])
+        return bytes(cell["bytes"]) if cell["bytes"] is not None else Path(cell["path"]).read_bytes()
 
     return Images(
         locate=lambda i: f"{source} row {i + 1}",
-        open=open_image,
+        open=lambda i: decode(fetch(i)),
         labels=labels,
+        fetch=fetch,
         class_names=class_names,
         num_images=len(rows),
     )
@@ -221,9 +270,9 @@ def _load_rows(source: str, given: str | None, *, default: str, is_saved: bool) 
     import datasets
 
     split = given or default
+    if is_saved:
+        return _pick_saved(source, open_saved(Path(source).expanduser()), given, default)
     try:
-        if is_saved:
-            return _pick_saved(source, datasets.load_from_disk(str(Path(source).expanduser())), given, default)
         if source.endswith(".parquet"):
             return datasets.load_dataset("parquet", data_files=source, split=split)
         name, _, config = source.partition(":")

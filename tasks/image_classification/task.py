@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from typing_extensions import override
@@ -20,37 +18,32 @@ from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.buffers import sync_buffers
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
+from lit_fsdp.tasks.classifier import Classifier, find_head, list_classes
 from lit_fsdp.tasks.image_classification.data import Batch
 from lit_fsdp.tasks.image_classification.layers import (
     freeze_modules,
     list_blocks,
     measure_distances,
     rest_frozen,
-    train_head,
 )
 from lit_fsdp.tasks.image_classification.metrics import IGNORED, Evaluation, Metrics, list_predictions
 from lit_fsdp.tasks.image_classification.mixup import Mixup, mix
 from lit_fsdp.tasks.image_classification.model import (
     build_classifier,
     check_size,
-    find_head,
-    keeps_head,
-    list_classes,
     measure_images,
     set_classes,
 )
 from lit_fsdp.tasks.image_classification.preprocessing import PROCESSOR_FILE, Preprocessing, compare_colors
 from lit_fsdp.tasks.image_classification.skipped import SkippedImages
 from lit_fsdp.tasks.lr_schedule import LRSchedule
-from lit_fsdp.tasks.pretrained import PretrainedTask, explain_build_errors
+from lit_fsdp.tasks.model_config import explain_build_errors
 from lit_fsdp.weights.base_weights import IMAGE_SIZE, get_pretrained_folder
-from lit_fsdp.weights.load import load_weights
 
-CLASSES = "classes"  # in the metadata of a checkpoint: their names, in the order of the model's outputs
 _PLANNED_CLASSES = 1000  # where a plan cannot know
 
 
-class ImageClassification(PretrainedTask):
+class ImageClassification(Classifier):
     """Trains any image classifier of Transformers, from its weights or from scratch.
 
     The head is made anew for the classes of the data, unless the model was trained for just these. Metrics:
@@ -79,6 +72,8 @@ class ImageClassification(PretrainedTask):
     """
 
     target_name = "samples"
+    headline_metric = "top1_pct"
+    headline_mode = "max"
     example_config = "{model_type: vit, hidden_size: 192}"
 
     def __init__(
@@ -100,6 +95,7 @@ class ImageClassification(PretrainedTask):
         lr_scheduler: LRSchedule | None = None,
     ) -> None:
         super().__init__(
+            head=head,
             pretrained=pretrained,
             config=config,
             lora=lora,
@@ -116,26 +112,22 @@ class ImageClassification(PretrainedTask):
         for name, (value, is_right, expected) in rules.items():
             if not is_right:
                 raise ValueError(f"{name}: got {value}: expected {expected}")
-        if head != "auto" and pretrained is None:
-            raise ValueError(f"head: got {head!r}: a model from config has none to keep; leave it out")
         if lora is not None and freeze:
             raise ValueError(
                 "freeze: lora freezes all but adapters and head; leave it out, or use lora.exclude_modules"
             )
         if mixup is not None:
             mixup.check()
-        self.num_classes, self.attention, self.head = num_classes, attention, head
+        self.num_classes, self.attention = num_classes, attention
         self.frozen_names, self.label_smoothing, self.mixup = freeze or [], label_smoothing, mixup
         self.layer_decay, self.drop_path = layer_decay, drop_path
         self.val_metrics: Metrics | None = None
         self.test_metrics: Metrics | None = None
         self.evaluation: dict[str, Evaluation] = {}  # the last one of val and test, read by the report
         self._skipped = SkippedImages()
-        self._head: list[str] = []
         self._distances: dict[str, int] = {}
-        self._interpolates = self._keeps_head = self._is_untrained = False
+        self._interpolates = False
         self._image_size = (0, 0)
-        self._class_names: list[str] | None = None
 
     # Model
 
@@ -147,7 +139,7 @@ class ImageClassification(PretrainedTask):
         if count is None:
             count = _PLANNED_CLASSES
             notes.append(f"the number of classes is taken to be {count:,}; model.init_args.num_classes would say it")
-        self._class_names = [str(i) for i in range(count)]
+        self.class_names = [str(i) for i in range(count)]
         return notes
 
     @override
@@ -158,7 +150,7 @@ class ImageClassification(PretrainedTask):
     @override
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        self._class_names = list_classes(getattr(self.trainer, "datamodule", None), self.num_classes)
+        self.class_names = list_classes(getattr(self.trainer, "datamodule", None), self.num_classes)
 
     @override
     def configure_model(self) -> None:
@@ -167,20 +159,16 @@ class ImageClassification(PretrainedTask):
         config = self.read_config()
         with explain_build_errors(self.config_settings):
             model = build_classifier(config, self.attention)
-        self._head = find_head(config, model)
-        is_fit = self.trainer.state.fn == TrainerFn.FITTING
-        self._keeps_head = keeps_head(self.pretrained, self.head, self.class_names, is_told=is_fit)
-        self._is_untrained = not (is_fit or self._keeps_head)
+        self.choose_head(find_head(config, model, build_classifier))
         if preprocessing := self._get_preprocessing():
             self._image_size = preprocessing.size
             self._interpolates = check_size(config, preprocessing.size)
-        if self.pretrained is not None and preprocessing and is_fit:
+        if self.pretrained is not None and preprocessing and self.trainer.state.fn == TrainerFn.FITTING:
             compare_colors(preprocessing, self.pretrained, get_pretrained_folder(self.pretrained))
         self.resolve_quantization(model)
-        self.lora = self.lora and train_head(self.lora, self._head)
         blocks = list_blocks(model) if self.layer_decay != 1 else []  # adapters would count as weights
         self.adapt_model(model, lora=self.lora, quantization=self.quantization)
-        freeze_modules(model, self.frozen_names, self._head)
+        freeze_modules(model, self.frozen_names, self.head_modules)
         if self.layer_decay != 1:
             self._distances = measure_distances(model, blocks, self.layer_decay)
         self.val_metrics, self.test_metrics = (Metrics(len(self.class_names)) for _ in range(2))
@@ -196,17 +184,6 @@ class ImageClassification(PretrainedTask):
         config = super().read_config()
         set_classes(config, self.class_names, self.drop_path)
         return config
-
-    @override
-    def configure_weights(self) -> None:
-        assert self.model is not None
-        if self.pretrained is None:
-            super().configure_weights()
-            return
-        new, folder = [] if self._keeps_head else self._head, get_pretrained_folder(self.pretrained)
-        unused = load_weights(self.model, folder, seed=self.get_seed(), new=new, takes_part=True)
-        if unused:
-            rank_zero_warn(f"pretrained: {len(unused)} tensors are not used, such as {', '.join(unused[:3])}")
 
     @override
     def get_lr_factors(self) -> dict[nn.Parameter, float]:
@@ -268,10 +245,7 @@ class ImageClassification(PretrainedTask):
 
     @override
     def on_validation_start(self) -> None:
-        # Not told before: which checkpoint is loaded is known after configure_model, seen in lightning 2.6.6.
-        if self._is_untrained and not self.trainer.ckpt_path and self.trainer.state.fn != TrainerFn.FITTING:
-            rank_zero_warn("head: its weights are random, and no checkpoint replaces them: set ckpt_path")
-        self._is_untrained = False
+        super().on_validation_start()
         self._sync_buffers()
 
     on_test_start = on_predict_start = on_validation_start
@@ -331,12 +305,6 @@ class ImageClassification(PretrainedTask):
         """How many images of the last epoch of each stage could not be decoded, over all ranks."""
         return self._skipped.totals
 
-    @property
-    def class_names(self) -> list[str]:
-        """Names of the classes in the order of the model's outputs; there are some once ``setup`` has run."""
-        assert self._class_names is not None
-        return self._class_names
-
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, list[Any]]:
         """Classify images; see :func:`list_predictions`."""
@@ -347,29 +315,15 @@ class ImageClassification(PretrainedTask):
 
     @override
     def collect_export_files(self, model: PreTrainedModel, **changes: Any) -> dict[str, str | bytes]:
-        """Return the same with the processor of the images and, beside adapters, the names of the classes."""
+        """Return the same with the processor of the images."""
         files = super().collect_export_files(model, **changes)
         if (preprocessing := self._get_preprocessing()) is not None:
             files[PROCESSOR_FILE] = preprocessing.describe()
-        if self.lora is not None:
-            files["classes.json"] = json.dumps(self.class_names, indent=1)  # without config.json, which names them
         return files
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         self._sync_buffers()  # in place, so in the state that is saved too
-        if EXPORT in checkpoint:
-            checkpoint[CLASSES] = self.class_names
-            if self._interpolates:
-                checkpoint[IMAGE_SIZE] = list(self._image_size)
-
-    @override
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(checkpoint)
-        stored, names = checkpoint.get(CLASSES), self.class_names
-        if stored is not None and list(stored) != names:
-            raise ValueError(
-                f"classes: the checkpoint was trained for {len(stored)} classes ({', '.join(stored[:5])} ...), and "
-                f"the data has {len(names)} ({', '.join(names[:5])} ...); set data.classes to those"
-            )
+        if EXPORT in checkpoint and self._interpolates:
+            checkpoint[IMAGE_SIZE] = list(self._image_size)

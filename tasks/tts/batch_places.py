@@ -106,7 +106,7 @@ class TextDropout:
             place: Epoch, and samples of all ranks before the batch.
         """
         epoch, seen = place
-        begin = seen + self.sampler.rank * self.sampler.batch_size
-        numbers = range(begin, begin + self.sampler.batch_size)
+        part = self.sampler.find_part(epoch, seen)
+        numbers = range(part.start, part.stop)
         drawn = [np.random.default_rng([self.sampler.seed, epoch, i]).random() for i in numbers]
         return self.family.drop_texts(batch, [row for row, value in enumerate(drawn) if value < self.share])

@@ -131,9 +131,11 @@ class SpeechConfig:
 
     @property
     def suppressed_ids(self) -> list[int]:
-        """What generation must not write into codebook 0: its last 1024 ids but the end."""
-        size = self.talker.vocab_size
-        return [i for i in range(size - 1024, size) if i != self.ids.eos]
+        """What generation must not write into codebook 0: all that the codec has no sound for, but the end.
+
+        Of published models these are the last 1024 ids, which the official code names by their number.
+        """
+        return [i for i in range(self.codebook_size, self.talker.vocab_size) if i != self.ids.eos]
 
 
 def read_config(folder: Path) -> SpeechConfig:

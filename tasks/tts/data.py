@@ -15,17 +15,20 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
+from lit_fsdp.cache import get_cache_dir
 from lit_fsdp.tasks.loading import PADDING, ResumableLoader, build_eval_loader, build_train_loader, hash_rows
+from lit_fsdp.tasks.shares import Share, check_share, count_largest
 from lit_fsdp.tasks.tts.batch_places import StepCounts, TextDropout
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN, make_corpus
 from lit_fsdp.tasks.tts.evaluation.prompts import PromptRow, read_prompts
 from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig, Voice, get_voice
 from lit_fsdp.tasks.tts.families.model_types import get_family
-from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, read_rows
+from lit_fsdp.tasks.tts.preparation.mapped_rows import map_rows
+from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
+from lit_fsdp.tasks.tts.rows import check_row, hold_out, name_speakers, refuse_unnamed
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
 from lit_fsdp.tasks.tts.utterance import Batch, Utterance
 
-_HELD_OUT_SEED = 0
 _CHARACTERS_PER_S = 20  # more than anybody speaks, for an example batch
 
 
@@ -40,6 +43,8 @@ class SpeechData(LightningDataModule):
         predict: Texts to generate speech for: a ``.txt`` file of lines, or JSON lines with ``text`` and maybe
             ``speaker`` and ``language``.
         tokenizer: Of the text: model name on the Hub, folder, or ``bytes`` for one without a download.
+        default_speaker: Who speaks in rows that name no speaker. Without it such rows are refused where a voice is made
+            of all rows of a speaker, as they may be of many people.
         speaker_embedding: ``row`` gives each row the embedding of its own reference audio, which teaches to clone
             voices. ``mean`` gives it the mean over all training rows of its speaker, as for voices that will be built
             in. ``none`` trains without. The default is ``mean`` for models that take embeddings of speakers, else
@@ -54,13 +59,20 @@ class SpeechData(LightningDataModule):
         global_batch_size: Rows in an optimizer step, of all ranks and accumulated micro-batches together. Each start
             sets ``trainer.accumulate_grad_batches`` by it, so a run keeps it on another number of ranks, and an epoch
             is a whole number of steps. ``null`` leaves both to you.
+        share: For ranks that are not equally fast: the share of each in the rows of a step, such as ``[3, 1]``.
+            ``auto`` measures in the first steps and then gives faster ranks more rows, which takes more memory there.
+            Steps, losses and evaluation stay the same; ``batch_size`` becomes the mean over the ranks.
         eval_batch_size: The same for validation and prediction; ``batch_size`` if not given.
         num_workers: Processes per rank that read ahead; 0 reads in the main process.
         repeat: Count this many passes over the rows as one epoch. With few rows, what happens once an epoch, such as
             a checkpoint, would else happen every few steps.
         shuffle: Train in a new order each epoch, the same for any number of ranks.
         seed: Of that order.
+        cache_dir: Where codes are kept for all ranks to read from disk; else ``LIT_FSDP_CACHE`` or
+            ``~/.cache/lit_fsdp``.
     """
+
+    has_changing_lengths = True  # of batches, which code that is compiled should know
 
     def __init__(
         self,
@@ -70,17 +82,20 @@ class SpeechData(LightningDataModule):
         validation_fraction: float = 0.0,
         predict: str | None = None,
         tokenizer: str,
+        default_speaker: str | None = None,
         speaker_embedding: Literal["row", "mean", "none"] | None = None,
         streaming: bool = False,
         text_dropout: float | None = None,
         max_seconds: float = 30.0,
         batch_size: int = 1,
         global_batch_size: int | None = None,
+        share: Share = None,
         eval_batch_size: int | None = None,
         num_workers: int = 2,
         repeat: int = 1,
         shuffle: bool = True,
         seed: int = 0,
+        cache_dir: str | None = None,
     ) -> None:
         super().__init__()
         if not 0 <= validation_fraction < 1:
@@ -89,6 +104,8 @@ class SpeechData(LightningDataModule):
             raise ValueError("validation_fraction: not used, as validation names a source; leave one of them out")
         if text_dropout is not None and not 0 <= text_dropout < 1:
             raise ValueError(f"text_dropout: got {text_dropout}: expected 0 to below 1, such as 0.15")
+        if default_speaker is not None and not default_speaker.strip():
+            raise ValueError(f"default_speaker: got {default_speaker!r}: expected a name")
         if not max_seconds > 0:
             raise ValueError(f"max_seconds: got {max_seconds}: expected above 0")
         for name, value, least in (
@@ -103,10 +120,12 @@ class SpeechData(LightningDataModule):
         self.sources = {"train": train, "validation": validation, "predict": predict}
         self.validation_fraction, self.max_seconds = validation_fraction, max_seconds
         self.tokenizer_name, self.speaker_embedding, self.streaming = tokenizer, speaker_embedding, streaming
-        self.text_dropout = text_dropout
+        self.text_dropout, self.default_speaker = text_dropout, default_speaker
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size or batch_size  # not 0
-        self.global_batch_size = global_batch_size
+        check_share(share)
+        self.global_batch_size, self.share = global_batch_size, share
         self.num_workers, self.repeat, self.shuffle, self.seed = num_workers, repeat, shuffle, seed
+        self.cache_dir = get_cache_dir(cache_dir)
         self.speech_config: FamilyConfig | None = None
         self.voices: dict[str, Voice] = {}
         self._rows: dict[str, list[PreparedRow]] = {}
@@ -155,17 +174,39 @@ class SpeechData(LightningDataModule):
             self._tokenizer = load_tokenizer(self.tokenizer_name)
         return self._tokenizer
 
+    def check_rows(self, stage: str, config: FamilyConfig) -> None:
+        """Read and check the rows that a stage needs, before the processes of a run are started.
+
+        Args:
+            stage: Of a Trainer.
+            config: Of the model.
+
+        Raises:
+            ValueError: With the row and what is wrong with it.
+        """
+        self.attach(config)
+        if stage == "predict" and (source := self.sources["predict"]) is not None:
+            for row in read_prompts(Path(source)):
+                try:
+                    config.get_language_id(row.language, row.speaker)
+                except ValueError as error:
+                    raise ValueError(f"predict: {source}: {error}, for {row.text[:40]!r}") from error
+        self._read_all(stage)
+
     def setup(self, stage: str | None = None) -> None:
         """Read the rows that a stage needs."""
+        _ = self.tokenizer  # now, as one that is not there is no fault of a row
+        self._read_all(stage)
+
+    def _read_all(self, stage: str | None) -> None:
         if stage == "fit" and self.sources["train"] is None:
             raise ValueError(f"train: not set; name a folder that `lit_fsdp prepare tts` wrote, or {SPOKEN}")
-        _ = self.tokenizer  # now, as one that is not there is no fault of a row
         if self.sources["train"] is not None and "train" not in self._rows:
             rows = self._read("train")
-            kept, held = _split(rows, self.validation_fraction)
+            kept, held = hold_out(rows, self.validation_fraction)
             # Numbers of speakers also for those who were held out with all they say.
             self._voiced_rows = rows if self._get_config().voice_size is None else kept
-            self.voices = self._assign_voices(self._voiced_rows)
+            self.voices = self._assign_voices(self._voiced_rows, makes_means=stage in ("fit", None))
             self._rows["train"] = kept
             if held:
                 self._rows["validation"] = held
@@ -175,8 +216,11 @@ class SpeechData(LightningDataModule):
     def _read(self, split: str) -> list[PreparedRow]:
         source = self.sources[split]
         assert source is not None
-        rows = make_corpus(self._get_config()) if source == SPOKEN else read_rows(source)
+        rows = make_corpus(self._get_config()) if source == SPOKEN else map_rows(source, self.cache_dir)
+        rows = name_speakers(rows, self.default_speaker, is_needed=split == "train", source=source)
         kept = [row for row in rows if len(row.codes) <= self.max_seconds * self._get_config().frames_per_s]
+        for row in kept:
+            check_row(row, self._get_config())
         if not kept:
             raise ValueError(f"max_seconds: got {self.max_seconds}: all {len(rows)} rows of {split} are longer")
         if len(kept) < len(rows):
@@ -202,8 +246,11 @@ class SpeechData(LightningDataModule):
             num_workers=self.num_workers,
             trainer=trainer,
             what=f"train ({len(rows)} clips)",
-            fingerprint=hash_rows(part for row in rows for part in (row.speaker, row.text, row.codes.tobytes())),
+            fingerprint=hash_rows(
+                part for row in rows for part in (row.speaker, row.text, row.codes.astype(np.int64).tobytes())
+            ),
             whole_steps=self.global_batch_size is not None,
+            share=self.share,
         )
         counts = StepCounts(loader, lengths, trainer, predicts_ends=self.family.predicts_ends)
         dropout = TextDropout(loader, self.family, self.text_dropout) if self.text_dropout else None
@@ -245,7 +292,7 @@ class SpeechData(LightningDataModule):
         config = self._get_config()
         batch = self.family.make_example_batch(
             config,
-            batch_size=self.batch_size,
+            batch_size=count_largest(self.share, self.batch_size),
             num_text_ids=int(self.max_seconds * _CHARACTERS_PER_S),
             num_frames=int(self.max_seconds * config.frames_per_s),
             is_streaming=self.streaming,
@@ -280,10 +327,13 @@ class SpeechData(LightningDataModule):
         """Return the first rows of validation, or of training where nothing is held out; the same on all ranks."""
         return (self._rows.get("validation") or self._rows.get("train") or [])[:num_rows]
 
-    def _assign_voices(self, rows: Sequence[PreparedRow]) -> dict[str, Voice]:
+    def _assign_voices(self, rows: Sequence[PreparedRow], *, makes_means: bool = False) -> dict[str, Voice]:
         takes_embeddings = self._get_config().voice_size is not None
         if takes_embeddings and self.speaker_embedding == "none":
             return {}
+        is_named = self.default_speaker is not None
+        if makes_means and takes_embeddings and self.speaker_embedding == "mean" and not is_named:
+            refuse_unnamed(rows)
         return self.family.assign_voices(rows, self._known)
 
     def _choose_voice(self, row: PreparedRow) -> Voice | None:
@@ -315,18 +365,6 @@ class SpeechData(LightningDataModule):
         return known.get(row.speaker)
 
     def _encode(self, rows: Sequence[PreparedRow]) -> list[Utterance]:
-        config = self._get_config()
-        for row in rows:
-            if row.codes.shape[1] != config.num_codebooks:
-                raise ValueError(
-                    f"{row.place}: got {row.codes.shape[1]} codebooks: expected {config.num_codebooks}, the model's"
-                )
-            size = config.codebook_size
-            if row.codes.size and not 0 <= row.codes.min() <= row.codes.max() < size:
-                raise ValueError(
-                    f"{row.place}: got codes from {row.codes.min()} to {row.codes.max()}: expected 0 to {size - 1}: "
-                    "prepare the data with the model that is trained"
-                )
         return [self._encode_row(row) for row in rows]
 
     def _encode_row(self, row: PreparedRow) -> Utterance:
@@ -346,16 +384,6 @@ class SpeechData(LightningDataModule):
             self.attach(module.read_config())
         assert self.speech_config is not None
         return self.speech_config
-
-
-def _split(rows: list[PreparedRow], fraction: float) -> tuple[list[PreparedRow], list[PreparedRow]]:
-    if not fraction:
-        return rows, []
-    num_held = max(1, round(len(rows) * fraction))
-    if num_held >= len(rows):
-        raise ValueError(f"validation_fraction: got {fraction}: of {len(rows)} rows none is left to train on")
-    held = set(np.random.default_rng(_HELD_OUT_SEED).permutation(len(rows))[:num_held].tolist())
-    return [r for i, r in enumerate(rows) if i not in held], [r for i, r in enumerate(rows) if i in held]
 
 
 def _collate_eval(collate: Callable[[list[Utterance]], Batch], rows: list[tuple[int, Utterance]]) -> Batch:

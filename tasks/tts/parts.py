@@ -10,17 +10,25 @@ from torch import nn
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.layers import count_weights
 from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.reporting.sections import Section, Table
 from lit_fsdp.tasks.tts.families.family import Family
 
 _KEEPS_BASE = ("default", "gaussian")
 
 
-def describe_parameters(parts: Mapping[str, nn.Module | None]) -> str:
-    """Return the number of parameters of each part, and how many of them train, as a table."""
-    rows = [(name, total, trained) for name, (total, trained) in count_parts(parts).items() if total]
-    rows.append(("all", sum(total for _, total, _ in rows), sum(trained for _, _, trained in rows)))
-    lines = [f"{name:<16}{total:>16,}{trained:>16,}" for name, total, trained in rows]
-    return "\n".join([f"{'parameters':<16}{'all':>16}{'trained':>16}", *lines])
+def make_parts_section(counts: Mapping[str, tuple[int, int]]) -> Section:
+    """Return the number of parameters of each part, and how many of them train, for the report.
+
+    Args:
+        counts: As ``count_parts`` returns them.
+    """
+    sizes = {name: both for name, both in counts.items() if both[0]}
+    rows = [(name, f"{total:,}", f"{trained:,}") for name, (total, trained) in sizes.items()]
+    total, trained = (sum(column) for column in zip(*sizes.values(), strict=True))
+    rows.append(("all", f"{total:,}", f"{trained:,}"))
+    numbers = {name: {"num_parameters": total, "num_trainable": trained} for name, (total, trained) in sizes.items()}
+    table = Table(title="Parts of the model", columns=("part", "parameters", "trainable"), rows=rows)
+    return Section(title="Parts", name="parts", numbers=numbers, tables=[table])
 
 
 def count_parts(parts: Mapping[str, nn.Module | None]) -> dict[str, tuple[int, int]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,20 +21,29 @@ from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.reporting.sections import Section
 from lit_fsdp.sharding.wrap import Unit, Wrap, plan_units
 from lit_fsdp.tasks.base import Task, refuse_quantized_training
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.masks import keep_branches
 from lit_fsdp.tasks.tts.batch_places import count_step
 from lit_fsdp.tasks.tts.checkpoint import SPEECH, check_run, describe_run, read_generation_config
-from lit_fsdp.tasks.tts.evaluation.generated import Sample, SpeechReport, describe_samples
+from lit_fsdp.tasks.tts.evaluation.generated import describe_samples
 from lit_fsdp.tasks.tts.evaluation.metrics import SpeechMetrics
 from lit_fsdp.tasks.tts.evaluation.predict import Prediction
+from lit_fsdp.tasks.tts.evaluation.samples import SpokenSamples
 from lit_fsdp.tasks.tts.evaluation.speech_eval import SpeechEval, SpeechEvaluator
 from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig, SpeechOutput
 from lit_fsdp.tasks.tts.families.model_types import parse_family, read_family
 from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
-from lit_fsdp.tasks.tts.parts import check_adapters, check_parts, describe_parameters, freeze_parts, list_outside_blocks
+from lit_fsdp.tasks.tts.parts import (
+    check_adapters,
+    check_parts,
+    count_parts,
+    freeze_parts,
+    list_outside_blocks,
+    make_parts_section,
+)
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 from lit_fsdp.tasks.tts.pretrained import check_stored, fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.utterance import Batch
@@ -74,7 +84,7 @@ class TextToSpeech(Task):
         sampling: How speech is generated; what is not given is as ``pretrained`` has it, or else its family.
         num_samples: Generate speech for up to N rows of validation, or of training where nothing is held out, after
             each validation and when training ends, and compare it with what was recorded. Speech without an end is cut
-            at three times the longest of them. 0 generates none.
+            at three times the longest of them. What fails there is a warning, and training goes on. 0 generates none.
         speech_eval: Decode that speech, give it to the loggers, and measure voice and words; ``null`` compares codes
             only. In ``predict`` its codec writes a WAV file of each text.
     """
@@ -112,9 +122,11 @@ class TextToSpeech(Task):
         self.num_samples, self.speech_eval = num_samples, speech_eval
         self.model: nn.Module | None = None
         self.val_metrics: SpeechMetrics | None = None
-        self.report = SpeechReport()
+        self._part_sizes: dict[str, tuple[int, int]] = {}  # parameters of each part of the model, all and trained
         self._parts: Tensor | None = None  # [4] of this step: both losses, both counts
         self._evaluator = SpeechEvaluator(speech_eval) if speech_eval is not None else None
+        self._samples = SpokenSamples(num_samples, self._evaluator)
+        self.report = self._samples.report
         self._prediction: Prediction | None = None
         self._files: dict[str, Any] | None = None  # what a checkpoint says besides its tensors
         self._opened: tuple[Family, FamilyConfig] | None = None
@@ -132,13 +144,23 @@ class TextToSpeech(Task):
             self._evaluator.fetch()
 
     @override
+    def check_data(self, data: Any, stage: str) -> None:
+        """Fetch the configuration of the model, and check the rows by it."""
+        if hasattr(data, "check_rows"):
+            self._fetch_config()
+            data.check_rows(stage, self.read_config())
+
+    @override
     def prepare_plan(self, data: Any) -> list[str]:
         """Fetch the configuration of the model, and nothing else."""
-        if self.pretrained is not None:
-            fetch_pretrained(self.pretrained, patterns=CONFIG)
+        self._fetch_config()
         if hasattr(data, "attach"):
             data.attach(self.read_config())
         return super().prepare_plan(data)
+
+    def _fetch_config(self) -> None:
+        if self.pretrained is not None:
+            fetch_pretrained(self.pretrained, patterns=CONFIG)
 
     @override
     def measure_batch(self, batch: Mapping[str, Any]) -> MicroBatch:
@@ -181,6 +203,7 @@ class TextToSpeech(Task):
             refuse_quantized_training(self.quantization, self.lora)
         family, config = self._open()
         self.complete_sampling()
+        super().setup(stage)
         if self._evaluator is not None:
             if not self.num_samples and stage != "predict":
                 raise ValueError("speech_eval: not used, as num_samples is 0; set that, or leave it out")
@@ -202,8 +225,12 @@ class TextToSpeech(Task):
         self.adapt_model(model, lora=self.lora, quantization=self.quantization, keep=rest)
         freeze_parts(model, family, self.frozen_names)
         self.model = model
-        rank_zero_info(describe_parameters(family.list_parts(model)))
+        self._part_sizes = count_parts(family.list_parts(model))
         self.finish_model()
+
+    def make_section(self) -> Section | None:
+        """Return the sizes of the parts of the model, for the report."""
+        return make_parts_section(self._part_sizes) if self._part_sizes else None
 
     def configure_units(self, model: nn.Module) -> list[Unit]:
         """Return the units: each block of the model, the text embedding, the speaker encoder, and the rest.
@@ -276,15 +303,16 @@ class TextToSpeech(Task):
             self.val_metrics.reset()
             self.log_dict({f"val/{name}": value for name, value in values.items()}, sync_dist=True)
         if self.num_samples and not self.trainer.sanity_checking:
-            self.log_dict(self._generate_samples(), sync_dist=True)
+            self.log_dict(self._samples.speak(self), sync_dist=True)
 
     @override
     def on_train_end(self) -> None:
         """Generate the samples once more, and log how close they come."""
         if self.num_samples:
-            if self.report.step != self.trainer.global_step or not self.report.rows:  # else validation has done it
-                self._generate_samples()
-            for line in describe_samples(self.report):
+            if self._samples.tried_step != self.trainer.global_step:  # else validation has done it
+                self._samples.speak(self)
+            is_new = self.report.step == self.trainer.global_step  # not where the last ones failed
+            for line in describe_samples(self.report) if is_new else ():
                 rank_zero_info(line)
 
     # Generation
@@ -302,17 +330,11 @@ class TextToSpeech(Task):
         if rows is not None:  # as long as no end is learned yet, the official limit would take minutes
             longest = max(len(row.codes) for row in rows)
             sampling = replace(sampling, max_frames=min(sampling.max_frames, _MAX_RATIO * longest))
-        spoken = self.family.generate(self.model, on_device, sampling)
-        if rows is not None:
-            pairs = zip(rows, spoken, strict=True)
-            self.report.rows = [
-                Sample(text=r.text, speaker=r.speaker, target=r.codes, speech=s, language=r.language) for r, s in pairs
-            ]
-            self.report.step, self.report.clips, self.report.measured = self.trainer.global_step, [], {}
-            if self._evaluator is not None:
-                voices = on_device.get("speaker", torch.zeros(len(rows), 1))
-                self.report.measured = self._evaluator.evaluate(self.report, self.trainer, self.model, list(voices))
-        return spoken
+        work = partial(self.family.generate, self.model, on_device, sampling)
+        if rows is None:
+            return work()
+        voices = on_device.get("speaker", torch.zeros(len(rows), 1))
+        return self._samples.compare(self, work, rows, list(voices))
 
     def complete_sampling(self) -> SamplingValues:
         """Return how speech is generated, with what ``pretrained`` says where ``sampling`` does not."""
@@ -335,19 +357,6 @@ class TextToSpeech(Task):
     def on_predict_end(self) -> None:
         if self._prediction is not None:
             self._prediction.finish(self.complete_sampling().max_frames)
-
-    def _generate_samples(self) -> dict[str, float]:
-        data: Any = getattr(self.trainer, "datamodule", None)
-        if not hasattr(data, "pick_validation"):
-            raise RuntimeError("num_samples needs a data module with pick_validation, such as SpeechData")
-        rows = data.pick_validation(self.num_samples)
-        prompts = [data.encode_prompt(row) for row in rows]
-        batch = self.family.collate_prompts(prompts, self.read_config(), is_streaming=data.streaming)
-        was_training = self.training
-        self.eval()
-        self.generate(batch, rows)
-        self.train(was_training)
-        return {f"val/{name}": value for name, value in self.report.summarize().items()}
 
     # Checkpoints
 

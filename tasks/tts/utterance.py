@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 Batch = dict[str, Tensor]
-Codes = NDArray[np.int64]
+Codes = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class Utterance:
     context_codes: Codes | None = None
 
 
-def get_codes(utterance: Utterance) -> Codes:
-    """Return the codes of an utterance that has some."""
+def get_codes(utterance: Utterance) -> NDArray[np.int64]:
+    """Return the codes of an utterance that has some, in memory."""
     assert utterance.codes is not None
-    return utterance.codes
+    return np.asarray(utterance.codes, dtype=np.int64)

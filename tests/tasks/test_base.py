@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def test_a_last_step_of_fewer_micro_batches_is_a_mean_over_what_it_has(tmp_path:
     assert len(losses) == 2  # of two micro-batches, then of one
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER.resolve_rate(), eps=OPTIMIZER.eps, weight_decay=0.1)
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p.ndim >= 2]
     norm_weights = [p for p in model.parameters() if p.ndim < 2]
@@ -166,6 +166,11 @@ class Linear(Task):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return self.weigh_loss(self.layer(batch).square().sum(), torch.tensor(batch.numel()))
+
+
+class Unsized(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.ones(10, 4))
 
 
 def fit_linear(task: Task, load: Path | None = None, save: Path | None = None, **options: Any) -> list[float]:
@@ -400,6 +405,10 @@ def test_contradictions_are_refused_when_the_task_is_built(make: Callable[[], An
 def test_a_schedule_without_an_end_is_refused_unless_it_is_constant() -> None:
     with pytest.raises(ValueError, match="no end"):
         fit_linear(Linear(lr_scheduler=LRSchedule(type="linear")), max_steps=-1, max_epochs=-1, max_time="00:00:00:01")
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
+    rows = torch.utils.data.DataLoader(Unsized(), batch_size=1)
+    with pytest.raises(ValueError, match="max_epochs where the data has a length"):
+        trainer.fit(Linear(lr_scheduler=LRSchedule(type="linear")), rows)
 
 
 def test_fused_adamw_with_float16_gradients_is_refused(tmp_path: Path) -> None:

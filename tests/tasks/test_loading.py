@@ -15,6 +15,7 @@ from lit_fsdp.tasks.loading import (
     build_eval_loader,
     build_train_loader,
 )
+from lit_fsdp.tasks.text.ray_text import PassLoader
 from ranks import run_ranks
 
 
@@ -172,6 +173,18 @@ def test_a_place_in_an_order_that_changed_is_refused_in_the_middle_but_not_at_th
     for _ in range(5):
         next(batches)
     loader_of(60, 8).load_state_dict(first.state_dict())
+
+
+def test_a_place_in_a_stream_of_ray_and_one_in_rows_are_not_taken_for_each_other() -> None:
+    rows, stream = loader_of(64, 8), PassLoader([], trainer=None)
+    with pytest.raises(
+        ValueError, match=r"^data: the checkpoint was saved with a stream of another kind: restore it, or"
+    ):
+        rows.load_state_dict({"passes": 1})
+    with pytest.raises(
+        ValueError, match=r"^data: the checkpoint was saved with rows of another kind: restore them, or"
+    ):
+        stream.load_state_dict(rows.state_dict())
 
 
 POINTS = [

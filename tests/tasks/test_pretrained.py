@@ -1,5 +1,6 @@
 """Configurations of models: what a model reads is taken, what none could be made of is refused with its setting."""
 
+import json
 import re
 import threading
 from pathlib import Path
@@ -17,8 +18,8 @@ from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.checkpoint.reader import open_checkpoint
 from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.tasks import CausalLM
-from lit_fsdp.tasks.causal_lm.model import build_model
-from lit_fsdp.tasks.pretrained import explain_build_errors, make_config
+from lit_fsdp.tasks.model_config import explain_build_errors, make_config
+from lit_fsdp.tasks.text_model import build_model
 from lit_fsdp.weights.base_weights import BASE, fetch_pretrained
 from lit_fsdp.weights.safetensors_io import sample_fingerprint
 from ranks import run_ranks
@@ -136,7 +137,7 @@ def test_what_no_value_has_caused_stays_what_it_is(error: BaseException) -> None
 
 def test_an_error_of_our_own_code_is_not_blamed_on_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(LLAMA)
-    monkeypatch.setattr("lit_fsdp.tasks.causal_lm.model.AutoModelForCausalLM", None)
+    monkeypatch.setattr("lit_fsdp.tasks.text_model.torch", None)
     with pytest.raises(AttributeError, match="'NoneType' object has no attribute"), explain_build_errors(LLAMA):
         build_model(config, "sdpa")
 
@@ -194,3 +195,14 @@ def test_no_checkpoint_and_no_collective_waits_for_the_base_of_adapters_to_be_re
     folder, out = save_model(tmp_path / "base", **SIZES), tmp_path / "out"
     out.mkdir()
     run_ranks(train_while_the_base_is_read, folder, out)
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "fp8", "gptq"])
+def test_weights_in_a_format_that_no_layer_holds_are_refused_by_their_name(tmp_path: Path, method: str) -> None:
+    settings = {"model_type": "llama", "quantization_config": {"quant_method": method}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=f"its weights are stored as {method}: only those of bitsandbytes"):
+        CausalLM(pretrained=str(tmp_path), lora=LoRA(r=4)).read_config()
+    settings["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert not hasattr(CausalLM(pretrained=str(tmp_path), lora=LoRA(r=4)).read_config(), "quantization_config")

@@ -36,6 +36,28 @@ def measure_codec(name: str) -> tuple[int, int]:
     return raw["encoder_valid_num_quantizers"], raw["decoder_config"]["codebook_size"]
 
 
+def check_codec(name: str, setting: str, *, num_codebooks: int, codebook_size: int) -> None:
+    """Refuse a codec that other codes belong to.
+
+    Args:
+        name: Of a codec that has been fetched.
+        setting: What the user calls it.
+        num_codebooks: Of the model.
+        codebook_size: Codes of the model are below it.
+
+    Raises:
+        ValueError: With what the codec has, and what the model needs.
+    """
+    own, size = measure_codec(name)
+    if own != num_codebooks:
+        raise ValueError(f"{setting}: got {name!r}: it has {own} codebooks: expected {num_codebooks}, the model's")
+    if size < codebook_size:
+        raise ValueError(
+            f"{setting}: got {name!r}: its codes end at {size - 1}: expected those of the model, up to "
+            f"{codebook_size - 1}"
+        )
+
+
 def load_codec(folder: Path) -> FrameCodec:
     """Return the codec in a folder, ready to use, on the CPU in float32.
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+import re
 import wave
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_fsdp.files import open_whole
 from lit_fsdp.tasks.tts.generation import Speech
 from lit_fsdp.tasks.tts.utterance import Codes
+
+MEASURED = ("duration_ratio", "missed_eos_pct", "equal_codes_pct")  # of all generated speech
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,24 +91,33 @@ class SpeechReport:
         measured: What ``speech_eval`` has measured.
         clips: The audio of ``rows``, on rank 0; empty without ``speech_eval``.
         step: When.
+        problems: What failed in any validation, by the step at which each came first.
     """
 
     rows: list[Sample] = field(default_factory=list)
     measured: dict[str, float] = field(default_factory=dict)
     clips: list[Clip] = field(default_factory=list)
     step: int = 0
+    problems: dict[str, int] = field(default_factory=dict)
+
+    def warn(self, problem: str, step: int) -> None:
+        """Say once what failed, and keep it."""
+        kind = re.sub(r"\d+", "#", problem)  # sizes and numbers differ each time
+        if kind not in {re.sub(r"\d+", "#", known) for known in self.problems}:
+            self.problems[problem] = step
+            rank_zero_warn(f"num_samples: {problem}: training goes on")
 
     def summarize(self) -> dict[str, float]:
         """Return means over all rows."""
         if not self.rows:
             return {}
         count = len(self.rows)
-        return {
-            "duration_ratio": sum(row.duration_ratio for row in self.rows) / count,
-            "missed_eos_pct": 100 * sum(not row.speech.has_ended for row in self.rows) / count,
-            "equal_codes_pct": sum(row.equal_codes_pct for row in self.rows) / count,
-            **self.measured,
-        }
+        means = (
+            sum(row.duration_ratio for row in self.rows) / count,
+            100 * sum(not row.speech.has_ended for row in self.rows) / count,
+            sum(row.equal_codes_pct for row in self.rows) / count,
+        )
+        return {**dict(zip(MEASURED, means, strict=True)), **self.measured}
 
 
 def describe_samples(report: SpeechReport) -> list[str]:

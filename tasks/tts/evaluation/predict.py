@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lit_fsdp.strategy.trainer_settings import get_data_ranks
 from lit_fsdp.tasks.loading import PADDING
 from lit_fsdp.tasks.tts.evaluation.speech_eval import SpeechEvaluator
 from lit_fsdp.tasks.tts.generation import Speech
@@ -27,6 +28,7 @@ class Prediction:
         self.evaluator = evaluator
         self.folder = Path(trainer.log_dir or trainer.default_root_dir) / "spoken"  # log_dir is a broadcast
         self.num_cut = 0
+        self._is_copy = get_data_ranks(trainer).place > 0  # of a rank that has the same texts
         if evaluator is None:
             rank_zero_info("predict writes codes; with model.speech_eval.codec set, WAV files too")
 
@@ -43,7 +45,7 @@ class Prediction:
             return found
         paths = [self.folder / f"{number:05}.wav" for number in numbers]
         for (number, speech), path in zip(pairs, paths, strict=True):
-            if number != PADDING:
+            if number != PADDING and not self._is_copy:
                 self.evaluator.decode(speech).write(path)
         return {**found, "audio": [str(path) for path in paths]}
 
@@ -52,7 +54,7 @@ class Prediction:
         counts = [self.num_cut]
         if dist.is_initialized():
             counts *= dist.get_world_size()
-            dist.all_gather_object(counts, self.num_cut)
+            dist.all_gather_object(counts, 0 if self._is_copy else self.num_cut)
         if sum(counts):
             rank_zero_warn(
                 f"cut off at sampling.max_frames {max_frames}, without an end: {sum(counts)} of the texts; has_ended "

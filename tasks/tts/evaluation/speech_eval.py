@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torchmetrics.functional.text import char_error_rate, word_error_rate
 
 from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
-from lit_fsdp.tasks.tts.codec.loading import fetch_codec, measure_codec, open_codec
+from lit_fsdp.tasks.tts.codec.loading import check_codec, fetch_codec, open_codec
 from lit_fsdp.tasks.tts.evaluation.generated import Clip, Sample, SpeechReport
 from lit_fsdp.tasks.tts.families.family import FamilyConfig
 from lit_fsdp.tasks.tts.families.speaker_encoder import SpeakerEncoder, compute_mels
@@ -72,17 +72,10 @@ class SpeechEvaluator:
         Raises:
             ValueError: With the codec.
         """
-        name, wanted = self.settings.codec, config.num_codebooks
         if self.settings.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("speech_eval.device: got 'cuda': there is no GPU; set cpu")
-        own, size = measure_codec(name)
-        if own != wanted:
-            raise ValueError(f"speech_eval.codec: got {name!r}: it has {own} codebooks: expected {wanted}, the model's")
-        if size < config.codebook_size:
-            raise ValueError(
-                f"speech_eval.codec: got {name!r}: its codes end at {size - 1}: expected those of the model, up to "
-                f"{config.codebook_size - 1}"
-            )
+        sizes = {"num_codebooks": config.num_codebooks, "codebook_size": config.codebook_size}
+        check_codec(self.settings.codec, "speech_eval.codec", **sizes)
 
     def decode(self, speech: Speech) -> Clip:
         """Return speech as audio."""
@@ -99,6 +92,15 @@ class SpeechEvaluator:
         audio = clip.audio.numpy()
         (text,) = transcribe([audio], clip.sample_rate, [language]) if len(audio) else [""]
         return replace(clip, transcript=text)
+
+    def list_metrics(self, *, has_voices: bool) -> list[str]:
+        """Return what ``evaluate`` measures.
+
+        Args:
+            has_voices: Whether the model has a speaker encoder, and its rows voices to compare with.
+        """
+        words = ["wer_pct", "cer_pct"] if self.settings.transcriber is not None else []
+        return [*words, *(["speaker_similarity"] if has_voices else [])]
 
     def evaluate(
         self, report: SpeechReport, trainer: Trainer, model: Any, voices: Sequence[Tensor]

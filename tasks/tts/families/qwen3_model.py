@@ -157,7 +157,8 @@ def _predict_others(model: Qwen3TTS, first: Tensor, state: Tensor, choose: Choos
     inputs = torch.cat([state, embedded[0].unsqueeze(1)], dim=1)
     for head, table in zip(predictor.lm_head, predictor.model.codec_embedding, strict=True):
         hidden = predictor.run(predictor.small_to_mtp_projection(inputs), cache)[:, -1]
-        codes.append(choose.pick_other(head(hidden).float()))
+        # As of codebook 0: the head may have rows for more codes than the codec.
+        codes.append(choose.pick_other(head(hidden)[:, : model.config.codebook_size].float()))
         embedded.append(table(codes[-1]))
         inputs = embedded[-1].unsqueeze(1)
     return torch.stack(codes, dim=1), torch.stack(embedded, dim=1)

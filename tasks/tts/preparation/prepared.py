@@ -19,6 +19,7 @@ from lit_fsdp.tasks.tts.utterance import Codes
 
 ShardFormat = Literal["parquet", "jsonl"]
 SUMMARY = "summary.json"  # the last file written
+UNNAMED = "default"  # the speaker of rows that name none
 PLAN = ".prepare.json"  # the first: what the shards in a folder are made of
 _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {".parquet": read_parquet, ".jsonl": read_jsonl}
 
@@ -42,7 +43,7 @@ class PreparedRow:
     text: str
     codes: Codes
     seconds: float
-    speaker: str = "default"
+    speaker: str = UNNAMED
     language: str = "auto"
     speaker_embedding: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     where: str = ""
@@ -94,7 +95,7 @@ def parse_row(fields: dict[str, Any], where: str) -> PreparedRow:
         text=fields["text"],
         codes=codes,
         seconds=_parse_seconds(fields.get("seconds"), where) or len(codes) / 12.5,
-        speaker=(fields.get("speaker") or "default").lower(),
+        speaker=(fields.get("speaker") or UNNAMED).lower(),
         language=fields.get("language") or "auto",
         speaker_embedding=embedding,
         where=where,
@@ -143,11 +144,11 @@ def write_shard(path: Path, rows: Iterable[PreparedRow]) -> None:
         pq.write_table(pa.Table.from_pylist(plain, schema=schema), file, write_page_checksum=True)
 
 
-def read_rows(source: str | Path) -> list[PreparedRow]:
-    """Return the rows of a prepared folder or of one of its shards, in order.
+def list_shards(source: str | Path) -> list[Path]:
+    """Return the files of a prepared folder, or the one that is named.
 
     Raises:
-        ValueError: There are none, or one is not as it should be.
+        ValueError: There are none.
     """
     path = Path(source).expanduser()
     refuse_special_file(path, str(source))
@@ -158,18 +159,37 @@ def read_rows(source: str | Path) -> list[PreparedRow]:
             f"{source}: no .parquet or .jsonl file in it: expected a folder that was written by "
             "`python -m lit_fsdp prepare tts`"
         )
+    return shards
+
+
+def read_rows(source: str | Path) -> list[PreparedRow]:
+    """Return the rows of a prepared folder or of one of its shards, in order.
+
+    Raises:
+        ValueError: There are none, or one is not as it should be.
+    """
+    shards = list_shards(source)
     stored = (row for shard in shards for row in check_rows(_READERS[shard.suffix.lower()](shard)))
     rows = [parse_row(row.fields, row.where) for row in stored]
     if not rows:
         raise ValueError(f"{source}: its files have no rows; see rejects.jsonl there for the reasons")
     _check_same_sizes(rows, "codebooks", lambda row: row.codes.shape[1])
-    if path.is_dir():
-        _check_finished(path, len(rows))
+    check_finished(Path(source).expanduser(), len(rows))
     return rows
 
 
-def _check_finished(folder: Path, num_rows: int) -> None:
-    """Refuse what an interrupted preparation left; a folder of other origin has neither of the two files."""
+def check_finished(folder: Path, num_rows: int) -> None:
+    """Refuse what an interrupted preparation left; a folder of other origin has neither of the two files.
+
+    Args:
+        folder: Where rows were read, or a single file.
+        num_rows: How many there were.
+
+    Raises:
+        ValueError: Some are missing.
+    """
+    if not folder.is_dir():
+        return
     again = "start the same `lit_fsdp prepare tts` again, which makes what is missing"
     try:
         num_prepared = int(json.loads((folder / SUMMARY).read_text())["num_rows"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,13 +14,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lit_fsdp.errors import join_names
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN, describe_voice
 from lit_fsdp.tasks.tts.codec.loading import find_codec, open_codec
 from lit_fsdp.tasks.tts.config import CONFIG, SpeechConfig, read_config, read_raw_config
 from lit_fsdp.tasks.tts.families.family import FamilyConfig
 from lit_fsdp.tasks.tts.families.model_types import is_speech_model, read_family
 from lit_fsdp.tasks.tts.families.speaker_encoder import SpeakerEncoder, compute_mels, load_speaker_encoder
-from lit_fsdp.tasks.tts.preparation.audio import Audio, AudioError, Limits, check_audio, import_libraries, read_audio
+from lit_fsdp.tasks.tts.preparation.audio import (
+    Audio,
+    AudioError,
+    Limits,
+    check_audio,
+    check_text,
+    import_libraries,
+    read_audio,
+)
 from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 from lit_fsdp.tasks.tts.preparation.transcribe import find_transcriber, load_transcriber
@@ -27,6 +37,7 @@ from lit_fsdp.tasks.tts.pretrained import find_speech_model
 from lit_fsdp.weights.safetensors_io import compute_fingerprint
 
 _SMALL_VOICE = 128  # numbers in the embedding of a speaker by formulas
+log = logging.getLogger(__name__)
 _open_codec = lru_cache(maxsize=1)(open_codec)
 
 
@@ -79,6 +90,24 @@ class Preparer:
             found["transcriber"] = _describe_folder(find_transcriber(self.transcriber))
         return found
 
+    def check_languages(self, rows: Sequence[ManifestRow]) -> None:
+        """Say which languages the model does not have, before hours of work on the others.
+
+        Raises:
+            ValueError: There is no line in a language that it has.
+        """
+        config = self._read_config()
+        lines: dict[str, list[str]] = {}
+        for row in rows if config is not None else ():
+            if (problem := _find_language_problem(config, row)) is not None and row.problem is None:
+                lines.setdefault(problem, []).append(str(row.line))
+        num_without = sum(map(len, lines.values()))
+        if num_without and num_without == sum(row.problem is None for row in rows):
+            problem = "; ".join(lines)
+            raise ValueError(f"manifest: {problem}, on all {num_without} lines")
+        for problem, numbers in lines.items():
+            log.warning("manifest: %s: left out: line %s", problem, join_names(numbers))
+
     def _prepare(self, rows: Sequence[ManifestRow]) -> tuple[list[PreparedRow], list[Rejected]]:
         # What fails here is a setting or a missing package; what fails below, one clip.
         import_libraries()
@@ -97,6 +126,7 @@ class Preparer:
                     (text,) = transcribe([audio], codec.sample_rate, [row.language])
                 if not text.strip():
                     raise AudioError("text: the transcript is empty")
+                check_text(text, len(audio) / codec.sample_rate, self.limits)
                 # One by one: kernels may round differently in a batch, and codes must not depend on it.
                 (codes,) = codec.encode([torch.from_numpy(audio)])
                 embedding = self._embed(reference, encoder)
@@ -123,11 +153,8 @@ class Preparer:
             raise AudioError("text: empty: expected words, or no text at all to have it transcribed")
         if row.text is None and self.transcriber is None:
             raise AudioError("text: missing, and no transcriber is set")
-        if config is not None:
-            try:
-                config.get_language_id(row.language)
-            except ValueError as error:
-                raise AudioError(str(error)) from error
+        if (problem := _find_language_problem(config, row)) is not None:
+            raise AudioError(problem)
         audio = read_audio(row.resolve(row.audio), sample_rate, self.limits.max_seconds)
         check_audio(audio, sample_rate, self.limits)
         if row.ref_audio is None:
@@ -152,6 +179,15 @@ class Preparer:
         """Return the configuration of the model; of a codec alone there is none."""
         folder = find_speech_model(self.model) if self.model != SPOKEN else None
         return read_family(folder)[1] if folder is not None and is_speech_model(folder) else None
+
+
+def _find_language_problem(config: FamilyConfig | None, row: ManifestRow) -> str | None:
+    try:
+        if config is not None:
+            config.get_language_id(row.language)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _describe(error: Exception) -> str:

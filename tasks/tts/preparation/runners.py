@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +77,7 @@ def prepare_shards(
         num_processes: How many work side by side, each with a codec of its own.
         rows_per_shard: Lines of the manifest in a shard.
         shard_format: Of the shards.
-        show_progress: Draw a bar.
+        show_progress: Draw a bar, if this is a terminal.
         ray_address: Work on this Ray cluster, ``local`` or ``auto``; ``None`` works without Ray.
 
     Raises:
@@ -85,6 +88,7 @@ def prepare_shards(
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: {out} is a file: expected a folder, or the name of a new one")
     with lock_out(out, out / _LOCK), refuse_unwritable("out", out):
+        preparer.check_languages(rows)  # before the folder is one of these rows
         _check_plan(out, rows, preparer, rows_per_shard=rows_per_shard, shard_format=shard_format)
         paths = [out / f"shard-{i:05}.{shard_format}" for i in range(len(shards))]
         missing = [i for i, path in enumerate(paths) if not _is_whole(path, shards[i])]
@@ -92,7 +96,8 @@ def prepare_shards(
             (out / SUMMARY).unlink(missing_ok=True)
         jobs = [(preparer, shards[i], paths[i]) for i in missing]
         num_rows = len(rows) - sum(len(shards[i]) for i in missing)
-        with tqdm(total=len(rows), initial=num_rows, desc="preparing", unit=" clips", disable=not show_progress) as bar:
+        is_off = None if show_progress else True  # None: where there is no terminal
+        with tqdm(total=len(rows), initial=num_rows, desc="preparing", unit=" clips", disable=is_off) as bar:
             for count in _run(jobs, num_processes, ray_address):
                 bar.update(count)
         return _finish(out, paths, num_resumed=len(paths) - len(missing))
@@ -125,9 +130,30 @@ def _run(jobs: Sequence[Job], num_processes: int, ray_address: str | None) -> It
         return
     context = get_context("spawn")  # not forked: threads of torch do not survive it
     number = context.Value("i", 0)
-    with ProcessPoolExecutor(min(num_processes, len(jobs)), context, _choose_gpu, (number,)) as pool:
+    with ProcessPoolExecutor(min(num_processes, len(jobs)), context, begin_worker, (number,)) as pool:
         for done in as_completed([pool.submit(prepare_shard, *job) for job in jobs]):
             yield done.result()
+
+
+def begin_worker(number: Any) -> None:
+    """Let a process of the pool end with the one that started it, and have a GPU of its own.
+
+    Args:
+        number: How many have begun, of all processes.
+    """
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _choose_gpu(number)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is gone, however it went: nobody else would end it.
+
+    It would go on to write into a folder that is prepared anew. What it is writing is left as after any kill.
+    """
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])  # a pipe that the system closes: no signal is needed, and none can be missed
+    os._exit(1)
 
 
 def _choose_gpu(number: Any) -> None:
@@ -201,6 +227,11 @@ def _check_plan(
     if changed := [name for name, value in plan.items() if stored.get(name) != value]:
         name = changed[0]
         was = f"{name} ({stored.get(name)!r})"
+        if isinstance(value := plan[name], dict) and isinstance(old := stored.get(name), dict):
+            parts = [f"{name}.{key} {old[key]!r}" if key in old else f"{name}.{key}" for key in value]
+            parts = [part for part, key in zip(parts, value, strict=True) if old.get(key) != value[key]]
+            began = "" if value.keys() <= old.keys() else ": an earlier release began it"
+            was = f"{parts[0] if parts else name}{began}"
         if name in ("manifest", "contents"):
             was = "model: its files have changed, or an earlier release began it"
             was = "manifest: its lines have changed" if name == "manifest" else was

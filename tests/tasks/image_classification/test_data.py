@@ -1,8 +1,12 @@
 """Images reach the model once, in one order, the same at any number of ranks and workers."""
 
+import io
+import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -11,8 +15,8 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from lit_fsdp.tasks import Augmentation, ImageData, Pixels
+from lit_fsdp.tasks.classifier import list_classes
 from lit_fsdp.tasks.image_classification.augmentation import change_colors, crop_and_flip, erase
-from lit_fsdp.tasks.image_classification.model import list_classes
 from lit_fsdp.tasks.image_classification.preprocessing import Preprocessing, compare_colors, load_processor
 
 PIXELS = Pixels(size=8)
@@ -275,6 +279,63 @@ def test_a_checkpoint_knows_the_order_of_the_images(folder: Path, tmp_path: Path
         (tmp_path / "train.csv").write_text("image,label\n" + "".join(order))
         found.append(build(tmp_path / "train.csv").train_dataloader().state_dict()["fingerprint"])
     assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize("kind", ["folder", "shard", "parquet", "data set"])
+def test_a_checkpoint_knows_an_image_from_another_of_its_name_but_not_from_a_copy(tmp_path: Path, kind: str) -> None:
+    def digest(source: Path) -> str:
+        return str(build(source, batch_size=2).train_dataloader().state_dict()["fingerprint"])
+
+    def convert(folder: Path) -> Path:
+        files = sorted(folder.rglob("*.png"))
+        out = folder.with_name(f"{folder.name} as {kind}")
+        if kind == "folder":
+            return folder
+        out.mkdir()
+        if kind == "shard":
+            with tarfile.open(out / "a.tar", "w") as tar:
+                for i, file in enumerate(files):
+                    for ending, data in ((".png", file.read_bytes()), (".cls", file.parent.name.encode())):
+                        info = tarfile.TarInfo(f"{i}{ending}")
+                        info.size = len(data)
+                        tar.addfile(info, io.BytesIO(data))
+            return out / "a.tar"
+        cells = [{"bytes": file.read_bytes(), "path": file.name} for file in files]
+        rows = datasets.Dataset.from_dict({"image": cells, "label": [file.parent.name for file in files]})
+        if kind == "parquet":
+            rows.cast_column("image", datasets.Image(decode=False)).to_parquet(out / "train.parquet")
+            return out / "train.parquet"
+        rows.cast_column("image", datasets.Image()).save_to_disk(str(out))
+        return out
+
+    folder = write_folder(tmp_path / "one", {"cat": 3, "dog": 2})
+    first = digest(convert(folder))
+    copied = Path(shutil.copytree(folder, tmp_path / "elsewhere" / folder.name, copy_function=shutil.copyfile))
+    assert digest(convert(copied)) == first
+    replaced = sorted(folder.rglob("*.png"))[1]
+    if kind == "folder":  # of the very same size
+        data = bytearray(replaced.read_bytes())
+        data[len(data) // 2] ^= 1
+        replaced.write_bytes(data)
+    else:
+        Image.effect_noise((40, 30), 60).convert("RGB").save(replaced)
+        shutil.rmtree(tmp_path / f"one as {kind}")
+    assert digest(convert(folder)) != first
+
+
+def test_the_images_whose_contents_a_checkpoint_knows_are_spread_over_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lit_fsdp.tasks.image_classification.data._NUM_SAMPLED", 3)
+    folder = write_folder(tmp_path / "one", {"cat": 3, "dog": 2})
+    fingerprints = []
+    for _ in range(2):
+        fingerprints.append(build(folder, batch_size=2).train_dataloader().state_dict()["fingerprint"])
+        last = sorted(folder.rglob("*.png"))[-1]
+        data = bytearray(last.read_bytes())
+        data[len(data) // 2] ^= 1
+        last.write_bytes(data)
+    assert fingerprints[0] != fingerprints[1]
 
 
 def test_one_class_is_nothing_to_learn(tmp_path: Path) -> None:

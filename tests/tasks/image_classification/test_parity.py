@@ -21,6 +21,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "model": "vit",
         "strategy": {"activation_checkpointing": ActivationCheckpointing(mode="full")},
     },
+    "vit 2 ranks, unequal shares": {"model": "vit", "share": [3, 1]},
     "vit 4 ranks, 2 x 2, accumulated": {"model": "vit", "strategy": {"mesh": Mesh(replicate=2)}, "accumulate": 2},
     "convnext 2 ranks, recomputed, accumulated": {"model": "convnext", **ACCUMULATED},
 }
@@ -63,6 +64,7 @@ def test_sharded_training_equals_one_device(name: str, train_once: Truths, tmp_p
         world_size=4 if "4 ranks" in name else 2,
         strategy=run.get("strategy", {}),
         accumulate_grad_batches=run.get("accumulate", 1),
+        share=run.get("share"),
     )
     differences = list_differences(result, truth)
     assert max(differences.values()) <= TOLERANCE, differences

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from image_training import write_folder, write_shards
 
+from lit_fsdp.checkpoint.remote import RemotePath
 from lit_fsdp.tasks import ImageData, Pixels
 from lit_fsdp.tasks.image_classification import shards
 from lit_fsdp.tasks.image_classification.images import Images
@@ -183,10 +184,37 @@ def test_what_is_not_there_is_named_and_a_server_that_is_gone_is_no_bad_image(
 ) -> None:
     with pytest.raises(ValueError, match=r"part-009\.tar: not to be read in parts: .*; see whether it is there"):
         find(f"{server}/part-009.tar")
-    with pytest.raises(ValueError, match=r"nothing://x\.tar: not to be read: Protocol not known: nothing"):
+    with pytest.raises(ValueError, match=r"got 'nothing://x\.tar': fsspec knows no scheme 'nothing'"):
         find("nothing://x.tar")
     images = find(f"{server}/part-000.tar")
     monkeypatch.setattr(shards, "_WAIT_S", 0)
     monkeypatch.setattr(Parts, "do_GET", lambda self: self.send_error(503))
     with pytest.raises(RuntimeError, match=r"part-000\.tar: \d+ bytes at \d+ could not be read, tried 4 times: 503"):
         images.read(0)
+
+
+@pytest.mark.parametrize("name", ["memory", pytest.param("s3", marks=pytest.mark.full)])
+def test_a_folder_in_a_store_holds_what_one_on_a_disk_holds(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    store: RemotePath = request.getfixturevalue(name)
+    folder = write_folder(tmp_path / "train", {"cat": 3, "dog": 2, "eel": 1})
+    for path in folder.rglob("*.png"):
+        with (store / str(path.relative_to(folder))).open("wb") as file:
+            file.write(path.read_bytes())
+    local, found = find(folder), find(str(store))
+    assert list(found.labels or []) == list(local.labels or []) == ["cat"] * 3 + ["dog"] * 2 + ["eel"]
+    assert all(np.array_equal(a, b) for a, b in zip(list_pixels(found), list_pixels(local), strict=True))
+    assert found.measure is not None
+    assert found.measure(1) == (folder / "cat" / "001.png").stat().st_size
+    loose = find(f"{store}/cat")
+    assert (loose.labels, len(loose)) == (None, 3)
+    data = ImageData(train=str(store), processor=Pixels(size=8), batch_size=3, num_workers=0)
+    data.setup("fit")
+    assert data.train_dataloader().fingerprint
+    (store / "loose.png").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"holds images beside folders of classes, such as loose\.png"):
+        find(str(store))
+    (store / "cat" / "000.png").remove()
+    with pytest.raises(RuntimeError, match=r"cat/000\.png: could not be read"):
+        loose.read(0)

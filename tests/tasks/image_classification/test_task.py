@@ -17,9 +17,10 @@ from lit_fsdp import FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks import ImageClassification, ImageData, Mixup, Pixels
+from lit_fsdp.tasks.classifier import find_head, keeps_head
 from lit_fsdp.tasks.image_classification.layers import list_blocks, measure_distances
 from lit_fsdp.tasks.image_classification.mixup import mix
-from lit_fsdp.tasks.image_classification.model import build_classifier, find_head, keeps_head, set_classes
+from lit_fsdp.tasks.image_classification.model import build_classifier, set_classes
 from ranks import run_ranks
 
 PIXELS = Pixels(size=16)
@@ -176,7 +177,7 @@ def test_the_head_is_found_in_all_kinds_of_models(model_type: str) -> None:
     config = AutoConfig.for_model(model_type)
     set_classes(config, names, None)
     model = build_classifier(config, None)
-    heads = find_head(config, model)
+    heads = find_head(config, model, build_classifier)
     assert sum(p.numel() for h in heads for p in model.get_submodule(h).parameters()) < 12 * 5000
     assert all(p.shape[0] == 12 for h in heads for p in model.get_submodule(h).parameters())
 

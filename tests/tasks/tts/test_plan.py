@@ -105,7 +105,9 @@ def fit(*options: str, patch: pytest.MonkeyPatch) -> tuple[str, dict[str, Any]]:
     ended = fork_ranks("fit", *options, *quiet, "--trainer.accelerator=cpu")
     assert [rank.code for rank in ended] == [0, 0], ended[0].err
     report = next(Path.cwd().glob("runs/tts_quickstart/**/report.json"))
-    return ended[0].err + ended[0].out, json.loads(report.read_text())["sections"]["memory"]["numbers"]
+    sections = json.loads(report.read_text())["sections"]
+    assert sum(part["num_trainable"] for part in sections["parts"]["numbers"].values()) > 0
+    return ended[0].err + ended[0].out, sections["memory"]["numbers"]
 
 
 def check(path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

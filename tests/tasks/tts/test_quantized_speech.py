@@ -152,7 +152,7 @@ def train_plainly(root: Path, name: str, start: dict[str, Tensor], quantized: se
         for n, parameter in trained.items():
             parameter.copy_(start[n])
     optimizer = torch.optim.AdamW(
-        trained.values(), lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay
+        trained.values(), lr=OPTIMIZER.resolve_rate(), eps=OPTIMIZER.eps, weight_decay=OPTIMIZER.weight_decay
     )
     tokenizer, result, (own, other) = build_byte_tokenizer(), Result(), family.get_loss_weights(config)
     rows = make_rows(name)

@@ -141,20 +141,40 @@ def test_codes_that_the_model_has_not_are_named_before_training(tmp_path: Path) 
     row, *_ = make_rows(1)
     write_shard(tmp_path / "shard-00000.parquet", [replace(row, codes=np.full_like(row.codes, 5000))])
     data = build_data(tmp_path)
-    data.attach(parse_config(make_config()))
-    data.setup("fit")
     with pytest.raises(ValueError, match=r"0.wav: got codes from 5000 to 5000: expected 0 to 63"):
-        data.train_dataloader()
+        build_task().check_data(data, "fit")
 
 
 def test_a_row_with_a_language_that_the_model_has_not_is_named(tmp_path: Path) -> None:
     row, *_ = make_rows(1)
     write_shard(tmp_path / "shard-00000.parquet", [replace(row, language="klingon")])
     data = build_data(tmp_path)
-    data.attach(parse_config(make_config()))
-    data.setup("fit")
     with pytest.raises(ValueError, match=r"0.wav: language: got 'klingon': expected auto or one of"):
-        data.train_dataloader()
+        build_task().check_data(data, "fit")
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n{"text": "b", "language": "klingon"}\n')
+    data = build_data(tmp_path, predict=str(tmp_path / "texts.jsonl"))
+    with pytest.raises(ValueError, match=r"predict: .*texts.jsonl: language: got 'klingon': .* for 'b'"):
+        build_task().check_data(data, "predict")
+
+
+def test_rows_without_a_speaker_are_one_voice_only_by_name(tmp_path: Path) -> None:
+    rows = [replace(row, speaker="default") if i % 3 == 0 else row for i, row in enumerate(make_rows(6))]
+    write_shard(tmp_path / "shard-00000.parquet", rows)
+    refused = (
+        r"speaker_embedding: got 'mean': 2 of 6 rows name no speaker, such as \S+ row 1, 0.wav: .* default_speaker"
+    )
+    with pytest.raises(ValueError, match=refused):
+        build_task().check_data(build_data(tmp_path, speaker_embedding="mean"), "fit")
+    for name in ("Ann", "default"):
+        data = build_data(tmp_path, speaker_embedding="mean", default_speaker=name)
+        build_task().check_data(data, "fit")
+        assert set(data.voices) == {"kim", "lee", name.lower()}
+        wanted = np.stack([rows[i].speaker_embedding for i in (0, 3)]).mean(0)
+        np.testing.assert_allclose(data.voices[name.lower()], wanted, rtol=1e-6)
+    build_task().check_data(build_data(tmp_path, speaker_embedding="row"), "fit")
+    write_shard(tmp_path / "shard-00000.parquet", make_rows(6))
+    with pytest.raises(ValueError, match=r"default_speaker: not used, as all rows of .* name a speaker; leave it out"):
+        build_task().check_data(build_data(tmp_path, default_speaker="ann"), "fit")
 
 
 def test_models_of_another_kind_are_refused() -> None:

@@ -67,12 +67,13 @@ def train_plainly() -> Result:
     return train_model(model, [collate_training(step, model.config) for step in steps], (1.0, 0.3))
 
 
-def fit(folder: Path, out: Path, accumulate: int) -> None:
+def fit(folder: Path, out: Path, accumulate: int, share: Any) -> None:
     pl.seed_everything(0, verbose=False)
     recorder = Recorder()
     trainer = build_trainer(callbacks=[recorder], accumulate_grad_batches=accumulate)
     task = build_task()
-    trainer.fit(task, build_data(folder, batch_size=GLOBAL_BATCH // dist.get_world_size() // accumulate))
+    data = build_data(folder, batch_size=GLOBAL_BATCH // dist.get_world_size() // accumulate, share=share)
+    trainer.fit(task, data)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(task, options=options)
     recorder.result.weights = {name.removeprefix("model."): value for name, value in state.items()}
@@ -86,12 +87,15 @@ def truth() -> Result:
 
 
 @pytest.mark.full(after=1)
-@pytest.mark.parametrize(("world_size", "accumulate"), [(1, 1), (2, 1), (3, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "accumulate", "share"),
+    [(1, 1, None), (2, 1, [2, 1]), (2, 1, None), (3, 1, None), (1, 3, None), (3, 2, None)],
+)
 def test_training_is_the_same_on_any_number_of_ranks(
-    prepared: Path, tmp_path: Path, truth: Result, world_size: int, accumulate: int
+    prepared: Path, tmp_path: Path, truth: Result, world_size: int, accumulate: int, share: Any
 ) -> None:
     out = tmp_path / "result.pt"
-    run_ranks(fit, prepared, out, accumulate, world_size=world_size)
+    run_ranks(fit, prepared, out, accumulate, share, world_size=world_size)
     result = Result(**torch.load(out))
     for own, wanted in ((result.losses, truth.losses), (result.grad_norms, truth.grad_norms)):
         assert max(abs(a - b) / abs(b) for a, b in zip(own, wanted, strict=True)) < 1e-6

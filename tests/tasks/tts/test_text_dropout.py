@@ -49,6 +49,8 @@ def test_the_same_texts_are_dropped_at_any_number_of_ranks_and_after_a_resume(pr
     whole = [find_dropped(batch) for batch in build(prepared, batch_size=8)]
     halves = zip(*(build(prepared, world_size=2, rank=rank, batch_size=4) for rank in range(2)), strict=True)
     assert [find_dropped(a) + find_dropped(b) for a, b in halves] == whole
+    unequal = [build(prepared, world_size=2, rank=rank, batch_size=4, share=[3, 1]) for rank in range(2)]
+    assert [find_dropped(a) + find_dropped(b) for a, b in zip(*unequal, strict=True)] == whole
     first = build(prepared, batch_size=8)
     iterator = iter(first)
     for _ in range(5):

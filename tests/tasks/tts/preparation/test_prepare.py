@@ -3,7 +3,12 @@
 import json
 import os
 import shutil
+import signal
+import struct
+import subprocess
 import sys
+import time
+from multiprocessing import Value, get_context
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +16,13 @@ import numpy as np
 import pytest
 import torch
 from small_disk import small_disk
+from waiting import wait_until
 
 from lit_fsdp.cli.main import main
 from lit_fsdp.export.out_folder import lock_out
 from lit_fsdp.tasks.tts.codec.formants import SENTENCES, VOICES, build_small_codec, synthesize
 from lit_fsdp.tasks.tts.preparation import runners
-from lit_fsdp.tasks.tts.preparation.audio import AudioError, Limits, read_audio
+from lit_fsdp.tasks.tts.preparation.audio import AudioError, Limits, check_text, read_audio
 from lit_fsdp.tasks.tts.preparation.prepared import average_speakers, read_rows
 from lit_fsdp.tasks.tts.preparation.preparer import Preparer
 from lit_fsdp.tasks.tts.preparation.runners import Prepared, prepare_shards
@@ -284,7 +290,7 @@ def test_a_folder_that_was_not_prepared_to_the_end_is_not_trained_on(
     assert len(read_rows(tmp_path)) == 5
 
 
-@pytest.mark.parametrize("ending", ["wav", "mp3", "flac"])
+@pytest.mark.parametrize("ending", ["wav", "mp3", "flac", "ogg"])
 @pytest.mark.parametrize("share", [0.5, 0.95])
 def test_a_file_that_was_cut_is_rejected(tmp_path: Path, ending: str, share: float) -> None:
     path = tmp_path / f"a.{ending}"
@@ -330,6 +336,14 @@ def test_shards_of_other_settings_are_not_mixed(clips: Path, tmp_path: Path) -> 
     prepare(clips / "in.jsonl", tmp_path)
     with pytest.raises(ValueError, match="holds shards made with another rows_per_shard"):
         prepare(clips / "in.jsonl", tmp_path, rows_per_shard=3)
+    other = Preparer(model="formants", limits=Limits(min_seconds=0.5))
+    with pytest.raises(ValueError, match=r"made with another limits\.min_seconds 0\.4: expected the same to go on"):
+        prepare_shards(clips / "in.jsonl", tmp_path, other, rows_per_shard=2)
+    plan = json.loads((tmp_path / ".prepare.json").read_text())
+    del plan["limits"]["max_letters_per_s"]
+    (tmp_path / ".prepare.json").write_text(json.dumps(plan))
+    with pytest.raises(ValueError, match=r"another limits\.max_letters_per_s: an earlier release began it: expected"):
+        prepare(clips / "in.jsonl", tmp_path)
     (tmp_path / ".prepare.json").write_text('{"man')
     with pytest.raises(ValueError, match=r"out: .*prepare.json is damaged"):
         prepare(clips / "in.jsonl", tmp_path)
@@ -433,7 +447,9 @@ def test_a_disk_that_fills_up_is_one_line_and_leaves_whole_files_only(
 def test_the_command_prepares_and_says_so(clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["prepare", "tts", f"--manifest={clips / 'in.jsonl'}", f"--out={tmp_path / 'out'}", "--model=formants"]
     assert main([*command, "--format=jsonl"]) == 0
-    assert "rows      5, 0.00" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "rows      5, 0.00" in printed.out
+    assert "preparing" not in printed.err  # a bar is for terminals
     assert main(["prepare", "images"]) == 2
     assert "expected `prepare tts`" in capsys.readouterr().err
     lost = [word.replace("in.jsonl", "lost.jsonl") for word in command if not word.startswith("--model")]
@@ -441,3 +457,140 @@ def test_the_command_prepares_and_says_so(clips: Path, tmp_path: Path, capsys: p
     assert "lost.jsonl: cannot be read" in capsys.readouterr().err
     assert main([*command, "--limits.min_seconds=50"]) != 0
     assert "limits: got min_seconds 50, max_seconds 30" in capsys.readouterr().err
+
+
+def hold(ready: Any) -> None:
+    ready.set()
+    time.sleep(600)
+
+
+def lead(ready: Any, pid: Any) -> None:
+    """Start a process as the pool does, and wait for it."""
+    worker = get_context("fork").Process(target=work, args=(ready,), daemon=False)
+    worker.start()
+    pid.value = worker.pid
+    worker.join()
+
+
+def work(ready: Any) -> None:
+    runners.begin_worker(Value("i", 0))  # what each worker of the pool begins with
+    hold(ready)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_the_process_that_started_them(number: int) -> None:
+    context = get_context("fork")
+    ready, pid = context.Event(), context.Value("i", 0)
+    parent = context.Process(target=lead, args=(ready, pid))
+    parent.start()
+    assert ready.wait(60)
+    assert is_alive(pid.value)
+    os.kill(parent.pid, number)
+    parent.join()
+    wait_until(lambda: not is_alive(pid.value), 10)
+
+
+def list_children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_a_killed_command_leaves_no_process_and_goes_on_where_it_was(clips: Path, tmp_path: Path) -> None:
+    lines = (clips / "in.jsonl").read_text() * 60
+    (manifest := clips / "many.jsonl").write_text(lines)
+    prepare(manifest, tmp_path / "whole", rows_per_shard=5)
+    command = [
+        sys.executable,
+        "-m",
+        "lit_fsdp",
+        "prepare",
+        "tts",
+        f"--manifest={manifest}",
+        f"--out={tmp_path / 'out'}",
+    ]
+    command += ["--model=formants", "--rows_per_shard=5", "--num_processes=2"]
+    with subprocess.Popen(command) as process:
+        wait_until(lambda: len([*(tmp_path / "out").glob("shard-*")]) >= 3, 300)
+        children = list_children(process.pid)
+        process.kill()
+    assert len(children) >= 2
+    wait_until(lambda: not any(map(is_alive, children)), 10)
+    done = len([*(tmp_path / "out").glob(".shard-*.json")])
+    assert 0 < done < 60
+    again = prepare(manifest, tmp_path / "out", rows_per_shard=5)
+    assert (again.num_rows, again.num_resumed) == (300, done)
+    for path in (tmp_path / "whole").glob("shard-*"):
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["data", "both", "pipe"])
+def test_a_wav_file_is_as_long_as_its_own_sizes_say(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "a.wav"
+    soundfile.write(path, speak(0), 24000)
+    whole = path.read_bytes()
+    cut = whole[: len(whole) // 2]
+    sizes = {"data": len(cut) - 8, "both": len(whole) - 8, "pipe": 0xFFFFFFFF}
+    path.write_bytes(cut[:4] + struct.pack("<I", sizes[damage]) + cut[8:])
+    with pytest.raises(AudioError, match=f"cut short: {len(cut)} bytes of {len(whole)} are there"):
+        read_audio(path, 24000)
+
+
+@pytest.mark.parametrize("kind", ["RF64", "WAVEX"])
+def test_wav_files_of_other_kinds_are_read_and_refused_when_cut(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.wav"
+    soundfile.write(path, speak(0), 24000, format=kind)
+    assert len(read_audio(path, 24000)) == len(speak(0))
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(AudioError, match=r"cut short|cannot be read"):
+        read_audio(path, 24000)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "message"),
+    [
+        ("the quick brown fox jumps over the lazy dog", 2.5, None),
+        ("the quick brown fox jumps over the lazy dog", 1.0, "text: too long for its audio: 35.0 letters a second"),
+        ("敏捷的棕色狐狸跳过了懒狗", 2.0, None),
+        ("敏捷的棕色狐狸跳过了懒狗", 1.0, "text: too long"),
+        ("다람쥐 헌 쳇바퀴에 타고파", 1.5, None),
+        ("다람쥐 헌 쳇바퀴에 타고파", 0.9, "text: too long"),
+        ("いろはにほへとちりぬるを", 1.2, None),
+        ("いろはにほへとちりぬるを", 0.8, "text: too long"),
+        ("नमस्ते दुनिया", 0.8, None),
+        ("Hi!", 8.0, None),
+        ("Hi!", 11.0, r"text: too short for its audio: 0.2 letters a second \(3 characters in 11.00 s\), at least 0.5"),
+        ("1 234 567", 20.0, None),
+        ("0049 170 1234567", 1.5, "text: too long for its audio: 28.0 letters a second"),
+    ],
+)
+def test_a_text_is_as_long_as_its_audio(text: str, seconds: float, message: str | None) -> None:
+    if message is None:
+        check_text(text, seconds, Limits())
+        return
+    with pytest.raises(AudioError, match=message):
+        check_text(text, seconds, Limits())
+
+
+def test_a_cut_file_that_says_nothing_of_it_is_rejected_by_its_text(tmp_path: Path) -> None:
+    words = "open the door and let the seven stones roll"
+    audio = synthesize(words, VOICES["ada"])
+    soundfile.write(tmp_path / "whole.mp3", audio, 24000)
+    soundfile.write(tmp_path / "cut.wav", audio[: len(audio) // 3], 24000)  # sizes and all are right
+    mp3 = (tmp_path / "whole.mp3").read_bytes()
+    plain = mp3[mp3.index(mp3[:2], 2) :]  # without the first frame, which says how many there are
+    (tmp_path / "plain.mp3").write_bytes(plain)
+    (tmp_path / "cut.mp3").write_bytes(plain[: len(plain) // 3])
+    lines = [{"audio": name, "text": words} for name in ("whole.mp3", "plain.mp3", "cut.wav", "cut.mp3")]
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    done = prepare(tmp_path / "in.jsonl", tmp_path / "out")
+    assert (done.num_rows, done.num_rejected) == (2, 2)
+    found = [json.loads(line) for line in (tmp_path / "out" / "rejects.jsonl").read_text().splitlines()]
+    assert [row["audio"] for row in found] == ["cut.wav", "cut.mp3"]
+    assert all(row["reason"].startswith("text: too long for its audio: ") for row in found)

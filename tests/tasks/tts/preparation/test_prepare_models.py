@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from speech_training import save_model
 from tiny_whisper import save_whisper
+from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
 from lit_fsdp.cli.main import main
 from lit_fsdp.tasks.tts.codec.formants import SENTENCES, VOICES, synthesize
@@ -93,6 +95,15 @@ def test_shards_of_a_model_that_has_changed_under_its_name_are_not_mixed(
         prepare(base, clips / "in.jsonl", tmp_path / "out")
 
 
+def hear(folder: Path, audio: Any) -> str:
+    """What Transformers makes of a clip."""
+    processor: Any = WhisperProcessor.from_pretrained(folder)
+    model: Any = WhisperForConditionalGeneration.from_pretrained(folder).eval()
+    inputs = processor(audio, sampling_rate=16000, return_tensors="pt")
+    ids = model.generate(inputs.input_features)
+    return str(processor.batch_decode(ids, skip_special_tokens=True)[0]).strip()
+
+
 def test_a_whisper_model_writes_down_what_has_no_text(
     base: Path, clips: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,8 +114,28 @@ def test_a_whisper_model_writes_down_what_has_no_text(
     assert main([*command, f"--transcriber={whisper}", "--device=cpu"]) == 0
     heard, told = read_rows(tmp_path / "out")
     assert told.text == "told"
-    assert heard.text
+    assert heard.text == hear(whisper, read_audio(clips / "0.wav", 16000)) != ""
     assert heard.text == prepare(base, manifest, tmp_path / "again", whisper)[0].text
     capsys.readouterr()
     assert main([*command, f"--transcriber={base}", "--device=cpu"]) != 0
     assert "names 'qwen3_tts': expected a Whisper model" in capsys.readouterr().err
+
+
+def test_languages_that_the_model_has_not_are_said_before_the_work(
+    base: Path, clips: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [json.loads(line) for line in (clips / "in.jsonl").read_text().splitlines()]
+    manifest = clips / "klingon.jsonl"
+    manifest.write_text("".join(json.dumps({**line, "language": "klingon"}) + "\n" for line in told))
+    with pytest.raises(ValueError, match=r"manifest: language: got 'klingon': .* one of .*, on all 2 lines"):
+        prepare(base, manifest, tmp_path / "none")
+    others = [{**line, "language": name} for line, name in zip(told, ("klingon", "elvish"), strict=True)]
+    manifest.write_text("".join(json.dumps(line) + "\n" for line in others))
+    with pytest.raises(
+        ValueError, match=r"manifest: language: got 'klingon': .*; language: got 'elvish': .*all 2 lines"
+    ):
+        prepare(base, manifest, tmp_path / "none")
+    manifest.write_text("".join(json.dumps(line) + "\n" for line in [*told, {**told[0], "language": "klingon"}]))
+    monkeypatch.setattr(Preparer, "_prepare", lambda _, rows: pytest.fail(caplog.text))
+    with pytest.raises(pytest.fail.Exception, match=r"manifest: language: got 'klingon': .*: left out: line 3"):
+        prepare(base, manifest, tmp_path / "none")  # where the corrected manifest goes on

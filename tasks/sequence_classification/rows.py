@@ -1,0 +1,230 @@
+"""Rows of a text with a label, or of a better and a worse answer; and their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from lit_fsdp.tasks.row_files import Row, describe, show_controls
+from lit_fsdp.tasks.sequence_classification.labels import LabelWriter, Value, read_label
+from lit_fsdp.tasks.text.messages import RowError
+from lit_fsdp.tasks.text.rows import Columns, Example, PromptCompletion, RowFormat, Text, list_texts, parse_row
+from lit_fsdp.tasks.text.sources import PydocPart
+from lit_fsdp.tasks.text.tokens import NUM_AT_ONCE, NUM_NAMED, Encoded, Encoder, TokenWriter
+
+PAIR = ("chosen", "rejected")
+_NUM_TOPICS = 8
+_LEAST = 40  # characters of a paragraph that says what it is about
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabeledFormat:
+    """How rows are read.
+
+    Args:
+        columns: What fields are called.
+        label: The field of the label.
+        is_pair: Rows are a better and a worse answer, instead of a text with a label.
+        is_labeled: Whether rows need a label.
+    """
+
+    columns: Columns = field(default_factory=Columns)
+    label: str = "label"
+    is_pair: bool = False
+    is_labeled: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabeledRow:
+    """A row: one text with its label, or the two of a pair, the better one first."""
+
+    texts: list[Example]
+    label: list[Value] | Value | None
+
+
+class PydocParagraphs(PydocPart):
+    """Paragraphs of the language reference that CPython ships, labelled with the topic they are from, of the longest.
+
+    A classifier can learn that without a download.
+    """
+
+    @override
+    def identify(self) -> Any:
+        return [super().identify(), _NUM_TOPICS, _LEAST]
+
+    @override
+    def read(self) -> Iterator[Row]:
+        longest = sorted(super().read(), key=lambda row: -len(row.fields["text"]))[:_NUM_TOPICS]
+        for row in longest:
+            label = row.where.split('"')[1]
+            paragraphs = [" ".join(part.split()) for part in row.fields["text"].split("\n\n")]
+            for number, text in enumerate((p for p in paragraphs if len(p) >= _LEAST), start=1):
+                yield Row(where=f"{row.where} paragraph {number}", fields={"text": text, "label": label})
+
+
+def parse_labeled(row: Row, labeled: LabeledFormat) -> LabeledRow:
+    """Return what a row means.
+
+    Raises:
+        RowError: It was not read, or means nothing.
+    """
+    if row.problem is not None:
+        raise RowError(row.problem)
+    row_format = RowFormat(columns=labeled.columns, loss_on="all")
+    if labeled.is_pair:
+        return LabeledRow(texts=[parse_row(one, row_format) for one in _split_pair(row)], label=None)
+    if labeled.is_labeled and labeled.label not in row.fields and set(PAIR) <= row.fields.keys():
+        raise RowError('"chosen" and "rejected" make a reward model; set problem_type: reward')
+    fields = {name: value for name, value in row.fields.items() if name != labeled.label}
+    example = parse_row(replace(row, fields=fields), row_format)
+    if isinstance(example, PromptCompletion):
+        raise RowError("a prompt with its completion: expected text, or messages; name yours, as columns: {text: ...}")
+    if not labeled.is_labeled:
+        return LabeledRow(texts=[example], label=None)
+    if row.fields.get(labeled.label) is None:
+        has = ", ".join(map(str, row.fields))
+        raise RowError(f'"{labeled.label}" is missing (the row has: {has}); set label to the field of the label')
+    return LabeledRow(texts=[example], label=read_label(row.fields[labeled.label]))
+
+
+def _split_pair(row: Row) -> Iterator[Row]:
+    """Yield the two answers of a pair, each with the prompt before it."""
+    prompt = row.fields.get("prompt")
+    for name in PAIR:
+        answer = row.fields.get(name)
+        if isinstance(answer, str) and answer.strip() and (prompt is None or isinstance(prompt, str)):
+            yield replace(row, fields={"text": (prompt or "") + answer})
+        elif isinstance(answer, list) and (prompt is None or isinstance(prompt, list)):
+            yield replace(row, fields={"messages": [*(prompt or []), *answer]})
+        elif answer is None or answer == "":
+            raise RowError(f'"{name}" is missing (the row has: {", ".join(map(str, row.fields))})')
+        else:
+            kinds = f'"{name}" is {describe(answer)}, and "prompt" {describe(prompt)}'
+            raise RowError(f"{kinds}: expected both as strings, or both as lists of messages")
+
+
+def list_labeled_texts(rows: Iterable[Row], labeled: LabeledFormat, *, skip_bad_rows: bool) -> Iterator[str]:
+    """Yield the texts of rows, to train a tokenizer on.
+
+    Raises:
+        RowError: Of the first bad row, with its place, unless these are left out.
+    """
+    for row in rows:
+        parsed = _parse(row, labeled)
+        if isinstance(parsed, LabeledRow):
+            yield from (text for example in parsed.texts for text in list_texts(example))
+        elif not skip_bad_rows:
+            raise RowError(show_controls(f"{row.where}: {parsed}"))
+
+
+class LabeledEncoder:
+    """Turns texts into tokens, just as a pipeline of Transformers will: with the tokenizer's special tokens.
+
+    Chats are rendered by the tokenizer's template. What is too long is cut as the tokenizer cuts.
+
+    Args:
+        tokenizer: A tokenizer of Transformers.
+        seq_length: Tokens that are kept.
+    """
+
+    def __init__(self, tokenizer: Any, seq_length: int) -> None:
+        self.tokenizer, self.seq_length = tokenizer, seq_length
+        self._chats = Encoder(tokenizer, RowFormat(loss_on="all"))
+
+    def encode(self, examples: Sequence[Example]) -> list[tuple[list[int], bool] | RowError]:
+        """Return the tokens of each, and whether it is cut; or what is wrong. Many at once are faster."""
+        texts = [example.text for example in examples if isinstance(example, Text)]
+        ids = iter(self.tokenizer(texts, verbose=False)["input_ids"] if texts else [])
+        return [
+            self._cut(next(ids), example.text) if isinstance(example, Text) else self._encode_chat(example)
+            for example in examples
+        ]
+
+    def _encode_chat(self, chat: Example) -> tuple[list[int], bool] | RowError:
+        (found,) = self._chats.encode([chat])
+        if not isinstance(found, Encoded):
+            return found
+        is_cut = len(found.ids) > self.seq_length
+        kept = slice(-self.seq_length, None) if self.tokenizer.truncation_side == "left" else slice(self.seq_length)
+        return (found.ids[kept], is_cut)
+
+    def _cut(self, ids: list[int], text: str) -> tuple[list[int], bool]:
+        if len(ids) <= self.seq_length:
+            return ids, False
+        options = {"truncation": True, "max_length": self.seq_length}  # which keeps the special tokens
+        return self.tokenizer(text, verbose=False, **options)["input_ids"], True
+
+
+def write_labeled(
+    folder: Path, rows: Iterable[Row], *, encoder: LabeledEncoder, labeled: LabeledFormat, skip_bad_rows: bool
+) -> None:
+    """Write tokens and labels of rows into a folder that exists and is empty.
+
+    Pairs that are too long are left out and counted: of an answer that is cut nobody could say whether it is better.
+
+    Raises:
+        ValueError: On the first bad row, or with ``skip_bad_rows`` if no row is good.
+    """
+    counts = {"num_bad": 0, "num_cut": 0, "num_long": 0}
+    bad: list[str] = []
+    labels = LabelWriter()
+    with TokenWriter(folder) as writer:
+        for row, result in _encode_rows(rows, encoder, labeled):
+            if isinstance(result, RowError):
+                counts["num_bad"] += 1
+                bad += [show_controls(f"{row.where}: {result}")] * (len(bad) < NUM_NAMED)
+                if not skip_bad_rows:
+                    raise ValueError(bad[0])
+                continue
+            label, texts = result
+            is_cut = any(cut for _, cut in texts)
+            if is_cut and labeled.is_pair:
+                counts["num_long"] += 1
+                continue
+            counts["num_cut"] += is_cut
+            for ids, _ in texts:
+                writer.add(Encoded(ids=ids, learn=[True] * len(ids)))
+            if label is not None:
+                labels.add(label)
+        if not writer.num_tokens:
+            raise ValueError(_describe_none(bad, counts))
+        labels.finish(folder)
+        writer.finish(bad=bad, **counts)
+
+
+def _describe_none(bad: Sequence[str], counts: Mapping[str, int]) -> str:
+    if counts["num_long"]:
+        return f"all {counts['num_long']} pairs are longer than seq_length; raise it"
+    return f"all {counts['num_bad']} rows are bad, the first: {bad[0]}" if bad else "there are no rows"
+
+
+_Result = tuple[list[Value] | Value | None, list[tuple[list[int], bool]]]
+
+
+def _encode_rows(
+    rows: Iterable[Row], encoder: LabeledEncoder, labeled: LabeledFormat
+) -> Iterator[tuple[Row, _Result | RowError]]:
+    """Yield each row with its label and tokens, or with what is wrong with it."""
+    rows = iter(rows)
+    while chunk := list(islice(rows, NUM_AT_ONCE)):
+        parsed = [_parse(row, labeled) for row in chunk]
+        found = iter(encoder.encode([text for one in parsed if isinstance(one, LabeledRow) for text in one.texts]))
+        for row, one in zip(chunk, parsed, strict=True):
+            if isinstance(one, RowError):
+                yield row, one
+                continue
+            texts = [next(found) for _ in one.texts]
+            wrong = next((text for text in texts if isinstance(text, RowError)), None)
+            yield row, wrong or (one.label, [text for text in texts if not isinstance(text, RowError)])
+
+
+def _parse(row: Row, labeled: LabeledFormat) -> LabeledRow | RowError:
+    try:
+        return parse_labeled(row, labeled)
+    except RowError as error:
+        return error

@@ -1,0 +1,230 @@
+"""Text that Ray Data tokenizes on a cluster and streams into training: never all of it on one machine."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import IterableDataset
+
+from lit_fsdp.strategy.trainer_settings import get_data_ranks
+from lit_fsdp.tasks.data import Split, refuse_endless
+from lit_fsdp.tasks.loading import NEW_RUN, mix_seeds
+from lit_fsdp.tasks.row_files import Row, drop_filled
+from lit_fsdp.tasks.text.batches import TokenRow, stack_rows
+from lit_fsdp.tasks.text.data import TextData
+from lit_fsdp.tasks.text.messages import RowError
+from lit_fsdp.tasks.text.preview import Preview
+from lit_fsdp.tasks.text.rows import RowFormat
+from lit_fsdp.tasks.text.streaming import Document, EndlessLoader, RowMaker, StreamPlace
+from lit_fsdp.tasks.text.tokenizer import get_pad_id, load_tokenizer
+from lit_fsdp.tasks.text.tokens import NUM_AT_ONCE, Encoder, encode_rows
+
+_READERS = {".parquet": "read_parquet", ".jsonl": "read_json", ".json": "read_json", ".csv": "read_csv"}
+_SHARD = "train"
+_AHEAD = 4  # blocks of documents that a rank fetches while it trains
+_SHUFFLED_AT_ONCE = 10_000  # documents
+
+
+class RayTextData(TextData):
+    """Text that Ray Data tokenizes and streams into training, for data that no machine should have to keep.
+
+    Rows, and what is learned of them, are those of ``TextData``. Nothing is kept on disk. ``fit --launcher ray``
+    tokenizes on the CPUs of the cluster that its ranks leave free. In a ``TorchTrainer`` of your own, pass
+    ``make_ray_datasets()`` as its ``datasets``. ``num_workers`` and ``cache_dir`` are for the other splits, which
+    ``TextData`` reads.
+
+    The stream has no end: when all documents have come, it starts again, so set ``trainer.max_steps``. Which rank
+    gets which document depends on the speed of the machines. A resumed run starts a new pass: documents of the last
+    one may come again before others come at all. Take ``TextData`` where a resumed run has to be exactly the same.
+
+    Args:
+        train: A ``.parquet``, ``.jsonl``, ``.json`` or ``.csv`` file that all machines can read, a folder of files of
+            one kind, or a list of these; also an address, such as ``s3://bucket/part.parquet``.
+        tokenizer: Model name on the Hub, or folder to load it from.
+        shuffle: Take files in a new order each pass, and documents within each 10,000.
+    """
+
+    is_endless = True
+
+    def __init__(self, *, train: str | list[str], tokenizer: str, shuffle: bool = True, **kwargs: Any) -> None:
+        if kwargs.get("streaming"):
+            raise ValueError("streaming: got true: Ray Data streams already; leave it out, or take TextData")
+        super().__init__(tokenizer=tokenizer, shuffle=shuffle, **kwargs)
+        if self.holds_out or kwargs.get("validation_fraction"):
+            raise ValueError("validation_fraction: a stream has no share to hold out: set validation")
+        if not self.packing:
+            raise ValueError("packing: got false: a stream is packed; leave it out")
+        if self.share is not None:
+            raise ValueError(f"share: got {self.share!r}: Ray deals documents out by speed already; leave it out")
+        self.train = [train] if isinstance(train, str) else list(train)
+        self.reader = _choose_reader(self.train)
+
+    def make_ray_datasets(self) -> dict[str, Any]:
+        """Return what a ``TorchTrainer`` takes as ``datasets``: tokens of the training documents, by ``ray.data``."""
+        import ray.data
+
+        rows = getattr(ray.data, self.reader)(self.train, **({"shuffle": "files"} if self.shuffle else {}))
+        settings = {
+            "tokenizer": self.tokenizer_setting,
+            "chat_template": self.chat_template,
+            "row_format": self.row_format,
+            "skips_bad_rows": self.skips_bad_rows,
+        }
+        return {
+            _SHARD: rows.map_batches(
+                tokenize, fn_kwargs=settings, batch_size=NUM_AT_ONCE, batch_format="pyarrow", zero_copy_batch=True
+            )
+        }
+
+    def check_stage(self, stage: str) -> None:
+        """Look at nothing: the workers may see what this machine does not."""
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load the tokenizer and make the tokens of the other splits; training documents come as they are needed."""
+        super().setup("validate" if stage == "fit" else stage)
+
+    def make_preview(self, split: Split, num_shown: int) -> Preview:
+        """Return the preview of another split.
+
+        Raises:
+            ValueError: It is ``train``.
+        """
+        if split == "train":
+            raise ValueError("train: a stream is not looked at before it is trained on: preview it with TextData")
+        return super().make_preview(split, num_shown)
+
+    def train_dataloader(self) -> EndlessLoader:  # type: ignore[override]
+        """Return this rank's part of the stream. To be called in a worker of Ray Train."""
+        if self.trainer is not None and get_data_ranks(self.trainer).count < self.trainer.world_size:
+            raise ValueError(
+                "train: Ray deals different documents to ranks that have to see the same rows: expected mesh.tensor 1 "
+                "and mesh.sequence 1, or TextData"
+            )
+        if self.trainer is not None:
+            refuse_endless(self.trainer, self)
+        try:
+            from ray.train import get_dataset_shard
+
+            shard = get_dataset_shard(_SHARD)
+        except ImportError as error:
+            raise ValueError(f"train: a stream needs Ray ({error}): pip install 'lit_fsdp[ray]'") from error
+        except (KeyError, RuntimeError) as error:
+            raise ValueError(
+                f"train: Ray streams nothing to this process ({error}): expected fit --launcher ray, or a TorchTrainer "
+                "with datasets=data.make_ray_datasets()"
+            ) from error
+        rows = StreamedRows(
+            lambda number: self._iterate(shard, number), seq_length=self.seq_length, pad_id=get_pad_id(self.tokenizer)
+        )
+        return PassLoader(rows, trainer=self.trainer, batch_size=self.batch_size, collate_fn=stack_rows)
+
+    def _iterate(self, shard: Any, number: int) -> Iterator[Document]:
+        seed = mix_seeds(self.seed, number)
+        shuffled = {"local_shuffle_buffer_size": _SHUFFLED_AT_ONCE, "local_shuffle_seed": seed % 2**32}
+        batches = shard.iter_batches(
+            prefetch_batches=_AHEAD, batch_size=NUM_AT_ONCE, **(shuffled if self.shuffle else {})
+        )
+        for batch in batches:
+            yield from zip(batch["ids"], batch["learn"], strict=True)
+
+
+class StreamedRows(IterableDataset[TokenRow]):
+    """Documents packed into rows as they come, pass after pass without an end; see ``PackedRows``.
+
+    Args:
+        open_pass: Returns the documents of a pass, by its number.
+        seq_length: Tokens in a row.
+        pad_id: Of the tokenizer; no row is filled up with it.
+    """
+
+    def __init__(self, open_pass: Callable[[int], Iterable[Document]], *, seq_length: int, pad_id: int) -> None:
+        self.open_pass, self.seq_length, self.pad_id = open_pass, seq_length, pad_id
+        self.num_passes = 0
+
+    def __iter__(self) -> Iterator[TokenRow]:
+        maker = RowMaker(packing=True, seq_length=self.seq_length, pad_id=self.pad_id)
+        while True:
+            self.num_passes += 1
+            num_documents = 0
+            for document in self.open_pass(self.num_passes - 1):
+                num_documents += 1
+                maker.add(document, StreamPlace())
+                while maker.has_row:
+                    yield maker.take()
+            if not num_documents:
+                raise ValueError("train: Ray streams no document to this rank: expected at least one for each")
+
+
+class PassLoader(EndlessLoader):
+    """A loader of a stream that cannot be entered in its middle; says so when a run is resumed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which pass it is in."""
+        rows: Any = self.dataset
+        return {"passes": rows.num_passes}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a new pass."""
+        if "passes" not in state:
+            raise ValueError(f"data: the checkpoint was saved with rows of another kind: restore them, or {NEW_RUN}")
+        rows: Any = self.dataset
+        rows.num_passes = state["passes"]
+        rank_zero_warn(
+            f"train: pass {state['passes']} of the stream is not gone on with: a new one begins, in which documents "
+            "may come again that training has seen in that one"
+        )
+
+
+def tokenize(
+    table: Any, *, tokenizer: str, chat_template: str | None, row_format: RowFormat, skips_bad_rows: bool
+) -> Any:
+    """Return a table with ``ids`` and ``learn`` of each row of a table; runs in processes of Ray Data.
+
+    Raises:
+        ValueError: On the first bad row, unless they are skipped.
+    """
+    import pyarrow as pa  # type: ignore[import-untyped]
+
+    encoder = _make_encoder(tokenizer, chat_template, row_format)
+    found: list[Any] = []
+    for row, result in encode_rows((_make_row(fields) for fields in table.to_pylist()), encoder):
+        if not isinstance(result, RowError):
+            found.append(result)
+        elif not skips_bad_rows:
+            raise ValueError(f"train: {row.where}: {result}")
+    columns = {
+        "ids": pa.array([document.ids for document in found], type=pa.list_(pa.int32())),
+        "learn": pa.array([document.learn for document in found], type=pa.list_(pa.bool_())),
+    }
+    return pa.table(columns)
+
+
+def _make_row(fields: dict[str, Any]) -> Row:
+    # A table gives every row all columns that any row has.
+    own = drop_filled({name: value for name, value in fields.items() if value is not None})
+    return Row(where=f"the row {repr(own)[:80]}", fields=own)
+
+
+@cache
+def _make_encoder(tokenizer: str, chat_template: str | None, row_format: RowFormat) -> Encoder:
+    loaded = load_tokenizer(tokenizer)
+    if chat_template is not None:
+        loaded.chat_template = chat_template
+    return Encoder(loaded, row_format)
+
+
+def _choose_reader(sources: list[str]) -> str:
+    """Return the name of what reads all sources in ``ray.data``."""
+    suffixes: set[str] = set()
+    for source in sources:
+        folder = Path(source).expanduser()
+        inside = {path.suffix for path in folder.iterdir()} & _READERS.keys() if folder.is_dir() else {folder.suffix}
+        suffixes |= inside or {""}
+    readers = {_READERS.get(suffix) for suffix in suffixes}
+    if len(readers) == 1 and (found := readers.pop()) is not None:
+        return found
+    raise ValueError(
+        f"train: got {', '.join(sources) or 'nothing'}: expected files or folders of one kind: {', '.join(_READERS)}"
+    )

@@ -1,0 +1,359 @@
+"""Where rows come from: files, folders, patterns, saved data sets, the Hub, or Python's own manual."""
+
+import glob
+import hashlib
+import json
+import re
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from typing_extensions import override
+
+from lit_fsdp.checkpoint.remote import RemotePath, UnreachableError, is_remote, locate
+from lit_fsdp.files import refuse_special_file
+from lit_fsdp.redaction import redact
+from lit_fsdp.tasks.row_files import Row, drop_filled, list_files, open_saved
+from lit_fsdp.tasks.text.files import READERS, read_file
+
+TxtDocuments = Literal["file", "line", "paragraph"]
+Source = str | list[str]
+
+_ROWS_AT_ONCE = 64  # that datasets hands over together
+SAVED_MARKERS = ("dataset_dict.json", "state.json")  # what datasets' save_to_disk leaves
+
+
+class Part(ABC):
+    """One place to read rows from."""
+
+    has_splits = False  # whether it is a data set, of which the setting chose a split
+
+    @abstractmethod
+    def identify(self) -> Any:
+        """Return what changes if the rows may have changed, besides the contents of files, as JSON."""
+
+    def list_files(self) -> list[Path]:
+        """Return the files that the rows are read from."""
+        return []
+
+    @abstractmethod
+    def read(self) -> Iterator[Row]:
+        """Yield all rows, in a fixed order."""
+
+    def read_after(self, num_rows: int) -> Iterator[Row]:
+        """Yield the rows after the first ones."""
+        return islice(self.read(), num_rows, None)
+
+    def identify_unread(self) -> Any:
+        """Return what tells it from others without reading it, wherever it lies, as JSON."""
+        return self.identify()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilePart(Part):
+    """A local file, known by its path and contents."""
+
+    path: Path
+    txt_documents: TxtDocuments
+
+    @override
+    def identify(self) -> Any:
+        return [str(self.path.resolve()), self.txt_documents]
+
+    @override
+    def list_files(self) -> list[Path]:
+        return [self.path]
+
+    @override
+    def read(self) -> Iterator[Row]:
+        return self.read_after(0)
+
+    @override
+    def read_after(self, num_rows: int) -> Iterator[Row]:
+        return read_file(self.path, txt_documents=self.txt_documents, num_skipped=num_rows)
+
+    @override
+    def identify_unread(self) -> Any:
+        return [self.path.name, self.path.stat().st_size, self.txt_documents]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectPart(Part):
+    """A file at an address, known by what its store says of it.
+
+    Args:
+        path: Where it lies.
+        state: Its size in bytes, and what else changes with it.
+        txt_documents: What is one document in a ``.txt`` file.
+    """
+
+    path: RemotePath
+    state: tuple[int, str]
+    txt_documents: TxtDocuments
+
+    @override
+    def identify(self) -> Any:
+        # Without what signs an address, which is another one each time.
+        return [str(self.path).partition("?")[0], *self.state, self.txt_documents]
+
+    @override
+    def read(self) -> Iterator[Row]:
+        return self.read_after(0)
+
+    @override
+    def read_after(self, num_rows: int) -> Iterator[Row]:
+        rows = read_file(self.path, txt_documents=self.txt_documents, num_skipped=num_rows)
+        shown = redact(str(self.path))  # as the places of bad rows are kept on disk
+        return rows if shown == str(self.path) else (_rename(row, str(self.path), shown) for row in rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetPart(Part):
+    """A split of a data set of the ``datasets`` library, known by its name, number of rows and Arrow files."""
+
+    name: str
+    dataset: Any
+    has_splits: bool = True
+
+    @override
+    def identify(self) -> Any:
+        return [self.name, len(self.dataset)]
+
+    @override
+    def list_files(self) -> list[Path]:
+        return [Path(file["filename"]) for file in self.dataset.cache_files]
+
+    @override
+    def read(self) -> Iterator[Row]:
+        for number, fields in enumerate(self.dataset, start=1):
+            yield Row(where=f"{self.name} row {number}", fields=drop_filled(fields))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamedPart(Part):
+    """One shard of a data set that ``datasets`` streams, such as a file of it on the Hub.
+
+    Args:
+        name: Of the data set, and its shard.
+        dataset: An ``IterableDataset`` of one shard.
+        revision: What changes with the data set.
+    """
+
+    name: str
+    dataset: Any
+    revision: str
+    has_splits: bool = True
+
+    @override
+    def identify(self) -> Any:
+        return [self.name, self.revision]
+
+    @override
+    def read(self) -> Iterator[Row]:
+        return self.read_after(0)
+
+    @override
+    def read_after(self, num_rows: int) -> Iterator[Row]:
+        # Not iter(dataset), which in a worker gives only the shards that datasets deals out to that one.
+        number = num_rows
+        batches = self.dataset.skip(num_rows).iter(batch_size=_ROWS_AT_ONCE)
+        while (batch := self._fetch(batches, number)) is not None:
+            for values in zip(*batch.values(), strict=True):
+                number += 1
+                fields = drop_filled(dict(zip(batch, values, strict=True)))
+                yield Row(where=f"{self.name} row {number}", fields=fields)
+
+    def _fetch(self, batches: Iterator[dict[str, list[Any]]], number: int) -> dict[str, list[Any]] | None:
+        try:
+            return next(batches, None)
+        except Exception as error:  # of httpx, fsspec, pyarrow and datasets, each its own
+            reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+            raise ValueError(
+                f"{self.name} after row {number}: cannot be read on: {type(error).__name__}: {reason}; --ckpt_path "
+                "last goes on from the last checkpoint"
+            ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class PydocPart(Part):
+    """The language reference that CPython ships for ``help("topic")``: 0.5 MB of English on any machine.
+
+    Args:
+        txt_documents: What is one document of it: a topic, a line or a paragraph.
+    """
+
+    txt_documents: TxtDocuments = "file"
+
+    @override
+    def identify(self) -> Any:
+        pieces = [self.txt_documents] if self.txt_documents != "file" else []
+        return [sys.version, hashlib.sha256(json.dumps(self._get_topics()).encode()).hexdigest(), *pieces]
+
+    @override
+    def read(self) -> Iterator[Row]:
+        for name, text in sorted(self._get_topics().items()):
+            where = f'pydoc topic "{name}"'
+            if self.txt_documents == "file":
+                yield Row(where=where, fields={"text": text})
+                continue
+            pieces = text.splitlines() if self.txt_documents == "line" else re.split(r"\n\s*\n", text)
+            for number, piece in enumerate(filter(str.strip, pieces), start=1):
+                yield Row(where=f"{where} {self.txt_documents} {number}", fields={"text": piece})
+
+    def _get_topics(self) -> dict[str, str]:
+        from pydoc_data.topics import topics
+
+        return dict(topics)
+
+
+def list_parts(source: Source, *, split: str, txt_documents: TxtDocuments, is_streamed: bool = False) -> list[Part]:
+    """Return what a source setting names, files sorted by path; raise if it names nothing.
+
+    Args:
+        source: One or several of: a file, a folder, a pattern, the name of a data set, ``pydoc``.
+        split: Of saved and Hub data sets with several.
+        txt_documents: What is one document in a ``.txt`` file.
+        is_streamed: Do not download data sets; they are read from the Hub, a part for each of their shards.
+    """
+    if isinstance(source, list):
+        if not source:
+            raise ValueError("the list of sources is empty; name at least one file or data set")
+        options: dict[str, Any] = {"split": split, "txt_documents": txt_documents, "is_streamed": is_streamed}
+        return [part for one in source for part in list_parts(one, **options)]
+    if source == "pydoc":
+        return [PydocPart(txt_documents=txt_documents)]
+    if is_remote(source):
+        where = locate(source)
+        if isinstance(where, RemotePath):
+            found = _find_objects(where)
+            return [ObjectPart(path=path, state=state, txt_documents=txt_documents) for path, state in found.items()]
+        source = str(where)
+    path = Path(source).expanduser()
+    if path.is_dir() and any((path / marker).exists() for marker in SAVED_MARKERS):
+        return [_open_saved(path, split)]
+    paths = _find_files(source, path)
+    if paths is None:
+        return list_shards(source, split) if is_streamed else [_open_hub(source, split)]
+    return [FilePart(path=path, txt_documents=txt_documents) for path in paths]
+
+
+def check_source(source: Source) -> None:
+    """Refuse what is missing; data sets on the Hub are not asked for."""
+    for one in [source] if isinstance(source, str) else source:
+        where = locate(one) if is_remote(one) else Path(one).expanduser()
+        if isinstance(where, RemotePath):
+            _find_objects(where)
+        elif one != "pydoc" and not (where.is_dir() and any((where / marker).exists() for marker in SAVED_MARKERS)):
+            _find_files(str(where) if is_remote(one) else one, where)
+
+
+def read_parts(parts: Iterable[Part], what: str) -> Iterable[Row]:
+    """Return the rows of all parts, in a terminal with a progress bar when it takes long."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    rows = (row for part in parts for row in part.read())
+    return tqdm(rows, desc=what, unit=" rows", mininterval=1.0, delay=2.0, disable=None)
+
+
+def _find_objects(where: RemotePath) -> dict[RemotePath, tuple[int, str]]:
+    """Return the files at an address, each with what changes with it."""
+    kinds = ", ".join(READERS)
+    try:
+        found = where.find()
+    except UnreachableError as error:
+        raise ValueError(f"{error}; see whether it is there, and whether you may read it") from error
+    if not found:
+        raise ValueError(f"{where}: there is no such object, and none below it")
+    read = {path: state for path, state in found.items() if path.suffix.lower() in READERS}
+    if not read:
+        what = (
+            f"cannot read {where.suffix or 'a file without a suffix'}"
+            if where in found
+            else "nothing there can be read"
+        )
+        raise ValueError(f"{where}: {what}; known are {kinds}")
+    return read
+
+
+def _rename(row: Row, path: str, shown: str) -> Row:
+    return replace(row, where=row.where.replace(path, shown))
+
+
+def _find_files(source: str, path: Path) -> list[Path] | None:
+    """Return the files a path or pattern names, or None if it must be the name of a data set."""
+    kinds = ", ".join(READERS)
+    if path.is_file():
+        if path.suffix.lower() not in READERS:
+            raise ValueError(f"{source}: cannot read {path.suffix or 'a file without a suffix'}; known are {kinds}")
+        return [path]
+    if path.is_dir():
+        found = list_files(path.rglob("*"), list(READERS))
+        if not found:
+            raise ValueError(f"{source}: no file in this folder ends in {kinds}")
+        return found
+    if glob.has_magic(source):
+        found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if not p.is_dir())  # noqa: PTH207  # may be absolute
+        if not found:
+            raise ValueError(f"no file matches {source}; the pattern is taken from {Path.cwd()}")
+        return [p for one in found for p in _find_files(str(one), one) or []]
+    refuse_special_file(path, source)
+    if path.suffix in READERS or path.is_absolute() or source.startswith(("~", ".")) or source.count("/") > 1:
+        names = [other.name for other in path.parent.glob("*") if other.is_dir() or other.suffix in READERS]
+        near = get_close_matches(path.name, names, n=1)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ValueError(f"{source}: no such file or folder, seen from {Path.cwd()}{hint}")
+    return None
+
+
+def _open_saved(path: Path, split: str) -> DatasetPart:
+    from datasets import DatasetDict
+
+    saved = open_saved(path)
+    if not isinstance(saved, DatasetDict):
+        return DatasetPart(name=str(path), dataset=saved, has_splits=False)
+    if split not in saved:
+        raise ValueError(f"{path}: has no split {split!r}; it has {', '.join(saved)}")
+    return DatasetPart(name=f"{path} [{split}]", dataset=saved[split])
+
+
+def list_shards(source: str, split: str) -> list[Part]:
+    """Return the shards of a data set of the Hub, to be read from there."""
+    from datasets import load_dataset_builder
+
+    name, _, config = source.partition(":")
+    with _plain_errors(source, split):
+        builder = load_dataset_builder(name, config or None)
+        whole = builder.as_streaming_dataset(split=split)
+    number = whole.num_shards
+    shards = [whole.shard(num_shards=number, index=i) for i in range(number)]
+    where = f"{source} [{split}]"
+    return [
+        StreamedPart(name=f"{where} shard {i} of {number}", dataset=shard, revision=str(builder.hash))
+        for i, shard in enumerate(shards, start=1)
+    ]
+
+
+def _open_hub(source: str, split: str) -> DatasetPart:
+    from datasets import load_dataset
+
+    name, _, config = source.partition(":")
+    with _plain_errors(source, split):
+        return DatasetPart(name=f"{source} [{split}]", dataset=load_dataset(name, config or None, split=split))
+
+
+@contextmanager
+def _plain_errors(source: str, split: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"{source!r} is neither a file or folder here (seen from {Path.cwd()}) nor a data set that could "
+            f"be loaded from the Hugging Face Hub, split {split!r}: {reason}"
+        ) from error

@@ -1,0 +1,147 @@
+"""Language models of Transformers, and whether their data and settings fit them, asked before training begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+_PIECE = 8  # tokens of each of the two documents of the probe
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelKind:
+    """What a task makes of an architecture.
+
+    Args:
+        auto_class: Of Transformers, which builds it.
+        name: In errors.
+        expected: Which architectures there are of it, in errors.
+    """
+
+    auto_class: Any
+    name: str
+    expected: str
+
+
+CAUSAL_LM = ModelKind(
+    auto_class=AutoModelForCausalLM,
+    name="causal language model",
+    expected="one of a decoder, such as llama, qwen3 or gpt2",
+)
+
+
+def build_model(config: PreTrainedConfig, attention: str, kind: ModelKind = CAUSAL_LM) -> PreTrainedModel:
+    """Return a model on the meta device, in float32, with that implementation of attention.
+
+    ``auto`` and ``varlen`` give that of Transformers' choice, for :func:`choose_attention`.
+    """
+    implementation = None if attention in ("auto", "varlen") else attention
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = kind.auto_class.from_config(
+                config, attn_implementation=implementation, dtype=torch.float32
+            )
+    except (ImportError, ValueError) as error:
+        text = str(error)
+        if text.startswith("Unrecognized configuration class"):
+            raise _describe_wrong_type(config, kind) from error
+        if "attention" not in text:
+            raise
+        got = f"attention: got {attention!r}"
+        if " does not support an attention implementation" in text:
+            raise ValueError(f"{got}: {text.split(maxsplit=1)[0]} does not have it; set auto") from error
+        raise ValueError(f"{got}: {text.strip().splitlines()[0]}; set auto") from error
+    return model
+
+
+def _describe_wrong_type(config: PreTrainedConfig, kind: ModelKind) -> ValueError:
+    return ValueError(
+        f"model_type: got {config.model_type!r}: Transformers has no {kind.name} of this type: expected {kind.expected}"
+    )
+
+
+def check_data(config: PreTrainedConfig, data: Any, kind: ModelKind) -> None:
+    """Refuse ids and positions that the model has no row for, which would fail inside a kernel."""
+    text = config.get_text_config()
+    if not hasattr(text, "vocab_size"):
+        raise _describe_wrong_type(config, kind)
+    if hasattr(data, "tokenizer") and len(data.tokenizer) > text.vocab_size:
+        size = len(data.tokenizer)
+        raise ValueError(
+            f"config.vocab_size: got {text.vocab_size}: the tokenizer has {size} tokens: expected {size} or more, "
+            "or a tokenizer that belongs to the model"
+        )
+    check_length(config, data)
+
+
+def check_length(config: PreTrainedConfig, data: Any) -> None:
+    """Refuse rows that are longer than the model has positions."""
+    text = config.get_text_config()
+    limit, length = getattr(text, "max_position_embeddings", None), getattr(data, "seq_length", None)
+    if limit and length and length > limit:
+        raise ValueError(
+            f"config.max_position_embeddings: got {limit}, and data.seq_length {length}: rows are longer than "
+            f"the model has positions; set seq_length to {limit} or less"
+        )
+
+
+def check_generation(generation: Mapping[str, Any]) -> None:
+    """Refuse settings that ``generate`` does not know, now instead of when training ends."""
+    known = set(GenerationConfig().to_dict())
+    for name in generation:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "expected an argument of Transformers' GenerationConfig"
+            raise ValueError(f"generation.{name}: no setting of generate: {hint}")
+    try:
+        GenerationConfig(**generation)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"generation: {str(error).splitlines()[0]}") from error
+
+
+def get_end_ids(model: Any, tokenizer: Any) -> int | list[int]:
+    """Return what ends a text: of chat models several tokens, that of a turn among them."""
+    ends: Any = getattr(model.generation_config, "eos_token_id", None)
+    known = isinstance(ends, list) and tokenizer.eos_token_id in ends
+    return ends if known else int(tokenizer.eos_token_id)
+
+
+@torch.no_grad()
+def check_packing(compute_logits: Callable[..., Tensor], vocab_size: int, device: torch.device, model: str) -> None:
+    """Refuse a model that looks from one document of a packed row into another.
+
+    Most models of Transformers tell documents apart by positions that start again; some do not, and train on the
+    mixture without a word. So a row of two short documents runs twice, with other tokens in the first: the logits
+    of the second must not change. Two forward passes of two rows of 16 tokens; all ranks must call it.
+
+    Args:
+        compute_logits: From ``input_ids`` and ``position_ids`` [2, length] to logits [2, length, vocabulary].
+        vocab_size: Ids are drawn below it.
+        device: Of the inputs.
+        model: Names it in the error.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size, (2, 2 * _PIECE), generator=generator).to(device)  # some look at one row only
+    other = torch.cat([(ids[:, :_PIECE] + 1) % vocab_size, ids[:, _PIECE:]], 1)
+    positions = torch.arange(_PIECE, device=device).repeat(2, 2)
+    try:
+        first, second = (compute_logits(input_ids=i, position_ids=positions)[:, _PIECE:] for i in (ids, other))
+    except (TypeError, AttributeError) as error:  # of arguments that it has not, or of a mask that is none
+        raise ValueError(
+            f"data.packing: got true: {model} takes no packed rows: {error}; set data.packing: false, or another "
+            "attention"
+        ) from error
+    # Rounding may differ where experts are given other tokens beside these.
+    tolerance = 1e-3 if first.dtype == torch.float32 else 0.05
+    change = (first.float() - second.float()).abs().max() / first.float().std()
+    if change > tolerance:
+        raise ValueError(
+            f"data.packing: got true: {model} lets the documents of a packed row see each other (logits change by "
+            f"{float(change):.0%} of their spread); set data.packing: false, or another attention"
+        )

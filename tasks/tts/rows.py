@@ -1,0 +1,85 @@
+"""Prepared rows for one model: checked, with a name for who speaks in each, and divided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from lit_fsdp.tasks.tts.families.family import FamilyConfig
+from lit_fsdp.tasks.tts.preparation.prepared import UNNAMED, PreparedRow
+
+_HELD_OUT_SEED = 0
+
+
+def check_row(row: PreparedRow, config: FamilyConfig) -> None:
+    """Refuse a row that the model cannot be trained on.
+
+    Raises:
+        ValueError: It has other codebooks or codes, or a language that the model has not.
+    """
+    if row.codes.shape[1] != config.num_codebooks:
+        raise ValueError(
+            f"{row.place}: got {row.codes.shape[1]} codebooks: expected {config.num_codebooks}, the model's"
+        )
+    size = config.codebook_size
+    if row.codes.size and not 0 <= row.codes.min() <= row.codes.max() < size:
+        raise ValueError(
+            f"{row.place}: got codes from {row.codes.min()} to {row.codes.max()}: expected 0 to {size - 1}: "
+            "prepare the data with the model that is trained"
+        )
+    try:
+        config.get_language_id(row.language, row.speaker)
+    except ValueError as error:
+        raise ValueError(f"{row.place}: {error}") from error
+
+
+def name_speakers(rows: Sequence[PreparedRow], name: str | None, *, is_needed: bool, source: str) -> list[PreparedRow]:
+    """Return rows with a name for who speaks where none is given.
+
+    Args:
+        rows: Of one source.
+        name: Of that speaker; ``None`` leaves rows as they are.
+        is_needed: Refuse a name for nobody.
+        source: Names the rows in errors.
+
+    Raises:
+        ValueError: All rows have a speaker.
+    """
+    if name is None:
+        return list(rows)
+    if is_needed and all(row.speaker != UNNAMED for row in rows):
+        raise ValueError(f"default_speaker: not used, as all rows of {source} name a speaker; leave it out")
+    own = name.strip().lower()
+    return [replace(row, speaker=own) if row.speaker == UNNAMED else row for row in rows]
+
+
+def refuse_unnamed(rows: Sequence[PreparedRow]) -> None:
+    """Refuse to make one voice of rows that do not say who speaks.
+
+    Raises:
+        ValueError: With how many they are.
+    """
+    unnamed = [row for row in rows if row.speaker == UNNAMED and len(row.speaker_embedding)]
+    if unnamed:
+        raise ValueError(
+            f"speaker_embedding: got 'mean': {len(unnamed)} of {len(rows)} rows name no speaker, such as "
+            f"{unnamed[0].place}: their mean would be a voice of whoever speaks there: expected default_speaker, the "
+            f"name of who speaks in all of them ({UNNAMED!r} is one too), or speaker_embedding: row"
+        )
+
+
+def hold_out(rows: list[PreparedRow], fraction: float) -> tuple[list[PreparedRow], list[PreparedRow]]:
+    """Return rows to train on and rows to validate on, always the same.
+
+    Raises:
+        ValueError: None is left to train on.
+    """
+    if not fraction:
+        return rows, []
+    num_held = max(1, round(len(rows) * fraction))
+    if num_held >= len(rows):
+        raise ValueError(f"validation_fraction: got {fraction}: of {len(rows)} rows none is left to train on")
+    held = set(np.random.default_rng(_HELD_OUT_SEED).permutation(len(rows))[:num_held].tolist())
+    return [r for i, r in enumerate(rows) if i not in held], [r for i, r in enumerate(rows) if i in held]

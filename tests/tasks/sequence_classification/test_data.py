@@ -1,0 +1,186 @@
+"""What rows with labels become, and which are refused."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from text_tasks import save_tokenizer, write_rows
+from transformers import AutoTokenizer
+
+from lit_fsdp.tasks import LabeledTextData, TrainTokenizer
+from lit_fsdp.tasks.sequence_classification.labels import stack_targets
+from lit_fsdp.tasks.text.batches import read_exact
+
+TEXT = "the number one comes after the number zero. "
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"), [TEXT])
+
+
+@pytest.fixture
+def make(tmp_path: Path, tokenizer: str) -> Any:
+    def make(*labels: Any, rows: list[dict[str, Any]] | None = None, **options: Any) -> LabeledTextData:
+        rows = rows or [{"text": f"{TEXT}{i}", "label": label} for i, label in enumerate(labels)]
+        settings: dict[str, Any] = {"seq_length": 64, "batch_size": 2, "num_workers": 0, "shuffle": False}
+        settings |= {"cache_dir": str(tmp_path / "cache"), "tokenizer": tokenizer, **options}
+        return LabeledTextData(**{"train": write_rows(tmp_path / "rows.jsonl", rows), **settings})
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("labels", "problem", "classes", "expected"),
+    [
+        (["no", "yes"], "single_label_classification", ["no", "yes"], torch.tensor([0, 1])),
+        ([2, 0], "single_label_classification", ["0", "1", "2"], torch.tensor([2, 0])),
+        (["1", "0"], "single_label_classification", ["0", "1"], torch.tensor([1, 0])),  # as CSV files have them
+        ([True, False], "single_label_classification", ["false", "true"], torch.tensor([1, 0])),
+        ([["b", "a"], []], "multi_label_classification", ["a", "b"], torch.tensor([[1.0, 1.0], [0.0, 0.0]])),
+        (["01", "1_0"], "single_label_classification", ["01", "1_0"], torch.tensor([0, 1])),  # names, as they are
+        ([1, 2.5], "regression", None, torch.tensor([1.0, 2.5])),
+        (["-1e-1", "+.5"], "regression", None, torch.tensor([-0.1, 0.5])),
+    ],
+)
+def test_what_is_learned_follows_from_the_labels(
+    make: Any, labels: list[Any], problem: str, classes: Any, expected: torch.Tensor, tokenizer: str
+) -> None:
+    data = make(*labels)
+    data.setup("fit")
+    assert (data.problem_type, data.classes) == (problem, classes)
+    (batch,) = data.train_dataloader()
+    labels = read_exact(batch["labels"]) if problem == "regression" else batch["labels"]
+    assert torch.equal(labels, expected)
+    assert labels.dtype == expected.dtype
+    stock = AutoTokenizer.from_pretrained(tokenizer)([f"{TEXT}{i}" for i in range(2)], padding=True)
+    assert batch["input_ids"].tolist() == stock["input_ids"]  # as a pipeline of Transformers reads them
+    assert batch["attention_mask"].tolist() == stock["attention_mask"]
+
+
+def test_chats_and_pairs_are_rendered_and_long_pairs_left_out(make: Any, tokenizer: str) -> None:
+    answers = ["one", "two", f"{TEXT * 9}"]
+    chat = [{"role": "user", "content": "count"}]
+    rows = [{"prompt": chat, "chosen": [{"role": "assistant", "content": a}], "rejected": [*chat]} for a in answers]
+    data = make(rows=rows, problem_type="reward")
+    with pytest.warns(UserWarning, match="1 pairs are longer than seq_length 64 and are left out, 2 are kept"):
+        data.setup("fit")
+    (batch,) = data.train_dataloader()
+    texts = AutoTokenizer.from_pretrained(tokenizer).batch_decode(batch["input_ids"], skip_special_tokens=True)
+    assert texts[:2] == ["user: count\nassistant: one\n", "user: count\nuser: count\n"]
+    assert len(texts) == 4
+    assert batch["labels"].tolist() == [1, 1]
+
+
+def test_long_texts_are_cut_as_the_tokenizer_cuts(make: Any, tokenizer: str) -> None:
+    data = make("a", "b", seq_length=4)
+    with pytest.warns(UserWarning, match="2 of 2 rows are longer than seq_length 4 and are cut"):
+        data.setup("fit")
+    (batch,) = data.train_dataloader()
+    stock = AutoTokenizer.from_pretrained(tokenizer)(f"{TEXT}0", truncation=True, max_length=4)
+    assert batch["input_ids"][0].tolist() == stock["input_ids"]
+
+
+def test_a_preview_shows_each_text_with_its_label_and_counts_labels(make: Any) -> None:
+    cases: list[tuple[list[Any], str, str]] = [
+        (["b", "a", "b"], "[b] ", "labels: b 2, a 1"),
+        ([["a"], [], ["a", "b"]], "[a] ", "labels: a 2, b 1"),
+        ([0.5, 2, -1], "[0.5] ", "labels are from -1 to 2, 0.5 in the mean"),
+    ]
+    for labels, title, line in cases:
+        data = make(*labels)
+        data.setup("fit")
+        found = data.make_preview("train", 1)
+        assert [piece.text for piece in found.rows[0]] == [title, f"{TEXT}0"]
+        assert found.describe()[1] == line
+        assert "learned" not in "".join(found.describe())
+    data = make(rows=[{"prompt": "1?", "chosen": "yes", "rejected": "no"}], problem_type="reward")
+    data.setup("fit")
+    (row,) = data.make_preview("train", 1).rows
+    assert "".join(piece.text for piece in row) == "[chosen] 1?yes[rejected] 1?no"
+
+
+def test_rows_that_fill_up_a_batch_have_no_label() -> None:
+    assert stack_targets([1, 1], [False, True], "single_label_classification").tolist() == [1, -100]
+    assert math.isnan(stack_targets([1.5, 1.5], [False, True], "regression")[1])
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "message"),
+    [
+        (["a", None], {}, r'train: .*rows.jsonl line 2: "label" is missing \(the row has: text, label\); set label'),
+        (["a", {"x": 1}], {}, "the label must be a name, a number, or a list of them, it is"),
+        (["a", ["b"]], {}, "1 of 2 labels are lists"),
+        (["a", 1], {}, "labels are names and numbers, such as 'a' and 1"),
+        (["a", "b"], {"problem_type": "regression"}, "a label is 'a', which is no number; set single_label"),
+        (
+            [0.5, 1],
+            {"problem_type": "single_label_classification"},
+            "a label is 0.5, which is no class; set regression",
+        ),
+        (["a", "b"], {"problem_type": "multi_label_classification"}, "the labels are no lists, such as 'a'"),
+        (["good", "god"], {"classes": ["good", "bad"]}, "'god', which is none of the 2 classes: did you mean good"),
+        ([[0, 1, 0], [1, 0, 0]], {}, "the classes that apply, each once, not 0 or 1 for each class"),
+        ([[0.0, 1.0], [1.0, 0.0]], {}, "not 0 or 1 for each class"),
+        ([[True, False, True], [False, True, True]], {}, "not 0 or 1 for each class"),
+        ([0, 10**9], {}, "there would be 1000000001 classes, of which 2 have rows; set classes, or data.problem_type"),
+        (["a", "a"], {}, "all labels are 'a': expected two classes or more"),
+        ([[], []], {}, "all labels are empty lists; set classes"),
+        ([1.5, 2.5], {"classes": ["1.5", "2.5"]}, "classes: got 2 of them, and a label is a number with a fraction"),
+        (["a", "b"], {"problem_type": "reward"}, '"chosen" is missing'),
+        (["a", "b"], {"label": "lable"}, r'"lable" is missing \(the row has: text, label\)'),
+    ],
+)
+def test_labels_that_mean_nothing_are_refused(make: Any, labels: list[Any], options: Any, message: str) -> None:
+    data = make(*labels, **options)
+    with pytest.raises(ValueError, match=message):
+        data.setup("fit")
+        data.train_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ([0, 1, 2], [0, 1, 2]),  # all are places, and not all are names
+        ([1, 2, 3], [0, 1, 2]),  # all are names
+        (["3", "1", "1"], [2, 0, 0]),
+    ],
+)
+def test_numbers_are_all_names_of_classes_or_all_their_places(make: Any, labels: Any, expected: list[int]) -> None:
+    data = make(*labels, classes=["1", "2", "3"], batch_size=3)
+    data.setup("fit")
+    (batch,) = data.train_dataloader()
+    assert batch["labels"].tolist() == expected
+
+
+def test_a_validation_label_that_training_does_not_have_is_refused(make: Any, tmp_path: Path) -> None:
+    validation = write_rows(tmp_path / "validation.jsonl", [{"text": TEXT, "label": "c"}])
+    data = make("a", "b", validation=validation)
+    data.setup("fit")
+    assert data.classes == ["a", "b"]
+    with pytest.raises(
+        ValueError, match="validation: a label is 'c', which is none of the 2 classes: the classes are a, b"
+    ):
+        data.val_dataloader()
+
+
+def test_a_bad_row_is_named_also_where_a_tokenizer_is_trained_on_it(make: Any) -> None:
+    rows = [{"text": TEXT, "label": "a"}, {"text": TEXT}, {"text": TEXT, "label": "b"}]
+    with pytest.raises(ValueError, match=r'train: .*rows.jsonl line 2: "label" is missing'):
+        make(rows=rows, tokenizer=TrainTokenizer(vocab_size=300)).setup("fit")
+    data = make(rows=rows, tokenizer=TrainTokenizer(vocab_size=300), bad_rows="skip")
+    with pytest.warns(UserWarning, match="train: 1 bad rows are skipped"):
+        data.setup("fit")
+    pairs = [{"chosen": "a", "rejected": "b"}]
+    with pytest.raises(ValueError, match="make a reward model; set problem_type: reward"):
+        make(rows=pairs).setup("fit")
+
+
+def test_paragraphs_of_pydoc_are_labeled_with_their_topics(make: Any) -> None:
+    data = make(train="pydoc", validation_fraction=0.1, batch_size=4, seq_length=128)
+    with pytest.warns(UserWarning, match="are cut"):
+        data.setup("fit")
+    assert len(data.classes) == 8
+    assert len(data.train_dataloader()) > 100

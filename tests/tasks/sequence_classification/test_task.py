@@ -1,0 +1,243 @@
+"""Sequence classification on ranks equals that of Transformers on one device; what is exported has its logits."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from peft import PeftModel
+from text_tasks import BERT, LLAMA, MODERNBERT, SAVED, VOCAB_SIZE, save_tokenizer, train, train_plainly, write_rows
+from torch.nn import functional
+from training import GLOBAL_BATCH, NUM_STEPS, list_differences
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+
+from lit_fsdp import FSDP2Strategy
+from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.export.model import export_model
+from lit_fsdp.tasks import LabeledTextData, SequenceClassification, TrainTokenizer
+
+NUM_ROWS = NUM_STEPS * GLOBAL_BATCH
+TEXTS = [f"{'word ' * (i % 7)}the number {i} comes after the number {i - 1}." for i in range(NUM_ROWS)]
+COLORS = ["blue", "green", "red"]
+LABELS: dict[str, list[Any]] = {
+    "single_label_classification": [COLORS[i % 5 % 3] for i in range(NUM_ROWS)],
+    "multi_label_classification": [[c for j, c in enumerate(COLORS) if (i + j) % 3] for i in range(NUM_ROWS)],
+    # Far from what a new model says: near its target a gradient is the rounding of a difference.
+    "regression": [i / 50 + 2.01 for i in range(NUM_ROWS)],
+}
+CASES = [
+    (BERT, "single_label_classification"),
+    (LLAMA, "multi_label_classification"),
+    (MODERNBERT, "regression"),
+    (LLAMA, "reward"),
+]
+
+
+def make_rows(problem: str) -> list[dict[str, Any]]:
+    if problem == "reward":
+        return [{"prompt": "count: ", "chosen": text, "rejected": text[: 5 + i % 9]} for i, text in enumerate(TEXTS)]
+    return [{"text": text, "label": label} for text, label in zip(TEXTS, LABELS[problem], strict=True)]
+
+
+def make_data(folder: Path, problem: str, *, num_ranks: int = 2, **options: Any) -> LabeledTextData:
+    source = write_rows(folder / "rows.jsonl", make_rows(problem))
+    settings: dict[str, Any] = {"problem_type": "reward"} if problem == "reward" else {}
+    settings |= {"batch_size": GLOBAL_BATCH // num_ranks, "shuffle": False, "num_workers": 0, "seq_length": 64}
+    settings |= {"tokenizer": str(folder / "tokenizer"), "cache_dir": str(folder / "cache"), **options}
+    return LabeledTextData(train=source, **settings)
+
+
+def save_start(folder: Path, config: dict[str, Any], problem: str) -> str:
+    """Write a tokenizer, and a classifier that every run starts from; return its folder."""
+    folder.mkdir(exist_ok=True)
+    save_tokenizer(folder / "tokenizer", TEXTS)
+    torch.manual_seed(1)
+    names = {"id2label": dict(enumerate(COLORS if "label" in problem else ["LABEL_0"]))}
+    settings = AutoConfig.for_model(**config, **names, problem_type=None if problem == "reward" else problem)
+    settings.pad_token_id = 1
+    AutoModelForSequenceClassification.from_config(settings).save_pretrained(folder / "model")
+    return str(folder / "model")
+
+
+def compute_stock_loss(model: Any, tokenizer: Any, rows: list[dict[str, Any]], problem: str) -> torch.Tensor:
+    """Return the loss that Transformers has for rows; for pairs, that of Bradley and Terry."""
+
+    def read(texts: list[str]) -> Any:
+        return tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
+
+    if problem == "reward":
+        chosen, rejected = (
+            model(**read([r["prompt"] + r[name] for r in rows])).logits for name in ("chosen", "rejected")
+        )
+        return -functional.logsigmoid(chosen - rejected).mean()
+    targets: dict[str, Any] = {
+        "single_label_classification": lambda: torch.tensor([COLORS.index(r["label"]) for r in rows]),
+        "multi_label_classification": lambda: torch.tensor([[float(c in r["label"]) for c in COLORS] for r in rows]),
+        "regression": lambda: torch.tensor([r["label"] for r in rows]),
+    }
+    return model(**read([r["text"] for r in rows]), labels=targets[problem]()).loss
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("config", "problem"), CASES, ids=[problem for _, problem in CASES])
+def test_two_ranks_train_as_transformers_does_resume_and_export(
+    config: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    start = save_start(tmp_path, config, problem)
+    tokenizer, rows = AutoTokenizer.from_pretrained(tmp_path / "tokenizer"), make_rows(problem)
+    model = AutoModelForSequenceClassification.from_pretrained(start, dtype=torch.float32)
+
+    def compute_loss(step: int) -> torch.Tensor:
+        batch = rows[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH]
+        return compute_stock_loss(model, tokenizer, batch, problem)
+
+    truth = train_plainly(model, compute_loss)
+    result, _ = train(
+        tmp_path / "out", lambda: (SequenceClassification(pretrained=start), make_data(tmp_path, problem))
+    )
+    differences = list_differences(result, truth)
+    assert max(differences.values()) <= 1e-6, differences
+    assert len(set(result.losses)) == NUM_STEPS
+
+    rest, _ = train(
+        tmp_path / "rest",
+        lambda: (SequenceClassification(pretrained=start), make_data(tmp_path, problem)),
+        source=tmp_path / "out" / "middle.ckpt",
+    )
+    assert rest.losses == result.losses[SAVED:]
+    assert all(torch.equal(rest.weights[name], weight) for name, weight in result.weights.items())
+
+    export_model(tmp_path / "out" / "last.ckpt", tmp_path / "exported")
+    exported = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported", dtype=torch.float32)
+    assert all(torch.equal(exported.state_dict()[name], weight) for name, weight in result.weights.items())
+    assert list(exported.config.id2label.values()) == (COLORS if "label" in problem else ["LABEL_0"])
+    inputs = AutoTokenizer.from_pretrained(tmp_path / "exported")(TEXTS[:3], padding=True, return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    with torch.no_grad():
+        model.load_state_dict(result.weights, strict=False)
+        # The weights are equal bit for bit; kernels round by where they lie in memory.
+        assert torch.allclose(exported.eval()(**inputs).logits, model.eval()(**inputs).logits, rtol=0, atol=1e-6)
+
+
+@pytest.mark.full
+def test_adapters_train_with_a_new_head_and_load_into_peft_with_equal_logits(tmp_path: Path) -> None:
+    save_start(tmp_path, BERT, "single_label_classification")
+    torch.manual_seed(2)
+    base = tmp_path / "base"
+    AutoModel.from_config(AutoConfig.for_model(**BERT), add_pooling_layer=False).save_pretrained(base)
+
+    def build() -> tuple[SequenceClassification, LabeledTextData]:
+        task = SequenceClassification(pretrained=str(base), lora=LoRA(r=4))
+        return task, make_data(tmp_path, "single_label_classification")
+
+    result, _ = train(tmp_path / "out", build)
+    alone, _ = train(
+        tmp_path / "alone",
+        lambda: (build()[0], make_data(tmp_path, "single_label_classification", num_ranks=1)),
+        world_size=1,
+    )
+    assert max(list_differences(result, alone).values()) <= 1e-6
+    whole, adapters = tmp_path / "whole", tmp_path / "adapters"
+    export_model(tmp_path / "out" / "last.ckpt", adapters)
+    export_model(tmp_path / "out" / "last.ckpt", whole, merge=True)
+    stock: Any = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3, dtype=torch.float32)
+    stock = PeftModel.from_pretrained(stock, adapters).eval()
+    merged = AutoModelForSequenceClassification.from_pretrained(whole, dtype=torch.float32).eval()
+    inputs = AutoTokenizer.from_pretrained(whole)(TEXTS[:3], padding=True, return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    with torch.no_grad():
+        assert torch.allclose(stock(**inputs).logits, merged(**inputs).logits, atol=1e-6)
+    saved = set(stock.peft_config["default"].modules_to_save)
+    assert {"classifier", "bert.pooler.dense"} <= saved  # the pooler was drawn at random as well
+    assert "AutoModelForSequenceClassification" in (adapters / "README.md").read_text()
+
+
+def evaluate(folder: Path, problem: str, out: Path) -> None:
+    import torch.distributed as dist
+    from training import build_trainer
+
+    from lit_fsdp import FSDP2Strategy
+
+    data = make_data(folder, problem, validation=str(folder / "rows.jsonl"), eval_batch_size=5)
+    trainer = build_trainer(FSDP2Strategy(print_plan=False))
+    task = SequenceClassification(pretrained=str(folder / "model"))
+    (found,) = trainer.validate(task, datamodule=data, verbose=False)
+    if dist.get_rank() == 0:
+        torch.save(found, out)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("config", "problem"), CASES, ids=[problem for _, problem in CASES])
+def test_metrics_count_every_row_once_on_any_number_of_ranks(
+    config: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    from sklearn import metrics as stock_metrics  # type: ignore[import-untyped]
+
+    from ranks import run_ranks
+
+    start = save_start(tmp_path, config, problem)
+    run_ranks(evaluate, tmp_path, problem, tmp_path / "found", world_size=3)
+    found = {name: float(value) for name, value in torch.load(tmp_path / "found").items()}
+    tokenizer, rows = AutoTokenizer.from_pretrained(tmp_path / "tokenizer"), make_rows(problem)
+    model = AutoModelForSequenceClassification.from_pretrained(start, dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert found["val/loss"] == pytest.approx(float(compute_stock_loss(model, tokenizer, rows, problem)), abs=1e-6)
+        read = {"padding": True, "return_tensors": "pt", "return_token_type_ids": False}
+        if problem == "reward":
+            scores = [
+                model(**tokenizer([r["prompt"] + r[n] for r in rows], **read)).logits for n in ("chosen", "rejected")
+            ]
+            assert found["val/accuracy_pct"] == pytest.approx(
+                100 * float((scores[0] > scores[1]).float().mean()), abs=1e-4
+            )
+            return
+        logits = model(**tokenizer([r["text"] for r in rows], **read)).logits.double()
+    if problem == "regression":
+        labels = torch.tensor(LABELS[problem]).double()
+        assert found["val/mse"] == pytest.approx(float((logits[:, 0] - labels).square().mean()), rel=1e-6)
+        assert found["val/pearson"] == pytest.approx(
+            float(torch.corrcoef(torch.stack([logits[:, 0], labels]))[0, 1]), abs=1e-5
+        )
+    elif problem == "single_label_classification":
+        labels, chosen = [COLORS.index(label) for label in LABELS[problem]], logits.argmax(1).tolist()
+        assert found["val/accuracy_pct"] == pytest.approx(100 * stock_metrics.accuracy_score(labels, chosen), abs=1e-4)
+        f1 = stock_metrics.f1_score(labels, chosen, average="macro")
+        assert found["val/f1_pct"] == pytest.approx(100 * f1, abs=1e-4)
+    else:
+        labels = [[int(c in row) for c in COLORS] for row in LABELS[problem]]
+        chosen = (logits > 0).long().tolist()
+        assert found["val/exact_match_pct"] == pytest.approx(
+            100 * stock_metrics.accuracy_score(labels, chosen), abs=1e-4
+        )
+        f1 = stock_metrics.f1_score(labels, chosen, average="macro", zero_division=0)
+        assert found["val/f1_pct"] == pytest.approx(100 * f1, abs=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["auto", "fsdp2"])
+def test_numbers_to_predict_keep_their_digits_in_bfloat16(strategy: str, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": f"number {n}", "label": 1234.5 + n} for n in range(4)])
+    settings: dict[str, Any] = {"tokenizer": TrainTokenizer(vocab_size=VOCAB_SIZE), "seq_length": 32, "batch_size": 4}
+    settings |= {"num_workers": 0, "shuffle": False, "cache_dir": str(tmp_path / "cache")}
+    data = LabeledTextData(train=rows, **settings)
+    seen: list[list[float]] = []
+
+    class Recorded(SequenceClassification):
+        def sum_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            seen.append(labels.tolist())
+            return super().sum_losses(logits, labels)
+
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(
+        max_steps=1,
+        accelerator="cpu",
+        devices=1,
+        precision="bf16-true",
+        strategy="auto" if strategy == "auto" else FSDP2Strategy(print_plan=False),
+        **options,
+    )
+    trainer.fit(Recorded(config=BERT), data)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    assert seen == [[1234.5, 1235.5, 1236.5, 1237.5]]

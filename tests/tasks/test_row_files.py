@@ -1,0 +1,39 @@
+"""What lies in files of any task is read, or refused in one line."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from lit_fsdp.tasks.image_classification.sources import Fields, open_images
+from lit_fsdp.tasks.text.sources import list_parts
+
+OPEN: dict[str, Callable[[str], Any]] = {
+    "text": lambda source: list_parts(source, split="train", txt_documents="file"),
+    "images": lambda source: open_images(
+        source, split=None, split_of="predict", fields=Fields(image="image", label="label")
+    ),
+}
+
+
+@pytest.mark.parametrize("task", OPEN)
+@pytest.mark.parametrize("damage", ["cut", "no rows", "state of nothing", "no JSON", "a list"])
+def test_a_damaged_data_set_is_refused_in_one_line(tmp_path: Path, damage: str, task: str) -> None:
+    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image(decode=False)})
+    rows = [{"text": "word " * 100, "image": {"bytes": bytes(900), "path": None}}] * 4
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(str(tmp_path))
+    assert OPEN[task](str(tmp_path))
+    (table,), state, info = tmp_path.glob("*.arrow"), tmp_path / "state.json", tmp_path / "dataset_info.json"
+    if damage == "cut":
+        table.write_bytes(table.read_bytes()[:1500])
+    elif damage == "no rows":
+        table.unlink()
+    else:
+        state_or_info = state if damage == "state of nothing" else info
+        state_or_info.write_text({"state of nothing": "{}", "no JSON": "{", "a list": "[]"}[damage])
+    with pytest.raises(ValueError, match=r"damaged, as a data set of save_to_disk: .+: copy it or save it") as caught:
+        OPEN[task](str(tmp_path))
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)

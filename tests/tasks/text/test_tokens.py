@@ -1,0 +1,177 @@
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from learned_tokens import learned
+
+from lit_fsdp.tasks.text.messages import RowError
+from lit_fsdp.tasks.text.rows import Chat, Example, PromptCompletion, RowFormat, Text
+from lit_fsdp.tasks.text.tokenizer import TrainTokenizer, train_tokenizer
+from lit_fsdp.tasks.text.tokens import LEARN, TOKENS, Encoded, Encoder, TokenStore, TokenWriter
+
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>"
+    "{% endgeneration %}{% else %}{{ m.content }}</s>{% endif %}\n{% endfor %}"
+)
+FORGETFUL = "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else 'gone' }}\n{% endfor %}"
+REFUSING = "{{ raise_exception('roles must alternate') }}"
+
+CHAT = Chat(
+    messages=[
+        {"role": "user", "content": "What is two?"},
+        {"role": "assistant", "content": "One more than one."},
+        {"role": "user", "content": "And three?"},
+        {"role": "assistant", "content": "One more than two."},
+    ]
+)
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return train_tokenizer(
+        ["What is two? One more than one. And three? One more than two."], TrainTokenizer(vocab_size=300)
+    )
+
+
+def encode(tokenizer: Any, example: Example, **row_format: Any) -> Encoded:
+    (encoded,) = Encoder(tokenizer, RowFormat(**row_format)).encode([example])
+    if isinstance(encoded, RowError):
+        raise encoded
+    return encoded
+
+
+def test_documents_end_with_the_end_token_and_prompts_do_not(tokenizer: Any) -> None:
+    text = Text(text="What is two?")
+    encoded = encode(tokenizer, text)
+    assert tokenizer.decode(encoded.ids) == "What is two?<|endoftext|>"
+    assert all(encoded.learn)
+    assert encode(tokenizer, text, is_prompt=True).ids == encoded.ids[:-1]
+
+
+def test_a_tokenizer_that_begins_and_ends_texts_itself_ends_them_once(tokenizer: Any) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|pad|> $A <|endoftext|>", special_tokens=[("<|pad|>", 1), ("<|endoftext|>", 0)]
+    )
+    assert tokenizer.decode(encode(tokenizer, Text(text="two?")).ids) == "<|pad|>two?<|endoftext|>"
+
+
+@pytest.mark.parametrize("row_format", [{}, {"loss_on": "completion"}])
+def test_the_completion_and_the_end_token_are_learned_unless_all_shall_be(
+    tokenizer: Any, row_format: dict[str, Any]
+) -> None:
+    pair = PromptCompletion(prompt="What is two?", completion=" One more than one.")
+    assert learned(tokenizer, encode(tokenizer, pair, **row_format)) == [" One more than one.<|endoftext|>"]
+    assert all(encode(tokenizer, pair, loss_on="all").learn)
+
+
+@pytest.mark.parametrize("row_format", [{}, {"loss_on": "completion"}])
+@pytest.mark.parametrize(("template", "end"), [(PLAIN, "</s>\n"), (MARKED, "</s>")])
+def test_what_the_assistant_says_is_learned_and_its_end(
+    tokenizer: Any, template: str, end: str, row_format: dict[str, Any]
+) -> None:
+    tokenizer.chat_template = template
+    encoded = encode(tokenizer, CHAT, **row_format)
+    assert learned(tokenizer, encoded) == [f"One more than one.{end}", f"One more than two.{end}"]
+    assert tokenizer.decode(encoded.ids) == tokenizer.apply_chat_template(CHAT.messages, tokenize=False)
+    assert all(encode(tokenizer, CHAT, loss_on="all").learn)
+
+
+def test_a_chat_prompt_ends_with_the_cue_for_an_answer(tokenizer: Any) -> None:
+    tokenizer.chat_template = PLAIN
+    encoded = encode(tokenizer, Chat(messages=CHAT.messages[:3]), is_prompt=True)
+    assert tokenizer.decode(encoded.ids).endswith("And three?</s>\n<assistant>")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (None, "the tokenizer has no chat template"),
+        (FORGETFUL, "leaves out message 2, an answer; set bad_rows: skip"),
+        (REFUSING, "chat template refuses it: roles must alternate"),
+    ],
+)
+def test_a_template_that_cannot_do_it_is_refused(tokenizer: Any, template: str | None, reason: str) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(RowError, match=reason):
+        encode(tokenizer, CHAT, loss_on="completion")
+
+
+def test_a_vocabulary_smaller_than_the_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocab_size 100 is below 258"):
+        TrainTokenizer(vocab_size=100)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_answers_that_are_context_are_read_and_not_learned(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = template
+    chat = Chat(messages=CHAT.messages, context=frozenset({1}))
+    encoded = encode(tokenizer, chat)
+    assert encoded.ids == encode(tokenizer, CHAT).ids
+    assert [text.rstrip() for text in learned(tokenizer, encoded)] == ["One more than two.</s>"]
+
+
+def test_an_instruction_is_a_text_for_a_tokenizer_without_a_template(tokenizer: Any) -> None:
+    pair = PromptCompletion(prompt="What is two?", completion=" One more.")
+    chat = Chat(messages=CHAT.messages, plain=pair)
+    assert tokenizer.chat_template is None
+    assert encode(tokenizer, chat) == encode(tokenizer, pair)
+    tokenizer.chat_template = PLAIN
+    assert encode(tokenizer, chat) == encode(tokenizer, CHAT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ("{{ c.arguments | tojson }}", '{"a": 1}'),
+        ("{% if c.arguments is string %}{{ c.arguments }}{% else %}{{ c.arguments | tojson }}{% endif %}", '{"a":1}'),
+        ("{{ '' + c.arguments }}", '{"a":1}'),  # which takes no objects
+    ],
+)
+def test_arguments_that_are_json_text_are_not_quoted_once_more(tokenizer: Any, arguments: str, shown: str) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+        "{% for c in m.tool_calls | default([]) | map(attribute='function') %}" + arguments + "{% endfor %}</s>"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    calls = [{"type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}]
+    chat = Chat(messages=[{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}])
+    encoded = encode(tokenizer, chat)
+    assert tokenizer.decode(encoded.ids) == f"<user>?</s><assistant>{shown}</s>"
+    assert learned(tokenizer, encoded) == [f"{shown}</s>"]
+
+
+def test_learned_tokens_are_counted_in_parts(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [3, 1, 7, 2, 40, 5]
+    with TokenWriter(tmp_path) as writer:
+        for length in lengths:
+            writer.add(Encoded(ids=[1] * length, learn=[n % 2 == 0 for n in range(length)]))
+        writer.finish()
+    store = TokenStore(tmp_path)
+    for most in (1, 8, 1000):
+        monkeypatch.setattr("lit_fsdp.tasks.text.tokens._COUNTED_AT_ONCE", most)
+        assert store.count_learned(np.arange(6)) == sum(-(-length // 2) for length in lengths)
+        assert store.count_learned(np.array([4, 0])) == 20 + 2
+        assert store.count_learned(np.array([4, 0]), longest=5) == 3 + 2
+
+
+def test_counting_learned_tokens_takes_no_memory_for_each(tmp_path: Path) -> None:
+    num = 1 << 25
+    with TokenWriter(tmp_path) as writer:
+        np.zeros(num, dtype=np.int32).tofile(tmp_path / TOKENS)
+        np.ones(num, dtype=np.bool_).tofile(tmp_path / LEARN)
+        writer._ends = list(range(1 << 15, num + 1, 1 << 15))
+        writer.finish()
+    store = TokenStore(tmp_path)
+    tracemalloc.start()
+    assert store.count_learned(np.arange(len(store))) == num
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * num
