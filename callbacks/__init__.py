@@ -9,6 +9,7 @@ from lit_fsdp.callbacks.predictions import WritePredictions
 from lit_fsdp.callbacks.preemption import Preemption
 from lit_fsdp.callbacks.profile import Profile
 from lit_fsdp.callbacks.progress import ProgressBar
+from lit_fsdp.callbacks.ray_report import RayReport
 from lit_fsdp.callbacks.report import RunReport
 from lit_fsdp.callbacks.speech import SpokenReport
 from lit_fsdp.callbacks.stability import StabilityMonitor, UnstableTrainingError
@@ -24,6 +25,7 @@ __all__ = [
     "Preemption",
     "Profile",
     "ProgressBar",
+    "RayReport",
     "RunReport",
     "RunSummary",
     "SpokenReport",

@@ -12,14 +12,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lit_fsdp.profiling.collectives import Collective
+from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, Traffic
 from lit_fsdp.profiling.communication_meter import CommunicationMeter, StepCommunication, UnitCommunication
-from lit_fsdp.profiling.expected_communication import estimate_bytes, estimate_collectives
+from lit_fsdp.profiling.expected_communication import UnitBytes, estimate_bytes, estimate_collectives
 from lit_fsdp.reporting.communication_section import NUMBERS, SHORT_NAMES, Interval, make_communication_section
 from lit_fsdp.reporting.metrics import log_values
 from lit_fsdp.reporting.rank_stats import AsyncRankStats, Exchanged
-from lit_fsdp.reporting.sections import Section, print_table
+from lit_fsdp.reporting.sections import Section
 from lit_fsdp.reporting.step_callback import StepCallback
+from lit_fsdp.sharding.wrap import Unit
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
 _MAX_INTERVALS = 1000  # of which every second one goes when there are more
@@ -32,10 +33,11 @@ class CommunicationLogger(StepCallback):
     Every all-gather, reduce-scatter and all-reduce of FSDP2 is timed where it runs, without waiting for it:
     ``lit_fsdp.profiling.communication_meter``. Every ``log_every_n_steps`` steps the medians since the last time are
     logged, as means over all ranks, one such interval later: ``comm/gather_gib``, ``comm/reduce_scatter_gib``,
-    ``comm/all_reduce_gib``
-    (full sizes), ``comm/collective_s``, ``comm/exposed_s``, ``comm/overlapped_s``, ``comm/exposed_pct`` (of the
-    step, without the time between batches) and ``comm/bandwidth_gb_s`` (bus bandwidth). When ``fit`` ends, a table is
-    printed. On a CPU collectives block, so everything is exposed.
+    ``comm/all_reduce_gib``, ``comm/tensor_gib`` (of layers that ``mesh.tensor`` splits; all full sizes),
+    ``comm/all_to_all_gib`` (of ``mesh.sequence``, what a rank puts in),
+    ``comm/collective_s``, ``comm/exposed_s``, ``comm/overlapped_s``, ``comm/exposed_pct`` (of the
+    step, without the time between batches) and ``comm/bandwidth_gb_s`` (bus bandwidth). Tables are for the report, and
+    ``RunSummary(verbose=True)`` prints them. On a CPU collectives block, so everything is exposed.
 
     The number and the bytes of the collectives are compared with what the plan of units predicts. The rank that
     others wait for is named: it comes last, so it spends the least time in collectives. Under another strategy than
@@ -61,7 +63,7 @@ class CommunicationLogger(StepCallback):
         self._warmup: list[dict[str, float]] = []  # by name, one for each step
         self._steps: list[dict[str, float]] = []  # since the last logging
         self._last: StepCommunication | None = None
-        self._unit_sums: dict[tuple[str, Collective], list[float]] = {}  # seconds and exposed seconds
+        self._unit_sums: dict[tuple[str, Traffic], list[float]] = {}  # seconds and exposed seconds
         self._num_summed = 0  # steps in these sums
         self._intervals: list[Interval] = []
         self._notes: list[str] = []
@@ -126,16 +128,6 @@ class CommunicationLogger(StepCallback):
         self._stop()
 
     @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print what was measured."""
-        section = self.make_section() if trainer.is_global_zero else None
-        if section is not None:
-            for table in section.tables[:2]:  # not that of all units
-                print_table(table)
-            for note in section.notes:
-                print(note)
-
-    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._stop()
 
@@ -194,7 +186,9 @@ class CommunicationLogger(StepCallback):
         if len(self._intervals) > _MAX_INTERVALS:
             self._intervals = self._intervals[::2]
         if trainer.log_every_n_steps:  # type: ignore[attr-defined]
-            values = {f"comm/{short}_gib": spreads[f"{short}_gib"].mean for short in SHORT_NAMES.values()}
+            sizes = {kind: spreads[f"{short}_gib"].mean for kind, short in SHORT_NAMES.items()}
+            # Of a mesh that has no such dimension there is nothing to plot.
+            values = {f"comm/{SHORT_NAMES[k]}_gib": size for k, size in sizes.items() if size or k in COLLECTIVES}
             values |= {f"comm/{name}": spreads[name].mean for name in ("collective_s", "exposed_s")}
             values["comm/overlapped_s"] = spreads["collective_s"].mean - spreads["exposed_s"].mean
             values["comm/exposed_pct"] = statistics.fmean(interval.list_shares())
@@ -211,10 +205,9 @@ class CommunicationLogger(StepCallback):
         module = strategy.lightning_module
         if module is None or not module.automatic_optimization or strategy.device_mesh is None:
             return
-        shape = strategy.device_mesh.shape
         sizes = {
-            "num_shards": shape[-1],
-            "num_replicas": shape[0] if len(shape) > 1 else 1,
+            "num_shards": strategy.mesh_sizes.num_shards,
+            "num_replicas": strategy.mesh_sizes.replicate,
             "num_micro_batches": num_micro_batches,
         }
         sharding, dtypes = strategy.settings.sharding, strategy.precision_plugin.mixed_precision
@@ -229,7 +222,14 @@ class CommunicationLogger(StepCallback):
         for kind, (calls, num_bytes) in expected.items():
             self._predicted[kind] = {"calls": calls, "num_bytes": num_bytes}
             found = step.add_up(kind)
-            if (found.calls, found.num_bytes) != (calls, num_bytes):
+            if (found.calls, found.num_bytes) == (calls, num_bytes):
+                continue
+            if kind == "all_gather" and _are_of_repeats(strategy.plan, units, step, num_micro_batches):
+                self._notes.append(
+                    f"a model ran more than once in each micro-batch, or only forward: {found.calls} gather calls of "
+                    f"{found.num_bytes:,} bytes; one run, forward and backward, has {calls} of {num_bytes:,}"
+                )
+            else:
                 note = (
                     f"step {number} had {found.calls} {SHORT_NAMES[kind]} calls of {found.num_bytes:,} bytes; the "
                     f"plan says {calls} of {num_bytes:,}: forward or backward uses units in another "
@@ -247,6 +247,41 @@ class CommunicationLogger(StepCallback):
             for unit in self._last.units
             for seconds, exposed_s in [means[unit.unit, unit.collective]]
         ]
+
+
+def _are_of_repeats(
+    plan: Sequence[Unit], units: Sequence[UnitBytes], step: StepCommunication, num_micro_batches: int
+) -> bool:
+    """Return whether the gathers of a step are those of models that ran a number of times in each micro-batch.
+
+    A plan takes a model to run once, forward and backward. A loss that compares two outputs runs it twice, and a frozen
+    model beside it only forward. How often a unit is gathered then lies between the plan's number and as many times
+    that: what one run has gathered the next may find.
+
+    Args:
+        plan: The units.
+        units: What the plan says of those that have parameters, in the same order.
+        step: What was measured.
+        num_micro_batches: In the step.
+    """
+    gathers = {unit.unit: unit for unit in step.units if unit.collective == "all_gather"}
+    models: dict[str, list[tuple[Unit, UnitBytes]]] = {}
+    for unit, expected in zip([unit for unit in plan if unit.num_params], units, strict=True):
+        models.setdefault(unit.names[0].partition(".")[0], []).append((unit, expected))
+    for parts in models.values():
+        uses = {step.uses.get(expected.unit, 0) for unit, expected in parts if unit.kind == "block"}
+        runs, rest = divmod(uses.pop() if len(uses) == 1 else num_micro_batches, num_micro_batches)
+        if uses or rest:  # some units oftener than others
+            return False
+        is_frozen = not any(unit.num_trainable for unit, _ in parts)
+        for _, expected in parts:
+            found = gathers.get(expected.unit)
+            calls, num_bytes = (found.calls, found.num_bytes) if found is not None else (0, 0)
+            planned = expected.gather_step // expected.gather if expected.gather else 0
+            least = min(planned, num_micro_batches) if is_frozen else planned
+            if not least <= calls <= planned * max(runs, 1) or num_bytes != calls * expected.gather:
+                return False
+    return True
 
 
 def _flatten(step: StepCommunication) -> dict[str, float]:

@@ -33,7 +33,7 @@ from lit_fsdp.reporting.memory_section import Comparison, TracedStep, make_memor
 from lit_fsdp.reporting.metrics import find_run_folder, is_logging_step, is_trial, log_values
 from lit_fsdp.reporting.plots import write_png
 from lit_fsdp.reporting.rank_stats import AsyncRankStats, Exchanged, Spread, gather_over_ranks
-from lit_fsdp.reporting.sections import Section, print_table
+from lit_fsdp.reporting.sections import Section
 from lit_fsdp.reporting.step_callback import StepCallback
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.trainer_settings import count_micro_batches
@@ -58,7 +58,8 @@ class MemoryLogger(StepCallback):
     what the closed form of ``plan`` says of the same step and batch, where it has rules for the model, else why not; a
     difference above ``warn_pct`` is warned of. An error in any of this is printed in one line, and the run goes on.
 
-    At the end of ``fit`` it prints a table and writes ``memory/step.png`` and ``memory/run.png`` into the run's folder.
+    At the end of ``fit`` it writes ``memory/step.png`` and ``memory/run.png`` into the run's folder. Its tables are for
+    the report, and ``RunSummary(verbose=True)`` prints them.
 
     Args:
         trace_step: Which step of this run to follow, 2 or later, as optimizer state comes to be in the first; ``null``
@@ -321,10 +322,6 @@ class MemoryLogger(StepCallback):
         log_values(trainer, values, step)
 
     def _report(self, trainer: Trainer, section: Section) -> None:
-        for table in section.tables[:2]:
-            print_table(table)
-        for note in section.notes:
-            print(note)
         with outlive_lost_log(trainer, type(self).__name__, self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             for name, plot in zip(("run", "step"), section.plots, strict=False):

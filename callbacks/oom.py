@@ -203,7 +203,7 @@ def _assess(
     strategy: FSDP2Strategy, module: LightningModule, held: dict[Kind, int], reserved: int, batch: Any
 ) -> Situation:
     plan, settings = strategy.plan, strategy.settings
-    shape = tuple(strategy.device_mesh.mesh.shape) if strategy.device_mesh is not None else (1,)
+    sizes_of_mesh = strategy.mesh_sizes
     parameters = dict(module.named_parameters())
     stored = {p.element_size() for p in parameters.values() if p.is_floating_point()}
     compute = strategy.precision_plugin.mixed_precision.build_policy().param_dtype
@@ -214,8 +214,8 @@ def _assess(
         held=held,
         reserved=reserved,
         settings=settings,
-        num_shards=shape[-1],
-        num_replicas=shape[0] if len(shape) > 1 else 1,
+        num_shards=sizes_of_mesh.num_shards,
+        num_replicas=sizes_of_mesh.replicate,
         num_blocks=sum(unit.kind == "block" for unit in plan),
         num_params=sum(unit.num_params for unit in plan),
         num_trainable=sum(unit.num_trainable for unit in plan),

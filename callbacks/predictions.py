@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lit_fsdp.files import open_whole, refuse_unwritable
 from lit_fsdp.reporting.metrics import find_run_folder, is_trial
+from lit_fsdp.strategy.trainer_settings import get_data_ranks
 
 FILE_NAME = "predictions.jsonl"
 _FILLER = -1  # index of rows that only fill up the last batch: part of what predict_step returns
@@ -64,7 +65,8 @@ class WritePredictions(Callback):
         folder = find_run_folder(trainer, self.fallback_dir)
         path = folder / FILE_NAME if self.path is None else Path(self.path)
         # Before anything that one rank alone could leave: the others would wait for it.
-        parts = _gather((self._odd, self._records))
+        is_copy = get_data_ranks(trainer).place > 0  # of what another rank has, for the same rows
+        parts = _gather((self._odd, [] if is_copy else self._records))
         if odd := next((odd for odd, _ in parts if odd is not None), None):
             rank_zero_warn(
                 f"predictions are not written: predict_step returned {odd}; expected a dict with the lists "

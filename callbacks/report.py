@@ -21,7 +21,9 @@ from lit_fsdp.reporting.curves import Series, make_curves_section
 from lit_fsdp.reporting.environment import describe_environment, format_devices, format_ranks, read_environment
 from lit_fsdp.reporting.lost_logs import list_lost_logs
 from lit_fsdp.reporting.metrics import (
+    count_planned_steps,
     find_run_folder,
+    get_headline,
     has_dropped_last_step,
     has_own_folder,
     is_trial,
@@ -42,9 +44,9 @@ class RunReport(StepCallback):
 
     It is written however the run ends, unless the process is killed: finished, stopped, interrupted, preempted or
     failed. The page needs no other file, no network and no script. It holds the configuration, curves of all
-    scalars that the module logged, the FSDP units, the sections of other callbacks (each that has a method
-    ``make_section``), and the environment. It leaves out names of hosts and users; paths are as seen from the current
-    folder.
+    scalars that the module logged, the FSDP units, the sections of other callbacks, of the module and of the data (each
+    that has a method ``make_section``), and the environment. It leaves out names of hosts and users; paths are as seen
+    from the current folder.
 
     Metrics are read every ``log_every_n_steps`` steps, as reading waits for the GPU. A run that goes on from a
     checkpoint has a report of its own part. Under ``fast_dev_run`` there is none, as such a run leaves no files.
@@ -88,7 +90,7 @@ class RunReport(StepCallback):
         super().on_train_start(trainer, pl_module)
         self._has_begun = True
         if self._is_on:
-            self._num_planned = trainer.estimated_stepping_batches
+            self._num_planned = count_planned_steps(trainer)
 
     @override
     def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -182,8 +184,9 @@ class RunReport(StepCallback):
         config = run_facts.read_config(trainer, self._folder)
         checkpoints = run_facts.describe_checkpoints(trainer, self._folder, since=self._start_time.timestamp())
         curves = make_curves_section(self._history)
-        callbacks = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
-        others = draw_sections(callbacks, self._folder)
+        data: Any = getattr(trainer, "datamodule", None)
+        callbacks = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
+        others = draw_sections([*callbacks, trainer.lightning_module, data], self._folder)
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=100)
         parts = [
             draw_section(curves, self._folder, is_grid=True),
@@ -233,7 +236,18 @@ class RunReport(StepCallback):
             "precision": str(trainer.precision),
             "disk": run_facts.describe_disk(trainer),
             "lost_logs": list_lost_logs(trainer),
+            "headline": self._describe_headline(trainer),
         }
+
+    def _describe_headline(self, trainer: Trainer) -> dict[str, Any] | None:
+        headline = get_headline(trainer.lightning_module)
+        series = self._history.get(name := f"val/{headline.metric}")
+        if series is None:
+            return None
+        best = series.low if headline.mode == "min" else series.high
+        points = {"last": series.last, "best": best}
+        found = {key: point and {"step": point[0], "value": point[1]} for key, point in points.items()}
+        return {"name": name, "mode": headline.mode, **found}
 
     def _find_name(self, trainer: Trainer) -> str:
         folder = self._folder.absolute()
@@ -243,6 +257,10 @@ class RunReport(StepCallback):
 
     def _list_facts(self, run: dict[str, Any], ended: datetime) -> dict[str, str]:
         facts = {}
+        if (headline := run["headline"]) is not None:
+            facts[f"final {headline['name']}"] = f"{headline['last']['value']:.4f}"
+            if (best := headline["best"]) is not None:
+                facts[f"best {headline['name']}"] = f"{best['value']:.4f} at step {best['step']:,}"
         for name, series in self._history.items():
             if name.rpartition("/")[2] == "loss" and series.last is not None:
                 facts[f"final {name}"] = f"{series.last[1]:.4f}"

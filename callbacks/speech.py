@@ -31,8 +31,12 @@ class SpokenReport(Callback):
     def make_section(self) -> Section | None:
         """Return what was said, with as many clips as the page can hold."""
         report: Any = getattr(self._module, "report", None)
-        if not all(hasattr(report, name) for name in ("rows", "clips", "summarize")) or not report.rows:
+        if not all(hasattr(report, name) for name in ("rows", "clips", "summarize", "problems")):
             return None
+        problems = [f"Warning: {problem} (first at step {step:,})." for problem, step in report.problems.items()]
+        if not report.rows:
+            numbers = {"rows": [], "warnings": list(report.problems)}
+            return Section(title="Speech", name="speech", numbers=numbers, notes=problems) if problems else None
         values = {name: float(value) for name, value in report.summarize().items()}
         clips = report.clips or [None] * len(report.rows)
         sounds, num_bytes = [], 0
@@ -46,13 +50,14 @@ class SpokenReport(Callback):
         if audible > len(sounds):
             left = audible - len(sounds)
             notes.append(f"{left} of {audible} clips are left out: together they are too long for a page.")
-        if not report.clips:
+        notes += problems
+        if not report.clips and not problems:
             notes.append("There is no audio, as nothing decodes it: model.speech_eval.codec does.")
         described = [_describe(row, clip) for row, clip in zip(report.rows, clips, strict=True)]
         return Section(
             title="Speech",
             name="speech",
-            numbers={"step": report.step, **values, "rows": described},
+            numbers={"step": report.step, **values, "rows": described, "warnings": list(report.problems)},
             tables=[_list_values(values), _list_rows(report.rows, clips)],
             notes=notes,
             sounds=sounds,

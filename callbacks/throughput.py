@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import warnings
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -19,12 +20,14 @@ from lit_fsdp.planning.timing.links import parse_links
 from lit_fsdp.planning.timing.step_estimate import StepTimeEstimator, compare_times, get_compute_dtype, read_gpu
 from lit_fsdp.planning.timing.step_time import StepTime
 from lit_fsdp.profiling.clock import Clock, Step, Timeline
+from lit_fsdp.profiling.compilations import CompilationMeter
 from lit_fsdp.profiling.flops import FlopCounter, Flops, is_compiled
 from lit_fsdp.reporting.metrics import is_logging_step, log_values, read_count
 from lit_fsdp.reporting.rank_stats import AsyncRankStats, Exchanged, Spread, gather_over_ranks
-from lit_fsdp.reporting.sections import Curve, Plot, Section, Table, print_table
+from lit_fsdp.reporting.sections import Curve, Plot, Section, Table
 from lit_fsdp.reporting.step_callback import StepCallback
 from lit_fsdp.strategy.lightning_internals import watch_fetches
+from lit_fsdp.strategy.lightning_strategies import get_own_optimizer
 
 PARTS = ("data", "forward", "backward", "optimizer", "other")
 _TIMES = ("step_s", *(f"{part}_s" for part in PARTS))
@@ -33,7 +36,7 @@ _MAX_POINTS = 200
 
 
 class ThroughputLogger(StepCallback):
-    """Log tokens (or samples) per second, the parts of a step, FLOP/s and MFU; print a table at the end.
+    """Log tokens (or samples) per second, the parts of a step, FLOP/s and MFU; with a table in the report.
 
     Parts of a step are added up over its micro-batches. *data* is waiting for the next batch and moving it to the
     device, *forward* the training step. *backward* includes the reduction of gradients that it does not hide.
@@ -100,10 +103,11 @@ class ThroughputLogger(StepCallback):
         self._estimator: StepTimeEstimator | None = None
         self._peak_tflops = self._choose_peak(trainer, pl_module)
         self._counter = self._build_counter(pl_module)
+        self._compilations = self._watch_compiler(pl_module)
         self._undo.append(watch_fetches(trainer, lambda: self._timeline.cut("data")))
         end_step = self._end_optimizer if pl_module.automatic_optimization else lambda *_: self._timeline.cut("forward")
         for optimizer in trainer.optimizers:
-            self._undo.append(optimizer.register_step_post_hook(end_step).remove)
+            self._undo.append(get_own_optimizer(optimizer).register_step_post_hook(end_step).remove)
 
     # Marks
 
@@ -157,6 +161,9 @@ class ThroughputLogger(StepCallback):
 
     @override
     def on_step_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._compilations is not None and (warning := self._compilations.end_step(self.last_step)):
+            self._notes.append(warning)
+            warnings.warn(warning, stacklevel=1)  # on each rank, as each compiles for itself
         self._timeline.cut("other")
         self._timeline.close(self._num_elements)
         if self._counter is not None:
@@ -249,6 +256,14 @@ class ThroughputLogger(StepCallback):
             return None
         return FlopCounter()
 
+    def _watch_compiler(self, module: LightningModule) -> CompilationMeter | None:
+        if not is_compiled(module):
+            return None
+        meter = CompilationMeter()
+        meter.start()
+        self._undo.append(meter.stop)
+        return meter
+
     def _stop_counting(self) -> None:
         if self._is_counting and self._counter is not None:
             self._is_counting = False
@@ -301,12 +316,6 @@ class ThroughputLogger(StepCallback):
             return None
 
     @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero and self._section is not None:
-            for table in self._section.tables:
-                print_table(table)
-
-    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._stop_watching()
 
@@ -327,6 +336,9 @@ class ThroughputLogger(StepCallback):
             notes.append(f"FLOPs are more than counted, without a formula: {', '.join(self._flops.uncounted)}")
         rates = [rate for _, rate, is_after in self._rates if is_after] or [rate for _, rate, _ in self._rates]
         numbers: dict[str, Any] = {"steps": num_steps, "ranks": world_size}
+        if self._compilations is not None:
+            numbers["compiler"], sentences = self._compilations.describe()
+            notes += sentences
         rows = []
         if rates:
             rate = statistics.median(rates)

@@ -8,15 +8,17 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from typing import Any
 
-from lit_fsdp.profiling.collectives import COLLECTIVES, Collective
+from lit_fsdp.profiling.collectives import TRAFFIC, Traffic
 from lit_fsdp.profiling.communication_meter import Communication, UnitCommunication, add_up
 from lit_fsdp.reporting.rank_stats import Spread
 from lit_fsdp.reporting.sections import Curve, Plot, Section, Table
 
-SHORT_NAMES: dict[Collective, str] = {
+SHORT_NAMES: dict[Traffic, str] = {
     "all_gather": "gather",
     "reduce_scatter": "reduce_scatter",
     "all_reduce": "all_reduce",
+    "tensor": "tensor",
+    "all_to_all": "all_to_all",
 }
 # What every rank says about an interval.
 NUMBERS = ("step_s", "collective_s", "exposed_s", "wire_bytes", *(f"{short}_gib" for short in SHORT_NAMES.values()))
@@ -67,7 +69,7 @@ def make_communication_section(
     """
     whole = _summarize(intervals)
     straggler = find_straggler(whole, straggler_pct)
-    totals = {kind: add_up([unit for unit in units if unit.collective == kind]) for kind in COLLECTIVES}
+    totals = {kind: add_up([unit for unit in units if unit.collective == kind]) for kind in TRAFFIC}
     ranks = _list_ranks(whole)
     steps = [interval.step for interval in intervals]
     shares = [statistics.fmean(interval.list_shares()) for interval in intervals]
@@ -145,7 +147,7 @@ def _make_cells(total: Communication, times: str = "") -> list[str]:
     return [*(times + number for number in numbers), f"{total.bandwidth_gb_s:.3g}"]
 
 
-def _make_totals_table(totals: Mapping[Collective, Communication]) -> Table:
+def _make_totals_table(totals: Mapping[Traffic, Communication]) -> Table:
     rows = [[SHORT_NAMES[kind], *_make_cells(total)] for kind, total in totals.items() if total.calls]
     return Table(title="Collectives of a step, means of rank 0", columns=["collective", *_COLUMNS], rows=rows)
 
@@ -166,7 +168,7 @@ def _make_ranks_table(ranks: Sequence[Mapping[str, float]]) -> Table:
 def _make_units_table(units: Sequence[UnitCommunication]) -> Table:
     """Return one row for each unit and collective; neighbours of one size share a row, times are then means."""
     rows = []
-    for kind in COLLECTIVES:
+    for kind in TRAFFIC:
         of_kind = [unit for unit in units if unit.collective == kind]
         for _, group in groupby(of_kind, key=lambda unit: (unit.calls, unit.num_bytes)):
             same = list(group)
@@ -180,7 +182,7 @@ def _make_units_table(units: Sequence[UnitCommunication]) -> Table:
 def _make_plots(units: Sequence[UnitCommunication], ranks: Sequence[Mapping[str, float]], share: Curve) -> list[Plot]:
     order = list(dict.fromkeys(unit.unit for unit in units))
     by_unit = []
-    for kind in COLLECTIVES:
+    for kind in TRAFFIC:
         seconds = {unit.unit: unit.seconds for unit in units if unit.collective == kind}
         if seconds:
             heights = [seconds.get(name, 0.0) for name in order]

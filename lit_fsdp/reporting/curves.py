@@ -11,6 +11,7 @@ from lit_fsdp.reporting.sections import Curve, Plot, Section, Table
 Point = tuple[int, float]  # step, value
 _STAGES = ("train", "val", "test", "valid", "validation")
 _FIRST = ("loss", "perplexity", "learning_rate", "grad_norm")
+_COUNTERS = ("epoch", "step", "global_step", "tokens_seen", "samples_seen")  # rise by themselves: nothing to look at
 _MAX_CURVES = 8  # in one plot
 _MAX_RATIO = 50  # between the scales of two curves in one plot
 
@@ -77,7 +78,7 @@ def make_curves_section(history: Mapping[str, Series]) -> Section:
     """Return the curves of a run, by the names of metrics.
 
     ``train/loss`` and ``val/loss`` share a plot, and so do names with another prefix in common, unless their scales
-    are too far apart.
+    are too far apart. Counters are in the table only.
     """
     numbers = {name: _describe_series(series) for name, series in history.items()}
     plots = [plot for group in _group(history) for plot in _plot(group, history)]
@@ -130,6 +131,8 @@ def _group(history: Mapping[str, Series]) -> list[list[str]]:
     groups: dict[str, list[str]] = {}
     for name in history:
         prefix, _, rest = name.partition("/")
+        if name.rpartition("/")[2] in _COUNTERS:
+            continue
         groups.setdefault(rest if prefix in _STAGES and rest else prefix, []).append(name)
 
     def place(key: str) -> tuple[int, str]:

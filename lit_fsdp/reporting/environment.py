@@ -27,6 +27,17 @@ def read_environment(trainer: Trainer) -> dict[str, Any]:
     """Return versions, devices of all ranks and the commit of the current folder; all ranks must call it."""
     devices = gather_objects(_read_device(trainer.strategy.root_device))
     return {
+        **read_machine(),
+        "world_size": trainer.world_size,
+        "num_nodes": trainer.num_nodes,
+        "devices": devices,
+        "commit": _read_commit() if trainer.is_global_zero else None,
+    }
+
+
+def read_machine() -> dict[str, Any]:
+    """Return versions, and what this machine is made of besides GPUs."""
+    return {
         "python": platform.python_version(),
         # Of torch with its build, such as +cu130, which is no part of the version of the registry's package.
         "packages": {name: found for name in _PACKAGES if (found := _get_version(name)) is not None}
@@ -38,31 +49,31 @@ def read_environment(trainer: Trainer) -> dict[str, Any]:
         "cpu": _read_cpu(),
         "num_cpus": os.cpu_count(),
         "host_memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB, 1),
-        "world_size": trainer.world_size,
-        "num_nodes": trainer.num_nodes,
-        "devices": devices,
-        "commit": _read_commit() if trainer.is_global_zero else None,
     }
 
 
 def describe_environment(environment: Mapping[str, Any]) -> Section:
     """Return versions and hardware as a section."""
-    rows = [(name, number) for name, number in environment["packages"].items()]
-    rows.insert(0, ("Python", environment["python"]))
-    names = {
-        "cuda": "CUDA of torch",
-        "nccl": "NCCL",
-        "driver": "NVIDIA driver",
-        "platform": "system",
-        "commit": "commit of the current folder",
-    }
-    rows += [(label, str(environment[key])) for key, label in names.items() if environment[key]]
+    rows = list_versions(environment)
+    if environment["commit"]:
+        rows.append(("commit of the current folder", environment["commit"]))
     rows.append(("devices", format_devices(environment["devices"])))
     rows.append(("ranks", format_ranks(environment)))
-    host = f"{environment['cpu']}, {environment['num_cpus']} threads, {environment['host_memory_gib']:,} GiB"
-    rows.append(("host of rank 0", host))
+    rows.append(("host of rank 0", format_host(environment)))
     table = Table(title="", columns=("", "version or value"), rows=rows)
     return Section(title="Environment", name="environment", tables=[table])
+
+
+def list_versions(machine: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what ``read_machine`` has read of software, as rows of a table."""
+    names = {"cuda": "CUDA of torch", "nccl": "NCCL", "driver": "NVIDIA driver", "platform": "system"}
+    known = [(label, str(machine[key])) for key, label in names.items() if machine[key]]
+    return [("Python", machine["python"]), *machine["packages"].items(), *known]
+
+
+def format_host(machine: Mapping[str, Any]) -> str:
+    """Return the processor and the memory of a machine in a few words."""
+    return f"{machine['cpu']}, {machine['num_cpus']} threads, {machine['host_memory_gib']:,} GiB"
 
 
 def format_devices(devices: Sequence[Mapping[str, Any]]) -> str:

@@ -79,7 +79,7 @@ def _make_step_tables(step: TracedStep) -> list[Table]:
     """Return the table by kind and the table by unit."""
     peak = step.memory.peak
     predicted = None if step.comparison is None else step.comparison.predicted
-    size, name = (_GIB, "GiB") if peak.num_bytes >= _GIB else (_GIB / 1024, "MiB")
+    size, name = (_GIB, "GiB") if peak.num_bytes >= _GIB else (2**20, "MiB")
     rows = []
     for kind in KINDS:
         numbers = (peak.by_kind.get(kind, 0), max(step.memory.by_kind[kind]))
@@ -95,13 +95,18 @@ def _make_step_tables(step: TracedStep) -> list[Table]:
     if predicted is not None:
         columns.insert(1, "predicted peak")
     by_kind = Table(title=f"Tensors in step {step.number}, rank 0, {name}; peak {where}", columns=columns, rows=rows)
+    title = f"FSDP units at the peak of step {step.number}, rank 0, {name}"
+    return [by_kind, make_unit_table(peak, title, size)]
+
+
+def make_unit_table(peak: Peak, title: str, size: int) -> Table:
+    """Return what each unit holds at the peak, the largest first; ``size`` is the bytes of the unit of the numbers."""
     units = sorted(peak.by_unit.items(), key=lambda item: -sum(item[1].values()))
     shown = [(unit, [kinds.get(kind, 0) for kind in KINDS]) for unit, kinds in units[:_MAX_UNITS]]
     if rest := units[_MAX_UNITS:]:
         shown.append((f"{len(rest)} more units", [sum(kinds.get(kind, 0) for _, kinds in rest) for kind in KINDS]))
     rows = [[unit, *(f"{number / size:.2f}" for number in numbers)] for unit, numbers in shown]
-    title = f"FSDP units at the peak of step {step.number}, rank 0, {name}"
-    return [by_kind, Table(title=title, columns=["unit", *map(_spell, KINDS)], rows=rows)]
+    return Table(title=title, columns=["unit", *map(_spell, KINDS)], rows=rows)
 
 
 def _describe_step(step: TracedStep) -> dict[str, Any]:

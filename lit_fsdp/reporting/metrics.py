@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
@@ -58,6 +60,12 @@ def is_logging_step(trainer: Trainer) -> bool:
     return interval > 0 and trainer.global_step % interval == 0
 
 
+def count_planned_steps(trainer: Trainer) -> float:
+    """Return at which step a run ends, infinity if it has no end, or data that does not know its length decides."""
+    steps = trainer.estimated_stepping_batches
+    return math.inf if steps < 0 else steps
+
+
 def is_trial(trainer: Trainer) -> bool:
     """Return whether this is a ``fast_dev_run``, which leaves no files."""
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # set by one of its connectors
@@ -69,6 +77,35 @@ def find_checkpoint_folder(trainer: Trainer) -> Location:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
             return locate(callback.dirpath)
     return find_run_folder(trainer) / "checkpoints"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Headline:
+    """The metric that says best how good a model is: what summary and report begin with.
+
+    Args:
+        metric: Its name without the stage: ``top1_pct`` is logged as ``val/top1_pct``.
+        mode: Whether small or large values are good, ``min`` or ``max``.
+    """
+
+    metric: str
+    mode: str
+
+    def choose_best(self, *points: Any) -> Any:
+        """Return that of ``(step, value)`` with the best value, the first of equal ones."""
+        return (min if self.mode == "min" else max)(points, key=lambda point: point[1])
+
+
+def get_headline(module: LightningModule) -> Headline:
+    """Return what a module names as ``headline_metric`` and ``headline_mode``, by default the loss.
+
+    Raises:
+        ValueError: The mode is neither ``min`` nor ``max``.
+    """
+    metric, mode = getattr(module, "headline_metric", "loss"), getattr(module, "headline_mode", "min")
+    if mode not in ("min", "max"):
+        raise ValueError(f"headline_mode: got {mode!r} in {type(module).__name__}: expected min or max")
+    return Headline(metric=metric, mode=mode)
 
 
 def read_metric(trainer: Trainer, name: str) -> float | None:

@@ -7,15 +7,14 @@ import re
 from html import escape
 from itertools import count
 from pathlib import Path
-from typing import Any
-
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from typing import TYPE_CHECKING, Any
 
 from lit_fsdp.files import open_whole
 from lit_fsdp.reporting.sections import Matrix, Plot
+
+if TYPE_CHECKING:  # half a second, and most processes draw nothing
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 WIDE, NARROW = (8.0, 3.6), (4.2, 3.0)  # inches
 PALETTE = ("#2563a8", "#c2571a", "#2c8653", "#a83279", "#7a5cc4", "#8a6d1d", "#0f8a94", "#b03a3a", "#6b7280", "#4d7c0f")
@@ -37,6 +36,8 @@ def render_svg(plot: Plot, size: tuple[float, float] = WIDE) -> str:
     colours of the curves, as ``--curve-1`` to ``--curve-10``. ``size``, in inches, is the room beside the text, whose
     size is always the same.
     """
+    import matplotlib as mpl
+
     buffer = io.StringIO()
     colors: Any = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK)
     # Text stays text: it can be searched and copied, and the browser's fonts show it.
@@ -61,6 +62,8 @@ def _fit_in(svg: str, plot: Plot) -> str:
 
 
 def _draw(plot: Plot, size: tuple[float, float]) -> Figure:
+    from matplotlib.figure import Figure
+
     # Not pyplot: it would keep the figure, and choose a window system.
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
@@ -84,6 +87,8 @@ def _draw(plot: Plot, size: tuple[float, float]) -> Figure:
     if plot.log_x:
         axes.set_xscale("log", base=2)
     elif plot.kind != "bars" and all(float(x).is_integer() for curve in plot.curves for x in curve.x):
+        from matplotlib.ticker import MaxNLocator
+
         axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     if plot.from_zero:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))

@@ -65,30 +65,35 @@ class Report:
     facts: Mapping[str, str]  # what comes first: labels and values
     parts: Sequence[Part]
     numbers: Mapping[str, Any] = field(default_factory=dict)  # for ``report.json``
+    kind: str = "Run report"
+    footer: str = "The same is in report.md, all numbers in report.json."
 
 
-def draw_section(section: Section, folder: Path, *, code: str = "", is_grid: bool = False) -> Part:
+def draw_section(section: Section, folder: Path | None, *, code: str = "", is_grid: bool = False) -> Part:
     """Draw the plots of a section, and write them as PNG, and its sounds as WAV, into the report's folder.
 
+    Without a folder they are in the page alone.
     Its texts are cleared of credentials and of paths of this machine. ``code`` is shown with the rest as it is. A grid
     has small pictures beside each other.
     """
     section, code = hide_paths(redact(section)), redact(code)
     anchor = _make_slug(section.name)
-    if section.plots or section.sounds:
+    if folder is not None and (section.plots or section.sounds):
         (folder / PICTURES).mkdir(parents=True, exist_ok=True)
     pictures = []
     for number, plot in enumerate(section.plots, start=1):
-        path = folder / PICTURES / f"{anchor}_{number}_{_make_slug(plot.title)}.png"
-        write_png(plot, path)
+        png = f"{PICTURES}/{anchor}_{number}_{_make_slug(plot.title)}.png"
+        if folder is not None:
+            write_png(plot, folder / png)
         wide, narrow = "" if is_grid else render_svg(plot), render_svg(plot, NARROW)
-        pictures.append(Picture(title=plot.title, wide=wide, narrow=narrow, png=f"{PICTURES}/{path.name}"))
+        pictures.append(Picture(title=plot.title, wide=wide, narrow=narrow, png=png))
     recordings = []
     for number, sound in enumerate(section.sounds, start=1):
-        path = folder / PICTURES / f"{anchor}_{number}.wav"
-        path.write_bytes(sound.wav)
+        wav = f"{PICTURES}/{anchor}_{number}.wav"
+        if folder is not None:
+            (folder / wav).write_bytes(sound.wav)
         source = f"data:audio/wav;base64,{b64encode(sound.wav).decode()}"
-        recordings.append(Recording(title=sound.title, source=source, wav=f"{PICTURES}/{path.name}"))
+        recordings.append(Recording(title=sound.title, source=source, wav=wav))
     return Part(section=section, anchor=anchor, pictures=pictures, recordings=recordings, code=code)
 
 
@@ -129,10 +134,42 @@ def write_report(report: Report, folder: Path) -> None:
     texts = {
         JSON: json.dumps(report.numbers, indent=1, ensure_ascii=False, allow_nan=False) + "\n",
         MARKDOWN: _format_markdown(report),
-        HTML: _render_html(report),
+        HTML: render_html(report),
     }
     for name, text in texts.items():
         write_whole(folder / name, text)
+
+
+def add_section(folder: Path, section: Section) -> bool:
+    """Put a section at the end of a report that was written before, in place of one of its name.
+
+    Returns whether there is a report in the folder.
+    """
+    if not all((folder / name).is_file() for name in (HTML, MARKDOWN, JSON)):
+        return False
+    part = draw_section(section, folder)
+    report = Report(name="", status="", message="", facts={}, parts=[part])
+    rendered, anchor = render_html(report), re.escape(part.anchor)
+    page = (folder / HTML).read_text(encoding="utf-8")
+    for pattern, end in (
+        (f'<section id="{anchor}">.*?</section>\n', "</main>"),
+        (f'<li><a href="#{anchor}">.*?\n', "</ol>"),
+    ):
+        new = re.search(pattern, rendered, re.DOTALL)
+        assert new is not None
+        page = re.sub(pattern, "", page, flags=re.DOTALL)
+        begin, end, rest = page.partition(end)
+        page = f"{begin}{new[0]}{end}{rest}"
+    heading = f"## {_escape(part.section.title)}\n"
+    text = re.sub(rf"^{re.escape(heading)}.*?(?=^## |\Z)", "", (folder / MARKDOWN).read_text(), flags=re.DOTALL | re.M)
+    text = f"{text.rstrip()}\n\n{heading}{_format_markdown(report).partition(heading)[2]}"
+    numbers = json.loads((folder / JSON).read_text(encoding="utf-8"))
+    entry = {"title": part.section.title, "notes": part.section.notes, "numbers": make_plain(section.numbers)}
+    numbers.setdefault("sections", {})[section.name] = redact(entry)
+    write_whole(folder / JSON, json.dumps(numbers, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    write_whole(folder / MARKDOWN, text)
+    write_whole(folder / HTML, page)
+    return True
 
 
 def make_plain(value: Any) -> Any:
@@ -171,7 +208,8 @@ def _make_slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")[:60] or "part"
 
 
-def _render_html(report: Report) -> str:
+def render_html(report: Report) -> str:
+    """Return a report as one page that needs no other file and runs no script."""
     template = resources.files("lit_fsdp.reporting").joinpath("report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(template).render(report=report)

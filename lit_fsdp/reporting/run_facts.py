@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import traceback
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lit_fsdp.quantization.layers import count_weights
 from lit_fsdp.redaction import hide_hosts, hide_paths, redact, shorten_path
 from lit_fsdp.reporting.sections import Section, Table
-from lit_fsdp.sharding.unit_table import COLUMNS, list_rows
+from lit_fsdp.sharding.unit_table import COLUMNS, describe_sizes, list_rows
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
 _MAX_MESSAGE = 1500  # characters of an error
@@ -42,11 +43,12 @@ def read_config(trainer: Trainer, folder: Path) -> dict[str, Any]:
     """
     config = _read_saved_config(trainer, folder)
     if config is None:
-        config = {"trainer": {key: getattr(trainer, key) for key in _TRAINER_KEYS}}
+        settings = {key: getattr(trainer, key) for key in _TRAINER_KEYS}
+        config = {"trainer": _drop_null(Trainer, settings)}
         config["trainer"]["strategy"] = _describe_object(trainer.strategy, getattr(trainer.strategy, "settings", None))
         for name, part in (("model", trainer.lightning_module), ("data", getattr(trainer, "datamodule", None))):
             if part is not None:
-                config[name] = _describe_object(part, dict(part.hparams))
+                config[name] = _describe_object(part, _drop_null(type(part), dict(part.hparams)))
     return hide_paths(redact(_simplify(config)))
 
 
@@ -55,12 +57,10 @@ def describe_units(trainer: Trainer, module: LightningModule) -> Section | None:
     strategy = trainer.strategy
     if not isinstance(strategy, FSDP2Strategy) or not strategy.plan or strategy.device_mesh is None:
         return None
-    shape = tuple(strategy.device_mesh.mesh.shape)
-    replicate = shape[0] if len(shape) > 1 else 1
+    sizes = strategy.mesh_sizes
     counts = count_weights(module)
     numbers = {
-        "replicate": replicate,
-        "shard": shape[-1],
+        **sizes.by_name,
         "num_parameters": sum(counts.values()),
         "num_trainable": sum(unit.num_trainable for unit in strategy.plan),
         "units": [
@@ -73,10 +73,10 @@ def describe_units(trainer: Trainer, module: LightningModule) -> Section | None:
             for unit in strategy.plan
         ],
     }
-    table = Table(title="", columns=COLUMNS, rows=list_rows(module, strategy.plan, shape[-1]))
+    table = Table(title="", columns=COLUMNS, rows=list_rows(module, strategy.plan, sizes.num_shards))
     note = (
-        f"Mesh: {replicate} x {shape[-1]} (replicate x shard). Each unit is gathered, and its gradients are reduced, "
-        "as one. Units of one size share a row."
+        f"Mesh: {describe_sizes(sizes)}. Each unit is gathered, and its gradients are reduced, as one. Units of one "
+        "size share a row."
     )
     return Section(title="FSDP units", name="units", numbers=numbers, tables=[table], notes=[note])
 
@@ -148,10 +148,16 @@ def _describe_object(value: Any, settings: Any) -> dict[str, Any]:
     return {"class_path": path, "init_args": settings} if settings else {"class_path": path}
 
 
+def _drop_null(owner: type, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings without those that are ``None``, as they are where nothing was set."""
+    defaults = {name: parameter.default for name, parameter in signature(owner).parameters.items()}
+    return {name: value for name, value in settings.items() if value is not None or defaults.get(name) is not None}
+
+
 def _simplify(value: Any) -> Any:
     """Return a value in the types of YAML; an object becomes the name of its class, as its repr may be anything."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        value = _drop_null(type(value), {field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
     if isinstance(value, Mapping):
         return {str(key): _simplify(part) for key, part in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -24,11 +24,13 @@ class Table:
         title: Above it.
         columns: Their names; all but the first are set to the right. None leave the head out: names and values.
         rows: As many cells each as there are columns.
+        is_prose: Whether cells hold sentences, with lines of their own: set to the left.
     """
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    is_prose: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +139,9 @@ def print_table(table: Table) -> None:
     table = redact(table)
     drawn = rich_table.Table(title=table.title, title_justify="left", show_header=bool(table.columns))
     for i, column in enumerate(table.columns or ("", "")):
-        drawn.add_column(column, justify="right" if i and table.columns else "left", overflow="fold")
+        drawn.add_column(
+            column, justify="right" if i and table.columns and not table.is_prose else "left", overflow="fold"
+        )
     for row in table.rows:
         drawn.add_row(*row)
     Console(width=get_width() or _WIDE).print(drawn)

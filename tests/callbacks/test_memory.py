@@ -53,7 +53,10 @@ def fit(folder: Path, out: Path, options: dict[str, Any], settings: dict[str, An
         assert predicted["measured_bytes"] == step["peak_bytes"]
         assert abs(predicted["difference_pct"]) < 1
         assert predicted["peak_bytes_by_kind"]["optimizer_state"] == step["peak_bytes_by_kind"]["optimizer_state"]
-        assert section.tables[1].columns[1] == "predicted peak"
+        assert (section.tables[1].title[:22], section.tables[1].columns[1]) == (
+            "Tensors in step 2, ran",
+            "predicted peak",
+        )
         assert any("peak predicted" in note for note in section.notes)
         which = "the largest micro-batch" if options.get("accumulate_grad_batches", 1) > 1 else "the batch"
         shape = f"{batch_size} rows of {LENGTH} tokens, without a mask of attention"
@@ -82,18 +85,13 @@ def read_rows(out: Path) -> list[dict[str, str]]:
 
 
 @pytest.mark.full
-def test_it_logs_every_step_and_names_the_rank_that_holds_most(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_it_logs_every_step_and_names_the_rank_that_holds_most(folder: Path, tmp_path: Path) -> None:
     run_ranks(fit, folder, tmp_path, {}, {}, {}, world_size=2)
     rows = [row for row in read_rows(tmp_path) if row.get("memory/rss_gib")]
     assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
     assert float(rows[-1]["memory/max_peak_rss_gib"]) > float(rows[-1]["memory/peak_rss_gib"])
     assert float(rows[-1]["memory/max_peak_rss_gib_rank"]) == 1
     assert sorted(path.name for path in (tmp_path / "memory").iterdir()) == ["run.png", "step.png"]
-    out = capfd.readouterr().out
-    assert "Memory of the ranks" in out
-    assert "Tensors in step 2, rank 0, MiB; peak in " in out
 
 
 @pytest.mark.full
@@ -139,7 +137,6 @@ def test_where_nothing_is_predicted_the_reason_is_said(
     folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
     change: Any,
     strategy: dict[str, Any] | None,
     reason: str,
@@ -160,7 +157,6 @@ def test_where_nothing_is_predicted_the_reason_is_said(
         assert section.notes == [f"Nothing was predicted: {reason}."]
 
     run_ranks(body, world_size=1)
-    assert f"Nothing was predicted: {reason}." in capfd.readouterr().out
 
 
 @pytest.mark.full

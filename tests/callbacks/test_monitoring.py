@@ -146,6 +146,7 @@ def fit_mixture(folder: Path, root: Path) -> None:
     assert ("predicted" in section.numbers) == (dist.get_rank() == 0), section.notes
 
 
+@pytest.mark.full
 def test_experts_are_estimated_by_one_rank_without_the_others(tmp_path: Path) -> None:
     run_ranks(fit_mixture, save_mixture(tmp_path / "model"), tmp_path, world_size=2)
 

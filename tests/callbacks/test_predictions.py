@@ -82,9 +82,9 @@ def test_a_second_run_of_the_same_callback_starts_empty(tmp_path: Path) -> None:
 def test_two_ranks_predict_from_the_checkpoint_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path, model={"generation": {"max_new_tokens": 3}})
-    prompts = [f"word{k} is" for k in range(5)]
+    prompts = ["word is " * k + f"word{k} is" for k in range(5)]
     (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps({'prompt': p})}\n" for p in prompts))
-    args = ("--config=run.yaml", "--run_name=chat", "--data.predict=prompts.jsonl")
+    args = ("--config=run.yaml", "--run_name=chat", "--data.predict=prompts.jsonl", "--verbosity=full")
     ranks = fork_ranks("fit", *args)
     assert [rank.code for rank in ranks] == [0, 0], ranks
     assert "FSDP units" in ranks[0].out
@@ -98,6 +98,7 @@ def test_two_ranks_predict_from_the_checkpoint_of_a_run(tmp_path: Path, monkeypa
         assert "Loaded model weights from the checkpoint" in ranks[0].err
         found = read(tmp_path / folder / "predictions.jsonl")
         assert [row["index"] for row in found] == [0, 1, 2, 3, 4]
+        assert [row["prompt"] for row in found] == prompts  # beside longer ones, which they are padded to
         assert all(isinstance(row["prediction"], str) for row in found)
     first, second = (Path(f"runs/chat/version_{k}/predictions.jsonl").read_text() for k in (1, 2))
     assert first == second

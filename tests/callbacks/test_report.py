@@ -1,5 +1,6 @@
 """The report of a run, in its three files."""
 
+import json
 import os
 import re
 import signal
@@ -47,6 +48,8 @@ def test_the_numbers_are_those_of_the_run(two_ranks: Path) -> None:
     assert numbers["environment"]["packages"]["torch"] == torch.__version__
     assert numbers["environment"]["devices"] == [{"name": "cpu", "memory_gib": None}] * 2
     assert numbers["config"]["trainer"]["max_steps"] == 8
+    assert "null" not in json.dumps(numbers["config"])
+    assert numbers["run"]["headline"] is None  # without a validation
     assert set(numbers) == {
         *("format", "run", "curves", "checkpoints", "units", "sections", "config", "environment"),
     }
@@ -62,7 +65,7 @@ def test_a_users_section_is_in_all_three_files_and_a_broken_one_says_why(two_ran
         assert words in text
         assert words.replace("&", "&amp;").replace("<", "&lt;") in markdown
     pictures = re.findall(r"!\[.*?\]\((.*?)\)", markdown)
-    assert len(pictures) == 6  # five curves and the user's plot
+    assert len(pictures) == 5  # four curves and the user's plot
     for picture in pictures:
         assert (two_ranks / picture).read_bytes().startswith(b"\x89PNG")
 
@@ -75,7 +78,7 @@ def test_the_page_is_well_formed_and_refers_to_nothing_outside(two_ranks: Path) 
     assert {reference[1:] for reference in page.references} <= set(page.ids)
     assert len(page.ids) == len(set(page.ids))
     assert not re.search(r"url\((?!#)|@import|<link|<img", source)
-    assert page.tags.count("svg") == 5 + 2  # the user's plot for a screen and for a phone
+    assert page.tags.count("svg") == 4 + 2  # the user's plot for a screen and for a phone
     assert "default-src 'none'" in source
 
 

@@ -1,13 +1,16 @@
 """The table at the end of a run."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from fake_time import FakeTime
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from report_runs import Broken, Weather
 from torch.utils.data import DataLoader
 
 from lit_fsdp.callbacks import RunSummary
@@ -52,6 +55,64 @@ def fit(folder: Path, capsys: pytest.CaptureFixture[str], task: LightningModule,
     return dict(rows)
 
 
+class Improving(TinyTask):
+    """Logs an accuracy that rises and falls."""
+
+    headline_metric = "top1_pct"
+    headline_mode = "max"
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val/top1_pct", {3: 10.0, 6: 60.0, 9: 55.0, 12: 50.0}[self.global_step])
+
+
+def test_the_metric_that_the_module_names_comes_first_with_its_best_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"limit_val_batches": 1, "val_check_interval": 3, "enable_checkpointing": False}
+    rows = fit(tmp_path, capsys, Improving(), **options)
+    assert next(iter(rows.items())) == ("val/top1_pct", "50.0000 (best 60.0000 at step 6)")
+
+    class Falling(Improving):
+        headline_mode = "min"
+
+    assert fit(tmp_path, capsys, Falling(), **options)["val/top1_pct"] == "50.0000 (best 10.0000 at step 3)"
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"headline_metric": "top1"}, "headline_metric: got 'top1': nothing logs it: did you mean top1_pct?"),
+        ({"headline_mode": "high"}, "headline_mode: got 'high' in Wrong: expected min or max"),
+    ],
+)
+def test_a_metric_that_cannot_be_shown_is_told(
+    attributes: dict[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = type("Wrong", (Improving,), attributes)()
+    how = pytest.warns(UserWarning, match=re.escape(message))
+    if "headline_mode" in attributes:
+        how = pytest.raises(ValueError, match=re.escape(message))  # type: ignore[assignment]
+    with how:
+        fit(tmp_path, capsys, wrong, max_steps=3, limit_val_batches=1, val_check_interval=3, enable_checkpointing=False)
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_tables_of_other_callbacks_are_printed_on_request_only(
+    verbose: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callbacks = [Weather(), Broken(), RunSummary(verbose=verbose)]
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0}
+    options = {"max_steps": 1, "callbacks": callbacks, "enable_checkpointing": False, "default_root_dir": tmp_path}
+    trainer = Trainer(accelerator="cpu", **quiet, **options)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="Broken: make_section: ") if verbose else nullcontext():
+        trainer.fit(TinyTask(), DataLoader(torch.ones(4, 4)))
+    start, *rest = capsys.readouterr().out.splitlines()
+    assert start == "training: 1 rank on cpu, from step 0 to 1"
+    section = Weather().make_section()
+    assert all((text in "\n".join(rest)) == verbose for text in (section.tables[0].columns[0], section.notes[0]))
+    assert ("Run summary" in rest[0]) != verbose
+
+
 def test_it_tells_what_the_run_took_and_where_its_results_lie(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,7 +125,7 @@ def test_it_tells_what_the_run_took_and_where_its_results_lie(
     assert rows["ranks"] == "1 on cpu"
     assert rows["peak memory"].endswith(" GiB")
     assert float(rows["train/loss"]) >= 0
-    assert float(rows["val/loss"]) >= 0
+    assert float(rows["val/loss"].split()[0]) >= 0
     assert rows["last checkpoint"] == "kept/last.ckpt"
     assert (tmp_path / rows["best checkpoint"]).exists()
 
@@ -89,6 +150,26 @@ def test_a_task_that_logs_nothing_gets_the_rest_of_the_table(
 
     rows = fit(tmp_path, capsys, SilentTask(), limit_val_batches=0, enable_checkpointing=False, max_steps=2)
     assert set(rows) == {"steps", "wall time", "ranks", "peak memory"}
+
+
+def test_a_run_that_had_nothing_left_to_do_took_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = Trainer(accelerator="cpu", max_steps=2, logger=False, default_root_dir=tmp_path, enable_checkpointing=False)
+    first.fit(TinyTask(), DataLoader(torch.ones(4, 1, 4)))
+    first.save_checkpoint(tmp_path / "two.ckpt")
+    capsys.readouterr()
+    trainer = Trainer(accelerator="cpu", max_steps=2, logger=False, default_root_dir=tmp_path, callbacks=[RunSummary()])
+    trainer.fit(TinyTask(), DataLoader(torch.ones(4, 1, 4)), ckpt_path=str(tmp_path / "two.ckpt"))
+    out = capsys.readouterr().out
+    assert "nothing left to train: the run is at step 2 and trainer.max_steps is 2; raise it to go on\n" in out
+    assert re.search(r"│ steps +│ 0 \(now at 2\)", out)
+    one_epoch: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 1, "logger": False, "default_root_dir": tmp_path}
+    trainer = Trainer(**one_epoch, callbacks=[RunSummary()])
+    trainer.fit(TinyTask(), DataLoader(torch.ones(4, 1, 4)))
+    assert "nothing left" not in capsys.readouterr().out
+    trainer.save_checkpoint(tmp_path / "epoch.ckpt")
+    trainer = Trainer(**one_epoch, callbacks=[RunSummary()])
+    trainer.fit(TinyTask(), DataLoader(torch.ones(4, 1, 4)), ckpt_path=str(tmp_path / "epoch.ckpt"))
+    assert "is at step 4 and trainer.max_epochs is 1; raise it" in capsys.readouterr().out
 
 
 def test_a_loss_that_is_not_finite_at_the_end_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,3 +209,15 @@ def test_an_evaluation_ends_in_its_metrics_with_six_digits(
     rows = re.findall(r"^│ (.*?) +│ (.*?) *│$", out, flags=re.MULTILINE)
     assert rows == [("val/loss", "3.33333"), ("val/steps", "1e+06"), ("test/loss", "0.666667")] * verbose
     assert verbose or out == ""
+
+
+def test_a_resume_within_an_epoch_says_what_is_trained_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    data, path = DataLoader(torch.ones(40, 4), batch_size=2), None
+    for steps in (2, 3):
+        saves = ModelCheckpoint(tmp_path, filename="run", every_n_train_steps=2)
+        trainer = Trainer(max_steps=steps, callbacks=[RunSummary(), saves], **quiet)  # type: ignore[arg-type]
+        trainer.fit(TinyTask(), data, ckpt_path=path)
+        path = tmp_path / "run.ckpt"
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("training: ")]
+    assert lines == [f"training: 1 rank on cpu, from step {first} to {last}" for first, last in ((0, 2), (2, 3))]

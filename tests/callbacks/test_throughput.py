@@ -114,7 +114,7 @@ def fit(callback: ThroughputLogger, folder: Path, rows: Dataset[Tensor] | None =
     return section
 
 
-def test_every_part_gets_its_time_and_pauses_count_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_part_gets_its_time_and_pauses_count_nowhere(tmp_path: Path) -> None:
     callback = ThroughputLogger(num_warmup_steps=2, starved_pct=50)
     assert isinstance(callback, HasSection)
     options = {"val_check_interval": 3, "limit_val_batches": 1, "accumulate_grad_batches": 2}
@@ -128,7 +128,7 @@ def test_every_part_gets_its_time_and_pauses_count_nowhere(tmp_path: Path, capsy
     for name, values in {**parts, "step": steps}.items():
         assert section.numbers[f"{name}_s"] == statistics.median(values[2:]), name
     assert section.numbers["samples_per_s"] == pytest.approx(10 * 5 / sum(steps[2:]))  # 10 a step
-    assert "Speed, medians of 5 steps after the warm-up" in capsys.readouterr().out
+    assert section.tables[0].title == "Speed, medians of 5 steps after the warm-up"
 
 
 def test_it_logs_every_interval_and_what_is_left_at_the_end(tmp_path: Path) -> None:
@@ -265,6 +265,8 @@ def test_compiled_blocks_are_not_counted_and_it_says_so(tmp_path: Path) -> None:
     assert section is not None
     assert "FLOPs are not counted: what is compiled cannot be seen" in section.notes
     assert "model_tflop_s" not in section.numbers
+    assert section.numbers["compiler"]["recompilations"] == 0
+    assert any(note.startswith("rank 0 compiled ") for note in section.notes)
 
 
 def test_a_slow_start_is_not_taken_for_slow_data(tmp_path: Path) -> None:
