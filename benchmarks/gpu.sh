@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that needs a GPU, on one machine, in 25 minutes by estimate: the tests, then what is measured. Pages are dated, in benchmarks/results.
+# All that needs a GPU, on one machine, in 36 minutes by estimate: the tests, then what is measured. Pages are dated, in benchmarks/results.
 #
 #     benchmarks/gpu.sh                  # everything
 #     benchmarks/gpu.sh tests memory     # some parts
@@ -9,10 +9,13 @@
 # tests         4    tests/gpu, those with several ranks on one card included
 # default       3    the default tier of the tests, with the GPU visible
 # memory        5    peaks of the closed form, the trace and the allocator: steps of some GiB, and 48 small ones
-# qlora         5    QLoRA at the shape of an 8B model beside torch + peft + bitsandbytes, under caps of 8, 16 and 24 GiB
+# qlora         6    QLoRA at the shape of an 8B model beside torch + peft + bitsandbytes, under caps of 8, 16 and 24 GiB
 # lora          4    LoRA over bfloat16 likewise, under caps of 24 and 16 GiB (which it does not fit), and where its step goes
+# context       4    QLoRA at the shape of an 8B model with long rows under a cap of 24 GiB, inputs of blocks on the host and not
 # two_ranks     1    two ranks on one card through gloo: no measure of speed
-# speed         3    a vision transformer beside plain FSDP2 and the Trainer of Transformers; steps of optimizers
+# packed        2    packed rows of 16,384 tokens with a mask, without one, and by flex attention: memory and time
+# steps         7    a language model and a vision transformer beside a plain loop over FSDP2 and the Trainer of Transformers
+# speed         1    steps of optimizers
 #
 # A part ends after twice its minutes, at most nine and a half. Goes on where a part or a piece of it fails, names those at the end,
 # and exits with 1 then. RESULTS=FOLDER writes elsewhere. Of pages that need several runs, what there is so far is in the file.
@@ -23,7 +26,7 @@ results=${RESULTS:-benchmarks/results}
 device=${DEVICE:-cuda}
 today=$(date -u +%F)
 failed=()
-parts=(tests default memory qlora lora two_ranks speed)
+parts=(tests default memory qlora lora context two_ranks packed steps speed)
 mkdir -p "$results"
 
 try() { # minutes, command
@@ -46,8 +49,8 @@ run_tests() { # minutes, arguments; several at a time where pytest-xdist is ther
 if [ "$device" = cpu ]; then
     export CUDA_VISIBLE_DEVICES=
     ranks=1 jobs=1 shape=(--shape tiny --length 32 --steps 4 --repeats 1)
-    parts=(memory qlora lora two_ranks speed)
-    vit=(--ranks 2 --repeats 1 --steps 5 --image-size 16)
+    parts=(memory qlora lora context two_ranks packed steps speed)
+    steps=(--size tiny --ranks 2 --rounds 1 --steps 6 --cases vit --variants plain ours hf_trainer)
 else
     ranks=$(python3 -c "import torch; print(torch.cuda.device_count())")
     if [ "$ranks" = 0 ]; then
@@ -56,7 +59,7 @@ else
     fi
     # Cases of some GiB at a time, each beside a CUDA context of its own.
     jobs=$(python3 -c "import os, torch; print(max(1, min(os.cpu_count() // 2, torch.cuda.mem_get_info()[0] // (24 * 2**30))))")
-    vit=(--ranks "$ranks" --repeats 2 --image-size 224)
+    steps=(--ranks "$ranks" --rounds 2 --precision bf16-mixed --cases full vit --variants plain ours ours_monitored hf_trainer)
 fi
 variants=(--variants stock "ours 1")
 [ "$ranks" -gt 1 ] && variants+=(accelerate ours)
@@ -85,7 +88,8 @@ adapters() { # minutes, cap in GiB, name of the page, options
 }
 
 qlora() {
-    adapters 4 16 qlora_8b_16gib --length 2048 --repeats 2 --profile
+    local variants=("${variants[@]}" "ours 1 kept")
+    adapters 5 16 qlora_8b_16gib --length 2048 --repeats 2 --profile
     [ "$device" = cpu ] && return # the caps differ on GPUs only
     adapters 2.5 8 qlora_8b_8gib --length 512 --repeats 1
     adapters 2.5 24 qlora_8b_24gib --length 4096 --repeats 1
@@ -97,14 +101,31 @@ lora() {
     adapters 2.5 16 lora_8b_16gib --base bf16 --length 512 --repeats 1
 }
 
+context() {
+    local ours=(--repeats 1 --variants "ours 1")
+    adapters 2 24 qlora_8b_24gib_16k --length 16384 "${ours[@]}"
+    adapters 2 24 qlora_8b_24gib_16k_offload --length 16384 "${ours[@]}" --offload
+    [ "$device" = cpu ] && return
+    adapters 3 24 qlora_8b_24gib_48k_offload --length 49152 --steps 4 "${ours[@]}" --offload
+}
+
 two_ranks() {
     local where=(--shape small)
     [ "$device" = cpu ] && where=(--device cpu "${shape[@]}")
     try 2 python3 benchmarks/qlora.py --repeats 1 "${where[@]}" --ranks 2 --variants ours --one-card --profile --out "$results/two_ranks_one_card_$today.md"
 }
 
+packed() {
+    local setting=(--device cuda --precision bf16-true --steps 8 --attention sdpa auto flex_attention)
+    [ "$device" = cpu ] && setting=(--length 256 --documents 4 --repeats 1)
+    try 4 python3 benchmarks/packed_attention.py "${setting[@]}" --out "$results/packed_attention_${device}_$today.md"
+}
+
+steps() {
+    try 9 python3 benchmarks/step.py "${steps[@]}" --out "$results/step_${device}_$today.json"
+}
+
 speed() {
-    try 5 python3 benchmarks/vit.py "${vit[@]}" --out "$results/vit_${device}_$today.md"
     try 1 python3 benchmarks/optimizers.py --out "$results/optimizers_${device}_$today.md"
 }
 

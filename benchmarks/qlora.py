@@ -9,7 +9,8 @@ Llama-architecture model in NF4 with double quantization, or in bfloat16, adapte
 AdamW, every rank the same number of random tokens a step, activation checkpointing. Stock runs under autocast, as
 the Trainer of Transformers does. Only ``small`` reads its weights from files; other shapes are drawn layer by layer on
 the device. Accelerate's side is its own ``fsdp2_prepare_model``, called directly: on a CPU its launcher turns FSDP off.
-With ``--one-card`` all ranks share one GPU through gloo: no measure of speed, see ``one_card.py``.
+Rows of more than 4,096 tokens have their loss in parts of 512, in `ours` only. With ``--one-card`` all ranks share one
+GPU through gloo: no measure of speed, see ``one_card.py``.
 """
 
 from __future__ import annotations
@@ -32,9 +33,15 @@ from typing import Any
 from step_costs import format_costs, list_costs, start_profile
 from stock_adapters import RANK, SHAPES, load_stock, save_model
 
-VARIANTS = ("stock", "accelerate", "ours 1", "ours")
+VARIANTS = ("stock", "accelerate", "ours 1", "ours 1 kept", "ours", "ours kept")  # kept: what is dequantized
+ON_RANKS = ("accelerate", "ours", "ours kept")
 KINDS = ("codes", "absmax", "other frozen", "adapters", "optimizer")
+COLUMNS = (
+    *("variant", "ranks", "runs", "step, s", "to stock", "CPU, s", "to stock", "tokens/s", "steps, GiB", "peak, GiB"),
+    *("4-bit, MB", "last loss"),
+)
 WARMUP = 2  # steps
+LEARNING_RATE = 1e-4
 PROCESS_LIMIT_S = 300  # a variant that hangs must not cost the others their turn
 
 
@@ -87,6 +94,7 @@ class Meter:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.times: list[float] = []
+        self.cpu_times: list[float] = []
         self.losses: list[float] = []
         self.costs: Any = None
         self.loading_peak = 0  # and the first steps
@@ -95,7 +103,7 @@ class Meter:
 
     def begin(self) -> None:
         """Begin a step."""
-        self.started = time.perf_counter()
+        self.started, self.cpu_started = time.perf_counter(), time.process_time()
 
     def end(self, loss: Any) -> None:
         """End a step."""
@@ -108,6 +116,7 @@ class Meter:
             self.costs, self.profiler = list_costs(self.profiler), None
         else:
             self.times.append(time.perf_counter() - self.started)
+            self.cpu_times.append(time.process_time() - self.cpu_started)
         if len(self.losses) == WARMUP:
             self.loading_peak = read_peak_bytes()
             if is_cuda():
@@ -121,6 +130,7 @@ class Meter:
         peak = read_peak_bytes()
         return {
             "step_s": statistics.median(self.times[WARMUP:]),
+            "cpu_s": statistics.median(self.cpu_times[WARMUP:]),
             "losses": self.losses,
             "step_peak_bytes": peak,
             "peak_bytes": max(peak, self.loading_peak),
@@ -136,7 +146,7 @@ def train_stock(args: argparse.Namespace, *, is_sharded: bool) -> dict[str, Any]
     if is_sharded:
         model = shard_with_accelerate(model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
     meter = Meter(args)
     meter.begin()
     for step in range(args.steps):
@@ -156,7 +166,7 @@ def train_ours(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.utils.data import DataLoader
 
-    from lit_fsdp import ActivationCheckpointing, FSDP2Strategy
+    from lit_fsdp import ActivationCheckpointing, FSDP2Strategy, Optimizer
     from lit_fsdp.adapters.lora import LoRA
     from lit_fsdp.quantization.quantize import Quantization
     from lit_fsdp.tasks import CausalLM, LRSchedule
@@ -182,11 +192,16 @@ def train_ours(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
         **source,
         lora=LoRA(r=RANK, alpha=2 * RANK),
         quantization=Quantization() if args.base == "nf4" else None,
+        loss_chunks=args.length // 512 if args.length > 4096 else 1,
+        optimizer=Optimizer(learning_rate=LEARNING_RATE),
         lr_scheduler=LRSchedule(type="constant"),
+    )
+    recompute = ActivationCheckpointing(
+        mode="full", offload=args.offload, keep_dequantized=args.variant.endswith("kept")
     )
     trainer = pl.Trainer(
         accelerator="gpu" if is_cuda() else "cpu",
-        strategy=FSDP2Strategy(print_plan=False, activation_checkpointing=ActivationCheckpointing(mode="full")),
+        strategy=FSDP2Strategy(print_plan=False, activation_checkpointing=recompute),
         precision="bf16-true",
         max_steps=args.steps,
         callbacks=[Clock()],
@@ -264,7 +279,7 @@ def be_variant(args: argparse.Namespace) -> None:
             whole = torch.cuda.get_device_properties(args.device).total_memory
             torch.cuda.set_per_process_memory_fraction(args.cap_gib * 2**30 / whole)
     before = 0 if is_cuda() else read_peak_bytes()
-    ranks = args.ranks if args.variant in ("accelerate", "ours") else 1
+    ranks = args.ranks if args.variant in ON_RANKS else 1
     if args.variant.startswith("ours"):
         facts = train_ours(args, ranks)
     else:
@@ -285,7 +300,7 @@ def run(variant: str, args: argparse.Namespace, folder: str) -> list[dict[str, A
     options += ["--steps", str(args.steps), "--length", str(args.length), "--cap-gib", str(args.cap_gib)]
     options += ["--base", args.base, *["--one-card"] * args.one_card, *["--profile"] * args.profile]
     command = [sys.executable, __file__, *options]
-    if variant in ("accelerate", "ours"):
+    if variant in ON_RANKS:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
         command = [sys.executable, *launcher, __file__, *options]
     try:
@@ -315,19 +330,22 @@ def format_results(results: dict[str, list[Any]], args: argparse.Namespace) -> s
         + ", ".join(f"{name} {version(name)}" for name in packages)
         + f". One row of {args.length} tokens per rank and step, bf16, recomputation. Medians of up to {args.repeats} "
         f"runs, variants in turn, in alternating order, the first {WARMUP} steps left out; the loss is that of rank 0, "
-        "ours of all ranks. Ratios count; absolute times on a shared CPU mean little. Peaks are those of "
-        "the rank that has most, in the steps and with loading: "
+        "ours of all ranks. CPU is the time that the process computes, of the rank that has most; in `kept` variants "
+        "`activation_checkpointing.keep_dequantized` is on. Ratios count; absolute times on a shared CPU mean little. "
+        "Peaks are those of the rank that has most, in the steps and with loading: "
         + ("that of torch's allocator." if is_cuda() else "the growth of the resident process, loading included."),
         "",
-        "| variant | ranks | runs | step, s | to stock | tokens/s | steps, GiB | peak, GiB | 4-bit, MB | last loss |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|---" * len(COLUMNS) + "|",
     ]
     stock = [r for r in results.get("stock", []) if not isinstance(r, str)]
-    base = statistics.median(r[0]["step_s"] for r in stock) if stock else float("nan")
+    base, cpu_base = (
+        statistics.median(r[0][name] for r in stock) if stock else float("nan") for name in ("step_s", "cpu_s")
+    )
     for variant, runs in results.items():
         good = [r for r in runs if not isinstance(r, str)]
         if failures := [r for r in runs if isinstance(r, str)]:
-            lines.append(f"| {variant} | | {len(failures)} failed: {failures[0].replace('|', '/')} | | | | | | | |")
+            lines.append(f"| {variant} | | {len(failures)} failed: {failures[0].replace('|', '/')} | | | | | | | | | |")
         if not good:
             continue
         step = statistics.median(max(rank["step_s"] for rank in r) for r in good)
@@ -336,9 +354,11 @@ def format_results(results: dict[str, list[Any]], args: argparse.Namespace) -> s
             for name in ("step_peak_bytes", "peak_bytes")
         ]
         held = max(rank["bytes"]["codes"] + rank["bytes"]["absmax"] for rank in good[0]) / 1e6
+        cpu = statistics.median(max(rank["cpu_s"] for rank in r) for r in good)
         speed = len(good[0]) * args.length / step
         lines.append(
-            f"| {variant} | {len(good[0])} | {len(good)} | {step:.3f} | {step / base:.2f} | {speed:,.0f} | "
+            f"| {variant} | {len(good[0])} | {len(good)} | {step:.3f} | {step / base:.2f} | {cpu:.3f} | "
+            f"{cpu / cpu_base:.2f} | {speed:,.0f} | "
             f"{' | '.join(peaks)} | {held:.2f} | {good[0][0]['losses'][-1]:.4f} |"
         )
     lines += ["", "Bytes of the rank that holds most, by kind, beside what shapes alone predict:", ""]
@@ -354,6 +374,11 @@ def format_results(results: dict[str, list[Any]], args: argparse.Namespace) -> s
     return "\n".join(lines) + "\n"
 
 
+def list_variants(base: str) -> list[str]:
+    """Return all variants that a base has."""
+    return [variant for variant in VARIANTS if base == "nf4" or not variant.endswith("kept")]
+
+
 def main() -> None:
     """Measure all variants, or be one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -365,9 +390,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help=f"{WARMUP + 2} or more")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--cap-gib", type=float, default=0.0, help="of each GPU, as if it had no more")
+    parser.add_argument("--offload", action="store_true", help="of `ours`: inputs of blocks wait in host memory")
     parser.add_argument("--one-card", action="store_true", help="all ranks of `ours` share one GPU, through gloo")
     parser.add_argument("--profile", action="store_true", help="record the last step of each run")
-    parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="all that this base has")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -383,9 +409,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if args.shape == "small":
             save_model(folder)
-        results: dict[str, list[Any]] = {variant: [] for variant in args.variants}
+        results: dict[str, list[Any]] = {variant: [] for variant in args.variants or list_variants(args.base)}
         for turn in range(args.repeats):
-            for variant in args.variants if turn % 2 == 0 else reversed(args.variants):
+            for variant in results if turn % 2 == 0 else reversed(results):
                 results[variant].append(run(variant, args, folder))
                 page = format_results(results, args)
                 if args.out:

@@ -1,8 +1,12 @@
 """The command for GPU machines works, part by part, in small on a CPU."""
 
+import importlib
+import json
 import os
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +15,9 @@ PAGES = {
     "memory": ["plan_cpu", "closed form over allocator |", "| llama, lora, 32-true, 1 ranks, 2x160"],
     "qlora": ["qlora_8b_16gib", "| stock | 1 | 1 |", "| ours 1 | 1 | 1 |", "| `FSDP::pre_forward` |"],
     "lora": ["lora_8b_24gib", "| stock | 1 | 1 |", "| ours 1 | 1 | 1 |", "| `aten::mm` |"],
+    "context": ["qlora_8b_24gib_16k_offload", "| ours 1 | 1 | 1 |"],
     "two_ranks": ["two_ranks_one_card", "share one card through gloo", "| ours | 2 | 1 |", "| `FSDP::all_gather` |"],
-    "speed": ["vit_cpu", "| ours |", "| plain |", "| transformers |"],
+    "speed": ["optimizers_cpu", "| adamw |", "| adafactor |"],
 }
 
 
@@ -23,7 +28,7 @@ def run_parts(results: Path, *parts: str, device: str = "cpu") -> subprocess.Com
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("part", [*list(PAGES)[:-1], pytest.param("speed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("part", PAGES)
 def test_a_part_writes_its_page(part: str, tmp_path: Path) -> None:
     done = run_parts(tmp_path, part)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -37,8 +42,60 @@ def test_a_part_writes_its_page(part: str, tmp_path: Path) -> None:
 def test_unknown_parts_and_missing_gpus_are_refused(tmp_path: Path) -> None:
     done = run_parts(tmp_path, "qlora", "speeed")
     assert done.returncode == 2
-    assert "got speeed: expected one of memory qlora lora two_ranks speed" in done.stderr
+    assert "got speeed: expected one of memory qlora lora context two_ranks packed steps speed" in done.stderr
     done = run_parts(tmp_path, "qlora", device="cuda")
     assert done.returncode == 2
     assert "torch sees no CUDA device" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of ``benchmarks/step.py``."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("step")
+
+
+def test_only_runs_with_equal_losses_are_compared(step: Any) -> None:
+    plain = {"plain": [{"loss": 9.0}]}
+    assert step.is_equal_work({**plain, "ours": [{"loss": 9.0 * (1 + 0.9e-6)}]}, bf16=False)
+    for other in (9.0 * (1 - 1.2e-6), 9.0 * (1 + 1.2e-6), float("nan")):
+        assert not step.is_equal_work({**plain, "ours": [{"loss": other}]}, bf16=False)
+        assert not step.is_equal_work({"ours": [{"loss": other}], **plain}, bf16=False)
+
+
+def test_ratios_are_of_one_round_also_where_a_run_has_failed(step: Any) -> None:
+    runs = {"plain": [{"s": 1.0, "round": 0}, {"s": 4.0, "round": 2}], "ours": [{"s": 3.0, "round": 1}]}
+    assert step.compare(runs, "ours", "s") == []
+    runs["ours"].append({"s": 2.0, "round": 2})
+    assert step.compare(runs, "ours", "s") == [0.5]
+
+
+@pytest.mark.full
+def test_the_page_of_steps_is_made_of_the_numbers_beside_it(tmp_path: Path) -> None:
+    done = run_parts(tmp_path, "steps")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (numbers,) = tmp_path.glob("step_cpu_*.json")
+    page = numbers.with_suffix(".md")
+    written = page.read_text()
+    page.unlink()
+    for line in ("| plain loop over", "| ours |", "| Trainer of Transformers |", "all runs agree to"):
+        assert line in written, written
+    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), "--page", str(numbers)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert page.read_text() == written
+    cases = json.loads(numbers.read_text())["cases"]
+    assert len(cases) == len(done.stdout.splitlines()[1].split("|")) - 3
+
+
+def test_options_of_the_step_benchmark_that_cannot_be_are_refused() -> None:
+    for option, expected in (
+        (["--steps", "5"], "--steps: got 5: expected 6 or more"),
+        (["--rounds", "0"], "expected 1 or more"),
+        (["--trl-python", "nowhere"], "--trl-python: got nowhere: expected the Python of an environment that has TRL"),
+        (["--out", "page.md"], "--out: got page.md: expected a name ending in .json"),
+    ):
+        command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), *option]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert expected in done.stderr
