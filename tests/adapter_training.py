@@ -106,7 +106,7 @@ def train_plainly(folder: Path, start: dict[str, Tensor], quantization: Quantiza
     trained = [p for p in names.values() if p.requires_grad]
     matrices, vectors = ([p for p in trained if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps)
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=OPTIMIZER.resolve_rate(), eps=OPTIMIZER.eps)
     rows = make_rows(67, NUM_STEPS * BATCH)
     result = Result()
     for step in range(NUM_STEPS):

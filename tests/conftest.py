@@ -3,12 +3,14 @@
 import atexit
 import gc
 import importlib.util
+import logging
 import os
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Before the first import of torch or Transformers, which read these once.
 _CACHE = tempfile.TemporaryDirectory(prefix="lit_fsdp_tests_", ignore_cleanup_errors=True)
@@ -23,6 +25,7 @@ os.environ.update(
 for _name in ("HF_DATASETS_CACHE", "HF_HUB_CACHE", "TRANSFORMERS_CACHE"):
     os.environ.pop(_name, None)
 
+import fsspec  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -64,6 +67,21 @@ def no_process_group_is_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def commands_in_this_process_leave_it_as_it_was() -> Iterator[None]:
+    """Undo what a command does for its own process: a later test's ranks would be silent, or believe other things."""
+    levels = {name: logging.getLogger(name).level for name in list(logging.root.manager.loggerDict)}
+    environ, hook = dict(os.environ), sys.excepthook
+    yield
+    for name in os.environ.keys() - environ.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in environ.items() if os.environ.get(name) != value})
+    sys.excepthook = hook
+    for name in list(logging.root.manager.loggerDict):
+        if (logger := logging.getLogger(name)).level != levels.get(name, logging.NOTSET):
+            logger.setLevel(levels.get(name, logging.NOTSET))
+
+
+@pytest.fixture(autouse=True)
 def what_a_test_wrote_is_not_imported_by_the_next(request: pytest.FixtureRequest) -> Iterator[None]:
     """Forget modules in the folder of the test: another one may write one of the same name."""
     yield
@@ -72,3 +90,36 @@ def what_a_test_wrote_is_not_imported_by_the_next(request: pytest.FixtureRequest
         file = getattr(module, "__file__", None)
         if isinstance(file, str) and Path(file).is_relative_to(folder or ""):
             del sys.modules[name]
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """A folder of the store that fsspec has in the memory of a process, as a ``RemotePath``."""
+    from lit_fsdp.checkpoint.remote import RemotePath
+
+    fs = fsspec.filesystem("memory")
+    fs.rm("/", recursive=True)
+    yield RemotePath("memory://bucket/run")
+    fs.rm("/", recursive=True)
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A bucket of a stand-in for S3 on this machine, found as users tell fsspec of theirs; a ``RemotePath``."""
+    from lit_fsdp.checkpoint.remote import locate
+
+    pytest.importorskip("s3fs")
+    stand_in = pytest.importorskip("moto.server")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    server = stand_in.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    conf: dict[str, Any] = {}
+    fsspec.config.set_conf_env(conf, {"FSSPEC_S3_ENDPOINT_URL": f"http://{host}:{port}"})
+    monkeypatch.setitem(fsspec.config.conf, "s3", conf["s3"])
+    folder: Any = locate(f"s3://bucket-{os.urandom(4).hex()}/run")  # the stand-in outlives its server
+    fsspec.filesystem("s3").mkdir(str(folder.parent))
+    yield folder
+    server.stop()

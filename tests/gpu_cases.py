@@ -46,6 +46,7 @@ class Case:
 OFFLOAD = {"cpu_offload": CPUOffload()}
 FILE, BESIDE = {"checkpoint_format": "single_file"}, {"async_save": True}
 SCALED = {"precision": "16-mixed"}
+OFFLOADED_INPUTS = {"activation_checkpointing": ActivationCheckpointing(mode="full", offload=True)}
 SPEECH = {"csm": (speech_families.CSM, 6), "dia": (speech_families.DIA, 4)}  # with the number of codebooks
 MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 QLORA = {"lora": LORA, "quantization": Quantization()}
@@ -68,6 +69,8 @@ CASES = {
         strategy=OFFLOAD | {"mixed_precision": MixedPrecision(reduce_dtype="float16")}, trainer=SCALED
     ),
     "lora": Case(task={"lora": LORA}, strategy=BESIDE),
+    "nf4, inputs of blocks offloaded": Case(task=QLORA, strategy=FILE | OFFLOADED_INPUTS),
+    "full offloaded, inputs of blocks as well": Case(strategy=OFFLOAD | OFFLOADED_INPUTS),
     "int8 offloaded": Case(task={"lora": LORA, "quantization": Quantization(type="int8")}, strategy=OFFLOAD | FILE),
     "nf4, one file": Case(task=QLORA, strategy=FILE),
     "dora offloaded": Case(

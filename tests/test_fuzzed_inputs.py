@@ -23,10 +23,11 @@ from lightning.pytorch import Trainer
 from lit_fsdp.checkpoint.manifest import check_sizes, read_position
 from lit_fsdp.checkpoint.untrusted import load_plain
 from lit_fsdp.cli.main import main
-from lit_fsdp.tasks.causal_lm.rows import RowError, RowFormat, parse_row
-from lit_fsdp.tasks.causal_lm.sources import list_parts, read_parts
 from lit_fsdp.tasks.image_classification.sources import Fields, open_images
 from lit_fsdp.tasks.pretrained import load_config
+from lit_fsdp.tasks.text.messages import RowError
+from lit_fsdp.tasks.text.rows import RowFormat, parse_row
+from lit_fsdp.tasks.text.sources import list_parts, read_parts
 from lit_fsdp.tasks.tts.evaluation.prompts import read_prompts
 from lit_fsdp.tasks.tts.preparation.manifest import read_manifest
 from lit_fsdp.tasks.tts.preparation.prepared import read_rows

@@ -105,7 +105,11 @@ import torch, transformers, peft
 def import_all(room):
     package = importlib.import_module("lit_fsdp." + room)
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        importlib.import_module(module.name)
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if error.name != "ray":  # of an extra: the modules that only its workers load
+                raise
     return "lightning" in sys.modules
 
 def try_first(room, may_load_lightning):

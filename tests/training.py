@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_fsdp import FSDP2Strategy
+from lit_fsdp import FSDP2Strategy, Mesh
 from lit_fsdp.tasks import CausalLM, LRSchedule, Optimizer
 from lit_fsdp.tasks.loading import build_train_loader
 from ranks import run_ranks
@@ -67,6 +67,10 @@ class Recorder(pl.Callback):
 
     def __init__(self) -> None:
         self.result = Result()
+        self._first = 0
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._first = trainer.global_step - len(self.result.losses)
 
     def on_before_zero_grad(self, trainer: pl.Trainer, *_: Any) -> None:
         self._read(trainer)
@@ -75,7 +79,7 @@ class Recorder(pl.Callback):
         self._read(trainer)
 
     def _read(self, trainer: pl.Trainer) -> None:
-        if trainer.global_step > len(self.result.losses):
+        if trainer.global_step > self._first + len(self.result.losses):
             self.result.losses.append(float(trainer.callback_metrics["train/loss"]))
             self.result.grad_norms.append(float(trainer.callback_metrics["train/grad_norm"]))
 
@@ -100,15 +104,22 @@ def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 class Rows(pl.LightningDataModule):
     """The rows of ``make_rows`` in global order."""
 
-    def __init__(self, vocab_size: int, batch_size: int, num_rows: int = NUM_STEPS * GLOBAL_BATCH) -> None:
+    def __init__(
+        self, vocab_size: int, batch_size: int, num_rows: int = NUM_STEPS * GLOBAL_BATCH, share: Any = None
+    ) -> None:
         super().__init__()
-        self.vocab_size, self.batch_size, self.num_rows = vocab_size, batch_size, num_rows
+        self.vocab_size, self.batch_size, self.num_rows, self.share = vocab_size, batch_size, num_rows, share
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return this rank's share."""
         rows = make_rows(self.vocab_size, self.num_rows)
         return build_train_loader(
-            rows, batch_size=self.batch_size, collate=collate, shuffle=False, trainer=self.trainer
+            rows,
+            batch_size=self.batch_size,
+            collate=collate,
+            shuffle=False,
+            trainer=self.trainer,
+            share=self.share,
         )
 
 
@@ -129,7 +140,7 @@ def train_plainly(folder: Path, clip_norm: float | None = 1.0, clip_value: float
         {"params": decayed, "weight_decay": OPTIMIZER.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.learning_rate, eps=OPTIMIZER.eps)
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.resolve_rate(), eps=OPTIMIZER.eps)
     rows = make_rows(model.config.vocab_size)
     result = Result()
     for step in range(NUM_STEPS):
@@ -180,20 +191,30 @@ def gather_weights(task: CausalLM) -> dict[str, Tensor]:
 
 def fit(folder: Path, out: Path, strategy: dict[str, Any], options: dict[str, Any]) -> None:
     """Train on this rank; rank 0 writes the result to ``out``."""
+    options = dict(options)
+    task_options, source = options.pop("task", {}), options.pop("ckpt_path", None)
+    share = options.pop("share", None)
     accumulate = options.get("accumulate_grad_batches", 1)
-    batch_size = GLOBAL_BATCH // dist.get_world_size() // accumulate
+    mesh = strategy.get("mesh", Mesh())
+    num_ranks = dist.get_world_size() // (mesh.sequence * mesh.tensor)  # with rows of their own
+    batch_size = GLOBAL_BATCH // num_ranks // accumulate
     recorder = Recorder()
-    trainer = build_trainer(FSDP2Strategy(print_plan=False, **strategy), callbacks=[recorder], **options)
-    task = build_task(folder)
+    callbacks = [recorder, *options.pop("callbacks", [])]
+    trainer = build_trainer(FSDP2Strategy(print_plan=False, **strategy), callbacks=callbacks, **options)
+    task = build_task(folder, **task_options)
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    trainer.fit(task, Rows(vocab_size, batch_size))
+    trainer.fit(task, Rows(vocab_size, batch_size, share=share), ckpt_path=source)
     recorder.result.weights = gather_weights(task)
     if trainer.is_global_zero:
         torch.save(vars(recorder.result), out)
 
 
 def train_sharded(folder: Path, tmp_path: Path, *, world_size: int, strategy: dict[str, Any], **options: Any) -> Result:
-    """Train under ``FSDP2Strategy(**strategy)`` and ``Trainer(**options)`` on forked ranks."""
+    """Train under ``FSDP2Strategy(**strategy)`` and ``Trainer(**options)`` on forked ranks.
+
+    Of ``options``, ``task`` holds settings of the task, ``ckpt_path`` is a checkpoint to go on from, and ``share``
+    is that of the data.
+    """
     out = tmp_path / "result.pt"
     backend = "cpu:gloo,cuda:nccl" if options.get("accelerator") == "gpu" else "gloo"
     run_ranks(fit, folder, out, strategy, options, world_size=world_size, backend=backend)

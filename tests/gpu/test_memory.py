@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from models import Block
+from torch import nn
 from training import EVEN, GLOBAL_BATCH, LENGTH, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import ActivationCheckpointing, AutoFSDP2Strategy, FSDP2Strategy
@@ -13,10 +15,13 @@ from lit_fsdp.callbacks import MemoryLogger, OOMReport
 from lit_fsdp.planning.closed_form.engine import estimate_step
 from lit_fsdp.planning.estimate import describe_model
 from lit_fsdp.planning.step_parts import MicroBatch, Ranks
+from lit_fsdp.sharding.activation_checkpointing import apply_activation_checkpointing
 from lit_fsdp.sharding.cpu_offload import CPUOffload
 from ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
+
+DEPTH, WIDTH = 12, 512
 
 # Large enough that rounding to the allocator's pieces, 512 bytes each, does not show.
 SIZES = {**EVEN, "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048}
@@ -73,6 +78,26 @@ def run_out(folder: Path, root: Path) -> None:
 def test_a_gpu_without_memory_left_is_reported(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", **SIZES)
     run_ranks(run_out, folder, tmp_path, world_size=1, backend="cpu:gloo,cuda:nccl")
+
+
+def test_offloaded_inputs_leave_the_gpu_and_come_back() -> None:
+    held, gradients = [], []
+    x = torch.randn(2048, WIDTH, device="cuda")
+    for is_offloaded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[Block(WIDTH) for _ in range(DEPTH)]).cuda()
+        settings = ActivationCheckpointing(mode="full", offload=is_offloaded)
+        apply_activation_checkpointing(model, settings, [str(i) for i in range(DEPTH)])
+        for _ in range(3):  # also in memory that was used before
+            model.zero_grad()
+            before = torch.cuda.memory_allocated()
+            loss = model(x).square().mean()
+            held.append(torch.cuda.memory_allocated() - before)
+            loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    # The first input is the test's; the last block keeps its own.
+    assert held[2] - held[5] == (DEPTH - 2) * x.nbytes
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
 def offload(folder: Path) -> None:

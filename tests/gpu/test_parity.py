@@ -28,8 +28,9 @@ def count_ranks() -> int:
         (EVEN, {"cpu_offload": CPUOffload(), "activation_checkpointing": ActivationCheckpointing(mode="full")}, {}),
         (EVEN, {"cpu_offload": CPUOffload(pin_memory=False)}, {"accumulate_grad_batches": 2}),
         (EVEN, {"sharding": Sharding(no_sync=True)}, {"accumulate_grad_batches": 2}),
+        (EVEN, {"activation_checkpointing": ActivationCheckpointing(mode="full", offload=True)}, {}),
     ],
-    ids=["full", "grad_op tied", "offload recompute", "offload unpinned accumulate", "no_sync"],
+    ids=["full", "grad_op tied", "offload recompute", "offload unpinned accumulate", "no_sync", "inputs offloaded"],
 )
 def test_training_on_gpus_equals_one_cpu(
     config: dict[str, Any], strategy: dict[str, Any], options: dict[str, Any], tmp_path: Path

@@ -10,13 +10,19 @@ import torch
 import torch.distributed as dist
 from adapter_training import BASES, BATCH, LORA, SIZES, compare, fit, train_sharded
 from models import build_language_model
-from torch import Tensor
+from torch import Tensor, nn
 from training import NUM_STEPS, Result, Rows, build_task, build_trainer, save_model
 
 from lit_fsdp import CPUOffload, FSDP2Strategy
 from lit_fsdp.adapters.lora import LoRA
-from lit_fsdp.quantization.layers import quantize_model
-from lit_fsdp.quantization.quantize import Quantization, compress_absmax, dequantize, quantize_rows
+from lit_fsdp.quantization.layers import QuantizedLinear, quantize_model
+from lit_fsdp.quantization.quantize import (
+    KeepDequantized,
+    Quantization,
+    compress_absmax,
+    dequantize,
+    quantize_rows,
+)
 from lit_fsdp.weights.load import init_weights, materialize
 from ranks import count_gpus, run_ranks
 
@@ -166,3 +172,57 @@ def measure_int8() -> None:
 
 def test_an_int8_weight_takes_its_dense_size() -> None:
     run_ranks(measure_int8, world_size=1, backend=BACKEND)
+
+
+def build_wide(width: int = 4096) -> QuantizedLinear:
+    with torch.device("meta"):
+        holder = nn.Sequential(nn.Linear(width, width, bias=False))
+    quantize_model(holder, Quantization())
+    materialize(holder, torch.device("cuda"))
+    init_weights(holder, 0)
+    layer = holder[0]
+    assert isinstance(layer, QuantizedLinear)
+    return layer
+
+
+def multiply_few_rows() -> None:
+    """A fused kernel takes few rows, as of one token that is generated; many are multiplied by a dense weight."""
+    torch.cuda.set_device(0)
+    layer = build_wide()
+    grown = []
+    for rows in (1, 2048):
+        x = torch.randn(rows, layer.in_features, dtype=torch.bfloat16, device="cuda")
+        with torch.no_grad():
+            layer(x)  # makes the tables
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            layer(x)
+            grown.append(torch.cuda.max_memory_allocated() - before - 2 * rows * layer.out_features)
+    dense = 2 * layer.in_features * layer.out_features
+    assert grown[0] < dense / 8
+    assert grown[1] >= dense
+
+
+def test_one_token_is_multiplied_without_a_dense_weight() -> None:
+    run_ranks(multiply_few_rows, world_size=1, backend=BACKEND)
+
+
+def keep_dense_weights() -> None:
+    """What is kept gives the same bits, and is kept only where the product would dequantize too."""
+    torch.cuda.set_device(0)
+    layer = build_wide()
+    for rows in (16, 2048):
+        x = torch.randn(rows, layer.in_features, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        plain = layer(x)
+        (expected,) = torch.autograd.grad(plain.square().sum(), x)
+        with KeepDequantized():
+            y = layer(x)
+        assert len(layer.kept) == (rows == 2048)
+        (found,) = torch.autograd.grad(y.square().sum(), x)
+        assert torch.equal(y, plain)
+        assert torch.equal(found, expected)
+        assert layer.kept == []
+
+
+def test_kept_weights_give_the_same_bits() -> None:
+    run_ranks(keep_dense_weights, world_size=1, backend=BACKEND)
