@@ -216,7 +216,8 @@ def test_a_rank_that_is_gone_is_named_once(folder: Path, number: signal.Signals,
         time.sleep(0.3)
         os.kill(pids[rank], number)
         if number == signal.SIGSTOP:
-            time.sleep(8 * REPORT_S)
+            assert wait_until(lambda: any(folder.rglob(f"hang_rank{1 - rank}.txt")), 60)
+            time.sleep(5 * REPORT_S)  # until it is said
             os.kill(pids[rank], signal.SIGCONT)
 
     report_s = REPORT_S if number == signal.SIGSTOP else 10
