@@ -154,6 +154,19 @@ def test_an_error_before_the_first_step_leaves_a_report_too(tmp_path: Path) -> N
     assert run["message"].startswith("before the first step: OutOfMemoryError: no room")
 
 
+def test_a_run_that_is_refused_before_the_first_step_leaves_no_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Refused(TinyTask):
+        def setup(self, stage: str) -> None:
+            raise ValueError("num_labels: got 3: the data has 8 classes")
+
+    with pytest.raises(ValueError, match="num_labels"):
+        fit_tiny(tmp_path, Refused())
+    assert not list(tmp_path.rglob("report*"))
+    assert "report" not in "".join(capsys.readouterr())
+
+
 def test_a_preempted_run_says_so_and_names_its_checkpoint(tmp_path: Path) -> None:
     class Preempted(TinyTask):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
