@@ -70,6 +70,7 @@ _KNOWN_WARNINGS = (
     "The `srun` command is available on your system.*",  # a job that needs it is refused without, see slurm.py
     "Since DeepSpeed handles gradient clipping internally.*",  # so our tasks leave it to DeepSpeed
     "The dirpath has changed from .*",  # meant: each run has its own folder
+    "Your `IterableDataset` has `__len__` defined.*",  # that of a stream is the same for any number of workers
 )
 # Lines of Lightning that say what the configuration or the summary does, or nothing: the one line that counts is below.
 _BANNERS = re.compile(
