@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -165,6 +166,7 @@ def test_a_run_that_is_refused_before_the_first_step_leaves_no_report(
         fit_tiny(tmp_path, Refused())
     assert not list(tmp_path.rglob("report*"))
     assert "report" not in "".join(capsys.readouterr())
+    RunReport().on_exception(Trainer(accelerator="cpu", logger=False), Refused(), ValueError("before any setup"))
 
 
 def test_a_preempted_run_says_so_and_names_its_checkpoint(tmp_path: Path) -> None:
