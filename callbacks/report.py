@@ -120,12 +120,12 @@ class RunReport(StepCallback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if not self._is_on:
             return
+        outlive_children(trainer.strategy.launcher)
         if not self._has_begun and isinstance(exception, ValueError):
             self._is_on = False  # of a run that is refused, one line says all
-        else:
-            outlive_children(trainer.strategy.launcher)
-            when = f"at step {self.last_step:,}" if self._has_begun else "before the first step"
-            self._write(trainer, *run_facts.describe_end(exception, when))
+            return
+        when = f"at step {self.last_step:,}" if self._has_begun else "before the first step"
+        self._write(trainer, *run_facts.describe_end(exception, when))
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
