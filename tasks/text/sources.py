@@ -20,7 +20,7 @@ from lit_fsdp.cache import sample_file
 from lit_fsdp.checkpoint.remote import RemotePath, UnreachableError, is_remote, locate
 from lit_fsdp.files import refuse_special_file
 from lit_fsdp.redaction import redact
-from lit_fsdp.tasks.row_files import Row, drop_filled, list_files, open_saved
+from lit_fsdp.tasks.row_files import Row, drop_filled, list_files, open_saved, tell_retries_once
 from lit_fsdp.tasks.text.files import READERS, read_file
 
 TxtDocuments = Literal["file", "line", "paragraph"]
@@ -351,7 +351,8 @@ def _open_hub(source: str, split: str) -> DatasetPart:
 @contextmanager
 def _plain_errors(source: str, split: str) -> Iterator[None]:
     try:
-        yield
+        with tell_retries_once():
+            yield
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
