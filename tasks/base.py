@@ -2,11 +2,11 @@
 
 Note [Loss of a step]: the loss is a mean over all targets (tokens, images) of an optimizer step, over all ranks
 and all accumulated micro-batches. A micro-batch cannot know their number, so it returns its *sum* divided by
-the constant ``LOSS_UNIT``, and the gradients are multiplied once per step by what is still missing: the number
-of ranks, over whose gradients the strategy takes the mean (all, but one of each group of ``mesh.tensor``), times
-the number of micro-batches, by which Lightning divides each loss, times ``LOSS_UNIT``, divided by the number of
-targets. ``LOSS_UNIT`` is a power of two, so dividing by it and undoing that is exact; it keeps sums in the range of
-float16.
+the constant ``LOSS_UNIT``. The gradients are multiplied once per step by what is still missing: the number of ranks
+times the number of micro-batches times ``LOSS_UNIT``, divided by the number of targets. By the ranks, as the strategy
+takes the mean of their gradients (of all ranks, but one of each group of ``mesh.tensor``); by the micro-batches, as
+Lightning divides each loss by them. ``LOSS_UNIT`` is a power of two, so dividing by it and undoing that is exact; it
+keeps sums in the range of float16.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Learning of preferences: DPO, IPO, ORPO, SimPO and KTO of a causal language model of Transformers.
 
 Note [Mean of preferences]: the loss is a mean over the pairs, or labelled completions, of all ranks and micro-batches
-of a step, as in Note [Loss of a step]. Two terms are none of a single pair, and are computed over a *round*, the
-micro-batches that all ranks run at the same time: the likelihood of what is chosen in ORPO, a mean over its tokens, and
-KTO's distance to the reference. Both are then the same for any number of ranks with the same rounds.
+of a step, as in Note [Loss of a step]. Two terms are none of a single pair: the likelihood of what is chosen in ORPO, a
+mean over its tokens, and KTO's distance to the reference. They are computed over a *round*, the micro-batches that all
+ranks run at the same time. So both are the same for any number of ranks with the same rounds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from lit_fsdp.tasks.text.data import TextData
 from lit_fsdp.tasks.text_model import build_model
 from lit_fsdp.weights.base_weights import get_pretrained_folder
 from lit_fsdp.weights.load import load_weights
-from lit_fsdp.weights.safetensors_io import sample_fingerprint
+from lit_fsdp.weights.safetensors_io import compute_fingerprint
 
 Reference = Literal["auto", "adapters", "precomputed", "model"]
 _OF_PAIRS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
@@ -264,7 +264,7 @@ class PreferenceTuning(CausalLM):
         """Return what tells the model that training starts from, from others, as JSON."""
         lora = None if self.lora is None or self._find_obstacle() is None else asdict(self.lora)
         if self.pretrained is not None:
-            weights: Any = sample_fingerprint(get_pretrained_folder(self.pretrained))
+            weights: Any = compute_fingerprint(get_pretrained_folder(self.pretrained))
         else:
             weights = [self.config_settings, self.get_seed()]
         return {

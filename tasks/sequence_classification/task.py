@@ -40,10 +40,11 @@ class SequenceClassification(Classifier, TextTask):
 
     What it is follows from the data, see ``LabeledTextData``. The head is made anew for the classes of the data, unless
     the model was trained for just these. A reward model learns that of a pair the first text is better (Bradley-Terry).
-    Metrics: ``train/loss`` over all rows of a step, ``train/grad_norm``, ``train/learning_rate``,
-    ``train/samples_seen``; and of ``val/`` and ``test/`` ``loss`` and, of one label, ``accuracy_pct`` and ``f1_pct``
-    (mean over classes); of several, ``exact_match_pct`` and ``f1_pct``; of a number, ``mse`` and ``pearson``; of a
-    reward, ``accuracy_pct``: of how many pairs the better text has the higher one.
+
+    Metrics: ``train/loss`` over all rows of a step, ``train/grad_norm``, ``train/learning_rate`` and
+    ``train/samples_seen``. Under ``val/`` and ``test/`` there are ``loss`` and, of one label, ``accuracy_pct`` and
+    ``f1_pct`` (mean over classes); of several, ``exact_match_pct`` and ``f1_pct``; of a number, ``mse`` and
+    ``pearson``. Of a reward, ``accuracy_pct`` says of how many pairs the better text has the higher one.
 
     Args:
         pretrained: Model name on the Hugging Face Hub, or a folder with ``config.json`` and safetensors.

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from plan_runs import plan
 from preference_training import NUM_STEPS, Trained, compare, fit, make_data, make_inputs, make_task, train, write_pairs
+from safetensors.torch import load_file, save_file
 from training import build_trainer, save_model
 from transformers import AutoModelForCausalLM
 
@@ -282,6 +283,19 @@ def test_a_model_that_has_trained_is_no_reference_for_other_data(folder: Path, t
     with pytest.raises(ValueError, match=r"the model has gone on from there; .*for other data make a task anew"):
         Trainer(**options).fit(task, others)
     assert others._reference == {}
+
+
+@pytest.mark.full
+def test_one_other_value_below_makes_another_reference(tmp_path: Path) -> None:
+    folder = make_inputs(tmp_path)
+    task = make_task(folder, **PRECOMPUTED)
+    task.trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    found = task._identify_reference()
+    assert task._identify_reference() == found
+    weights = load_file(folder / "model" / "model.safetensors")
+    weights["model.embed_tokens.weight"][0, 0] += 1
+    save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
+    assert task._identify_reference() != found
 
 
 @pytest.mark.full
