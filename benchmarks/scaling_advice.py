@@ -230,6 +230,7 @@ def measure_all_links(rates: Sequence[str], folder: Path) -> dict[str, str]:
     sizes = [parse_memory(size) for size in SIZES.split(",")]
     with namespaces(NUM_NODES) as nodes:
         for name in ("inside", *rates):
+            (folder / name).mkdir()
             own = nodes[:1] if name == "inside" else nodes
             for node in own:
                 limit_rate(UNLIMITED if name == "inside" else name, "-n", node.name)

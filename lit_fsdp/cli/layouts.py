@@ -57,7 +57,11 @@ class _LayoutTrainer(PlannedTrainer):
             devices: Cards of each node.
             nodes: How many nodes.
         """
-        self.trials = Trials([(prepare_step(self, model, datamodule), {})], datamodule)
+        step = prepare_step(self, model, datamodule)
+        try:
+            self.trials = Trials([(step, {})], datamodule)
+        except NoEstimateError as error:
+            raise ConfigError(f"link: nothing can be predicted of this step: {error}; see docs/planning.md") from error
 
 
 class _LayoutCLI(PlanCLI):
@@ -83,11 +87,8 @@ class LayoutPlan:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         where = [] if torch.cuda.device_count() else ["--trainer.accelerator=cpu"]
-        args = ["plan", *(f"--config={path}" for path in config), *options, *where, f"--devices={per_node}"]
-        try:
-            cli = start_plan(args, _LayoutCLI)
-        except NoEstimateError as error:
-            raise ConfigError(f"link: got {link}: nothing can be predicted of this step: {error}") from error
+        args = ["plan", *(f"--config={path}" for path in config), *where, *options, f"--devices={per_node}"]
+        cli = start_plan(args, _LayoutCLI)
         trainer: Any = cli.trainer
         self.trials: Trials = trainer.trials
         self.given: Mapping[str, Any] = cli.given_config
@@ -119,10 +120,10 @@ class LayoutPlan:
         if exact is None:
             print("nothing fits: `plan` names the nearest settings that do")
         else:
-            print(_describe_choice(exact, layouts[0]))
+            print(_answer(exact, layouts[0]))
             print(self._spell(exact))
         if any_bits is not None and any_bits is not exact:
-            print(f"Faster, but what is sent is rounded: {_describe_choice(any_bits, layouts[0])}")
+            print(f"Faster, but what is sent is rounded: {_describe(any_bits, layouts[0])}")
             print(self._spell(any_bits))
         if out is None:
             return
@@ -178,10 +179,14 @@ def _make_gpu(speed: MeasuredSpeed) -> Gpu:
     return Gpu(name, 0.0, speed.update_bytes_per_s / 1e9, tflops, tflops, tflops, tflops)
 
 
-def _describe_choice(chosen: Layout, alone: Layout) -> str:
-    what = f"{chosen.name} ({format_changes(chosen.trial.changes)})"
+def _answer(chosen: Layout, alone: Layout) -> str:
     if chosen is alone:
         return "More cards do not help: one card trains as many tokens a second as any layout of all"
     if not alone.fits:
-        return f"More cards are needed, as one has too little memory: {what}"
-    return f"More cards help: {what}: {chosen.time.tokens_per_s / alone.time.tokens_per_s:.2f} times one card"
+        return f"More cards are needed, as one has too little memory: {_describe(chosen, alone)}"
+    return f"More cards help: {_describe(chosen, alone)}"
+
+
+def _describe(layout: Layout, alone: Layout) -> str:
+    speed_up = layout.time.tokens_per_s / alone.time.tokens_per_s
+    return f"{layout.name} ({format_changes(layout.trial.changes)}), {speed_up:.2f} times one card"

@@ -79,6 +79,12 @@ class Interconnect:
     num_nics: int = 1
     notes: tuple[str, ...] = ()
 
+    @property
+    def has_rounding(self) -> bool:
+        """Whether times of fewer bits have their rounding: where ``bench comm`` has measured it."""
+        links = [link for link in (self.intra, self.inter) if link is not None]
+        return all(set(MEASURED) <= link.lines.keys() for link in links)
+
     def __str__(self) -> str:
         inter = "" if self.inter is None else f",{self.inter.name}" + f"x{self.num_nics}" * (self.num_nics > 1)
         return self.intra.name + inter
