@@ -263,7 +263,7 @@ class PlanTrainer(PlannedTrainer):
 class PlanCLI(TrainerCLI):
     """Reads the configuration of ``fit``, and builds of it what a plan needs."""
 
-    trainer_type = PlanTrainer
+    trainer_type: type[PlannedTrainer] = PlanTrainer
     usage = "(--config FILE [--config FILE ...] | --model MODEL)"
     asked_ranks: Sequence[Ranks] = ()
 
