@@ -14,8 +14,9 @@ back where clipping turns out to be needed would start earlier, but they need a 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -85,13 +86,12 @@ class OverlappedSteps:
 
     Args:
         roots: Sharded models.
-        optimizer: Of their parameters. What else it has it steps itself, at once. Its ``step()`` returns before the
-            steps are done: whatever reads or changes weights, other than a forward, has to call :meth:`finish` before.
-            ``None`` only receives gradients beside backward.
+        is_deferred: Whether steps shall be deferred, see :meth:`defer`. Otherwise gradients are received beside
+            backward, and that is all.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], optimizer: Optimizer | None) -> None:
-        self.is_deferred = optimizer is not None
+    def __init__(self, roots: Sequence[nn.Module], *, is_deferred: bool = True) -> None:
+        self.is_deferred = is_deferred
         self.norms: dict[Tensor, Tensor] = {}  # of this rank's part of gradients, once a backward has ended
         self._units = [_Unit(internals) for root in roots for internals in list_units(root)]
         self._gathered: list[_Unit] = []  # since the last step, in this order
@@ -104,8 +104,6 @@ class OverlappedSteps:
         for unit in self._units:
             self._follow(unit)
         self._undo: list[Callable[[], None]] = [call_after_backward(root, self._end_backward) for root in roots]
-        if optimizer is not None:
-            self._undo.append(optimizer.register_step_pre_hook(self._take_over).remove)
 
     def _follow(self, unit: _Unit) -> None:
         def gather() -> None:
@@ -225,6 +223,19 @@ class OverlappedSteps:
         own = {shard for unit in self._units for shard in _list_offloaded(unit)}
         scale_gradients([parameter for parameter in parameters if parameter not in own], factor)
         self._clip = _Number(factor)
+
+    @contextmanager
+    def defer(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let a step of the optimizer inside this context return before it is done.
+
+        Whatever reads or changes weights or state, other than a forward, has to call :meth:`finish` before. Parameters
+        outside of the units are stepped at once.
+        """
+        hook = optimizer.register_step_pre_hook(self._take_over)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def _take_over(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Take the gradients out of an optimizer's hands when it begins a step: it has nothing to do for them."""

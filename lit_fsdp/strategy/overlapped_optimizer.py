@@ -33,7 +33,7 @@ def overlap_optimizer(module: pl.LightningModule, optimizers: Sequence[Optimizer
     why = next(_list_obstacles(module, optimizers), None)
     if why is not None:
         rank_zero_warn(f"cpu_offload.overlap_optimizer: {why}; the optimizer steps between backward and forward")
-    return OverlappedSteps(roots, optimizers[0] if why is None else None)
+    return OverlappedSteps(roots, is_deferred=why is None)
 
 
 def _list_obstacles(module: pl.LightningModule, optimizers: Sequence[Optimizer]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -51,7 +52,8 @@ class FSDP2Precision(Precision):
         if self.scaler is None and self.overlapped_steps is not None:
             # Before the step and not inside it, where it would begin without gradients.
             result = self._wrap_closure(model, optimizer, closure)
-            optimizer.step(**kwargs)
+            with self.overlapped_steps.defer(optimizer):  # type: ignore[arg-type]
+                optimizer.step(**kwargs)
             return result
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
@@ -61,7 +63,9 @@ class FSDP2Precision(Precision):
         # Before the hooks and clipping, which shall see the true gradients.
         self.scaler.unscale_(optimizer)  # type: ignore[arg-type]
         self._after_closure(model, optimizer)
-        step_output = self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
+        steps = self.overlapped_steps
+        with nullcontext() if steps is None else steps.defer(optimizer):  # type: ignore[arg-type]
+            step_output = self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
         self.scaler.update()
         return step_output
 
