@@ -237,7 +237,7 @@ class OverlappedSteps:
         finally:
             hook.remove()
 
-    def _take_over(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _take_over(self, optimizer: Optimizer, *_: Any) -> None:
         """Take the gradients out of an optimizer's hands when it begins a step: it has nothing to do for them."""
         clip, self._clip = self._clip, None
         self.finish()
@@ -258,7 +258,7 @@ class OverlappedSteps:
         self._gathered.clear()
         for unit in order:
             if unit in work:
-                # Of a parameter that has none yet, the thread fills a dictionary that nobody else sees before it is done.
+                # Of a parameter that has none yet, the thread fills one that nobody else sees before it is done.
                 states = {p: optimizer.state.get(p, {}) for members in work[unit].values() for p in members}
                 part = _take_part(optimizer, settings, work[unit], states)
                 unit.step = self._pool.submit(_step, part, clip)
@@ -321,8 +321,7 @@ def _keep_state(optimizer: Optimizer, states: Mapping[Tensor, dict[str, Any]]) -
 
 def _step(part: Optimizer, clip: _Number | None) -> None:
     parameters = [parameter for group in part.param_groups for parameter in group["params"]]
-    if clip is not None:
-        factor = clip.read()
+    if clip is not None and (factor := clip.read()) != 1:  # most often nothing is to be clipped
         with torch.no_grad():
             for gradients in group_gradients(parameters):
                 torch._foreach_mul_(gradients, factor)

@@ -207,7 +207,11 @@ class UnitInternals:
             was_begun = group._all_gather_result is not None
             gather(async_op)
             # Before the first forward FSDP2 has no streams.
-            if was_begun or group._all_gather_result is None or not hasattr(group.comm_ctx, "all_gather_copy_in_stream"):
+            if (
+                was_begun
+                or group._all_gather_result is None
+                or not hasattr(group.comm_ctx, "all_gather_copy_in_stream")
+            ):
                 return
             stream = group.comm_ctx.all_gather_copy_in_stream
             with group.device_handle.stream(stream):

@@ -416,14 +416,17 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             rebind_optimizers(module, self._real_optimizers)
-            if self.settings.cpu_offload is not None and self.settings.cpu_offload.overlap_optimizer:
-                self.overlapped_steps = overlap_optimizer(module, self._real_optimizers)
-                if self.overlapped_steps.is_deferred:
-                    self.precision_plugin.overlapped_steps = self.overlapped_steps
+            self._overlap_optimizer()
             self._check_disk(trainer)
             if not module.automatic_optimization:
                 self._hooks = [reshard_when_toggled(root) for root in find_roots(module)]
         self.setup_precision_plugin()
+
+    def _overlap_optimizer(self) -> None:
+        if self.settings.cpu_offload is not None and self.settings.cpu_offload.overlap_optimizer:
+            self.overlapped_steps = overlap_optimizer(self._module, self._real_optimizers)
+            if self.overlapped_steps.is_deferred:
+                self.precision_plugin.overlapped_steps = self.overlapped_steps
 
     def _check_accumulation(self) -> None:
         num_micro_batches = count_micro_batches(self._module.trainer)
