@@ -413,16 +413,16 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 )
             self._writer.data_ranks = self.data_ranks
             split_generators(self.broadcast(collect_random_state()), self.data_ranks.index)  # see Note [Two streams]
-            self._reset_optimizers_and_schedulers()
-            self.setup_optimizers(trainer)
-            rebind_optimizers(module, self._real_optimizers)
-            self._overlap_optimizer()
+            self._build_optimizers(trainer)
             self._check_disk(trainer)
             if not module.automatic_optimization:
                 self._hooks = [reshard_when_toggled(root) for root in find_roots(module)]
         self.setup_precision_plugin()
 
-    def _overlap_optimizer(self) -> None:
+    def _build_optimizers(self, trainer: pl.Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        self.setup_optimizers(trainer)
+        rebind_optimizers(self._module, self._real_optimizers)
         if self.settings.cpu_offload is not None and self.settings.cpu_offload.overlap_optimizer:
             self.overlapped_steps = overlap_optimizer(self._module, self._real_optimizers)
             if self.overlapped_steps.is_deferred:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from adapter_training import LORA
+from adapter_training import SIZES as WIDE
 from stand_in_gpu import run_as_gpus
 from torch import Tensor
 from training import EVEN, TIED, UNEVEN, Recorder, Rows, build_task, build_trainer, gather_weights, save_model
@@ -17,6 +18,7 @@ from lit_fsdp import ActivationCheckpointing, CPUOffload, FSDP2Strategy, Shardin
 from lit_fsdp.callbacks import EMA, StabilityMonitor
 from lit_fsdp.optim.overlapped_steps import OverlappedSteps
 from lit_fsdp.optim.sharded_optimizer import to_local
+from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.tasks import CausalLM, LRSchedule, Optimizer
 from ranks import RankError, run_ranks
 
@@ -55,7 +57,7 @@ RUNS: dict[str, tuple[dict[str, Any], int, dict[str, Any], dict[str, Any], dict[
     "accumulated without communication": (
         *(UNEVEN, 2, {"sharding": Sharding(no_sync=True)}, {"accumulate_grad_batches": 2}, {}),
     ),
-    "lora": (EVEN, 2, {}, {}, {"lora": LORA}),
+    "lora over 4 bits": (WIDE, 2, {}, {"precision": "bf16-true"}, {"lora": LORA, "quantization": Quantization()}),
     "lora, accumulated, 1 rank": (EVEN, 1, RECOMPUTED, {"accumulate_grad_batches": 2}, {"lora": LORA} | WARMUP),
     "8-bit state": (
         *({**EVEN, "hidden_size": 256}, 2, {}, {"precision": "bf16-true"}),
@@ -98,7 +100,7 @@ def train(
         )
         num_micro_batches = options.get("accumulate_grad_batches", 1)
         batch_size = 8 // dist.get_world_size() // num_micro_batches
-        rows = (SpoiledRows if is_spoiled else Rows)(67 if "uneven" in folder.name else 64, batch_size)
+        rows = (SpoiledRows if is_spoiled else Rows)(int(folder.name), batch_size)
         module = build_task(folder, **task_options)
         if is_spoiled:
             module.__class__ = SpoiledLoss
@@ -127,7 +129,7 @@ def train(
 @pytest.mark.parametrize("name", list(RUNS))
 def test_bits_are_those_of_steps_one_after_the_other(name: str, tmp_path: Path) -> None:
     sizes, world_size, *settings = RUNS[name]
-    folder = save_model(tmp_path / ("uneven" if sizes is UNEVEN else "even"), **sizes)
+    folder = save_model(tmp_path / str(sizes["vocab_size"]), **sizes)
     results = []
     for overlaps in (False, True):
         run = run_as_gpus if settings[1].get("accelerator") == "gpu" else run_ranks
