@@ -43,7 +43,7 @@ def describe_whole(optimizer: Optimizer) -> str | None:
     if type(optimizer) not in _OPTIMIZERS:
         return f"{type(optimizer).__name__} may need all gradients at once"
     # Private, seen in torch 2.13; they may read what was stepped.
-    if optimizer._optimizer_step_post_hooks:  # type: ignore[attr-defined]
+    if optimizer._optimizer_step_post_hooks:
         return f"{type(optimizer).__name__} has hooks that run after a step"
     return None
 

@@ -49,7 +49,7 @@ def compute_grad_norm(parameters: Iterable[Tensor], known: Mapping[Tensor, Tenso
 
 
 @torch.no_grad()
-def compute_norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+def compute_norms(gradients: list[Tensor]) -> Sequence[Tensor]:
     """Return the 2-norm in float32 of each tensor of one device."""
     return torch._foreach_norm(gradients, 2.0, dtype=torch.float32) if gradients else ()
 

@@ -141,7 +141,7 @@ def call_after_backward(root: nn.Module, function: Callable[[], None]) -> Callab
 
     def undo() -> None:
         for state, end in changed:
-            state._root_post_backward_final_callback = end
+            state._root_post_backward_final_callback = end  # type: ignore[method-assign]
 
     return undo
 
