@@ -50,6 +50,7 @@ from lit_fsdp.strategy.lightning_strategies import (
     read_grad_norm,
     shard_like_fsdp2,
 )
+from lit_fsdp.strategy.overlapped_optimizer import get_overlapped_steps
 from lit_fsdp.strategy.trainer_settings import get_data_ranks
 from lit_fsdp.tasks.lr_schedule import ConfiguredLR, LRSchedule
 from lit_fsdp.weights.load import init_weights, materialize
@@ -102,6 +103,8 @@ class Task(TakesMappings, LightningModule):
         self.step_loss: Tensor | None = None
         self.rank_loss: Tensor | None = None
         self._grad_norm: Tensor | None = None
+        self._factor: Tensor | None = None
+        self._scaled: set[Tensor] = set()
         self._matrices: set[nn.Parameter] | None = None  # of parameters that may be flat pieces by now
 
     # Model
@@ -239,7 +242,11 @@ class Task(TakesMappings, LightningModule):
         """Return the norm of all gradients before clipping, computed once a step. All ranks must call it."""
         if self._grad_norm is None:
             known = read_grad_norm(self.trainer.strategy)
-            norm = compute_grad_norm(self._list_parameters()) if known is None else torch.as_tensor(known)
+            if known is None:
+                steps = get_overlapped_steps(self.trainer.strategy)
+                norm = compute_grad_norm(self._list_parameters(), None if steps is None else steps.norms)
+            else:
+                norm = torch.as_tensor(known)
             self._grad_norm = norm.float()
         return self._grad_norm
 
@@ -249,11 +256,33 @@ class Task(TakesMappings, LightningModule):
         return [parameter for group in groups for parameter in group["params"]]
 
     @override
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Let gradients be scaled as they arrive, where they are received beside backward."""
+        super().on_before_backward(loss)
+        steps = get_overlapped_steps(self.trainer.strategy)
+        if steps is not None and steps.is_deferred and self._ends_step():
+            is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None  # they change once more
+            self._scaled = set(steps.scale_arriving(self._compute_factor(), takes_norms=not is_scaled))
+
+    @override
     def on_after_backward(self) -> None:
         self._grad_norm = None  # of other gradients
+        scaled, self._scaled = self._scaled, set()
+        if scaled:
+            assert self._factor is not None
+            scale_gradients([p for p in self._list_parameters() if p not in scaled], self._factor)
+        elif self._ends_step():
+            factor = self._compute_factor()
+            if holds_gradients(self.trainer.strategy):
+                scale_gradients(self._list_parameters(), factor)
+
+    def _ends_step(self) -> bool:
         # Private, seen in lightning 2.6.6: whether another micro-batch of this step follows.
-        if self._step_sums is None or self.trainer.fit_loop._should_accumulate():
-            return
+        return self._step_sums is not None and not self.trainer.fit_loop._should_accumulate()
+
+    def _compute_factor(self) -> Tensor:
+        """Return what the gradients of the step still lack, and note its loss. All ranks must call it."""
+        assert self._step_sums is not None
         sums, self._step_sums = self._step_sums, None
         self.rank_loss = sums[0] / sums[1].clamp(min=1)
         copies = get_data_ranks(self.trainer).copies
@@ -263,11 +292,9 @@ class Task(TakesMappings, LightningModule):
         num_targets = sums[1].clamp(min=1)
         self.step_loss = sums[0] / num_targets
         self.targets_seen = self.targets_seen + sums[1]
-        if not holds_gradients(self.trainer.strategy):
-            return
         num_ranks = self.trainer.world_size // copies  # over whose gradients the strategy takes the mean
-        factor = num_ranks * self.trainer.accumulate_grad_batches * LOSS_UNIT / num_targets
-        scale_gradients(self._list_parameters(), factor)
+        self._factor = num_ranks * self.trainer.accumulate_grad_batches * LOSS_UNIT / num_targets
+        return self._factor
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -303,7 +330,9 @@ class Task(TakesMappings, LightningModule):
         if gradient_clip_algorithm == "value":
             clip_grad_value(self._list_parameters(), float(gradient_clip_val))
         else:
-            clip_grad_norm(self._list_parameters(), float(gradient_clip_val), norm=self.get_grad_norm())
+            steps = get_overlapped_steps(self.trainer.strategy)
+            scale = None if steps is None else steps.scale_before_step
+            clip_grad_norm(self._list_parameters(), float(gradient_clip_val), norm=self.get_grad_norm(), scale=scale)
 
     @override
     def optimizer_step(

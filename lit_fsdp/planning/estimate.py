@@ -195,6 +195,9 @@ def estimate_step_time(
         update_bytes=count_update_bytes(
             model.units, model.optimizer, num_shards=shards, itemsize=max(trained, default=4)
         ),
+        overlaps_update=model.optimizer.name != "adafactor"
+        and settings.cpu_offload is not None
+        and settings.cpu_offload.overlap_optimizer,
         offloaded_bytes=sum(count_shard_bytes(model.module, u, shards) for u in model.units) if is_offloaded else 0,
         regather_ranks=None if isinstance(reshard, bool) else reshard,
         is_compiled=settings.compile is not None,

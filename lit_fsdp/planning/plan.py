@@ -156,6 +156,8 @@ def _list_notes(settings: Settings, flops: Flops) -> Iterator[str]:
         yield "compile is left out: compiled blocks keep fewer activations, which no plan can see"
     if settings.cpu_offload is not None:
         yield "offload: shards, gradients and optimizer state are in host memory, where the optimizer runs"
+        if settings.cpu_offload.overlap_optimizer:
+            yield "overlap_optimizer: host memory of gradients on their way is left out: up to those of two units"
     if settings.activation_checkpointing.offload:
         yield "activation_checkpointing.offload: the time leaves out copies of inputs, which run beside compute"
 

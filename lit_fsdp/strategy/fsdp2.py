@@ -36,6 +36,7 @@ from lit_fsdp.checkpoint.single_file import load_single_file
 from lit_fsdp.checkpoint.space import DiskSpace
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.errors import join_names
+from lit_fsdp.optim.overlapped_steps import OverlappedSteps
 from lit_fsdp.parsing.mappings import TakesMappings
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.buffers import has_statistics_of_ranks, sync_buffers
@@ -74,6 +75,7 @@ from lit_fsdp.strategy.lightning_internals import (
     watch_monitors,
 )
 from lit_fsdp.strategy.notebook_launcher import NotebookLauncher, check_weights, is_notebook
+from lit_fsdp.strategy.overlapped_optimizer import overlap_optimizer
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.strategy.process_group import MAX_TIMEOUT_S, init_process_group
 from lit_fsdp.strategy.random_streams import RandomStreams
@@ -195,6 +197,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self.plan: list[Unit] = []
         self._unit_table: Table | None = None  # to be printed
         self._hooks: list[RemovableHandle] = []
+        self.overlapped_steps: OverlappedSteps | None = None  # with cpu_offload.overlap_optimizer
 
     @property
     def missing_checkpoint(self) -> Location | None:
@@ -410,13 +413,20 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 )
             self._writer.data_ranks = self.data_ranks
             split_generators(self.broadcast(collect_random_state()), self.data_ranks.index)  # see Note [Two streams]
-            self._reset_optimizers_and_schedulers()
-            self.setup_optimizers(trainer)
-            rebind_optimizers(module, self._real_optimizers)
+            self._build_optimizers(trainer)
             self._check_disk(trainer)
             if not module.automatic_optimization:
                 self._hooks = [reshard_when_toggled(root) for root in find_roots(module)]
         self.setup_precision_plugin()
+
+    def _build_optimizers(self, trainer: pl.Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        self.setup_optimizers(trainer)
+        rebind_optimizers(self._module, self._real_optimizers)
+        if self.settings.cpu_offload is not None and self.settings.cpu_offload.overlap_optimizer:
+            self.overlapped_steps = overlap_optimizer(self._module, self._real_optimizers)
+            if self.overlapped_steps.is_deferred:
+                self.precision_plugin.overlapped_steps = self.overlapped_steps
 
     def _check_accumulation(self) -> None:
         num_micro_batches = count_micro_batches(self._module.trainer)
@@ -509,6 +519,20 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             check_shared_rows(batch, self.mesh_sizes)  # of its first batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
+    def finish_steps(self) -> None:
+        """Wait until weights and optimizer state are those after the last step, see ``cpu_offload.overlap_optimizer``.
+
+        For code of your own that reads or changes them between a step and the next forward.
+        """
+        if self.overlapped_steps is not None:
+            self.overlapped_steps.finish()
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self.overlapped_steps is not None:
+            self.overlapped_steps.begin_backward()
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         output = super().training_step(*args, **kwargs)
@@ -545,18 +569,21 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     @override
     def on_validation_start(self) -> None:
         self._print_units()
+        self.finish_steps()
         super().on_validation_start()
         check_weights(self._module.trainer)
         sync_buffers(self._module)
 
     @override
     def on_test_start(self) -> None:
+        self.finish_steps()
         super().on_test_start()
         check_weights(self._module.trainer)
         sync_buffers(self._module)
 
     @override
     def on_predict_start(self) -> None:
+        self.finish_steps()
         super().on_predict_start()
         check_weights(self._module.trainer)
         sync_buffers(self._module)
@@ -571,11 +598,13 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.finish_steps()
         sync_buffers(self._module)
         return self._writer.get_model_state(self._module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self.finish_steps()
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         return {} if is_placeholder(optimizer) else self._writer.get_optimizer_state(self._module, optimizer)
 
@@ -600,6 +629,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     @override
     def on_train_end(self) -> None:
+        self.finish_steps()
         self._writer.close()
         self._note_missing()
 
@@ -675,6 +705,9 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             self._hang_watch = None
         while self._hooks:
             self._hooks.pop().remove()
+        if self.overlapped_steps is not None:
+            steps, self.overlapped_steps, self.precision_plugin.overlapped_steps = self.overlapped_steps, None, None
+            steps.close()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

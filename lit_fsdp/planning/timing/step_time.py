@@ -11,7 +11,8 @@ Note [Step time]: arithmetic on what is counted elsewhere, in about a millisecon
   Before a unit's gradients are copied for sending, those that may be on their way at once are waited for.
   What compute has to wait for is exposed. Collectives beside compute still cost it ``contention`` of their time, as
   they take multiprocessors and memory bandwidth from it: 0.4, or 0.8 where they go through host memory.
-- Optimizer: what it reads and writes of the shard, over the bandwidth of the memory that is in.
+- Optimizer: what it reads and writes of the shard, over the bandwidth of the memory that is in. Where it runs beside
+  compute (``cpu_offload.overlap_optimizer``), what the last backward and the next forward do not hide.
 
 How these numbers were found, and how exact the result is: docs/speed_model.md.
 """
@@ -37,6 +38,7 @@ _MEMORY_SHARE = 0.8  # of the bandwidth on data sheets
 CONTENTION, CONTENTION_THROUGH_HOST = 0.4, 0.8
 _HOST_COPY_GB_S = 20.0  # of a rank, between pinned memory and its GPU by PCIe 4 x16
 _HOST_GB_S = 50.0  # of the memory of a node, for all its ranks: two channels of DDR5, or a few of DDR4
+_ARRIVING_SHARE = 0.25  # of what an update reads and writes of the host: gradients are scaled and their norms taken
 _COMPILED_SHARE = 0.4  # of the bytes that other operators move, what is left when they are fused
 
 
@@ -47,7 +49,7 @@ class StepTime:
     Args:
         compute_s: Forward, backward and what is computed again, undisturbed.
         exposed_s: What communication adds to compute.
-        optimizer_s: Of the optimizer and gradient clipping.
+        optimizer_s: Of the optimizer and gradient clipping, as far as nothing runs beside them.
         by_collective: The seconds of communication by kind; ``host_copy`` are those of offload.
         num_ranks: How many there are.
         tokens: Of a rank in a step.
@@ -123,6 +125,7 @@ class Workload:
         num_micro_batches: Accumulated in a step.
         update_bytes: Of ``count_update_bytes``.
         offloaded_bytes: Its shards, where they are in host memory: copied up for each gather, gradients down.
+        overlaps_update: ``cpu_offload.overlap_optimizer``, for an optimizer that can.
         regather_ranks: ``reshard_after_forward``, where that is a number of ranks.
         is_compiled: Whether blocks are compiled, so that less is moved.
         num_reduce_buffers: ``sharding.reduce_scatter_max_input_buffers``.
@@ -138,6 +141,7 @@ class Workload:
     num_micro_batches: int = 1
     update_bytes: int = 0
     offloaded_bytes: int = 0
+    overlaps_update: bool = False
     regather_ranks: int | None = None
     is_compiled: bool = False
     num_reduce_buffers: int = 1
@@ -291,10 +295,14 @@ def estimate_time(work: Workload, machine: Machine) -> StepTime:
     update_gb_s = _HOST_GB_S / machine.ranks_per_node if work.offloaded_bytes else machine.memory_gb_s
     if machine.speed is not None:
         update_gb_s = machine.speed.update_bytes_per_s / 1e9
+    update = work.update_bytes / update_gb_s / 1e9
+    if work.overlaps_update:
+        once = compute / work.num_micro_batches
+        update = _expose_update(update, once * forward_share, once * (1 - forward_share), num_units=len(times))
     return StepTime(
         compute_s=compute,
         exposed_s=waits + machine.hidden_cost * max(communication - waits, 0.0),
-        optimizer_s=work.update_bytes / update_gb_s / 1e9,
+        optimizer_s=update,
         by_collective=by_collective,
         num_ranks=machine.num_replicas * machine.num_shards,
         tokens=work.tokens * work.num_micro_batches,
@@ -388,6 +396,17 @@ def compute_crossover(bytes_per_parameter: float, flops_per_parameter: float, *,
     each parameter and token: 6, 8 with checkpointing, 6 for adapters with checkpointing.
     """
     return bytes_per_parameter / flops_per_parameter * tflops * 1e12 / (gb_s * 1e9)
+
+
+def _expose_update(update: float, forward: float, backward: float, *, num_units: int) -> float:
+    """Return what compute waits of an update beside the last backward and the next forward of a step.
+
+    Gradients are scaled and measured beside the former, clipped and stepped beside the latter. Nothing is beside the
+    end of the last unit's gradients and the step of the first unit.
+    """
+    arriving = _ARRIVING_SHARE * update
+    exposed = max(arriving - backward, 0.0) + max(update - arriving - forward, 0.0)
+    return min(exposed + update / num_units, update)
 
 
 def _time_compute(work: Workload, machine: Machine) -> float:
