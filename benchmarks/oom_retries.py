@@ -28,8 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lit_fsdp import FSDP2Strategy
 
-NUM_RANKS, LAYERS, LENGTH, ROWS = 2, 16, 128, 4
-SIZES = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4, "vocab_size": 1000}
+NUM_RANKS, LAYERS, LENGTH, ROWS = 2, 8, 64, 4
+SIZES = {"hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4, "vocab_size": 1000}
 
 
 class Model(pl.LightningModule):

@@ -101,8 +101,14 @@ def replace_closures(trainer: pl.Trainer, make: Callable[[Closure, Any, Optimize
 
 
 def run_training_step(trainer: pl.Trainer, kwargs: Any) -> ClosureResult:
-    """Run ``training_step`` with its hooks, as a closure does."""
-    return trainer.fit_loop.epoch_loop.automatic_optimization._training_step(kwargs)
+    """Run ``training_step`` with its hooks, as a closure does. What it logs weighs as the rows it is given."""
+    loop = trainer.fit_loop.epoch_loop
+    results: Any = loop._results
+    before, results.batch, results.batch_size = results.batch, kwargs.get("batch", results.batch), None
+    try:
+        return loop.automatic_optimization._training_step(kwargs)
+    finally:
+        results.batch, results.batch_size = before, None
 
 
 def is_last_micro_batch(trainer: pl.Trainer) -> bool:

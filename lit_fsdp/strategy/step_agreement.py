@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # as in roll_call.py
 
 from lit_fsdp.sharding.collective_log import CollectiveLog, WorkStopped
 from lit_fsdp.strategy.roll_call import get_store, wait_until
@@ -140,7 +140,7 @@ class StepAgreement:
         self._log.resume()
         return {rank: text for rank, text in enumerate(told) if text is not None}
 
-    def _publish(self, store: dist.Store, number: int) -> None:
+    def _publish(self, store: Store, number: int) -> None:
         if self._published < self._alarm:
             self._published = self._alarm
             store.set(f"{self._alarm}/{self._rank}", self._log.stop(number))
