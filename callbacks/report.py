@@ -240,6 +240,7 @@ class RunReport(StepCallback):
             "precision": str(trainer.precision),
             "disk": run_facts.describe_disk(trainer),
             "lost_logs": list_lost_logs(trainer),
+            "redone_steps": run_facts.list_redone_steps(trainer),
             "headline": self._describe_headline(trainer),
         }
 
@@ -286,6 +287,8 @@ class RunReport(StepCallback):
             facts["disk"] = run["disk"]["text"]
             if run["disk"]["missing"]:
                 facts["NOT saved"] = run["disk"]["missing"]
+        if run["redone_steps"]:
+            facts["out of memory"] = "; ".join(run["redone_steps"])
         if run["lost_logs"]:
             facts["NOT logged"] = "; ".join(run["lost_logs"])
         facts["ended"] = f"{ended:%Y-%m-%d %H:%M} UTC"

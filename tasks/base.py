@@ -40,6 +40,7 @@ from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.reporting.metrics import count_planned_steps
 from lit_fsdp.sharding.grad_clipping import clip_grad_norm, clip_grad_value, compute_grad_norm, scale_gradients
+from lit_fsdp.strategy.batch_split import BatchPart, split_rows
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import forget_train_loader, log_again
 from lit_fsdp.strategy.lightning_strategies import (
@@ -237,6 +238,20 @@ class Task(TakesMappings, LightningModule):
         if dist.is_initialized():
             dist.all_reduce(total)
         return loss_sum * (self.trainer.world_size / total.clamp(min=1)).to(loss_sum.dtype)
+
+    def split_batch(self, batch: Any, num_parts: int) -> Sequence[BatchPart]:
+        """Return a micro-batch in parts of fewer rows, for a step that ran out of memory; see ``oom_retries``.
+
+        Losses are sums over targets, so those of the parts add up to that of the whole: each weighs 1.
+
+        Args:
+            batch: As ``training_step`` is given it.
+            num_parts: How many, or fewer where there are fewer rows.
+
+        Raises:
+            ValueError: It cannot be split with the same result.
+        """
+        return [(part, 1.0) for part, _ in split_rows(batch, num_parts)]
 
     def get_grad_norm(self) -> Tensor:
         """Return the norm of all gradients before clipping, computed once a step. All ranks must call it."""

@@ -76,6 +76,30 @@ def leave_forward(root: nn.Module) -> None:
         state._modules_to_run_forward.clear()
 
 
+def end_step(root: nn.Module) -> None:
+    """Bring a root and the units below it to where they are between steps, after an error; drop all gradients.
+
+    What its collectives were to bring is lost. They have to come to an end on the device, which this waits for in its
+    stream.
+    """
+    if not isinstance(root, FSDPModule):
+        return
+    if root._get_fsdp_state()._is_root is not None:  # else there was no forward yet
+        root.reset_iter_state()
+    for module in root.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                # torch 2.13 leaves what was being copied, and gradients that no_sync adds up.
+                parameter.free_unsharded_param()
+                parameter.unsharded_accumulated_grad = None
+                if (gathered := get_gathered(parameter)) is not None:
+                    gathered.grad = None
+                parameter.grad_offload_event = None
+                parameter.sharded_param.grad = None
+
+
 def list_gathered(parameter: Any) -> list[Tensor]:
     """Return the tensors that hold a gathered parameter; their storage has no bytes while it is sharded.
 

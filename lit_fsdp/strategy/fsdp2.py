@@ -81,6 +81,7 @@ from lit_fsdp.strategy.process_group import MAX_TIMEOUT_S, init_process_group
 from lit_fsdp.strategy.random_streams import RandomStreams
 from lit_fsdp.strategy.rank_facts import check_shared_rows, list_device_facts, list_device_notes, list_row_facts
 from lit_fsdp.strategy.rebinding import keep_attributes, rebind_optimizers, remember_parameters, warn_of_lists
+from lit_fsdp.strategy.retried_step import RetriedSteps, check_retries
 from lit_fsdp.strategy.roll_call import compare_in_group
 from lit_fsdp.strategy.run_settings import RUN_SETTINGS, collect_run_settings, warn_of_changes
 from lit_fsdp.strategy.trainer_settings import (
@@ -135,6 +136,9 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         hang_report_s: After how many seconds in which a rank waits for others all ranks write what they wait for, and
             one line says who is missing and where. Nothing is ended. ``auto`` is 300, or half of ``timeout_s`` if that
             is less; ``null`` never does.
+        oom_retries: How often in a run a training step is redone on all ranks after one of them has run out of memory:
+            at first as it was, later in smaller parts, with the same result, see ``docs/out_of_memory.md``. Costs one
+            exchange between hosts in each micro-batch. 0 ends the run at the first time.
     """
 
     is_distributed = True
@@ -157,6 +161,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         timeout_s: float = 1800.0,
         start_timeout_s: float = 60.0,
         hang_report_s: float | Literal["auto"] | None = "auto",
+        oom_retries: int = 0,
     ) -> None:
         super().__init__()
         self.settings = Settings(
@@ -186,6 +191,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self.start_timeout_s = start_timeout_s
         self.hang_report_s = hang_report_s
         self._hang_watch: HangWatch | None = None
+        self.oom_retries = oom_retries
+        self._retried_steps: RetriedSteps | None = None
         # What has to be the same on all ranks when the run starts, by name; the command line adds what it knows.
         self.facts = {"torch": torch.__version__} | {name: version(name) for name in ("lightning", "lit_fsdp")}
         self.verify_checkpoint = verify_checkpoint
@@ -287,6 +294,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 raise ValueError(f"{name}: got {given}: expected seconds above 0, up to {MAX_TIMEOUT_S:,.0f}")
         choose_report_s(self.hang_report_s, self.timeout_s)
         check_verify("verify_checkpoint", self.verify_checkpoint)
+        check_retries(self.oom_retries, self.settings.mesh)
         if self._layer_sync is not None:
             raise ValueError(
                 "sync_batchnorm: got true: FSDP2Strategy does not replace layers; call "
@@ -552,6 +560,32 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         if not self._has_checked_gradients and self.device_mesh is not None:
             self._has_checked_gradients = check_gradients(self._module, self.device_mesh)
 
+    def begin_backward(self, loss: Tensor, optimizer: Optimizer) -> Tensor:
+        """Run all of ``backward`` but what follows the gradients; return the loss as it was scaled."""
+        with self._own_generators():
+            self.pre_backward(loss)
+            loss = self.precision_plugin.pre_backward(loss, self._module)
+            self.precision_plugin.backward(loss, self._module, optimizer)
+        return loss
+
+    def end_backward(self, loss: Tensor) -> None:
+        """Run what follows the gradients of a micro-batch."""
+        with self._own_generators():
+            self.post_backward(self.precision_plugin.post_backward(loss, self._module))
+
+    @property
+    def redone_steps(self) -> list[str]:
+        """A line for each training step of the last ``fit`` that was redone after a rank ran out of memory."""
+        return [] if self._retried_steps is None else self._retried_steps.events
+
+    def _retry_steps(self, trainer: pl.Trainer) -> None:
+        if not self._module.automatic_optimization:
+            raise ValueError(
+                f"oom_retries: got {self.oom_retries}: under manual optimization training_step makes the optimizer "
+                "step itself, so it cannot be undone; leave it out"
+            )
+        self._retried_steps = RetriedSteps(self, trainer, self._module, self.oom_retries, rank_zero.rank_zero_warn)
+
     @override
     def on_train_start(self) -> None:
         self._has_seen_step = self._has_checked_gradients = False
@@ -559,6 +593,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         check_weights(trainer)
         settle_accumulation(trainer, trainer.datamodule)  # type: ignore[attr-defined]
         super().on_train_start()
+        if self.oom_retries:
+            self._retry_steps(trainer)
         if self.world_size > 1:  # before the first step, and only now, as the loader is there
             compare_in_group(self.global_rank, list_row_facts(trainer))
         if self._saved_settings:  # compared here, as the loader is there
@@ -700,6 +736,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         # Not super(): it would move the shards to the CPU, and Lightning's next run on this module back.
         assert self.cluster_environment is not None and self.accelerator is not None  # noqa: PT018
         self._checked_loaders.clear()
+        if self._retried_steps is not None:
+            self._retried_steps.stop()
         if self._hang_watch is not None:
             self._hang_watch.stop()
             self._hang_watch = None

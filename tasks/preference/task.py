@@ -9,7 +9,7 @@ ranks run at the same time. So both are the same for any number of ranks with th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -30,6 +30,7 @@ from lit_fsdp.adapters.lora import KEEPS_BASE
 from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.sharding.shard import reshard
+from lit_fsdp.strategy.batch_split import BatchPart
 from lit_fsdp.strategy.lightning_internals import is_read_now
 from lit_fsdp.strategy.lightning_strategies import call_in_forward
 from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, list_chunked_losses
@@ -325,6 +326,18 @@ class PreferenceTuning(CausalLM):
         return self._score(self.model, inputs)[0].logps
 
     @override
+    @override
+    def split_batch(self, batch: Batch, num_parts: int) -> Sequence[BatchPart]:
+        kind = self.loss.loss_type
+        if self.loss.is_unpaired or kind == "orpo":
+            raise ValueError(f"loss_type {kind!r} has a mean over the micro-batch, which parts would change")
+        # [2 * rows, ...] is first the chosen completions, then the rejected ones.
+        pairs = {name: value.unflatten(0, (2, -1)).transpose(0, 1) for name, value in batch.items()}
+        return [
+            ({name: value.transpose(0, 1).flatten(0, 1) for name, value in part.items()}, weight)
+            for part, weight in super().split_batch(pairs, num_parts)
+        ]
+
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses of all pairs, or labelled completions, and their number.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from typing_extensions import override
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.strategy.batch_split import BatchPart
 from lit_fsdp.tasks.classifier import Classifier, find_head, list_classes, name_classes
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.sequence_classification.labels import MULTI, REGRESSION, REWARD, SINGLE, ProblemType
@@ -169,6 +171,17 @@ class SequenceClassification(Classifier, TextTask):
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         logits: Tensor = self.run_model(**inputs).logits.float()
         return logits
+
+    @override
+    def split_batch(self, batch: Batch, num_parts: int) -> Sequence[BatchPart]:
+        if self.problem_type != REWARD:
+            return super().split_batch(batch, num_parts)
+        texts = ("input_ids", "attention_mask")  # [2 * rows, length], pairs in turn
+        pairs = {name: value.unflatten(0, (-1, 2)) if name in texts else value for name, value in batch.items()}
+        return [
+            ({name: value.flatten(0, 1) if name in texts else value for name, value in part.items()}, weight)
+            for part, weight in super().split_batch(pairs, num_parts)
+        ]
 
     @override
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:

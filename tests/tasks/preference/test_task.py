@@ -310,3 +310,14 @@ def test_the_precomputed_reference_keeps_its_digits_in_bfloat16(folder: Path) ->
     trainer.fit(task, data)
     torch.distributed.destroy_process_group()
     assert torch.equal(seen[0], torch.from_numpy(data._reference["train"][:4].T.reshape(-1)))
+
+
+def test_pairs_stay_together_where_a_batch_is_split() -> None:
+    """[2 * rows, length]: first all chosen, then all rejected."""
+    task = PreferenceTuning(pretrained="none", beta=0.1)
+    batch = {"input_ids": torch.arange(8).view(8, 1), "labels": torch.arange(8).view(8, 1)}
+    parts = task.split_batch(batch, 2)
+    assert [part["labels"].flatten().tolist() for part, _ in parts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert [weight for _, weight in parts] == [1.0, 1.0]
+    with pytest.raises(ValueError, match="loss_type 'orpo' has a mean over the micro-batch"):
+        PreferenceTuning(pretrained="none", loss_type="orpo").split_batch(batch, 2)
