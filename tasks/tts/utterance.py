@@ -47,7 +47,7 @@ def get_codes(utterance: Utterance) -> NDArray[np.int64]:
 
 
 def get_context(utterance: Utterance) -> NDArray[np.int64]:
-    """Return the codes of what was said before an utterance [frames, codebooks], in memory; [0, 0] where nothing was."""
+    """Return the codes of what was said before an utterance [frames, codebooks], in memory; [0, 0] where none is."""
     if utterance.context_codes is None:
         return np.zeros((0, 0), dtype=np.int64)
     return np.asarray(utterance.context_codes, dtype=np.int64)
