@@ -20,6 +20,9 @@ from lit_fsdp.tasks.tts.preparation.runners import Prepared, prepare_shards
 from lit_fsdp.tasks.tts.preparation.transcribe import fetch_transcriber
 
 
+_GPU_BATCH = 8
+
+
 def run_prepare(args: Sequence[str]) -> int:
     """Prepare data and print what came of it.
 
@@ -53,7 +56,7 @@ def prepare_tts(
     transcriber: str | None = None,
     limits: Limits | None = None,
     cleaning: Cleaning | None = None,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     backend: Literal["local", "ray"] = "local",
     ray_address: str | None = None,
     num_processes: int = 1,
@@ -74,8 +77,9 @@ def prepare_tts(
             are left out.
         limits: Which clips are good enough.
         cleaning: What is done to recordings and texts before that; nothing if not given.
-        batch_size: Clips of similar length that are encoded, or written down, at once. On a CPU the rows are the same,
-            byte for byte, at any size; a GPU may round a code otherwise, so a folder keeps the size it was begun with.
+        batch_size: Clips of similar length that are encoded, or written down, at once; 8 on a GPU and 1 on a CPU, where
+            more gain nothing, if not given. A GPU may round a code otherwise in another batch, so a folder keeps the
+            size it was begun with.
         backend: ``local`` uses processes of this machine; ``ray`` those of a Ray cluster, which must all see the audio
             and ``out`` under the same paths. The files are the same, byte for byte.
         ray_address: Of the cluster, ``auto`` for the one that is running here; one is started on this machine if not
@@ -93,13 +97,14 @@ def prepare_tts(
         ("rows_per_shard", rows_per_shard),
         ("batch_size", batch_size),
     ):
-        if value < 1:
+        if value is not None and value < 1:
             raise ValueError(f"{name}: got {value}: expected 1 or more")
     limits = limits or Limits()
     limits.check()
     cleaning = cleaning or Cleaning()
     cleaning.check(max_seconds=limits.max_seconds, has_transcriber=transcriber is not None)
     chosen = _choose_device(device, model, backend)
+    batch_size = batch_size or (_GPU_BATCH if chosen == "cuda" else 1)
     read_manifest(manifest)  # before gigabytes are downloaded for it
     fetch_codec(model, "model")
     if transcriber is not None:

@@ -58,4 +58,4 @@ def _parse(line: str, where: str) -> PromptRow:
         raise ValueError(f"{where}: text: missing")
     if wrong := [name for name, value in found.items() if value is not None and not isinstance(value, str)]:
         raise ValueError(f"{where}: {wrong[0]}: got {found[wrong[0]]!r}: expected text")
-    return PromptRow(**found)
+    return PromptRow(**{**found, "text": fields["text"]})
