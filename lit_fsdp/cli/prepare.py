@@ -19,7 +19,6 @@ from lit_fsdp.tasks.tts.preparation.preparer import Preparer
 from lit_fsdp.tasks.tts.preparation.runners import Prepared, prepare_shards
 from lit_fsdp.tasks.tts.preparation.transcribe import fetch_transcriber
 
-
 _GPU_BATCH = 8
 
 

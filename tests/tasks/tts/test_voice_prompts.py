@@ -1,6 +1,8 @@
 """What a text is told beside its words: from rows and options to the model."""
 
 import json
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from lit_fsdp.tasks.tts.tokenizer import build_byte_tokenizer
 def make_told_rows() -> list[PreparedRow]:
     """Rows of which the first goes on from speech and the second follows an instruction."""
     first, second, *others = make_rows(4)
-    codes = (draw("before", 6, 16).abs() * 63).long().numpy()
+    codes = (draw("before", 20, 16).abs() * 63).long().numpy()
     return [replace(first, ref_text="so", ref_codes=codes), replace(second, instruct="Whisper."), *others]
 
 
@@ -120,3 +122,40 @@ def test_the_command_goes_on_from_a_recording_and_follows_an_instruction(tmp_pat
     assert json.loads(line)["instruct"] == "Whisper."
     for other in (replace(utterance, instruct_ids=()), replace(utterance, context_ids=(), context_codes=None)):
         assert not torch.equal(speaker.speak([other], is_streaming=False)[0].codes, speech.codes)
+
+
+OFFICIAL = os.environ.get("LIT_FSDP_QWEN_TTS_PYTHON")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(OFFICIAL is None, reason="LIT_FSDP_QWEN_TTS_PYTHON names no Python that has qwen-tts")
+@pytest.mark.parametrize("is_streaming", [False, True])
+@pytest.mark.parametrize("ref_text", [None, SENTENCES[0]])
+def test_the_official_package_clones_alike(tmp_path: Path, is_streaming: bool, ref_text: str | None) -> None:
+    soundfile = pytest.importorskip("soundfile")
+    assert OFFICIAL is not None
+    (folder := tmp_path / "base").mkdir()
+    save_model(folder)
+    build_byte_tokenizer().save_pretrained(folder)
+    said = synthesize(SENTENCES[0], VOICES["ada"])
+    said = said[: len(said) // 1920 * 1920]
+    soundfile.write(tmp_path / "ref.wav", said, 24000, subtype="FLOAT")
+    asked: dict[str, Any] = {"texts": ["hello there", "so"], "languages": ["Auto", "English"], "ref_text": ref_text}
+    script = Path(__file__).parents[2] / "official_clone.py"
+    command = [OFFICIAL, str(script), str(folder), str(tmp_path / "spoken.json"), str(tmp_path / "ref.wav")]
+    request = json.dumps({**asked, "is_streaming": is_streaming, "max_frames": 8})
+    done = subprocess.run([*command, request], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    speaker, codec = open_speaker(str(folder), Sampling(**GREEDY, max_frames=8)), build_small_codec()
+    codes = codec.encode([torch.from_numpy(said)])[0].numpy() if ref_text is not None else None
+    reference = Reference(embedding=speaker.embed(said), text=ref_text, codes=codes)
+    prompts = [
+        speaker.encode(text, None, language, reference=reference)
+        for text, language in zip(asked["texts"], asked["languages"], strict=True)
+    ]
+    official = json.loads((tmp_path / "spoken.json").read_text())
+    for wanted, prompt, own in zip(official, prompts, speaker.speak(prompts, is_streaming=is_streaming), strict=True):
+        assert wanted["codes"] == own.codes.tolist()
+        audio = speaker.decode(codec, own.codes, prompt)
+        # Its cut is rounded, and may be a sample early.
+        torch.testing.assert_close(audio, torch.tensor(wanted["audio"])[-len(audio) :], atol=1e-3, rtol=1e-3)
