@@ -123,7 +123,7 @@ def prepare_shard(preparer: Preparer, rows: Sequence[ManifestRow], path: Path) -
         write_shard(path, good)
     summary = {"num_rows": len(good), "seconds": sum(row.seconds for row in good)}
     files = describe_files([path] if good else [])
-    text = {**summary, "rejected": [asdict(r) for r in rejected], "files": files, "inputs": inputs}
+    text: dict[str, Any] = {**summary, "rejected": [asdict(r) for r in rejected], "files": files, "inputs": inputs}
     text |= {"cleaned": cleaned, "duplicates": _list_duplicates(rows)}
     write_whole(_name_summary(path), json.dumps(text, ensure_ascii=False))  # last: it says what is complete
     return len(rows)
