@@ -41,20 +41,21 @@ class SpeechData(LightningDataModule):
         validation: Prepared folder to validate on.
         validation_fraction: Without ``validation``, hold out this share of the training rows, always the same.
         predict: Texts to generate speech for: a ``.txt`` file of lines, or JSON lines with ``text`` and maybe
-            ``speaker`` and ``language``.
+            ``speaker``, ``language`` and ``instruct``.
         tokenizer: Of the text: model name on the Hub, folder, or ``bytes`` for one without a download.
         default_speaker: Who speaks in rows that name no speaker. Without it such rows are refused where a voice is made
             of all rows of a speaker, as they may be of many people.
         speaker_embedding: ``row`` gives each row the embedding of its own reference audio, which teaches to clone
             voices. ``mean`` gives it the mean over all training rows of its speaker, as for voices that will be built
             in. ``none`` trains without. The default is ``mean`` for models that take embeddings of speakers, else
-            ``none``.
+            ``none``, also for those that make voices of instructions.
         streaming: Lay text beside frames, one id a frame, as the official inference does for text that arrives bit
             by bit. Otherwise all text comes before the speech.
         text_dropout: Leave the text out of this share of the training rows, drawn anew in each epoch. Guidance
             compares with speech without text, which the model would otherwise forget. The default is 0.15 for Dia,
             and 0 for models that are not guided.
-        max_seconds: Leave longer rows out: the longest ones set the memory of a step.
+        max_seconds: Leave longer rows out: the longest ones set the memory of a step. Speech that a row goes on from
+            counts.
         batch_size: Rows in a micro-batch of one rank.
         global_batch_size: Rows in an optimizer step, of all ranks and accumulated micro-batches together. Each start
             sets ``trainer.accumulate_grad_batches`` by it, so a run keeps it on another number of ranks, and an epoch
@@ -141,7 +142,7 @@ class SpeechData(LightningDataModule):
         """
         choice = self.speaker_embedding
         if choice is None:
-            choice = "none" if config.voice_size is None else "mean"
+            choice = "none" if config.voice_size is None or config.designs_voices else "mean"
         family = get_family(config.raw["model_type"])
         dropout = (family.default_text_dropout or 0.0) if self.text_dropout is None else self.text_dropout
         family.check_data(config, speaker_embedding=choice, is_streaming=self.streaming, text_dropout=dropout)
@@ -189,6 +190,7 @@ class SpeechData(LightningDataModule):
             for row in read_prompts(Path(source)):
                 try:
                     config.get_language_id(row.language, row.speaker)
+                    self.family.check_prompt(instruct=row.instruct)
                 except ValueError as error:
                     raise ValueError(f"predict: {source}: {error}, for {row.text[:40]!r}") from error
         self._read_all(stage)
@@ -218,9 +220,9 @@ class SpeechData(LightningDataModule):
         assert source is not None
         rows = make_corpus(self._get_config()) if source == SPOKEN else map_rows(source, self.cache_dir)
         rows = name_speakers(rows, self.default_speaker, is_needed=split == "train", source=source)
-        kept = [row for row in rows if len(row.codes) <= self.max_seconds * self._get_config().frames_per_s]
+        kept = [row for row in rows if row.num_frames <= self.max_seconds * self._get_config().frames_per_s]
         for row in kept:
-            check_row(row, self._get_config())
+            check_row(row, self.family, self._get_config())
         if not kept:
             raise ValueError(f"max_seconds: got {self.max_seconds}: all {len(rows)} rows of {split} are longer")
         if len(kept) < len(rows):
@@ -246,9 +248,7 @@ class SpeechData(LightningDataModule):
             num_workers=self.num_workers,
             trainer=trainer,
             what=f"train ({len(rows)} clips)",
-            fingerprint=hash_rows(
-                part for row in rows for part in (row.speaker, row.text, row.codes.astype(np.int64).tobytes())
-            ),
+            fingerprint=hash_rows(part for row in rows for part in _list_contents(row)),
             whole_steps=self.global_batch_size is not None,
             share=self.share,
         )
@@ -317,11 +317,7 @@ class SpeechData(LightningDataModule):
             speaker = get_voice(row.speaker, self.voices, config)
         else:
             speaker = next(iter(self.voices.values()), None)
-        return Utterance(
-            text_ids=self.family.encode_text(self.tokenizer, row.text, config, speaker),
-            language=config.get_language_id(row.language, row.speaker),
-            speaker=speaker,
-        )
+        return self._build(row, speaker)
 
     def pick_validation(self, num_rows: int) -> list[PreparedRow]:
         """Return the first rows of validation, or of training where nothing is held out; the same on all ranks."""
@@ -368,13 +364,25 @@ class SpeechData(LightningDataModule):
         return [self._encode_row(row) for row in rows]
 
     def _encode_row(self, row: PreparedRow) -> Utterance:
-        config, speaker = self._get_config(), self._choose_voice(row)
+        speaker = self._choose_voice(row)
         try:
-            ids = self.family.encode_text(self.tokenizer, row.text, config, speaker)
-            language = config.get_language_id(row.language, row.speaker)
+            return replace(self._build(row, speaker), codes=row.codes)
         except ValueError as error:
             raise ValueError(f"{row.place}: {error}") from error
-        return Utterance(text_ids=ids, codes=row.codes, language=language, speaker=speaker)
+
+    def _build(self, row: PromptRow | PreparedRow, speaker: Any) -> Utterance:
+        """Return a text, with what it goes on from, as what is to be spoken."""
+        config = self._get_config()
+        encode = partial(self.family.encode_text, self.tokenizer, config=config, speaker=speaker)
+        context = row.ref_codes if isinstance(row, PreparedRow) else None
+        return Utterance(
+            text_ids=encode(row.text),
+            language=config.get_language_id(row.language, row.speaker),
+            speaker=speaker,
+            context_ids=encode(row.ref_text) if isinstance(row, PreparedRow) and context is not None else (),
+            context_codes=context,
+            instruct_ids=self.family.encode_instruct(self.tokenizer, row.instruct) if row.instruct else (),
+        )
 
     def _get_config(self) -> FamilyConfig:
         if self.speech_config is None:
@@ -384,6 +392,16 @@ class SpeechData(LightningDataModule):
             self.attach(module.read_config())
         assert self.speech_config is not None
         return self.speech_config
+
+
+def _list_contents(row: PreparedRow) -> list[str | bytes]:
+    """Return what tells a row from others; of what most rows do not have only what there is, as it always was."""
+    parts: list[str | bytes] = [row.speaker, row.text, row.codes.astype(np.int64).tobytes()]
+    if row.instruct:
+        parts.append(row.instruct)
+    if row.ref_codes is not None:
+        parts += [row.ref_text, row.ref_codes.astype(np.int64).tobytes()]
+    return parts
 
 
 def _collate_eval(collate: Callable[[list[Utterance]], Batch], rows: list[tuple[int, Utterance]]) -> Batch:

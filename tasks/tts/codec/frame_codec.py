@@ -18,7 +18,10 @@ class FrameCodec(nn.Module, ABC):
 
     @abstractmethod
     def encode(self, clips: Sequence[Tensor]) -> list[Tensor]:
-        """Return the codes [frames, codebooks] of each clip [samples]; the last frame may be part silence."""
+        """Return the codes [frames, codebooks] of each clip [samples]; the last frame may be part silence.
+
+        A clip has the same codes in any batch, as far as kernels round alike whatever shares one.
+        """
 
     @torch.inference_mode()
     def decode(self, codes: Sequence[Tensor]) -> list[Tensor]:

@@ -58,6 +58,10 @@ class FamilyConfig(Protocol):
         """Numbers in the embedding of a speaker; ``None`` where the model takes none."""
 
     @property
+    def designs_voices(self) -> bool:
+        """Whether the voice is made of an instruction, so that nobody is to be named."""
+
+    @property
     def speakers(self) -> Mapping[str, int]:
         """Numbers of speakers that the model knows, by lower-cased name."""
 
@@ -113,6 +117,11 @@ class HubConfig:
         """It takes no embeddings of speakers."""
 
     @property
+    def designs_voices(self) -> bool:
+        """It makes no voices of instructions."""
+        return False
+
+    @property
     def speakers(self) -> Mapping[str, int]:
         """It knows none by name."""
         return {}
@@ -137,6 +146,8 @@ class Family(ABC):
     blocks: ClassVar[tuple[str, ...]]  # patterns of the classes that are FSDP units
     has_streaming: ClassVar[bool] = False
     reads_context: ClassVar[bool] = False  # speech that it goes on from, with what is said there
+    decodes_context: ClassVar[bool] = False  # codes of such speech before those that follow it, for the codec's memory
+    reads_instructions: ClassVar[bool] = False  # how a text shall be said
     has_kinds: ClassVar[bool] = False  # of exports: with voices built in, or a base model
     predicts_ends: ClassVar[bool] = True  # whether the predictor's loss has ends too
     unused_sampling: ClassVar[tuple[str, ...]] = ("guidance_scale",)
@@ -178,6 +189,25 @@ class Family(ABC):
         Raises:
             ValueError: The text is empty, or the tokenizer is not one of these models.
         """
+
+    def encode_instruct(self, tokenizer: Any, instruct: str) -> list[int]:
+        """Return as ids how a text shall be said."""
+        raise NotImplementedError(f"{self.model_type} takes no instructions")
+
+    def check_prompt(self, *, ref_text: str | None = None, instruct: str | None = None) -> None:
+        """Refuse what the model cannot be told beside a text.
+
+        Args:
+            ref_text: What is said in speech that it goes on from.
+            instruct: How the text shall be said.
+
+        Raises:
+            ValueError: With the setting.
+        """
+        if ref_text and not self.reads_context:
+            raise ValueError(f"ref_text: {self.model_type} does not read what is said before; leave it out")
+        if instruct and not self.reads_instructions:
+            raise ValueError(f"instruct: {self.model_type} takes no instructions; leave it out")
 
     @abstractmethod
     def assign_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:

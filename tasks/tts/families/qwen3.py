@@ -11,7 +11,12 @@ from typing_extensions import override
 from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.tasks.tts.config import MODEL_TYPE, SpeechConfig, parse_config
 from lit_fsdp.tasks.tts.families.family import Family, Voice
-from lit_fsdp.tasks.tts.families.qwen3_layout import collate_prompts, collate_training, encode_text
+from lit_fsdp.tasks.tts.families.qwen3_layout import (
+    collate_prompts,
+    collate_training,
+    encode_instruct,
+    encode_text,
+)
 from lit_fsdp.tasks.tts.families.qwen3_model import PREDICTOR_WEIGHT, Qwen3TTS, generate_qwen3
 from lit_fsdp.tasks.tts.families.qwen3_tape import read_qwen3
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
@@ -35,6 +40,9 @@ class Qwen3Family(Family):
     # A pattern, as FSDP2 puts a class of its own in front of the block's, and plans are made of sharded models too.
     blocks = ("*Qwen3DecoderLayer",)
     has_streaming = True
+    reads_context = True
+    reads_instructions = True
+    decodes_context = True
     has_kinds = True
     predicts_ends = False
 
@@ -53,6 +61,10 @@ class Qwen3Family(Family):
     @override
     def encode_text(self, tokenizer: Any, text: str, config: SpeechConfig, speaker: Voice | None) -> list[int]:
         return encode_text(tokenizer, text)
+
+    @override
+    def encode_instruct(self, tokenizer: Any, instruct: str) -> list[int]:
+        return encode_instruct(tokenizer, instruct)
 
     @override
     def assign_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:

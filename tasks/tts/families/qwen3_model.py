@@ -93,12 +93,18 @@ class Qwen3TTS(nn.Module):
         return self.talker.run(inputs, None, use_cache=False).last_hidden_state
 
     def embed_tracks(self, batch: Batch) -> Tensor:
-        """Return the sum of text and codec track [batch, length, size], codebook 0 of frames included."""
+        """Return the sum of text and codec track [batch, length, size].
+
+        Of frames that are learned codebook 0 is included, of frames to go on from all are.
+        """
         text = self.talker.embed_text(batch["text_ids"]) * batch["attention_mask"].unsqueeze(-1)
         codec = self.talker.model.codec_embedding(batch["codec_ids"]) * batch["codec_mask"].unsqueeze(-1)
         if "speaker" in batch:  # added by a mask: writing in place would break the gradient of the embedding
             speaker = batch["speaker"].to(codec.dtype).unsqueeze(1)
             codec = codec + speaker * batch["speaker_mask"].unsqueeze(-1)
+        if "context_codes" in batch:  # added up in the order of the official inference, so that bits are equal
+            frames = torch.stack(self.talker.embed_codes(batch["context_codes"]), dim=2).sum(2)
+            codec = codec + frames * batch["context_mask"].unsqueeze(-1)
         return text + codec
 
 
