@@ -143,7 +143,7 @@ class StepAgreement:
     def _publish(self, store: Store, number: int) -> None:
         if self._published < self._alarm:
             self._published = self._alarm
-            store.set(f"{self._alarm}/{self._rank}", self._log.stop(number))
+            store.set(f"{self._alarm}/{self._rank}", self._log.stop(number))  # type: ignore[arg-type]  # bytes too
 
     def _look(self) -> None:
         # Ends with the store, which ends with the run.
