@@ -51,12 +51,13 @@ class ForkServer:
         )
 
     def run(
-        self, order: Mapping[str, Any], ranks: Sequence[Mapping[str, str]], logs: Path, limit_s: float
+        self, script: str, order: Mapping[str, Any], ranks: Sequence[Mapping[str, str]], logs: Path, limit_s: float
     ) -> list[int]:
         """Fork a rank for each of these environments; return their exit codes.
 
         Args:
-            order: As ``step_variants.py`` takes it.
+            script: A file of this folder, with a function ``be_rank``.
+            order: What that takes.
             ranks: Variables of each.
             logs: What rank 0 prints goes into ``log.0`` there, and so on.
             limit_s: Ranks that take longer are killed, as are all when one fails.
@@ -66,7 +67,7 @@ class ForkServer:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        job = {"order": order, "ranks": ranks, "logs": str(logs), "limit_s": limit_s}
+        job = {"script": script, "order": order, "ranks": ranks, "logs": str(logs), "limit_s": limit_s}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
@@ -83,7 +84,7 @@ class ForkServer:
         self._process.wait()
 
 
-def be_fork(order: Mapping[str, Any], environ: Mapping[str, str], log: Path) -> None:
+def be_fork(script: str, order: Mapping[str, Any], environ: Mapping[str, str], log: Path) -> None:
     """Be one rank, and end."""
     code = 1
     try:
@@ -91,9 +92,7 @@ def be_fork(order: Mapping[str, Any], environ: Mapping[str, str], log: Path) -> 
             os.dup2(out.fileno(), 1)
             os.dup2(out.fileno(), 2)
         os.environ.update(environ)
-        import step_variants  # only now: it reads the rank as it is imported
-
-        step_variants.be_rank(order)
+        import_module(Path(script).stem).be_rank(order)  # only now: a script may read its rank as it is imported
         code = 0
     except BaseException:  # noqa: BLE001  a fork must never come back into the loop of its parent
         traceback.print_exc()
@@ -130,7 +129,7 @@ def main() -> None:
         pids = []
         for rank, environ in enumerate(job["ranks"]):
             if (pid := os.fork()) == 0:
-                be_fork(job["order"], environ, Path(job["logs"]) / f"log.{rank}")
+                be_fork(job["script"], job["order"], environ, Path(job["logs"]) / f"log.{rank}")
             pids.append(pid)
         print(f"{_MARK}{json.dumps(wait_for(pids, job['limit_s']))}", flush=True)
 

@@ -92,7 +92,7 @@ def run_ranks(
         order: What it shall do.
         num_ranks: One has no process group.
         python: That runs it.
-        server: That forks the ranks instead; it runs ``step_variants.py``.
+        server: That forks the ranks instead, for a script with a function ``be_rank``.
     """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -101,7 +101,7 @@ def run_ranks(
         environs = [list_variables(rank, num_ranks, port) for rank in range(num_ranks)]
         order = {**order, "out": f"{out}/rank", "launched_s": time.time()}
         if server is not None:
-            codes = server.run(order, environs, Path(out), LIMIT_S)
+            codes = server.run(script, order, environs, Path(out), LIMIT_S)
         else:
             processes = []
             for rank, variables in enumerate(environs):
