@@ -266,7 +266,8 @@ def grow(args: argparse.Namespace, server: ForkServer | None) -> str:
     head = [
         f"# How our work grows, {datetime.now(UTC).date().isoformat()}",
         "",
-        f"`python benchmarks/plan_scale.py --growth --repeats {args.repeats} --max-units {args.max_units}` on {os.cpu_count()} cores; torch "
+        f"`python benchmarks/plan_scale.py --growth --repeats {args.repeats} --max-units {args.max_units}` on "
+        f"{os.cpu_count()} cores{', points are forks' if args.fork else ''}; torch "
         f"{torch.__version__}. CPU seconds, user and system, of the rank that takes most; medians of {args.repeats}. "
         "Llama with blocks of width 32 where parameters do not grow, one row of 16 tokens, float32. The exponent is "
         f"that of the last two points: 1 is in proportion; above {LINEAR} is marked. {args.note}".strip(),
