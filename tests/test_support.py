@@ -150,6 +150,7 @@ ATTRIBUTES = {
             "_is_functional_tensor",
             "_is_view",
         ),
+        *("_local_tensor", "_spec"),
         *("_non_persistent_buffers_set", "_parameters", "_post_accumulate_grad_hooks"),
         *("_record_memory_history", "_top_saved_tensors_default_hooks", "_type", "_version"),
     },

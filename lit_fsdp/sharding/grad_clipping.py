@@ -1,7 +1,8 @@
 """Gradient norm and clipping over sharded, replicated and offloaded gradients.
 
 ``torch.nn.utils.clip_grad_norm_`` (seen in torch 2.13) refuses plain tensors beside DTensors and two meshes, and takes
-the norm in the dtype of the gradients. Its DTensor operations cost a tenth of the time of a small model's step.
+the norm in the dtype of the gradients. Its DTensor operations cost a tenth of the time of a small model's step; so do
+public ways to the local part of each gradient and to its mesh, which is why private ones are read here.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 
-@torch.no_grad()  # else each to_local() would be a node for autograd
+@torch.no_grad()
 def compute_grad_norm(parameters: Iterable[Tensor], known: Mapping[Tensor, Tensor] | None = None) -> Tensor:
     """Return the 2-norm of all gradients together as one float32 number, the same on every rank.
 
@@ -28,11 +29,21 @@ def compute_grad_norm(parameters: Iterable[Tensor], known: Mapping[Tensor, Tenso
     """
     known = known or {}
     groups: dict[Any, list[tuple[Tensor, Tensor | None]]] = {}
+    mesh: Any = None
+    placements: tuple[Placement, ...] = ()
+    found: list[tuple[Tensor, Tensor | None]] = []
+    place: torch.device | None = None  # of the gradient before, as that of the next one is mostly the same
     for parameter in parameters:
-        if (gradient := parameter.grad) is not None:
-            local = _to_local(gradient)
-            place = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None, ())
-            groups.setdefault((*place, local.device), []).append((local, known.get(parameter)))
+        if (gradient := parameter.grad) is None:
+            continue
+        local, spec = gradient, None
+        if isinstance(gradient, DTensor):
+            local, spec = gradient._local_tensor, gradient._spec
+        own = (None, ()) if spec is None else (spec.mesh, spec.placements)
+        if local.device != place or own[0] is not mesh or own[1] != placements:
+            (mesh, placements), place = own, local.device
+            found = groups.setdefault((mesh, placements, place), [])
+        found.append((local, known.get(parameter)))
     devices = [place if mesh is None else torch.device(mesh.device_type) for mesh, _, place in groups]
     total = torch.zeros((), dtype=torch.float32, device=devices[-1] if devices else "cpu")
     for (mesh, placements, _), gradients in groups.items():
@@ -95,7 +106,8 @@ def scale_gradients(parameters: Iterable[Tensor], factor: Tensor) -> None:
 def group_gradients(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return this rank's part of each gradient, those of one device and dtype together."""
     groups: dict[Any, list[Tensor]] = {}
-    for local in map(_to_local, _list_gradients(parameters)):
+    for gradient in _list_gradients(parameters):
+        local = gradient._local_tensor if isinstance(gradient, DTensor) else gradient
         groups.setdefault((local.device, local.dtype), []).append(local)
     return list(groups.values())
 
@@ -106,8 +118,4 @@ def _refuse_not_positive(limit: float) -> None:
 
 
 def _list_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-def _to_local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return [gradient for parameter in parameters if (gradient := parameter.grad) is not None]

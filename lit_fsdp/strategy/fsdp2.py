@@ -41,6 +41,7 @@ from lit_fsdp.parsing.mappings import TakesMappings
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.buffers import has_statistics_of_ranks, sync_buffers
 from lit_fsdp.sharding.cpu_offload import CPUOffload
+from lit_fsdp.sharding.float8 import Float8, convert_linears
 from lit_fsdp.sharding.low_bit import compare_crossing
 from lit_fsdp.sharding.mesh import DataRanks, Mesh, MeshSizes, build_mesh, make_module_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
@@ -121,6 +122,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         activation_checkpointing: Activation checkpointing.
         cpu_offload: Keep shards in host memory; ``null`` keeps them on the device.
         compile: Compile every block; ``null`` does not.
+        float8: Multiply in float8 in linear layers; ``null`` does not. Needs the extra ``float8``.
         checkpoint_format: ``sharded`` writes a folder, every rank its own part. ``single_file`` gathers everything
             on rank 0 and writes what Lightning's other strategies can read. Both are always read.
         save_frozen: Whether checkpoints hold frozen parameters. ``null`` leaves them out of folders where
@@ -153,6 +155,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         activation_checkpointing: ActivationCheckpointing | None = None,
         cpu_offload: CPUOffload | None = None,
         compile: Compile | None = None,  # noqa: A002
+        float8: Float8 | None = None,
         checkpoint_format: CheckpointFormat = "sharded",
         save_frozen: bool | None = None,
         async_save: bool = False,
@@ -172,6 +175,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             activation_checkpointing=activation_checkpointing or ActivationCheckpointing(),
             cpu_offload=cpu_offload,
             compile=compile,
+            float8=float8,
         )
         self.prints_plan = print_plan
         self.checkpoint_format = checkpoint_format
@@ -337,6 +341,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         trainer = self._module.trainer
         self.check_module(self._module)
         check_trainer(trainer)  # before callbacks are set up, some of which copy the module
+        if self.settings.float8 is not None:  # not with the other settings: plans are made on machines without GPUs
+            self.settings.float8.check_machine(self.root_device, self.precision_plugin.mixed_precision)
         if trainer.state.fn == TrainerFn.FITTING:
             data = trainer.datamodule  # type: ignore[attr-defined]
             # A path given to ``fit`` is not known before the checkpoint is loaded, seen in lightning 2.6.6.
@@ -476,6 +482,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 + ("set 8, or " if bits == 16 else "leave it out, or ")
                 + "mixed_precision.reduce_dtype: bfloat16"
             )
+        if self.settings.float8 is not None and (odd := convert_linears(module, self.settings.float8)):
+            rank_zero.rank_zero_warn(f"float8: {join_names(odd)} stay as they are: their sizes do not divide by 16")
         if self.prints_plan and self.is_global_zero and module.trainer.state.fn == TrainerFn.FITTING:
             show = partial(self._keep_table, module)
         else:
