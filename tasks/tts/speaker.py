@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lit_fsdp.checkpoint.remote import RemotePath, locate
 from lit_fsdp.export.folder import write_small_files
 from lit_fsdp.tasks.tts.checkpoint import GENERATION, build_model, read_checkpoint
+from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
 from lit_fsdp.tasks.tts.codec.loading import has_codec
 from lit_fsdp.tasks.tts.families.family import Family, Voice, get_voice
 from lit_fsdp.tasks.tts.families.model_types import is_speech_model, load_speech_model
@@ -23,7 +25,7 @@ from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
 from lit_fsdp.tasks.tts.preparation.audio import Audio
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
-from lit_fsdp.tasks.tts.utterance import Codes, Utterance
+from lit_fsdp.tasks.tts.utterance import Batch, Codes, Utterance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,21 @@ class Reference:
     embedding: NDArray[np.float32] | None = None
     text: str | None = None
     codes: Codes | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Some frames of a text that is being spoken.
+
+    Args:
+        audio: [samples] on the CPU.
+        codes: [frames, codebooks] on the CPU.
+        has_ended: As in ``Speech``; ``None`` in all pieces but the last.
+    """
+
+    audio: Tensor
+    codes: Tensor
+    has_ended: bool | None
 
 
 @dataclass(kw_only=True)
@@ -119,10 +136,40 @@ class Speaker:
 
     def speak(self, utterances: Sequence[Utterance], *, is_streaming: bool) -> list[Speech]:
         """Return the speech of several texts, generated together."""
+        return self.family.generate(self.model, self._collate(utterances, is_streaming=is_streaming), self.sampling)
+
+    def stream(
+        self, utterance: Utterance, codec: FrameCodec, *, is_streaming: bool, num_frames: int = 4
+    ) -> Iterator[Piece]:
+        """Yield the speech of a text piece by piece while it is written: the same codes as of ``speak``, with audio.
+
+        Args:
+            utterance: What to say.
+            codec: Of the model; decodes nothing else until the last piece.
+            is_streaming: As in ``speak``.
+            num_frames: Of a piece; fewer are heard sooner, more take less time in all.
+
+        Raises:
+            ValueError: The model or the codec cannot do so.
+        """
+        batch = self._collate([utterance], is_streaming=is_streaming)
+        with codec.open_stream() as stream:
+            waiting: list[Tensor] = []
+            for frame in self.family.write(self.model, batch, self.sampling):
+                # Closed for good: there is but one text.
+                is_last = frame.codes is None
+                waiting += [] if frame.codes is None else [frame.codes]
+                if is_last or len(waiting) == num_frames:
+                    codes = torch.cat(waiting) if waiting else torch.zeros(0, codec.num_codebooks, dtype=torch.int64)
+                    audio = stream.decode(codes.to(codec.device)).float().cpu()
+                    yield Piece(audio=audio, codes=codes.cpu(), has_ended=bool(frame.is_end.all()) if is_last else None)
+                    waiting = []
+
+    def _collate(self, utterances: Sequence[Utterance], *, is_streaming: bool) -> Batch:
         self.family.check_data(self.config, speaker_embedding="none", is_streaming=is_streaming)
         batch = self.family.collate_prompts(utterances, self.config, is_streaming=is_streaming)
         device = next(self.model.parameters()).device
-        return self.family.generate(self.model, {n: value.to(device) for n, value in batch.items()}, self.sampling)
+        return {name: value.to(device) for name, value in batch.items()}
 
 
 def open_speaker(source: str, sampling: Sampling | None = None, *, base: str | None = None) -> Speaker:
@@ -173,6 +220,7 @@ def open_speaker(source: str, sampling: Sampling | None = None, *, base: str | N
             codec_source=source if has_codec(folder) else None,
             is_streaming=False,
         )
+    found.family.prepare_speaking(found.model)
     return found
 
 
