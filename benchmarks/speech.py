@@ -79,24 +79,18 @@ def main() -> None:
             commands["qwen-tts"] = (args.official, "official", None)
         workers = {name: start(*command, folder, args.num_threads) for name, command in commands.items()}
         try:
-            lines = [row for case in CASES for row in [compare(workers, *case, args.rounds, args.num_frames)]]
+            lines = [compare(workers, *case, args.rounds, args.num_frames) for case in CASES]
         finally:
             for worker in workers.values():
                 worker.stdin.close()
                 worker.wait()
     head = ["what", *(f"{name}, CPU s a second of speech" for name in workers)]
     head += [f"{name} / now" for name in workers if name != "now"] + ["codes"]
-    page = "\n".join(
-        [
-            f"torch {torch.__version__}, {args.num_threads} thread(s), {args.rounds} rounds of {args.num_frames} frames "
-            "(2 s at 12.5 Hz are 25), medians of CPU time, [lowest-highest] ratio of a round.",
-            "",
-            f"| {' | '.join(head)} |",
-            f"|{'---|' * len(head)}",
-            *lines,
-            "",
-        ]
+    told = (
+        f"torch {torch.__version__}, {args.num_threads} thread(s), {args.rounds} rounds of {args.num_frames} frames: "
     )
+    told += "medians of CPU time, and the ratios of medians, [lowest-highest] of a round."
+    page = "\n".join([told, "", f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *lines, ""])
     print(page)
     if args.out is not None:
         args.out.write_text(page)
@@ -163,10 +157,10 @@ def describe_codes(codes: dict[str, Any]) -> str:
         if name == "now":
             continue
         pairs = list(zip(codes["now"], other, strict=True))
-        same = sum(
-            a == b for own, their in pairs for x, y in zip(own, their, strict=False) for a, b in zip(x, y, strict=True)
-        )
-        told.append(f"{same:,} of {sum(max(len(own), len(their)) * 16 for own, their in pairs):,} as {name}")
+        frames = [frame for own, their in pairs for frame in zip(own, their, strict=False)]
+        same = sum(a == b for own, their in frames for a, b in zip(own, their, strict=True))
+        count = sum(max(len(own), len(their)) * 16 for own, their in pairs)
+        told.append(f"{same:,} of {count:,} as {name}")
     return "; ".join(told) or "none to compare"
 
 

@@ -103,14 +103,18 @@ class SpeechReport:
         rows: What was generated, with what was recorded.
         measured: What ``speech_eval`` has measured.
         clips: The audio of ``rows``, on rank 0; empty without ``speech_eval``.
+        recorded: What the codec makes of the recorded codes, beside ``clips``.
         step: When.
+        history: What was measured at each step of this process, ``step`` included.
         problems: What failed in any validation, by the step at which each came first.
     """
 
     rows: list[Sample] = field(default_factory=list)
     measured: dict[str, float] = field(default_factory=dict)
     clips: list[Clip] = field(default_factory=list)
+    recorded: list[Clip] = field(default_factory=list)
     step: int = 0
+    history: dict[int, dict[str, float]] = field(default_factory=dict)
     problems: dict[str, int] = field(default_factory=dict)
 
     def warn(self, problem: str, step: int) -> None:

@@ -135,7 +135,7 @@ class TransformerSteps:
         for i, layer in enumerate(self.layers):
             normed = F.rms_norm(hidden, hidden.shape[-1:], layer.input_norm, self.eps)
             qkv = F.linear(normed, layer.qkv).view(num_rows, length, -1, self.head_dim)
-            qk = F.rms_norm(qkv[:, :, :num_rotated], (self.head_dim,), None, self.eps) * layer.qk_norm
+            qk = F.rms_norm(qkv[:, :, :num_rotated], (self.head_dim,), None, self.eps).mul_(layer.qk_norm)
             qk = (qk * cos).add_(qk.roll(self.head_dim // 2, -1).mul_(sin)).transpose(1, 2)
             keys, values = cache.put(i, qk[:, self.num_heads :], qkv[:, :, num_rotated:].transpose(1, 2))
             attended = F.scaled_dot_product_attention(
