@@ -5,7 +5,7 @@
 ``--official`` names a Python with qwen-tts 0.1.1 and what it needs, ``--previous`` a checkout of lit_fsdp to compare
 with; either may be left out. The model has random weights: 512 wide, 12 blocks in the talker, 5 in the code predictor.
 Each program is a process of its own, and a round asks each of them once, so that all see the same load. CPU time is
-compared, not time: the machine may be shared.
+compared, not time: the machine may be shared. Sampled codes of qwen-tts differ: its generator is not seeded here.
 """
 
 from __future__ import annotations
