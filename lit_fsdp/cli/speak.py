@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lit_fsdp.export.out_folder import lock_out
 from lit_fsdp.files import refuse_unwritable, write_whole
@@ -16,11 +18,12 @@ from lit_fsdp.parsing.parser import run_function
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN
 from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
 from lit_fsdp.tasks.tts.codec.loading import check_codec, fetch_codec, open_codec
-from lit_fsdp.tasks.tts.evaluation.generated import Clip
+from lit_fsdp.tasks.tts.evaluation.generated import Clip, make_open_header, to_samples
 from lit_fsdp.tasks.tts.evaluation.prompts import PromptRow, read_prompts
-from lit_fsdp.tasks.tts.generation import Sampling
+from lit_fsdp.tasks.tts.generation import Sampling, Speech
 from lit_fsdp.tasks.tts.preparation.audio import AudioError, read_audio
 from lit_fsdp.tasks.tts.speaker import Reference, Speaker, open_speaker
+from lit_fsdp.tasks.tts.utterance import Utterance
 from lit_fsdp.tasks.tts.voice_export import export_voice
 
 _LOCK = ".speak.lock"
@@ -42,7 +45,8 @@ def run_speak(args: Sequence[str]) -> int:
     )
     for spoken in spoken_files:
         cut = f", cut off at sampling.max_frames {spoken.max_frames}: no end was written"
-        print(f"{spoken.path}  {spoken.seconds:.2f} s{'' if spoken.has_ended else cut}")
+        told = sys.stderr if spoken.is_on_stdout else sys.stdout
+        print(f"{spoken.path}  {spoken.seconds:.2f} s{'' if spoken.has_ended else cut}", file=told)
     return 0
 
 
@@ -72,6 +76,7 @@ class SpokenFile:
     seconds: float
     has_ended: bool
     max_frames: int
+    is_on_stdout: bool = False
 
 
 def speak_texts(
@@ -90,6 +95,7 @@ def speak_texts(
     codec: str | None = None,
     base: str | None = None,
     sampling: Sampling | None = None,
+    to_stdout: bool = False,
 ) -> list[SpokenFile]:
     """Speak texts into WAV files, one for each.
 
@@ -111,6 +117,7 @@ def speak_texts(
             ``formants`` is that of the quickstart. That of the model if not given.
         base: Of a checkpoint: where the model is that its run started from, if not where it was.
         sampling: How codes are chosen; what is not given comes from the model's ``generation_config.json``.
+        to_stdout: Also write the audio of a single text to stdout while it is spoken, as a WAV stream. Only Qwen3-TTS.
     """
     if (text is None) == (texts is None):
         raise ValueError("text or texts: expected one of them: what to say, or a file of it")
@@ -118,6 +125,8 @@ def speak_texts(
         raise ValueError("ref_audio: not used, as speaker names a voice; leave one of them out")
     if ref_text is not None and ref_audio is None:
         raise ValueError("ref_text: not used without ref_audio, in which it is said; set that, or leave it out")
+    if to_stdout and text is None:
+        raise ValueError("to_stdout: one text at a time: expected text instead of texts")
     if batch_size < 1:
         raise ValueError(f"batch_size: got {batch_size}: expected 1 or more")
     if out.exists() and not out.is_dir():
@@ -137,18 +146,40 @@ def speak_texts(
     settings = {"model": model, "sampling": asdict(opened.sampling)}
     with lock_out(out, out / _LOCK), refuse_unwritable("out", out):
         for begin in range(0, len(rows), batch_size):
-            spoken = opened.speak(utterances[begin : begin + batch_size], is_streaming=streaming)
-            for i, speech in enumerate(spoken, start=begin):
-                audio = opened.decode(decoder, speech.codes, utterances[i])
+            speak = _speak_aloud if to_stdout else _speak_batch
+            spoken = speak(opened, decoder, utterances[begin : begin + batch_size], is_streaming=streaming)
+            for i, (speech, audio) in enumerate(spoken, start=begin):
                 path, seconds = out / f"{i:05}.wav", len(audio) / decoder.sample_rate
                 Clip(audio=audio, sample_rate=decoder.sample_rate).write(path)
-                limit = opened.sampling.max_frames
-                written.append(SpokenFile(path=path, seconds=seconds, has_ended=speech.has_ended, max_frames=limit))
+                own = {"path": path, "seconds": seconds, "has_ended": speech.has_ended}
+                written.append(SpokenFile(**own, max_frames=opened.sampling.max_frames, is_on_stdout=to_stdout))
                 about = asdict(rows[i])
                 line = {"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)}
                 lines.append(json.dumps({**line, **settings}, ensure_ascii=False) + "\n")
         write_whole(out / "spoken.jsonl", "".join(lines))
     return written
+
+
+def _speak_batch(
+    speaker: Speaker, codec: FrameCodec, utterances: Sequence[Utterance], *, is_streaming: bool
+) -> list[tuple[Speech, Tensor]]:
+    """Return the speech of texts with its audio."""
+    speeches = speaker.speak(utterances, is_streaming=is_streaming)
+    pairs = zip(speeches, utterances, strict=True)
+    return [(speech, speaker.decode(codec, speech.codes, utterance)) for speech, utterance in pairs]
+
+
+def _speak_aloud(
+    speaker: Speaker, codec: FrameCodec, utterances: Sequence[Utterance], *, is_streaming: bool
+) -> list[tuple[Speech, Tensor]]:
+    """Do the same with one text, and write its audio to stdout as it is made."""
+    out, pieces = sys.stdout.buffer, []
+    for piece in speaker.stream(utterances[0], codec, is_streaming=is_streaming):
+        out.write((b"" if pieces else make_open_header(codec.sample_rate)) + to_samples(piece.audio))
+        out.flush()
+        pieces.append(piece)
+    codes, audio = torch.cat([p.codes for p in pieces]), torch.cat([p.audio for p in pieces])
+    return [(Speech(codes=codes, has_ended=bool(pieces[-1].has_ended)), audio)]
 
 
 def _read_texts(path: Path, default: PromptRow, *, is_cloned: bool) -> list[PromptRow]:

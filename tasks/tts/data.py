@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lit_fsdp.cache import get_cache_dir
+from lit_fsdp.tasks.length_groups import Ints, bundle_by_length
 from lit_fsdp.tasks.loading import PADDING, ResumableLoader, build_eval_loader, build_train_loader, hash_rows
 from lit_fsdp.tasks.shares import Share, check_share, count_largest
 from lit_fsdp.tasks.tts.batch_places import StepCounts, TextDropout
@@ -57,13 +59,15 @@ class SpeechData(LightningDataModule):
         max_seconds: Leave longer rows out: the longest ones set the memory of a step. Speech that a row goes on from
             counts.
         batch_size: Rows in a micro-batch of one rank.
+        max_frames_per_batch: Instead, as many rows of like lengths as have up to N frames when all are padded to the
+            longest of them. Which rows come together stays; their order is new in each epoch.
         global_batch_size: Rows in an optimizer step, of all ranks and accumulated micro-batches together. Each start
             sets ``trainer.accumulate_grad_batches`` by it, so a run keeps it on another number of ranks, and an epoch
             is a whole number of steps. ``null`` leaves both to you.
         share: For ranks that are not equally fast: the share of each in the rows of a step, such as ``[3, 1]``.
             ``auto`` measures in the first steps and then gives faster ranks more rows, which takes more memory there.
             Steps, losses and evaluation stay the same; ``batch_size`` becomes the mean over the ranks.
-        eval_batch_size: The same for validation and prediction; ``batch_size`` if not given.
+        eval_batch_size: Rows of a batch of validation and prediction; ``batch_size`` if not given.
         num_workers: Processes per rank that read ahead; 0 reads in the main process.
         repeat: Count this many passes over the rows as one epoch. With few rows, what happens once an epoch, such as
             a checkpoint, would else happen every few steps.
@@ -89,6 +93,7 @@ class SpeechData(LightningDataModule):
         text_dropout: float | None = None,
         max_seconds: float = 30.0,
         batch_size: int = 1,
+        max_frames_per_batch: int | None = None,
         global_batch_size: int | None = None,
         share: Share = None,
         eval_batch_size: int | None = None,
@@ -118,6 +123,9 @@ class SpeechData(LightningDataModule):
         ):
             if value < least:
                 raise ValueError(f"{name}: got {value}: expected {least} or more")
+        if max_frames_per_batch is not None:
+            _check_frame_bound(max_frames_per_batch, batch_size=batch_size, others=(global_batch_size, share))
+        self.max_frames_per_batch = max_frames_per_batch
         self.sources = {"train": train, "validation": validation, "predict": predict}
         self.validation_fraction, self.max_seconds = validation_fraction, max_seconds
         self.tokenizer_name, self.speaker_embedding, self.streaming = tokenizer, speaker_embedding, streaming
@@ -237,23 +245,28 @@ class SpeechData(LightningDataModule):
     def train_dataloader(self) -> ResumableLoader:
         """Return this rank's training batches; the loader's place is part of every checkpoint."""
         rows = self._rows["train"]
-        lengths = np.array([len(row.codes) for row in rows] * self.repeat)
+        bound = self.max_frames_per_batch
+        lengths = np.array([row.num_frames for row in rows])  # with what rows go on from, which is not learned
+        bundles = [[row] for row in range(len(rows))] if bound is None else _bundle(lengths, bound, self.seed)
+        num_frames = np.array([sum(len(rows[i].codes) for i in bundle) for bundle in bundles] * self.repeat)
+        num_rows = np.array([len(bundle) for bundle in bundles] * self.repeat)
         trainer: Any = self.trainer
+        encoded = self._encode(rows)
         loader = build_train_loader(
-            self._encode(rows) * self.repeat,
+            [[encoded[row] for row in bundle] for bundle in bundles] * self.repeat,
             batch_size=self.batch_size,
-            collate=self._fill_in(self.family.collate),
+            collate=partial(_collate_bundles, self._fill_in(self.family.collate)),
             shuffle=self.shuffle,
             seed=self.seed,
             num_workers=self.num_workers,
             trainer=trainer,
             what=f"train ({len(rows)} clips)",
-            fingerprint=hash_rows(part for row in rows for part in _list_contents(row)),
+            fingerprint=hash_rows([*chain(*map(_list_contents, rows)), *([] if bound is None else [bound])]),
             whole_steps=self.global_batch_size is not None,
             share=self.share,
         )
-        counts = StepCounts(loader, lengths, trainer, predicts_ends=self.family.predicts_ends)
-        dropout = TextDropout(loader, self.family, self.text_dropout) if self.text_dropout else None
+        counts = StepCounts(loader, num_frames, num_rows, trainer, predicts_ends=self.family.predicts_ends)
+        dropout = TextDropout(loader, self.family, self.text_dropout, num_rows) if self.text_dropout else None
         loader.annotate = counts if dropout is None else lambda batch, place: counts(dropout(batch, place), place)
         return loader
 
@@ -292,12 +305,16 @@ class SpeechData(LightningDataModule):
         config = self._get_config()
         batch = self.family.make_example_batch(
             config,
-            batch_size=count_largest(self.share, self.batch_size),
+            batch_size=count_largest(self.share, self._count_rows(int(self.max_seconds * config.frames_per_s))),
             num_text_ids=int(self.max_seconds * _CHARACTERS_PER_S),
             num_frames=int(self.max_seconds * config.frames_per_s),
             is_streaming=self.streaming,
         )
         return {**batch, "step_counts": torch.ones(2, dtype=torch.int64)}
+
+    def _count_rows(self, num_frames: int) -> int:
+        """Return the rows of a micro-batch where each is this long."""
+        return self.batch_size if self.max_frames_per_batch is None else max(1, self.max_frames_per_batch // num_frames)
 
     def _fill_in(self, collate: Callable[..., Batch]) -> Callable[[list[Utterance]], Batch]:
         return partial(collate, config=self._get_config(), is_streaming=self.streaming)
@@ -394,6 +411,26 @@ class SpeechData(LightningDataModule):
         return self.speech_config
 
 
+def _check_frame_bound(bound: int, *, batch_size: int, others: tuple[int | None, Share]) -> None:
+    if bound < 1:
+        raise ValueError(f"max_frames_per_batch: got {bound}: expected 1 or more, such as 1500 for two minutes")
+    if batch_size != 1 or others != (None, None):
+        raise ValueError(
+            "max_frames_per_batch: it decides how many rows a batch has: leave out batch_size, global_batch_size and "
+            "share, which count rows"
+        )
+
+
+def _bundle(lengths: Ints, bound: int, seed: int) -> list[Ints]:
+    """Return which rows come together."""
+    if (longest := int(lengths.max(initial=0))) > bound:
+        raise ValueError(
+            f"max_frames_per_batch: got {bound}: the longest row has {longest} frames: expected {longest} or more, or "
+            "max_seconds to leave such rows out"
+        )
+    return bundle_by_length(lengths, bound, seed)
+
+
 def _list_contents(row: PreparedRow) -> list[str | bytes]:
     """Return what tells a row from others; of what most rows do not have only what there is, as it always was."""
     parts: list[str | bytes] = [row.speaker, row.text, row.codes.astype(np.int64).tobytes()]
@@ -402,6 +439,10 @@ def _list_contents(row: PreparedRow) -> list[str | bytes]:
     if row.ref_codes is not None:
         parts += [row.ref_text, row.ref_codes.astype(np.int64).tobytes()]
     return parts
+
+
+def _collate_bundles(collate: Callable[[list[Utterance]], Batch], bundles: list[list[Utterance]]) -> Batch:
+    return collate(list(chain(*bundles)))
 
 
 def _collate_eval(collate: Callable[[list[Utterance]], Batch], rows: list[tuple[int, Utterance]]) -> Batch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
 from lit_fsdp.tasks.tts.preparation.audio import Audio
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
-from lit_fsdp.tasks.tts.utterance import Codes, Utterance, get_context
+from lit_fsdp.tasks.tts.utterance import Batch, Codes, Utterance, get_context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,21 @@ class Reference:
     embedding: NDArray[np.float32] | None = None
     text: str | None = None
     codes: Codes | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Some frames of a text that is being spoken.
+
+    Args:
+        audio: [samples] on the CPU.
+        codes: [frames, codebooks] on the CPU.
+        has_ended: As in ``Speech``; ``None`` in all pieces but the last.
+    """
+
+    audio: Tensor
+    codes: Tensor
+    has_ended: bool | None
 
 
 @dataclass(kw_only=True)
@@ -140,10 +155,43 @@ class Speaker:
 
     def speak(self, utterances: Sequence[Utterance], *, is_streaming: bool) -> list[Speech]:
         """Return the speech of several texts, generated together."""
+        return self.family.generate(self.model, self._collate(utterances, is_streaming=is_streaming), self.sampling)
+
+    def stream(
+        self, utterance: Utterance, codec: FrameCodec, *, is_streaming: bool, num_frames: int = 4
+    ) -> Iterator[Piece]:
+        """Yield the speech of a text piece by piece while it is written: the same codes as of ``speak``, with audio.
+
+        Args:
+            utterance: What to say.
+            codec: Of the model; decodes nothing else until the last piece.
+            is_streaming: As in ``speak``.
+            num_frames: Of a piece; fewer are heard sooner, more take less time in all.
+
+        Raises:
+            ValueError: The model or the codec cannot do so.
+        """
+        batch = self._collate([utterance], is_streaming=is_streaming)
+        before = torch.from_numpy(get_context(utterance))
+        with codec.open_stream() as stream:
+            if len(before) and self.family.decodes_context:  # as in ``decode``: heard by the codec, and by nobody else
+                stream.decode(before.to(codec.device))
+            waiting: list[Tensor] = []
+            for frame in self.family.write(self.model, batch, self.sampling):
+                # Closed for good: there is but one text.
+                is_last = frame.codes is None
+                waiting += [] if frame.codes is None else [frame.codes]
+                if is_last or len(waiting) == num_frames:
+                    codes = torch.cat(waiting) if waiting else torch.zeros(0, codec.num_codebooks, dtype=torch.int64)
+                    audio = stream.decode(codes.to(codec.device)).float().cpu()
+                    yield Piece(audio=audio, codes=codes.cpu(), has_ended=bool(frame.is_end.all()) if is_last else None)
+                    waiting = []
+
+    def _collate(self, utterances: Sequence[Utterance], *, is_streaming: bool) -> Batch:
         self.family.check_data(self.config, speaker_embedding="none", is_streaming=is_streaming)
         batch = self.family.collate_prompts(utterances, self.config, is_streaming=is_streaming)
         device = next(self.model.parameters()).device
-        return self.family.generate(self.model, {n: value.to(device) for n, value in batch.items()}, self.sampling)
+        return {name: value.to(device) for name, value in batch.items()}
 
     def decode(self, codec: FrameCodec, codes: Tensor, utterance: Utterance) -> Tensor:
         """Return the audio [samples] of codes [frames, codebooks] that were generated.
@@ -204,6 +252,7 @@ def open_speaker(source: str, sampling: Sampling | None = None, *, base: str | N
             codec_source=source if has_codec(folder) else None,
             is_streaming=False,
         )
+    found.family.prepare_speaking(found.model)
     return found
 
 

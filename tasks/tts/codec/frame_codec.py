@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
+
+
+class AudioStream(AbstractContextManager["AudioStream"]):
+    """Decodes one clip piece by piece. The codec decodes nothing else meanwhile."""
+
+    @abstractmethod
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return the audio [samples] of the next frames [frames, codebooks], both on the device of the codec."""
 
 
 class FrameCodec(nn.Module, ABC):
@@ -31,6 +40,14 @@ class FrameCodec(nn.Module, ABC):
     @abstractmethod
     def decode_one(self, codes: Tensor) -> Tensor:
         """Return the audio [samples] of frames [frames, codebooks], both on the device of the codec."""
+
+    def open_stream(self) -> AudioStream:
+        """Return what decodes one clip piece by piece.
+
+        Raises:
+            ValueError: The codec decodes whole clips only.
+        """
+        raise ValueError("to_stdout: the codec of this model decodes whole clips only; leave it out")
 
     @property
     def device(self) -> torch.device:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.tasks.tts.families.speech_tape import describe_batch
-from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
+from lit_fsdp.tasks.tts.generation import Frame, Sampling, SamplingValues, Speech
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 from lit_fsdp.tasks.tts.utterance import Batch, Utterance, get_codes
 from lit_fsdp.weights.load import load_weights
@@ -264,6 +264,20 @@ class Family(ABC):
 
         Under a sharding strategy all ranks must call it, inside a method that gathers like ``forward``. Every rank goes
         on until the last prompt of the last rank has ended, as each frame gathers the model.
+        """
+
+    def write(self, model: Any, batch: Batch, sampling: SamplingValues) -> Iterator[Frame]:  # noqa: ARG002
+        """Yield what :meth:`generate` returns frame by frame, as it is written.
+
+        Raises:
+            ValueError: The model does not write frame by frame, or its codec does not decode so.
+        """
+        raise ValueError(f"to_stdout: {self.model_type} has no audio before its last code; leave it out")
+
+    def prepare_speaking(self, model: Any) -> None:  # noqa: B027 - most have nothing to prepare
+        """Arrange the weights of a model that only speaks from now on, so that it speaks faster.
+
+        To be called on its device; afterwards its weights must not move.
         """
 
     @property

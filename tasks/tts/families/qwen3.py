@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import nn
@@ -17,9 +17,9 @@ from lit_fsdp.tasks.tts.families.qwen3_layout import (
     encode_instruct,
     encode_text,
 )
-from lit_fsdp.tasks.tts.families.qwen3_model import PREDICTOR_WEIGHT, Qwen3TTS, generate_qwen3
+from lit_fsdp.tasks.tts.families.qwen3_model import PREDICTOR_WEIGHT, Qwen3TTS, generate_qwen3, write_qwen3
 from lit_fsdp.tasks.tts.families.qwen3_tape import read_qwen3
-from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
+from lit_fsdp.tasks.tts.generation import Frame, SamplingValues, Speech
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, average_speakers
 from lit_fsdp.tasks.tts.utterance import Batch, Utterance
 
@@ -87,6 +87,14 @@ class Qwen3Family(Family):
     @override
     def generate(self, model: Qwen3TTS, batch: Batch, sampling: SamplingValues) -> list[Speech]:
         return generate_qwen3(model, batch, sampling)
+
+    @override
+    def write(self, model: Qwen3TTS, batch: Batch, sampling: SamplingValues) -> Iterator[Frame]:
+        return write_qwen3(model, batch, sampling)
+
+    @override
+    def prepare_speaking(self, model: Qwen3TTS) -> None:
+        model.prepare_speaking()
 
     @override
     def list_parts(self, model: nn.Module) -> dict[str, nn.Module | None]:
