@@ -22,7 +22,7 @@ from lit_fsdp.tasks.tts.evaluation.generated import Clip, make_open_header, to_s
 from lit_fsdp.tasks.tts.evaluation.prompts import PromptRow, read_prompts
 from lit_fsdp.tasks.tts.generation import Sampling, Speech
 from lit_fsdp.tasks.tts.preparation.audio import AudioError, read_audio
-from lit_fsdp.tasks.tts.speaker import Reference, Speaker, open_speaker
+from lit_fsdp.tasks.tts.speaker import Piece, Reference, Speaker, open_speaker
 from lit_fsdp.tasks.tts.utterance import Utterance
 from lit_fsdp.tasks.tts.voice_export import export_voice
 
@@ -151,8 +151,14 @@ def speak_texts(
             for i, (speech, audio) in enumerate(spoken, start=begin):
                 path, seconds = out / f"{i:05}.wav", len(audio) / decoder.sample_rate
                 Clip(audio=audio, sample_rate=decoder.sample_rate).write(path)
-                own = {"path": path, "seconds": seconds, "has_ended": speech.has_ended}
-                written.append(SpokenFile(**own, max_frames=opened.sampling.max_frames, is_on_stdout=to_stdout))
+                file = SpokenFile(
+                    path=path,
+                    seconds=seconds,
+                    has_ended=speech.has_ended,
+                    max_frames=opened.sampling.max_frames,
+                    is_on_stdout=to_stdout,
+                )
+                written.append(file)
                 about = asdict(rows[i])
                 line = {"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)}
                 lines.append(json.dumps({**line, **settings}, ensure_ascii=False) + "\n")
@@ -173,7 +179,8 @@ def _speak_aloud(
     speaker: Speaker, codec: FrameCodec, utterances: Sequence[Utterance], *, is_streaming: bool
 ) -> list[tuple[Speech, Tensor]]:
     """Do the same with one text, and write its audio to stdout as it is made."""
-    out, pieces = sys.stdout.buffer, []
+    out = sys.stdout.buffer
+    pieces: list[Piece] = []
     for piece in speaker.stream(utterances[0], codec, is_streaming=is_streaming):
         out.write((b"" if pieces else make_open_header(codec.sample_rate)) + to_samples(piece.audio))
         out.flush()

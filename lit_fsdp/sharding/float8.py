@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -119,7 +120,8 @@ def _import_torchao() -> ModuleType:
 
 def _find_skipped(model: nn.Module, settings: Float8, linears: dict[str, nn.Linear]) -> set[str]:
     if settings.skip_modules is None:
-        heads = [m.get_output_embeddings() for m in model.modules() if hasattr(m, "get_output_embeddings")]
+        parts: Iterable[Any] = model.modules()
+        heads = [part.get_output_embeddings() for part in parts if hasattr(part, "get_output_embeddings")]
         return {name for name, module in linears.items() if any(module is head for head in heads)}
     skipped: set[str] = set()
     for part in settings.skip_modules:

@@ -228,7 +228,8 @@ def test_a_rank_that_is_gone_is_named_once(folder: Path, number: signal.Signals,
         assert (gone.code, left.code) == (-signal.SIGKILL, 1)
         assert len(left.errors) == 1
         assert "another rank failed first" in left.errors[0]
-        assert "TCPStore" not in left.err  # of which torch would write 40 lines
+        # Of which torch would write 40 lines at each look. One may be under way when rank 0 ends.
+        assert left.err.count("TCPStore.cpp") <= 1
         assert read_lines(left.err) == []
         return
     assert (gone.code, left.code) == (0, 0), gone.err + left.err

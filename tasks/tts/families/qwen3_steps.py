@@ -96,7 +96,8 @@ class TransformerSteps:
         config: Any = model.config
         self.num_heads, self.num_key_values = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
-        self.rotary, self.norm, self.act = model.rotary_emb, model.norm.weight, model.layers[0].mlp.act_fn
+        first: Any = model.layers[0]
+        self.rotary, self.norm, self.act = model.rotary_emb, model.norm.weight, first.mlp.act_fn
         self.layers = [self._take(layer) for layer in model.layers]
 
     def _take(self, layer: Any) -> _Layer:
@@ -156,7 +157,8 @@ def can_step(model: nn.Module) -> bool:
     if not isinstance(model, Qwen3Model) or any(p.dtype != torch.float32 for p in model.parameters()):
         return False
     config: Any = model.config
-    known = (Qwen3DecoderLayer, Qwen3Attention, Qwen3MLP, Qwen3RMSNorm, nn.Linear, type(model.layers[0].mlp.act_fn))
+    first: Any = model.layers[0]
+    known = (Qwen3DecoderLayer, Qwen3Attention, Qwen3MLP, Qwen3RMSNorm, nn.Linear, type(first.mlp.act_fn))
     parts = [part for layer in model.layers for part in layer.modules()]
     # Exact types: FSDP2 and adapters put theirs in place of these.
     return (
