@@ -104,8 +104,8 @@ class Task(TakesMappings, LightningModule):
         self.step_loss: Tensor | None = None
         self.rank_loss: Tensor | None = None
         self._grad_norm: Tensor | None = None
-        self._factor: Tensor | None = None
-        self._scaled: set[Tensor] = set()
+        self._factor: Tensor | None = None  # of the gradients of this step, if some have it already
+        self._scaled: set[Tensor] = set()  # these
         self._matrices: set[nn.Parameter] | None = None  # of parameters that may be flat pieces by now
 
     # Model
@@ -277,19 +277,18 @@ class Task(TakesMappings, LightningModule):
         steps = get_overlapped_steps(self.trainer.strategy)
         if steps is not None and steps.is_deferred and self._ends_step():
             is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None  # they change once more
-            self._scaled = set(steps.scale_arriving(self._compute_factor(), takes_norms=not is_scaled))
+            self._factor = self._compute_factor()
+            self._scaled = set(steps.scale_arriving(self._factor, takes_norms=not is_scaled))
 
     @override
     def on_after_backward(self) -> None:
         self._grad_norm = None  # of other gradients
-        scaled, self._scaled = self._scaled, set()
-        if scaled:
-            assert self._factor is not None
-            scale_gradients([p for p in self._list_parameters() if p not in scaled], self._factor)
-        elif self._ends_step():
+        factor, scaled = self._factor, self._scaled
+        self._factor, self._scaled = None, set()
+        if factor is None and self._ends_step():
             factor = self._compute_factor()
-            if holds_gradients(self.trainer.strategy):
-                scale_gradients(self._list_parameters(), factor)
+        if factor is not None and holds_gradients(self.trainer.strategy):
+            scale_gradients([p for p in self._list_parameters() if p not in scaled], factor)
 
     def _ends_step(self) -> bool:
         # Private, seen in lightning 2.6.6: whether another micro-batch of this step follows.
@@ -308,8 +307,7 @@ class Task(TakesMappings, LightningModule):
         self.step_loss = sums[0] / num_targets
         self.targets_seen = self.targets_seen + sums[1]
         num_ranks = self.trainer.world_size // copies  # over whose gradients the strategy takes the mean
-        self._factor = num_ranks * self.trainer.accumulate_grad_batches * LOSS_UNIT / num_targets
-        return self._factor
+        return num_ranks * self.trainer.accumulate_grad_batches * LOSS_UNIT / num_targets
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
