@@ -87,8 +87,13 @@ IMPORTS = {
         "transformers.models.mimi.modeling_mimi.MimiSplitResidualVectorQuantizer",
         "transformers.models.mimi.modeling_mimi.MimiTransformerModel",
         "transformers.models.qwen2_5_omni.modeling_qwen2_5_omni.ECAPA_TimeDelayNet",
+        *(
+            f"transformers.models.qwen3.modeling_qwen3.Qwen3{name}"
+            for name in ("Attention", "DecoderLayer", "MLP", "RMSNorm")
+        ),
         "transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe.Qwen3OmniMoeCode2WavConfig",
         "transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe",
+        "transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe.Qwen3OmniMoeCausalConvNet",
         "transformers.models.whisper.tokenization_whisper.LANGUAGES",
         "transformers.models.whisper.tokenization_whisper.TO_LANGUAGE_CODE",
     },

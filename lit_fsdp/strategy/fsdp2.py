@@ -292,13 +292,13 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     def _check_settings(self) -> None:
         """Refuse what cannot work, when the Trainer is built: before processes, collectives or memory."""
+        check_retries(self.oom_retries, self.settings.mesh)
         self.settings.check(world_size=self.world_size, ranks_per_node=self.num_processes, device=self.root_device)
         for name in ("timeout_s", "start_timeout_s"):
             if not 0 < (given := getattr(self, name)) <= MAX_TIMEOUT_S:
                 raise ValueError(f"{name}: got {given}: expected seconds above 0, up to {MAX_TIMEOUT_S:,.0f}")
         choose_report_s(self.hang_report_s, self.timeout_s)
         check_verify("verify_checkpoint", self.verify_checkpoint)
-        check_retries(self.oom_retries, self.settings.mesh)
         if self._layer_sync is not None:
             raise ValueError(
                 "sync_batchnorm: got true: FSDP2Strategy does not replace layers; call "
