@@ -103,6 +103,7 @@ ATTRIBUTES = {
     "lightning": {
         *(
             "_after_closure",
+            "_wrap_closure",
             "_broadcast_sigterm_tensor",
             "_call_children_scripts",
             "_checkpoint_io",
@@ -127,11 +128,11 @@ ATTRIBUTES = {
         *("_all_gather_comm", "_all_reduce_hook", "_all_reduce_process_group", "_comm_ctx", "_end_backward_iteration"),
         *("_fsdp_param_groups", "_get_fsdp_state", "_orig_cls_mro_index", "_reduce_scatter_comm", "_unsharded_param"),
         *("_all_gather_result", "_module_fqn", "_modules_to_run_forward", "_root_post_backward_final_callback"),
-        *("_is_root", "_training_state"),
+        *("_is_root", "_register_post_backward_hook", "_sharded_param_data", "_training_state"),
     },
     "torch: operators": {
         *("_amp_foreach_non_finite_check_and_unscale_", "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_"),
-        *("_foreach_lerp_", "_foreach_mul_", "_foreach_norm", "_c10d_functional"),
+        *("_foreach_add_", "_foreach_lerp_", "_foreach_mul_", "_foreach_norm", "_c10d_functional"),
     },
     "torch: process groups": {"_dump_fr_trace_json", "_dump_nccl_trace_json", "_set_pg_timeout", "_world"},
     "torch: tensors, modules, autograd, allocator": {
@@ -155,7 +156,7 @@ ATTRIBUTES = {
             "_is_functional_tensor",
             "_is_view",
         ),
-        *("_local_tensor", "_spec"),
+        *("_local_tensor", "_optimizer_step_post_hooks", "_spec"),
         *("_non_persistent_buffers_set", "_parameters", "_post_accumulate_grad_hooks"),
         *("_record_memory_history", "_top_saved_tensors_default_hooks", "_type", "_version"),
     },
