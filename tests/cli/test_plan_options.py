@@ -36,6 +36,7 @@ def check_refused(args: list[str], said: str, capfd: pytest.CaptureFixture[str])
     assert said in line
 
 
+@pytest.mark.full
 def test_a_folder_alone_is_planned_as_the_configuration_that_it_stands_for(folder: Path) -> None:
     (folder / "same.yaml").write_text(json.dumps(make_settings("tiny", "qlora", 512)))
     short = plan("--model", "tiny", "--method", "qlora", "--seq_length", "512", "--devices=2", GPU)

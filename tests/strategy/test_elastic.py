@@ -152,6 +152,7 @@ def check_losses(truth: dict[int, float]) -> None:
         assert done.loss == pytest.approx(truth[done.step], rel=1e-6), done
 
 
+@pytest.mark.full
 def test_a_resumed_run_saves_no_checkpoint_between_the_micro_batches_of_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,11 +199,11 @@ def compare_pieces() -> None:
     assert peaks[1] - peaks[2] > inner / 8
 
 
-@pytest.mark.full(after=3)
+@pytest.mark.full
 def test_mlps_in_pieces_hold_less_and_compute_as_much() -> None:
     run_ranks(compare_pieces, world_size=1)
 
 
-@pytest.mark.full(after=3)
+@pytest.mark.full
 def test_offloaded_inputs_are_counted_on_the_host_and_do_not_grow_with_depth() -> None:
     run_ranks(compare_depths, world_size=1)
