@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that needs a GPU, on one machine, in 36 minutes by estimate: the tests, then what is measured. Pages are dated, in benchmarks/results.
+# All that needs a GPU, on one machine, in 40 minutes by estimate: the tests, then what is measured. Pages are dated, in benchmarks/results.
 #
 #     benchmarks/gpu.sh                  # everything
 #     benchmarks/gpu.sh tests memory     # some parts
@@ -12,6 +12,7 @@
 # qlora         6    QLoRA at the shape of an 8B model beside torch + peft + bitsandbytes, under caps of 8, 16 and 24 GiB
 # lora          4    LoRA over bfloat16 likewise, under caps of 24 and 16 GiB (which it does not fit), and where its step goes
 # context       4    QLoRA at the shape of an 8B model with long rows under a cap of 24 GiB, inputs of blocks on the host and not
+# offload       4    full training at the shape of an 8B model, 8 layers, without offload, with it, and with steps beside compute
 # two_ranks     1    two ranks on one card through gloo: no measure of speed
 # packed        2    packed rows of 16,384 tokens with a mask, without one, and by flex attention: memory and time
 # steps         7    a language model and a vision transformer beside a plain loop over FSDP2 and the Trainer of Transformers
@@ -26,7 +27,7 @@ results=${RESULTS:-benchmarks/results}
 device=${DEVICE:-cuda}
 today=$(date -u +%F)
 failed=()
-parts=(tests default memory qlora lora context two_ranks packed steps speed)
+parts=(tests default memory qlora lora context offload two_ranks packed steps speed)
 mkdir -p "$results"
 
 try() { # minutes, command
@@ -49,7 +50,7 @@ run_tests() { # minutes, arguments; several at a time where pytest-xdist is ther
 if [ "$device" = cpu ]; then
     export CUDA_VISIBLE_DEVICES=
     ranks=1 jobs=1 shape=(--shape tiny --length 32 --steps 4 --repeats 1)
-    parts=(memory qlora lora context two_ranks packed steps speed)
+    parts=(memory qlora lora context offload two_ranks packed steps speed)
     steps=(--size tiny --ranks 2 --rounds 1 --steps 6 --cases vit --variants plain ours hf_trainer)
 else
     ranks=$(python3 -c "import torch; print(torch.cuda.device_count())")
@@ -107,6 +108,12 @@ context() {
     adapters 2 24 qlora_8b_24gib_16k_offload --length 16384 "${ours[@]}" --offload
     [ "$device" = cpu ] && return
     adapters 3 24 qlora_8b_24gib_48k_offload --length 49152 --steps 4 "${ours[@]}" --offload
+}
+
+offload() {
+    local setting=(--device cuda --layers 8 --length 16384 --repeats 2)
+    [ "$device" = cpu ] && setting=(--shape tiny --layers 2 --length 64 --steps 5 --repeats 1)
+    try 8 python3 benchmarks/offload.py "${setting[@]}" --out "$results/offload_${device}_$today.md"
 }
 
 two_ranks() {

@@ -88,7 +88,7 @@ def write_config(folder: Path) -> None:
         },
         "model": {
             "class_path": "lit_fsdp.tasks.CausalLM",
-            "init_args": {"config": MODEL, "lr_scheduler": {"shape": "cosine", "warmup_steps": 10}},
+            "init_args": {"config": MODEL, "lr_scheduler": {"type": "cosine", "warmup_steps": 10}},
         },
         "data": {
             "class_path": "lit_fsdp.tasks.TextData",

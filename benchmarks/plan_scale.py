@@ -20,12 +20,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from forked_ranks import ForkServer
 from step import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -210,7 +212,7 @@ def work_in_name(ranks: int, units: int, width: int) -> dict[str, float]:
     return found
 
 
-def be_point(order: Mapping[str, Any]) -> None:
+def be_rank(order: Mapping[str, Any]) -> None:
     """Measure one point on this rank."""
     torch.set_num_threads(1)
     ranks, units, width = order["point"]
@@ -219,7 +221,7 @@ def be_point(order: Mapping[str, Any]) -> None:
     Path(f"{order['out']}.{os.environ.get('RANK', '0')}").write_text(json.dumps(found))
 
 
-def measure_point(point: Point, *, in_name: bool, repeats: int) -> dict[str, float]:
+def measure_point(point: Point, server: ForkServer | None, *, in_name: bool, repeats: int) -> dict[str, float]:
     """Return the medians of a point, of the rank that takes most.
 
     Raises:
@@ -229,7 +231,7 @@ def measure_point(point: Point, *, in_name: bool, repeats: int) -> dict[str, flo
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as folder:
             order = {"point": point, "in_name": in_name, "folder": folder}
-            ranks = run_ranks("plan_scale.py", order, 1 if in_name else point[0])
+            ranks = run_ranks("plan_scale.py", order, 1 if in_name else point[0], server=server)
         if isinstance(ranks, str):
             raise RuntimeError(f"{point}: {ranks}")  # noqa: TRY004  a rank failed, no argument is wrong
         runs.append({name: max(rank[name] for rank in ranks) for name in ranks[0]})
@@ -258,13 +260,14 @@ def format_growth(axis: str, points: Sequence[Point], found: Sequence[Mapping[st
     return "\n".join([*lines, ""])
 
 
-def grow(args: argparse.Namespace) -> str:
+def grow(args: argparse.Namespace, server: ForkServer | None) -> str:
     """Measure all points, and return the page; what there is so far is written after each axis."""
     known: dict[tuple[Point, bool], dict[str, float]] = {}
     head = [
         f"# How our work grows, {datetime.now(UTC).date().isoformat()}",
         "",
-        f"`python benchmarks/plan_scale.py --growth --repeats {args.repeats}` on {os.cpu_count()} cores; torch "
+        f"`python benchmarks/plan_scale.py --growth --repeats {args.repeats} --max-units {args.max_units}` on "
+        f"{os.cpu_count()} cores{', points are forks' if args.fork else ''}; torch "
         f"{torch.__version__}. CPU seconds, user and system, of the rank that takes most; medians of {args.repeats}. "
         "Llama with blocks of width 32 where parameters do not grow, one row of 16 tokens, float32. The exponent is "
         f"that of the last two points: 1 is in proportion; above {LINEAR} is marked. {args.note}".strip(),
@@ -275,7 +278,7 @@ def grow(args: argparse.Namespace) -> str:
             points = [point for point in points if point[1] <= args.max_units]
             for point in points:
                 if (point, in_name) not in known:
-                    known[point, in_name] = measure_point(point, in_name=in_name, repeats=args.repeats)
+                    known[point, in_name] = measure_point(point, server, in_name=in_name, repeats=args.repeats)
                     print(point, "in name" if in_name else "real", known[point, in_name], flush=True)
             head.append(format_growth(axis, points, [known[point, in_name] for point in points], in_name=in_name))
             if args.out:
@@ -286,19 +289,21 @@ def grow(args: argparse.Namespace) -> str:
 def main() -> None:
     """Be a point, measure the growth, or plan."""
     if sys.argv[1:] and sys.argv[1].startswith("{"):
-        be_point(json.loads(sys.argv[1]))
+        be_rank(json.loads(sys.argv[1]))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="Markdown file to write")
     parser.add_argument("--growth", action="store_true", help="measure how our own work grows")
     parser.add_argument("--repeats", type=int, default=3, help="of each point of the growth")
     parser.add_argument("--max-units", type=int, default=1000, help="of the growth: leave out larger models")
+    parser.add_argument("--fork", action="store_true", help="points are forks that need not import; on CPUs")
     parser.add_argument("--note", default="", help="goes into the page of the growth")
     args = parser.parse_args()
     if args.repeats < 1 or args.max_units < 100:
         parser.error(f"--repeats, --max-units: got {args.repeats}, {args.max_units}: expected 1 or more, 100 or more")
     if args.growth:
-        print(grow(args))
+        with ForkServer(Path(sys.executable)) if args.fork else nullcontext() as server:
+            print(grow(args, server))
     else:
         plan_all(args.out)
 

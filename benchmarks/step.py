@@ -2,12 +2,15 @@
 
     python benchmarks/step.py --rounds 5 --trl-python ENV/bin/python --out benchmarks/results/step_DATE.json
     python benchmarks/step.py --cases full qlora_1 --variants plain stock ours --rounds 3
+    python benchmarks/step.py --cases full --rounds 1 --add-to benchmarks/results/step_DATE.json    # one round more
     python benchmarks/step.py --page benchmarks/results/step_DATE.json      # the pages again, from the numbers
 
 Each variant runs in fresh processes, in turn, each round in another order. All read the same random weights, rows and
 learning rate, without clipping, recomputation or padding, and all must end with the same loss: a run whose loss differs
 by more than 1e-6 of it (bfloat16: 2**-8) is not counted, but named, and the exit code is 1. Accelerate, and so the
 Trainers of Transformers and TRL, run DDP where FSDP is asked for on CPUs; here they are made to shard, and checked.
+
+With ``--fork`` ranks are forks of a process that has imported all: more rounds in less time, and nothing of the start.
 
 Timed are steps after a warm-up: the median on the clock, and the mean of the CPU time, user and system, of all threads
 of a rank, which other work on the machine disturbs less. The first step counts from the start of the process, imports
@@ -29,11 +32,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from forked_ranks import ForkServer
 from step_cases import CASES, build_case
 from step_variants import VARIANTS
 
@@ -54,6 +59,8 @@ TITLES = {
     "trl": "TRL `SFTTrainer`",
 }
 PACKAGES = ("torch", "lightning", "transformers", "accelerate", "peft", "bitsandbytes")
+SERVERS: dict[Path, ForkServer] = {}  # by Python
+ENDING = ExitStack()  # of them
 Numbers = dict[str, float]
 
 
@@ -63,12 +70,19 @@ def measure(variant: str, name: str, folder: Path, args: argparse.Namespace) -> 
     run = {"num_steps": case.num_steps or args.steps, "batch": case.batch[args.size], "is_bf16": is_bf16(name, args)}
     order = {"variant": variant, "case": name, "folder": str(folder), "run": run}
     python = args.trl_python if variant == "trl" else Path(sys.executable)
-    ranks = run_ranks("step_variants.py", order, case.ranks or args.ranks, python=python)
+    if args.fork and python not in SERVERS:
+        SERVERS[python] = ENDING.enter_context(ForkServer(python))
+    ranks = run_ranks("step_variants.py", order, case.ranks or args.ranks, python=python, server=SERVERS.get(python))
     return ranks if isinstance(ranks, str) else summarize(ranks)
 
 
 def run_ranks(
-    script: str, order: Mapping[str, Any], num_ranks: int, *, python: Path = Path(sys.executable)
+    script: str,
+    order: Mapping[str, Any],
+    num_ranks: int,
+    *,
+    python: Path = Path(sys.executable),
+    server: ForkServer | None = None,
 ) -> list[dict[str, Any]] | str:
     """Run a script of this folder on ranks of its own; return what each has left, or why one has not.
 
@@ -78,27 +92,44 @@ def run_ranks(
         order: What it shall do.
         num_ranks: One has no process group.
         python: That runs it.
+        server: That forks the ranks instead, for a script with a function ``be_rank``.
     """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     with tempfile.TemporaryDirectory() as out:
-        processes = []
-        for rank in range(num_ranks):
-            own = json.dumps({**order, "out": f"{out}/rank", "launched_s": time.time()})
-            environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-            if num_ranks > 1:  # as torchrun sets them, without the time that it takes itself
-                environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "1"}
-                environ |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-                environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            command = [str(python), str(Path(__file__).with_name(script)), own]
-            with Path(f"{out}/log.{rank}").open("w") as log:
-                processes.append(subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT))
-        codes = wait_for(processes)
+        environs = [list_variables(rank, num_ranks, port) for rank in range(num_ranks)]
+        order = {**order, "out": f"{out}/rank", "launched_s": time.time()}
+        if server is not None:
+            codes = server.run(script, order, environs, Path(out), LIMIT_S)
+        else:
+            processes = []
+            for rank, variables in enumerate(environs):
+                environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **variables}
+                command = [str(python), str(Path(__file__).with_name(script)), json.dumps(order)]
+                with Path(f"{out}/log.{rank}").open("w") as log:
+                    processes.append(subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT))
+            codes = wait_for(processes)
         if any(codes):
             first = next(rank for rank, code in enumerate(codes) if code)
             return find_reason(Path(f"{out}/log.{first}").read_text())
         return [json.loads(Path(f"{out}/rank.{rank}").read_text()) for rank in range(num_ranks)]
+
+
+def list_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """Return what torchrun sets for a rank, without the time that it takes itself."""
+    if num_ranks == 1:
+        return {}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "TORCHELASTIC_RUN_ID": "1",
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def is_bf16(name: str, args: argparse.Namespace) -> bool:
@@ -150,12 +181,17 @@ def run_case(name: str, args: argparse.Namespace, found: dict[str, Any]) -> None
     if args.trl_python is None:
         variants = [v for v in variants if v != "trl"]
     ranks, steps = case.ranks or args.ranks, case.num_steps or args.steps
-    runs: dict[str, list[Numbers]] = {variant: [] for variant in variants}
-    entry: dict[str, Any] = {"ranks": ranks, "steps": steps, "bf16": is_bf16(name, args), "runs": runs, "failed": {}}
-    found["cases"][name] = entry
+    given = {"ranks": ranks, "steps": steps, "bf16": is_bf16(name, args), "forked": args.fork}
+    entry: dict[str, Any] = found["cases"].setdefault(name, {**given, "runs": {}, "failed": {}})
+    if any(entry[key] != value for key, value in given.items()):
+        raise SystemExit(f"--add-to: {name} was measured with {entry}, not with {given}: write into another file")
+    runs: dict[str, list[Numbers]] = entry["runs"]
+    first = 1 + max((int(run["round"]) for done in runs.values() for run in done), default=-1)
+    for variant in variants:
+        runs.setdefault(variant, [])
     with tempfile.TemporaryDirectory() as folder:
         build_case(case, args.size, case.batch[args.size] * ranks * steps, Path(folder))
-        for turn in range(args.rounds):
+        for turn in range(first, first + args.rounds):
             order = [variants[(turn + i) % len(variants)] for i in range(len(variants))]
             for variant in order if turn // len(variants) % 2 == 0 else reversed(order):
                 numbers = measure(variant, name, Path(folder), args)
@@ -167,9 +203,9 @@ def run_case(name: str, args: argparse.Namespace, found: dict[str, Any]) -> None
                 if not is_equal_work(runs, bf16=entry["bf16"]):
                     entry["failed"][variant] = f"its last loss is {runs[variant].pop()['loss']!r}: not the same work"
                 found["load_after"] = os.getloadavg()
-                if args.out:
-                    args.out.write_text(json.dumps(found, indent=1) + "\n")
-                    args.out.with_suffix(".md").write_text(format_page(found))
+                if out := args.out or args.add_to:
+                    out.write_text(json.dumps(found, indent=1) + "\n")
+                    out.with_suffix(".md").write_text(format_page(found))
 
 
 def describe_run(args: argparse.Namespace) -> dict[str, Any]:
@@ -187,12 +223,23 @@ def describe_run(args: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "device": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if has_gpu else own,
         "versions": versions,
-        "options": f"--rounds {args.rounds} --steps {args.steps} --ranks {args.ranks} --size {args.size} "
-        f"--precision {args.precision}",
+        "options": f"--steps {args.steps} --ranks {args.ranks} --size {args.size} --precision {args.precision}",
         "note": args.note,
         "load_before": os.getloadavg(),
         "cases": {},
     }
+
+
+def continue_run(before: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of earlier rounds, to which more shall be added; they must be of the same kind.
+
+    Raises:
+        SystemExit: They are not: ratios would be of different things.
+    """
+    for key in ("device", "versions", "options"):
+        if before[key] != now[key]:
+            raise SystemExit(f"--add-to: its {key} is {before[key]}, now {now[key]}: write into another file")
+    return {**before, "note": now["note"] or before["note"]}
 
 
 def compare(runs: Mapping[str, Sequence[Numbers]], variant: str, key: str) -> list[float]:
@@ -217,13 +264,17 @@ def format_case(name: str, entry: Mapping[str, Any]) -> list[str]:
         return []
     rounds = len(runs[ran[0]])
     precision = "bf16-mixed" if entry["bf16"] else "float32"
+    heads = ["step, s", "ratio", "CPU ratio", "peak, GiB", "first step, s", "first step, CPU s", "CPU ratio"]
+    if is_forked := entry.get("forked", False):
+        heads = heads[:4]
+    how = f"{entry['ranks']} ranks{', forked' if is_forked else ''}"
     lines = [
         f"## {case.title}",
         "",
-        f"{entry['ranks']} ranks, {entry['steps']} steps, {precision}; {rounds} rounds. Ratios are to the first line.",
+        f"{how}, {entry['steps']} steps, {precision}; {rounds} rounds. Ratios are to the first line.",
         "",
-        "| variant | step, s | ratio | CPU ratio | peak, GiB | first step, s | first step, CPU s | CPU ratio |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| variant | {' | '.join(heads)} |",
+        "|---" * (len(heads) + 1) + "|",
     ]
     for variant in ran:
         of = {key: [run[key] for run in runs[variant]] for key in runs[variant][0]}
@@ -231,7 +282,7 @@ def format_case(name: str, entry: Mapping[str, Any]) -> list[str]:
         cells += [show(compare(runs, variant, "step_cpu_s"), 2), f"{statistics.median(of['peak_gib']):.3f}"]
         cells += [show(of["first_step_wall_s"], 1), show(of["first_step_cpu_s"], 1)]
         cells.append(show(compare(runs, variant, "first_step_cpu_s"), 2))
-        lines.append(f"| {TITLES[variant]} | {' | '.join(cells)} |")
+        lines.append(f"| {TITLES[variant]} | {' | '.join(cells[: len(heads)])} |")
     lines += [f"| {TITLES[variant]} | failed: {why.replace('|', '/')} |" for variant, why in entry["failed"].items()]
     losses = [run["loss"] for found in runs.values() for run in found]
     spread = (max(losses) - min(losses)) / max(losses)
@@ -292,9 +343,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--size", choices=("tiny", "cpu", "cuda"), help="of models and batches; default: by device")
     parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), default="32-true")
+    parser.add_argument(
+        "--fork",
+        action="store_true",
+        help="ranks are forks that need not import; on CPUs, and not for --cases startup_1gb",
+    )
     parser.add_argument("--trl-python", type=Path, help="Python of an environment with TRL; without it TRL is left out")
     parser.add_argument("--note", default="", help="goes into the page, such as what else ran on the machine")
-    parser.add_argument("--out", type=Path, help="JSON file to write; the page goes beside it")
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument("--out", type=Path, help="JSON file to write; the page goes beside it")
+    target.add_argument("--add-to", type=Path, help="the same, with the rounds that are in it already")
     parser.add_argument(
         "--page", type=Path, help="measure nothing: write the page of this JSON, print the README's table"
     )
@@ -303,10 +361,13 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--steps: got {args.steps}: expected {WARMUP + 2} or more, as {WARMUP} warm up")
     if args.rounds < 1 or args.ranks < 1:
         parser.error(f"--rounds, --ranks: got {args.rounds}, {args.ranks}: expected 1 or more")
+    if args.fork and (args.size == "cuda" or "startup_1gb" in args.cases):
+        parser.error("--fork: forks cannot use CUDA, and measure no start: leave it out, or choose --size and --cases")
     if args.trl_python is not None and not args.trl_python.is_file():
         parser.error(f"--trl-python: got {args.trl_python}: expected the Python of an environment that has TRL")
-    if args.out is not None and args.out.suffix != ".json":
-        parser.error(f"--out: got {args.out}: expected a name ending in .json")
+    for option, path in (("--out", args.out), ("--add-to", args.add_to)):
+        if path is not None and path.suffix != ".json":
+            parser.error(f"{option}: got {path}: expected a name ending in .json")
     return args
 
 
@@ -323,8 +384,11 @@ def main() -> None:
     if args.size is None:
         args.size = "cuda" if torch.cuda.is_available() else "cpu"
     found = describe_run(args)
-    for name in args.cases:
-        run_case(name, args, found)
+    if args.add_to is not None and args.add_to.is_file():
+        found = continue_run(json.loads(args.add_to.read_text()), found)
+    with ENDING:
+        for name in args.cases:
+            run_case(name, args, found)
     print(format_page(found))
     failed = {name: entry["failed"] for name, entry in found["cases"].items() if entry["failed"]}
     if failed or not any(run for entry in found["cases"].values() for run in entry["runs"].values()):

@@ -16,8 +16,8 @@ _LLAMA: dict[str, dict[str, int]] = {
     # Rows of whole blocks of 64, so that ours quantizes them all, too.
     "tiny": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 8}
     | {"num_attention_heads": 4, "num_key_value_heads": 4},
-    "cpu": {"vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
-    | {"num_attention_heads": 6, "num_key_value_heads": 6},
+    "cpu": {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}
+    | {"num_attention_heads": 4, "num_key_value_heads": 4},
     "cuda": {"vocab_size": 32768, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
     | {"num_attention_heads": 32, "num_key_value_heads": 8},
     "1gb": {"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 14}
@@ -26,7 +26,7 @@ _LLAMA: dict[str, dict[str, int]] = {
 _VIT: dict[str, dict[str, int]] = {
     "tiny": {"image_size": 16, "patch_size": 8, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2}
     | {"num_attention_heads": 3},
-    "cpu": {"image_size": 96, "patch_size": 8, "hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 6}
+    "cpu": {"image_size": 64, "patch_size": 8, "hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 6}
     | {"num_attention_heads": 3},
     "cuda": {"image_size": 224, "patch_size": 16, "hidden_size": 1024, "intermediate_size": 4096}
     | {"num_hidden_layers": 24, "num_attention_heads": 16},
@@ -67,7 +67,7 @@ class Case:
 
 _TEXT: dict[str, Any] = {
     "kind": "text",
-    "batch": {"tiny": 1, "cpu": 2, "cuda": 2},
+    "batch": {"tiny": 1, "cpu": 1, "cuda": 2},
     "length": {"tiny": 16, "cpu": 128, "cuda": 2048},
 }
 _LEAST: dict[str, Any] = _TEXT | {"batch": {"tiny": 1, "cpu": 1, "cuda": 1}, "length": dict.fromkeys(_LLAMA, 16)}
@@ -78,6 +78,7 @@ CASES = {
         title="Text, all weights, next to no compute",
         variants=("plain", *_OURS, *_LIGHTNING, *_HF, "trl"),
         model="tiny",
+        num_steps=24,
         **_LEAST,
     ),
     "lora": Case(title="Text, LoRA", variants=("plain", *_OURS, *_HF, "trl"), adapters="lora", **_TEXT),
@@ -89,7 +90,7 @@ CASES = {
         title="Vision transformer",
         kind="image",
         variants=("plain", *_OURS, *_LIGHTNING, *_HF),
-        batch={"tiny": 2, "cpu": 8, "cuda": 32},
+        batch={"tiny": 2, "cpu": 4, "cuda": 32},
         **_NO_LENGTH,
     ),
     "speech": Case(

@@ -12,7 +12,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -525,12 +525,11 @@ VARIANTS: dict[str, Callable[[Run], float]] = {
 }
 
 
-def main() -> None:
+def be_rank(order: Mapping[str, Any]) -> None:
     """Be one rank; what it has measured goes into a file."""
     import torch
 
     torch.set_num_threads(1)
-    order = json.loads(sys.argv[1])
     out, launched_s = Path(order["out"]), order["launched_s"]
     run = Run(case=CASES[order["case"]], folder=Path(order["folder"]), launched_s=launched_s, **order["run"])
     loss = VARIANTS[order["variant"]](run)
@@ -542,4 +541,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    be_rank(json.loads(sys.argv[1]))

@@ -66,6 +66,8 @@ class EMA(StepCallback):
         trained = [parameter.detach() for parameter in _list_trained(module).values()]
         return sum(count_bytes(p) // p.element_size() * (4 if p.dtype == torch.float32 else 8) for p in trained)
 
+    reads_weights = True  # after each step, see ``cpu_offload.overlap_optimizer``
+
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with the weights as they are; a checkpoint is loaded after this."""

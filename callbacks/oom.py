@@ -17,7 +17,13 @@ from torch.utils._pytree import tree_iter
 from typing_extensions import override
 
 from lit_fsdp.planning.advice import Situation, Suggestion, suggest_settings
-from lit_fsdp.profiling.device_memory import read_resident_bytes, start_recording, stop_recording, write_snapshot
+from lit_fsdp.profiling.device_memory import (
+    is_out_of_memory,
+    read_resident_bytes,
+    start_recording,
+    stop_recording,
+    write_snapshot,
+)
 from lit_fsdp.profiling.expected_communication import count_gathered_bytes
 from lit_fsdp.profiling.memory import KINDS, Kind, is_on, iterate_states, measure_states
 from lit_fsdp.redaction import redact
@@ -27,7 +33,6 @@ from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.launcher import outlive_children
 
 _GIB = 2**30
-_MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cannot allocate memory")
 
 
 class OOMReport(Callback):
@@ -155,18 +160,10 @@ class OOMReport(Callback):
         if isinstance(strategy, FSDP2Strategy) and strategy.plan:
             situation = _assess(strategy, module, held, reserved, batch)
             lines += ["", "## What would help", "", *_list_suggestions(suggest_settings(situation))]
+            if not strategy.oom_retries and self._phase in ("forward", "backward"):
+                again = "a step that runs out of memory is redone in smaller parts, with the same result"
+                lines += ["", f"With trainer.strategy.oom_retries: 4 {again}."]
         return "\n".join(lines) + "\n"
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error, or what caused it, says that there was no memory left."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return True
-        if isinstance(error, RuntimeError | OSError) and any(text in str(error) for text in _MESSAGES):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _gib(num_bytes: int) -> str:

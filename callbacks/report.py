@@ -43,10 +43,10 @@ class RunReport(StepCallback):
     """Write ``report.html``, ``report.md`` and ``report.json`` into the run's folder when ``fit`` ends.
 
     It is written however the run ends, unless the process is killed: finished, stopped, interrupted, preempted or
-    failed. The page needs no other file, no network and no script. It holds the configuration, curves of all
-    scalars that the module logged, the FSDP units, the sections of other callbacks, of the module and of the data (each
-    that has a method ``make_section``), and the environment. It leaves out names of hosts and users; paths are as seen
-    from the current folder.
+    failed. A run that is refused before its first step (``ValueError``) leaves none. The page needs no other file, no
+    network and no script. It holds the configuration, curves of all scalars that the module logged, the FSDP units, the
+    sections of other callbacks, of the module and of the data (each that has a method ``make_section``), and the
+    environment. It leaves out names of hosts and users; paths are as seen from the current folder.
 
     Metrics are read every ``log_every_n_steps`` steps, as reading waits for the GPU. A run that goes on from a
     checkpoint has a report of its own part. Under ``fast_dev_run`` there is none, as such a run leaves no files.
@@ -118,10 +118,14 @@ class RunReport(StepCallback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if self._is_on:
-            outlive_children(trainer.strategy.launcher)
-            when = f"at step {self.last_step:,}" if self._has_begun else "before the first step"
-            self._write(trainer, *run_facts.describe_end(exception, when))
+        if not self._is_on:
+            return
+        outlive_children(trainer.strategy.launcher)
+        if not self._has_begun and isinstance(exception, ValueError):
+            self._is_on = False  # of a run that is refused, one line says all
+            return
+        when = f"at step {self.last_step:,}" if self._has_begun else "before the first step"
+        self._write(trainer, *run_facts.describe_end(exception, when))
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -236,6 +240,7 @@ class RunReport(StepCallback):
             "precision": str(trainer.precision),
             "disk": run_facts.describe_disk(trainer),
             "lost_logs": list_lost_logs(trainer),
+            "redone_steps": run_facts.list_redone_steps(trainer),
             "headline": self._describe_headline(trainer),
         }
 
@@ -282,6 +287,8 @@ class RunReport(StepCallback):
             facts["disk"] = run["disk"]["text"]
             if run["disk"]["missing"]:
                 facts["NOT saved"] = run["disk"]["missing"]
+        if run["redone_steps"]:
+            facts["out of memory"] = "; ".join(run["redone_steps"])
         if run["lost_logs"]:
             facts["NOT logged"] = "; ".join(run["lost_logs"])
         facts["ended"] = f"{ended:%Y-%m-%d %H:%M} UTC"

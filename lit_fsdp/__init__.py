@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lit_fsdp.quantization.quantize import Quantization
     from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
     from lit_fsdp.sharding.cpu_offload import CPUOffload
+    from lit_fsdp.sharding.float8 import Float8
     from lit_fsdp.sharding.mesh import Mesh
     from lit_fsdp.sharding.mixed_precision import MixedPrecision
     from lit_fsdp.sharding.settings import Settings
@@ -29,6 +30,7 @@ __all__ = [
     "CPUOffload",
     "Compile",
     "FSDP2Strategy",
+    "Float8",
     "LoRA",
     "Mesh",
     "MixedPrecision",
@@ -48,6 +50,7 @@ _HOMES = {
     "CPUOffload": "sharding.cpu_offload",
     "Compile": "sharding.shard",
     "FSDP2Strategy": "strategy.fsdp2",
+    "Float8": "sharding.float8",
     "LoRA": "adapters.lora",
     "Mesh": "sharding.mesh",
     "MixedPrecision": "sharding.mixed_precision",

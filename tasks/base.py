@@ -2,11 +2,11 @@
 
 Note [Loss of a step]: the loss is a mean over all targets (tokens, images) of an optimizer step, over all ranks
 and all accumulated micro-batches. A micro-batch cannot know their number, so it returns its *sum* divided by
-the constant ``LOSS_UNIT``, and the gradients are multiplied once per step by what is still missing: the number
-of ranks, over whose gradients the strategy takes the mean (all, but one of each group of ``mesh.tensor``), times
-the number of micro-batches, by which Lightning divides each loss, times ``LOSS_UNIT``, divided by the number of
-targets. ``LOSS_UNIT`` is a power of two, so dividing by it and undoing that is exact; it keeps sums in the range of
-float16.
+the constant ``LOSS_UNIT``. The gradients are multiplied once per step by what is still missing: the number of ranks
+times the number of micro-batches times ``LOSS_UNIT``, divided by the number of targets. By the ranks, as the strategy
+takes the mean of their gradients (of all ranks, but one of each group of ``mesh.tensor``); by the micro-batches, as
+Lightning divides each loss by them. ``LOSS_UNIT`` is a power of two, so dividing by it and undoing that is exact; it
+keeps sums in the range of float16.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.reporting.metrics import count_planned_steps
 from lit_fsdp.sharding.grad_clipping import clip_grad_norm, clip_grad_value, compute_grad_norm, scale_gradients
+from lit_fsdp.strategy.batch_split import BatchPart, split_rows
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.strategy.lightning_internals import forget_train_loader, log_again
 from lit_fsdp.strategy.lightning_strategies import (
@@ -50,6 +51,7 @@ from lit_fsdp.strategy.lightning_strategies import (
     read_grad_norm,
     shard_like_fsdp2,
 )
+from lit_fsdp.strategy.overlapped_optimizer import get_overlapped_steps
 from lit_fsdp.strategy.trainer_settings import get_data_ranks
 from lit_fsdp.tasks.lr_schedule import ConfiguredLR, LRSchedule
 from lit_fsdp.weights.load import init_weights, materialize
@@ -102,6 +104,8 @@ class Task(TakesMappings, LightningModule):
         self.step_loss: Tensor | None = None
         self.rank_loss: Tensor | None = None
         self._grad_norm: Tensor | None = None
+        self._factor: Tensor | None = None  # of the gradients of this step, if some have it already
+        self._scaled: set[Tensor] = set()  # these
         self._matrices: set[nn.Parameter] | None = None  # of parameters that may be flat pieces by now
 
     # Model
@@ -235,11 +239,29 @@ class Task(TakesMappings, LightningModule):
             dist.all_reduce(total)
         return loss_sum * (self.trainer.world_size / total.clamp(min=1)).to(loss_sum.dtype)
 
+    def split_batch(self, batch: Any, num_parts: int) -> Sequence[BatchPart]:
+        """Return a micro-batch in parts of fewer rows, for a step that ran out of memory; see ``oom_retries``.
+
+        Losses are sums over targets, so those of the parts add up to that of the whole: each weighs 1.
+
+        Args:
+            batch: As ``training_step`` is given it.
+            num_parts: How many, or fewer where there are fewer rows.
+
+        Raises:
+            ValueError: It cannot be split with the same result.
+        """
+        return [(part, 1.0) for part, _ in split_rows(batch, num_parts)]
+
     def get_grad_norm(self) -> Tensor:
         """Return the norm of all gradients before clipping, computed once a step. All ranks must call it."""
         if self._grad_norm is None:
             known = read_grad_norm(self.trainer.strategy)
-            norm = compute_grad_norm(self._list_parameters()) if known is None else torch.as_tensor(known)
+            if known is None:
+                steps = get_overlapped_steps(self.trainer.strategy)
+                norm = compute_grad_norm(self._list_parameters(), None if steps is None else steps.norms)
+            else:
+                norm = torch.as_tensor(known)
             self._grad_norm = norm.float()
         return self._grad_norm
 
@@ -249,11 +271,32 @@ class Task(TakesMappings, LightningModule):
         return [parameter for group in groups for parameter in group["params"]]
 
     @override
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Let gradients be scaled as they arrive, where they are received beside backward."""
+        super().on_before_backward(loss)
+        steps = get_overlapped_steps(self.trainer.strategy)
+        if steps is not None and steps.is_deferred and self._ends_step():
+            is_scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None  # they change once more
+            self._factor = self._compute_factor()
+            self._scaled = set(steps.scale_arriving(self._factor, takes_norms=not is_scaled))
+
+    @override
     def on_after_backward(self) -> None:
         self._grad_norm = None  # of other gradients
+        factor, scaled = self._factor, self._scaled
+        self._factor, self._scaled = None, set()
+        if factor is None and self._ends_step():
+            factor = self._compute_factor()
+        if factor is not None and holds_gradients(self.trainer.strategy):
+            scale_gradients([p for p in self._list_parameters() if p not in scaled], factor)
+
+    def _ends_step(self) -> bool:
         # Private, seen in lightning 2.6.6: whether another micro-batch of this step follows.
-        if self._step_sums is None or self.trainer.fit_loop._should_accumulate():
-            return
+        return self._step_sums is not None and not self.trainer.fit_loop._should_accumulate()
+
+    def _compute_factor(self) -> Tensor:
+        """Return what the gradients of the step still lack, and note its loss. All ranks must call it."""
+        assert self._step_sums is not None
         sums, self._step_sums = self._step_sums, None
         self.rank_loss = sums[0] / sums[1].clamp(min=1)
         copies = get_data_ranks(self.trainer).copies
@@ -263,11 +306,8 @@ class Task(TakesMappings, LightningModule):
         num_targets = sums[1].clamp(min=1)
         self.step_loss = sums[0] / num_targets
         self.targets_seen = self.targets_seen + sums[1]
-        if not holds_gradients(self.trainer.strategy):
-            return
         num_ranks = self.trainer.world_size // copies  # over whose gradients the strategy takes the mean
-        factor = num_ranks * self.trainer.accumulate_grad_batches * LOSS_UNIT / num_targets
-        scale_gradients(self._list_parameters(), factor)
+        return num_ranks * self.trainer.accumulate_grad_batches * LOSS_UNIT / num_targets
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -303,7 +343,9 @@ class Task(TakesMappings, LightningModule):
         if gradient_clip_algorithm == "value":
             clip_grad_value(self._list_parameters(), float(gradient_clip_val))
         else:
-            clip_grad_norm(self._list_parameters(), float(gradient_clip_val), norm=self.get_grad_norm())
+            steps = get_overlapped_steps(self.trainer.strategy)
+            scale = None if steps is None else steps.scale_before_step
+            clip_grad_norm(self._list_parameters(), float(gradient_clip_val), norm=self.get_grad_norm(), scale=scale)
 
     @override
     def optimizer_step(

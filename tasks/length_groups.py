@@ -54,6 +54,24 @@ def _sort_pools(order: torch.Tensor, lengths: Ints, pool_size: int) -> torch.Ten
     return order[torch.from_numpy(np.lexsort((lengths[order.numpy()], np.arange(len(order)) // pool_size)))]
 
 
+def bundle_by_length(lengths: Ints, max_padded: int, seed: int) -> list[Ints]:
+    """Return rows in bundles of like lengths, each as many as fit when all are padded to their longest.
+
+    Args:
+        lengths: Of each row, none above ``max_padded``.
+        max_padded: Largest number of rows times longest length.
+        seed: Decides which of rows of the same length come together.
+    """
+    order = np.lexsort((np.random.default_rng(seed).random(len(lengths)), lengths))
+    bundles: list[list[int]] = []
+    for row in order.tolist():
+        if bundles and (len(bundles[-1]) + 1) * lengths[row] <= max_padded:  # the longest so far
+            bundles[-1].append(row)
+        else:
+            bundles.append([row])
+    return [np.array(bundle) for bundle in bundles]
+
+
 def compute_efficiency(lengths: Ints, batch_size: int, multiple_of: int = 1) -> float:
     """Return the share of tokens in padded batches; the rest is padding.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,6 +28,25 @@ _BEGINNINGS = {
 }
 _AT_ONCE_BYTES = 1 << 22  # of a table at an address, of which only some parts are read
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and line feed
+
+
+@contextmanager
+def tell_retries_once() -> Iterator[None]:
+    """Have the client of the Hub say once that it tries again, not at each of its attempts."""
+    told: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        kind = re.sub(r"\d+", "", record.getMessage())  # of which attempt
+        is_told = kind in told
+        told.add(kind)
+        return not is_told
+
+    log = logging.getLogger("huggingface_hub.utils._http")  # private, seen in huggingface_hub 2.4
+    log.addFilter(is_new)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_new)
 
 
 @dataclass(frozen=True, kw_only=True)

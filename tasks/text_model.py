@@ -57,7 +57,19 @@ def build_model(config: PreTrainedConfig, attention: str, kind: ModelKind = CAUS
         if " does not support an attention implementation" in text:
             raise ValueError(f"{got}: {text.split(maxsplit=1)[0]} does not have it; set auto") from error
         raise ValueError(f"{got}: {text.strip().splitlines()[0]}; set auto") from error
+    if kind is CAUSAL_LM and _looks_ahead(model):
+        raise ValueError(
+            f"model_type: got {config.model_type!r} without is_decoder: its tokens would see those that they are to "
+            "predict: set config.is_decoder: true, or train an encoder with MaskedLM"
+        )
     return model
+
+
+def _looks_ahead(model: PreTrainedModel) -> bool:
+    """Whether tokens see later ones: so do those of BERT and its kin, which have a head for text all the same."""
+    # Those of GPT-NeoX have the setting, but not the use of it.
+    is_causal = any(getattr(module, "is_causal", False) for module in model.modules())
+    return getattr(model.config, "is_decoder", None) is False and not is_causal
 
 
 def _describe_wrong_type(config: PreTrainedConfig, kind: ModelKind) -> ValueError:

@@ -44,6 +44,7 @@ class Case:
 
 
 OFFLOAD = {"cpu_offload": CPUOffload()}
+OVERLAPPED = {"cpu_offload": CPUOffload(overlap_optimizer=True)}
 FILE, BESIDE = {"checkpoint_format": "single_file"}, {"async_save": True}
 SCALED = {"precision": "16-mixed"}
 OFFLOADED_INPUTS = {"activation_checkpointing": ActivationCheckpointing(mode="full", offload=True)}
@@ -58,6 +59,13 @@ CASES = {
         strategy=BESIDE | {"sharding": Sharding(no_sync=True)}, trainer={"accumulate_grad_batches": 2}
     ),
     "full offloaded, accumulated": Case(strategy=OFFLOAD | BESIDE, trainer={"accumulate_grad_batches": 2}),
+    "full offloaded, overlapped": Case(strategy=OVERLAPPED | BESIDE),
+    "full offloaded, overlapped, accumulated": Case(
+        strategy=OVERLAPPED | FILE | {"activation_checkpointing": ActivationCheckpointing(mode="full")},
+        trainer={"accumulate_grad_batches": 2},
+    ),
+    "float16 offloaded, overlapped": Case(strategy=OVERLAPPED | BESIDE, trainer=SCALED),
+    "nf4 offloaded, overlapped": Case(task=QLORA, strategy=OVERLAPPED | BESIDE, trainer={"precision": "bf16-true"}),
     "full offloaded, not pinned": Case(
         strategy={"cpu_offload": CPUOffload(pin_memory=False)},
         trainer={"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01},

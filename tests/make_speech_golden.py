@@ -13,8 +13,20 @@ from qwen_tts.core.models.configuration_qwen3_tts import Qwen3TTSConfig
 from qwen_tts.core.models.modeling_qwen3_tts import Qwen3TTSForConditionalGeneration, mel_spectrogram
 from qwen_tts.core.tokenizer_12hz.configuration_qwen3_tts_tokenizer_v2 import Qwen3TTSTokenizerV2Config
 from qwen_tts.core.tokenizer_12hz.modeling_qwen3_tts_tokenizer_v2 import Qwen3TTSTokenizerV2Model
-from safetensors.torch import save_file
-from speech_golden import CODEC, CONFIG, FILE, fill, make_audio, make_samples
+from safetensors.torch import load_file, save_file
+from speech_golden import (
+    CODEC,
+    CONFIG,
+    FILE,
+    fill,
+    make_audio,
+    make_contexts,
+    make_instruction,
+    make_samples,
+    make_voices,
+    project_alone,
+    record_talker,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -80,6 +92,37 @@ def generate(model: Any, out: dict[str, Tensor], name: str, **options: Any) -> N
         out[f"{name} {i}"] = row
 
 
+def generate_from_prompts(model: Any, out: dict[str, Tensor], name: str, **options: Any) -> None:
+    """Keep what the talker is fed as a prompt, and the logits of the first frames, too."""
+    with record_talker(model.talker) as record:
+        generate(model, out, name, **options)
+    out[f"{name} prompt"], out[f"{name} logits"] = record.prompt, record.compute_logits()
+
+
+def speak_from_prompts(out: dict[str, Tensor]) -> None:
+    """Speech to go on from, instructions, and a voice made of one."""
+    model, contexts = build(), make_contexts()
+    project_alone(model.talker)
+    voices = {"ref_spk_embedding": make_voices(), "ref_code": [codes for _, codes in contexts]}
+    ids = [torch.tensor([text]) for text, _ in contexts]
+    for name, is_context in (("context", [True, True]), ("context and none", [True, False])):
+        modes = {"icl_mode": is_context, "x_vector_only_mode": [not i for i in is_context]}
+        clone = {"voice_clone_prompt": {**voices, **modes}, "ref_ids": ids, "languages": ["Auto", "English"]}
+        for kind in ("whole", "streaming"):
+            options = {**clone, "non_streaming_mode": kind == "whole"}
+            generate_from_prompts(model, out, f"{name} {kind}", **options, **GREEDY)
+    sampled = {"max_new_tokens": 20, "top_p": 0.95, "subtalker_top_k": 20}
+    generate(model, out, "context sampled", **{**options, **sampled})
+    instruct = torch.tensor([make_instruction()])
+    options = {"languages": ["English", "auto"], "non_streaming_mode": True, **GREEDY}
+    built_in, designed = build(tts_model_type="custom_voice"), build(tts_model_type="voice_design")
+    for other in (built_in, designed):
+        project_alone(other.talker)
+    given = {"instruct_ids": [None, instruct], "speakers": ["Ann", "bo"]}
+    generate_from_prompts(built_in, out, "instruct built-in", **given, **options)
+    generate_from_prompts(designed, out, "instruct designed", instruct_ids=[instruct, instruct], **options)
+
+
 def main() -> None:
     """Write the file."""
     out: dict[str, Tensor] = {}
@@ -100,6 +143,7 @@ def main() -> None:
     built_in = build(tts_model_type="custom_voice")
     options = {"speakers": ["Ann", "bo"], "languages": ["English", "auto"], "non_streaming_mode": True, **GREEDY}
     generate(built_in, out, "built-in", **options)
+    speak_from_prompts(out)
     codec = Qwen3TTSTokenizerV2Model(
         Qwen3TTSTokenizerV2Config(**{n: deepcopy(v) for n, v in CODEC.items() if n != "model_type"})
     ).eval()
@@ -113,7 +157,8 @@ def main() -> None:
         out["audio"] = codec.decode(out["codes 0"][None]).audio_values[0][::16].clone()
         long = torch.cat([out["codes 0"]] * 9)[:330]
         out["long audio"] = codec.decode(long[None]).audio_values[0][300 * 1920 :: 64].clone()
-    save_file({name: tensor.contiguous() for name, tensor in out.items()}, FILE)
+    known = load_file(FILE) if FILE.is_file() else {}  # delete it to have all of it from one machine
+    save_file({**{name: tensor.contiguous() for name, tensor in out.items()}, **known}, FILE)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,16 @@
 
 ``speech_golden.safetensors`` was written by ``make_speech_golden.py`` with qwen-tts 0.1.1 on Transformers 4.57.3 and
 torch 2.13, on one CPU thread. On one machine our modules gave the same bits where both ran the same
-batch; between machines kernels differ by rounding.
+batch; between machines kernels differ by rounding. What is new is added to the file, as the script does it: the rest
+stays as it was.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +100,80 @@ def make_samples() -> list[tuple[list[int], Tensor]]:
         codes = (draw(f"codes {i}", num_frames, 16).abs() * 63).long()
         samples.append(([190, 7, 8, *text, 191, 8, 190, 7, 8], codes))
     return samples
+
+
+def make_contexts() -> list[tuple[list[int], Tensor]]:
+    """Return text ids with role and tail, and codes [frames, 16], of speech to go on from, for each sample.
+
+    Beside the codes of the first one, text is left over when streaming; beside those of the second one, codes are.
+    """
+    contexts = []
+    for i, (num_text, num_frames) in enumerate(((6, 5), (3, 17))):
+        text = (draw(f"context text {i}", num_text).abs() * 150).long().tolist()
+        codes = (draw(f"context codes {i}", num_frames, 16).abs() * 63).long()
+        contexts.append(([190, 7, 8, *text, 191, 8], codes))
+    return contexts
+
+
+def make_voices() -> list[Tensor]:
+    """Return an embedding [size] of who speaks, for each sample."""
+    return [draw(f"voice {i}", TALKER["hidden_size"]) for i in range(2)]
+
+
+def project_alone(talker: Any) -> None:
+    """Let a talker project each text id alone: in a product of several rows each one is rounded by their number.
+
+    The official package projects a prompt in pieces, ours at once. So with this both give the same bits.
+    """
+    project = talker.text_projection.forward
+
+    def forward(hidden: Tensor) -> Tensor:
+        rows = [project(row[None]) for row in hidden.flatten(0, -2)]
+        return torch.cat(rows).view(*hidden.shape[:-1], -1)
+
+    talker.text_projection.forward = forward
+
+
+@dataclass
+class TalkerRecord:
+    """What a talker, official or ours, read and made of it while it generated."""
+
+    talker: Any
+    inputs: list[Tensor] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+
+    @property
+    def prompt(self) -> Tensor:
+        """What it was fed first [batch, length, size]."""
+        return self.inputs[0].detach().clone()
+
+    @torch.no_grad()
+    def compute_logits(self) -> Tensor:
+        """Return the logits of the first four frames [batch, 4, 80], from states in one product."""
+        states = torch.stack([found[:, -1] for found in self.states[:4]], dim=1)
+        return self.talker.codec_head(states)[..., :80].clone()
+
+
+@contextmanager
+def record_talker(talker: Any) -> Iterator[TalkerRecord]:
+    """Record a talker."""
+    record = TalkerRecord(talker)
+    hooks = [
+        talker.model.register_forward_pre_hook(
+            lambda _, __, given: record.inputs.append(given["inputs_embeds"]), with_kwargs=True
+        ),
+        talker.model.register_forward_hook(lambda _, __, found: record.states.append(found.last_hidden_state)),
+    ]
+    try:
+        yield record
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def make_instruction() -> list[int]:
+    """Return the ids of an instruction, with its template."""
+    return [190, 9, 8, *(draw("instruction", 7).abs() * 150).long().tolist(), 191, 8]
 
 
 def make_audio(seconds: float, pitch: float) -> Tensor:

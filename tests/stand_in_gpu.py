@@ -9,7 +9,7 @@ that runs on GPUs: FSDP2's offload, its streams, staging. Refused, as a GPU woul
 
 Kernels, their rounding and their memory stay those of the CPU. What C++ allocates without a hint, such as backward for
 a gradient that is missing, gets its label where it is first used. Threads other than the one that enters are followed
-where they read or save a tensor, not in their operators.
+where they read or save a tensor, not in their operators; that of the optimizer is followed in these too.
 """
 
 import threading
@@ -483,5 +483,12 @@ def _enter(body: Callable[..., None], args: tuple[object, ...]) -> None:
     # In a forked rank, which ends afterwards: nothing is put back.
     _patch_tensors()
     _patch_cuda(dist.get_rank(), dist.get_world_size())
+    run = threading.Thread.run
+
+    def run_watched(thread: threading.Thread) -> None:
+        with _Watch() if thread.name.startswith("optimizer") else nullcontext():  # type: ignore[no-untyped-call]
+            run(thread)
+
+    threading.Thread.run = run_watched  # type: ignore[method-assign]
     with _Watch():  # type: ignore[no-untyped-call]
         body(*args)

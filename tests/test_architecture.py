@@ -19,6 +19,7 @@ ROOMS = (
 # Which rooms may import these, so that an upstream change lands in few places.
 DOORS = {
     "bitsandbytes": {"quantization"},
+    "torchao": {"sharding"},
     "peft": {"adapters"},
     "lightning": {"strategy", "reporting", "planning", "tasks", "callbacks", "cli"},
     "ray": {"tasks", "callbacks", "cli"},

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import links, low_bit_wire
+from benchmarks import links, low_bit_wire, scaling_advice
 from benchmarks.network_namespaces import find_obstacle
 
 ROOT = Path(__file__).parents[1]
+ADVICE = ROOT / "benchmarks" / "results" / "scaling_advice_2026-11-24.md"
 FEWER_BITS = ROOT / "benchmarks" / "results" / "low_bit_wire_2026-11-23.md"
 RESULTS = ROOT / "benchmarks" / "results" / "links_2026-11-23.md"
 
@@ -28,6 +29,15 @@ def test_the_tables_of_fewer_bits_are_what_was_measured() -> None:
         assert "\n".join(lines) in (ROOT / "docs" / "communication.md").read_text()
     for rows in found["links"].values():
         assert all(row["sent_mb"] == pytest.approx(row["expected_mb"], rel=0.03) for row in rows.values())
+
+
+def test_how_often_more_cards_were_judged_right_is_what_was_measured() -> None:
+    cases = json.loads(ADVICE.with_suffix(".json").read_text())["cases"]
+    for k in (0, 1):
+        assert "\n".join(scaling_advice.make_table(cases, k)) in ADVICE.read_text()
+        counted = f"{scaling_advice.count_right(cases, k)} of {len(cases)}"
+        assert counted in ADVICE.read_text()
+        assert counted in (ROOT / "docs" / "communication.md").read_text()
 
 
 @pytest.mark.full

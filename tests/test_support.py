@@ -113,6 +113,7 @@ ATTRIBUTES = {
         *("_device_mesh", "_monitor_candidates"),
         *("_last_global_step_saved", "_layer_sync", "_link_checkpoint", "_logger_connector", "_on_before_fetch"),
         *("_init_deepspeed_distributed", "_tensor_parallel_size"),
+        *("_backward_fn", "_make_closure", "_step_fn", "_training_step", "_zero_grad_fn"),
         *("_optimizer", "_reset_optimizers_and_schedulers", "_results", "_should_accumulate", "_signal_connector"),
     },
     "peft": {"_disable_adapters"},
@@ -121,7 +122,7 @@ ATTRIBUTES = {
         *("_all_gather_comm", "_all_reduce_hook", "_all_reduce_process_group", "_comm_ctx", "_end_backward_iteration"),
         *("_fsdp_param_groups", "_get_fsdp_state", "_orig_cls_mro_index", "_reduce_scatter_comm", "_unsharded_param"),
         *("_all_gather_result", "_module_fqn", "_modules_to_run_forward", "_root_post_backward_final_callback"),
-        "_training_state",
+        *("_is_root", "_training_state"),
     },
     "torch: operators": {
         *("_amp_foreach_non_finite_check_and_unscale_", "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_"),
@@ -149,9 +150,11 @@ ATTRIBUTES = {
             "_is_functional_tensor",
             "_is_view",
         ),
+        *("_local_tensor", "_spec"),
         *("_non_persistent_buffers_set", "_parameters", "_post_accumulate_grad_hooks"),
         *("_record_memory_history", "_top_saved_tensors_default_hooks", "_type", "_version"),
     },
+    "torchmetrics": {"_computed", "_copy_state_dict", "_defaults", "_update_count"},
     "transformers": {
         *("_attn_implementation", "_experts_implementation", "_no_split_modules", "_supports_attention_backend"),
         *("_ignore_bidirectional_mask_sdpa", "_ignore_causal_mask_sdpa"),

@@ -65,6 +65,8 @@ class Environment(LightningEnvironment):
 class Recorder(pl.Callback):
     """Keeps the loss and gradient norm of every step."""
 
+    reads_weights = False
+
     def __init__(self) -> None:
         self.result = Result()
         self._first = 0

@@ -44,8 +44,8 @@ CheckpointFormat = Literal["sharded", "single_file"]
 class CheckpointWriter:
     """Saves checkpoints; at most one is in flight.
 
-    Asynchronously, ``save`` copies the shards to host memory (pinned and kept for the next time where they are on a
-    GPU) and returns; a thread writes them, with a process group of its own, as the default one belongs to training.
+    Asynchronously, ``save`` copies the shards to host memory and returns; of a GPU, that memory is pinned and kept for
+    the next time. A thread writes them, with a process group of its own, as the default one belongs to training.
 
     Args:
         checkpoint_format: A folder of shards, or one file that rank 0 gathers and writes.

@@ -24,7 +24,7 @@ from lit_fsdp.cli.strategies import bench_strategies
 from lit_fsdp.errors import ConfigError, suggest
 from lit_fsdp.parsing.parser import check_out_folder, run_function
 from lit_fsdp.planning.timing.hardware import parse_memory
-from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, Line, Timing, fit_line, measure_fabric
+from lit_fsdp.profiling.collectives import MEASURED, Line, Measured, Timing, fit_line, measure_fabric
 from lit_fsdp.strategy.process_group import MAX_TIMEOUT_S
 from lit_fsdp.strategy.processes import is_torchrun
 from lit_fsdp.strategy.signals import put_off_interrupt
@@ -88,7 +88,7 @@ def bench_comm(
         check_out_folder(out)
     body = (num_bytes, backend, repeats, out, timeout_s)
     if launcher is not None:
-        _measure(*body)
+        measure_links(*body)
         return 0
     return _run_ranks(world_size, body)
 
@@ -181,10 +181,10 @@ def _enter(rank: int, world_size: int, port: int, body: tuple[Any, ...]) -> None
     os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
     os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size)))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    _measure(*body)
+    measure_links(*body)
 
 
-def _measure(sizes: list[int], backend: Backend, repeats: int, out: Path | None, timeout_s: float) -> None:
+def measure_links(sizes: list[int], backend: Backend, repeats: int, out: Path | None, timeout_s: float) -> None:
     """Measure as one of the ranks; the first one says what was found."""
     local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
@@ -213,7 +213,7 @@ def _describe_ranks(device: torch.device, backend: Backend, repeats: int) -> dic
 
 
 def _report(timings: Sequence[Timing], ranks: dict[str, Any], out: Path | None) -> None:
-    by_kind = {kind: [timing for timing in timings if timing.collective == kind] for kind in COLLECTIVES}
+    by_kind = {kind: [timing for timing in timings if timing.collective == kind] for kind in MEASURED}
     lines = {kind: fit_line(found) for kind, found in by_kind.items()}
     console = Console(width=160)
     title = f"{ranks['num_ranks']} ranks on {ranks['num_nodes']} node(s), {ranks['backend']}, {ranks['device']}"
@@ -246,7 +246,7 @@ def _report(timings: Sequence[Timing], ranks: dict[str, Any], out: Path | None) 
     console.print(f"written: {out / 'comm.json'}, {out / 'comm.png'}", soft_wrap=True)
 
 
-def _make_table(title: str, by_kind: dict[Collective, list[Timing]]) -> Table:
+def _make_table(title: str, by_kind: dict[Measured, list[Timing]]) -> Table:
     table = make_table(title, "collective", "size", "median", "shortest", "longest", "bus GB/s")
     for kind, found in by_kind.items():
         for timing in found:
@@ -257,7 +257,7 @@ def _make_table(title: str, by_kind: dict[Collective, list[Timing]]) -> Table:
     return table
 
 
-def _make_lines_table(lines: dict[Collective, Line | None]) -> Table:
+def _make_lines_table(lines: dict[Measured, Line | None]) -> Table:
     title = "latency + bytes on the wire / bandwidth"
     table = make_table(title, "collective", "latency", "bandwidth", "off by up to")
     for kind, line in lines.items():

@@ -44,7 +44,7 @@ def run_evaluate(args: Sequence[str]) -> int:
 
 def plan_evaluation(
     model: str,
-    tasks: list[str],
+    tasks: str | list[str],
     *,
     include_path: Path | None = None,
     num_fewshot: int | None = None,
@@ -63,7 +63,7 @@ def plan_evaluation(
 
     Args:
         model: Run, checkpoint, folder of a model or of adapters, or a name on the Hub.
-        tasks: Names of tasks, groups or tags, such as ``[hellaswag,arc_easy]``.
+        tasks: Names of tasks, groups or tags, such as ``hellaswag,arc_easy``.
         include_path: A folder with the YAML files of your own tasks.
         num_fewshot: Examples before each question; as the task says if not given.
         limit: Only the first so many questions of each task, to try it.
@@ -75,8 +75,10 @@ def plan_evaluation(
         base: Of adapters: where their base model is, if not where it was.
         quantization: Keep the weights in 4 or 8 bits, such as ``--quantization.type nf4``.
     """
-    if not tasks:
-        raise ValueError("tasks: got none: expected the name of one, such as [hellaswag]")
+    names = tasks.split(",") if isinstance(tasks, str) else tasks
+    if not all(name.strip() for name in names) or not names:
+        raise ValueError(f"tasks: got {tasks!r}: expected the name of one, such as hellaswag")
+    names = [name.strip() for name in names]
     for name, value, least in (("batch_size", batch_size, 1), ("limit", limit, 1), ("num_fewshot", num_fewshot, 0)):
         if value is not None and value < least:
             raise ValueError(f"{name}: got {value}: expected {least} or more")
@@ -86,7 +88,7 @@ def plan_evaluation(
         raise ValueError(f"out: got {str(out)!r}: expected a file that ends in .json")
     if out is not None:
         refuse_no_folder("out", out.parent)  # now, not when all is measured
-    find_tasks(tasks, None if include_path is None else str(include_path))
+    find_tasks(names, None if include_path is None else str(include_path))
     source = open_source(model, base=base, quantization=quantization)
     tokenizer = open_tokenizer(source)
     if apply_chat_template and not tokenizer.chat_template:
@@ -94,7 +96,7 @@ def plan_evaluation(
     run = None if source.checkpoint is None else find_run(source.checkpoint.path)
     settings: dict[str, Any] = {
         "model": {"class_path": f"{HarnessLM.__module__}.{HarnessLM.__name__}"},
-        "model.tasks": tasks,
+        "model.tasks": names,
         "model.batch_size": batch_size,
         "model.apply_chat_template": apply_chat_template,
         "data": {"class_path": f"{HarnessData.__module__}.{HarnessData.__name__}"},

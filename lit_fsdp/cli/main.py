@@ -84,7 +84,7 @@ COMMANDS: dict[str, Command] = {
         has_ranks=True,
     ),
     "bench": Command(
-        summary="Measure the machines: `bench comm` the connections between ranks.",
+        summary="Measure links (`bench comm`), more ranks (`bench scaling`) or other strategies (`bench strategies`).",
         entry="lit_fsdp.cli.bench:run_bench",
         has_ranks=True,
     ),

@@ -55,13 +55,18 @@ def run_plan(args: Sequence[str]) -> int:
     Args:
         args: The command line, the command first.
     """
+    start_plan(args, PlanCLI)
+    return 0
+
+
+def start_plan(args: Sequence[str], cli: type[PlanCLI]) -> PlanCLI:
+    """Read a command line as that of ``plan``, run it with ``cli``, and return that."""
     config_files = check_config_files(args)
     warnings.filterwarnings("ignore", message=".*LightningCLI's args parameter.*")
     warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA is not available.*")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     hide_banners()
-    PlanCLI(spell_options(args), config_files=config_files)
-    return 0
+    return cli(spell_options(args), config_files=config_files)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +263,7 @@ class PlanTrainer(PlannedTrainer):
 class PlanCLI(TrainerCLI):
     """Reads the configuration of ``fit``, and builds of it what a plan needs."""
 
-    trainer_type = PlanTrainer
+    trainer_type: type[PlannedTrainer] = PlanTrainer
     usage = "(--config FILE [--config FILE ...] | --model MODEL)"
     asked_ranks: Sequence[Ranks] = ()
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lit_fsdp.errors import ConfigError, suggest
+from lit_fsdp.tasks.model_config import load_config
+from lit_fsdp.weights.base_weights import CONFIG, fetch_pretrained
 
 Method = Literal["full", "lora", "qlora"]
 
@@ -22,6 +24,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "qlora": {"lora": _LORA, "quantization": {"type": "nf4", "double_quant": True}},
 }
 _MAX_RANGE, _MOST_ROWS = 2**16, 8
+_USUAL_LENGTH = 2048  # tokens of a row
 
 
 def spell_options(args: Sequence[str]) -> list[str]:
@@ -86,8 +89,10 @@ def _split_values(args: Sequence[str]) -> list[tuple[str, str | None]]:
 
 
 def _is_pretrained(value: str | None) -> bool:
-    """Tell a folder, or ``owner/name`` of the Hub, from the name of a class."""
-    return value is not None and not value.lstrip().startswith("{") and ("/" in value or Path(value).is_dir())
+    """Tell a folder, or a name of the Hub, from the name of a class: of both, only some of the Hub begin small."""
+    if value is None or value.lstrip().startswith("{"):
+        return False
+    return "/" in value or Path(value).is_dir() or ("." not in value and value[:1].islower())
 
 
 def _write_settings(taken: Mapping[str, str | None], *, has_config: bool) -> list[str]:
@@ -101,11 +106,21 @@ def _write_settings(taken: Mapping[str, str | None], *, has_config: bool) -> lis
         raise ConfigError(f"seq_length: got {length!r}: {_EXPECTED['--seq_length']}")
     changes = {} if method is None else _METHODS[method]
     if not has_config and model is not None:
-        settings = make_settings(model, method or "full", int(length or 2048))
+        settings = make_settings(model, method or "full", int(length) if length else _choose_length(model))
         return [f"--config={json.dumps(settings)}"]
     options = [] if model is None else [f"--model.pretrained={model}"]
     options += [f"--model.{name}={json.dumps(value)}" for name, value in changes.items()]
     return [*options, *([] if length is None else [f"--data.seq_length={length}"])]
+
+
+def _choose_length(pretrained: str) -> int:
+    """Return the tokens of a row where nobody says how many: the usual ones, or all positions of the model."""
+    try:
+        fetch_pretrained(pretrained, patterns=CONFIG)
+        limit = getattr(load_config(pretrained).get_text_config(), "max_position_embeddings", None)
+    except ValueError:  # the plan refuses this model, by its setting
+        limit = None
+    return min(limit or _USUAL_LENGTH, _USUAL_LENGTH)
 
 
 _EXPECTED = {

@@ -70,6 +70,7 @@ def bench_scaling(
     steps: int = 20,
     options: list[str] | str | None = None,
     reports: list[str] | str | None = None,
+    link: str | None = None,
     out: Path | None = None,
 ) -> int:
     """Train a configuration on 1, 2, 4 ... ranks for a few steps, and compare speed and communication.
@@ -84,18 +85,31 @@ def bench_scaling(
         steps: Of each run, 8 or more.
         options: One more option for `fit`, such as "--data.batch_size=2", or a list of them.
         reports: A `report.json`, or a list of them, to compare instead of running anything.
+        link: What connects the ranks, best the `comm.json` of `bench comm`, as `plan --link` takes it. Then only the
+            first of `ranks` runs, or its report is given. From its speed it is predicted what one card, copies,
+            shards, `no_sync` and fewer bits would do with as many cards as the last of `ranks`, on each of
+            `trainer.num_nodes`; with the lines to set.
         out: Folder for `scaling.json` and the plot `scaling.png`. By default nothing is written.
     """
-    if (config is None) == (reports is None):
+    if link is not None and config is None:
+        raise ConfigError(f"link: got {link}: what shall be predicted is not known; add --config")
+    if link is None and (config is None) == (reports is None):
         raise ConfigError("config or reports: expected one of them: what to run, or what has been run")
     if out is not None:
         check_out_folder(out)
+    if link is not None:
+        _predict(_list(config), _choose_ranks(ranks), steps, _list(options), _list(reports), link, out)
+        return 0
     if reports is not None:
         scales = [read_report(Path(path)) for path in _list(reports)]
     else:
         assert config is not None
         check_config_files([f"--config={path}" for path in _list(config)])
-        scales = _run_all(_list(config), _choose_ranks(ranks), steps, _list(options))
+        counts = _choose_ranks(ranks)
+        _check_steps(steps)
+        with tempfile.TemporaryDirectory() as folder:
+            runs = [_run(Path(folder), _list(config), count, steps, _list(options)) for count in counts]
+            scales = [read_report(report) for report in runs]
     scales = sorted(scales, key=lambda scale: scale.num_ranks)
     _print(scales)
     if out is not None:
@@ -155,18 +169,36 @@ def _choose_ranks(given: str | None) -> list[int]:
     return ranks
 
 
-def _run_all(config: Sequence[str], ranks: Sequence[int], steps: int, options: Sequence[str]) -> list[Scale]:
+def _predict(
+    config: Sequence[str],
+    ranks: Sequence[int],
+    steps: int,
+    options: Sequence[str],
+    reports: Sequence[str],
+    link: str,
+    out: Path | None,
+) -> None:
+    """Say what more cards bring, from one run, or its report, and what is known of the links."""
+    if len(reports) > 1:
+        raise ConfigError(f"reports: got {len(reports)} with link: expected one, whose speed is that of all cards")
+    _check_steps(steps)
+    from lit_fsdp.cli.layouts import LayoutPlan  # late, as it loads Lightning
+
+    plan = LayoutPlan(config, options, per_node=ranks[-1], link=link)  # first: it refuses before anything runs
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(reports[0]) if reports else _run(Path(folder), config, ranks[0], steps, options)
+        device_bytes = torch.cuda.get_device_properties(0).total_memory if torch.cuda.device_count() else None
+        plan.show(plan.compare(report, device_bytes), device_bytes, out)
+
+
+def _check_steps(steps: int) -> None:
     if steps < _MIN_STEPS:
         raise ConfigError(f"steps: got {steps}: the first ones only warm up: expected {_MIN_STEPS} or more")
-    scales = []
-    with tempfile.TemporaryDirectory() as folder:
-        for num_ranks in ranks:
-            print(f"{num_ranks} rank{'s' if num_ranks > 1 else ''}, {steps} steps ...", flush=True)
-            scales.append(_run(Path(folder), config, num_ranks, steps, options))
-    return scales
 
 
-def _run(folder: Path, config: Sequence[str], num_ranks: int, steps: int, options: Sequence[str]) -> Scale:
+def _run(folder: Path, config: Sequence[str], num_ranks: int, steps: int, options: Sequence[str]) -> Path:
+    """Train for some steps, and return the report."""
+    print(f"{num_ranks} rank{'s' if num_ranks > 1 else ''}, {steps} steps ...", flush=True)
     command = [sys.executable, "-m", "lit_fsdp", "fit", *(f"--config={path}" for path in config), *options]
     settings = {
         **QUIET_TRAINER,
@@ -186,7 +218,7 @@ def _run(folder: Path, config: Sequence[str], num_ranks: int, steps: int, option
         errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
         said = errors[-1].removeprefix("error: ") if errors else "\n".join(ended.stderr.splitlines()[-20:])
         raise ConfigError(f"the run on {num_ranks} ranks failed: {said}")
-    return read_report(folder / "runs" / f"ranks_{num_ranks}" / "report.json")
+    return folder / "runs" / f"ranks_{num_ranks}" / "report.json"
 
 
 def make_table(title: str, *columns: str) -> Table:

@@ -16,12 +16,12 @@ from typing import Any
 
 import xxhash
 
+from lit_fsdp.cache import sample_file
 from lit_fsdp.checkpoint.remote import is_remote
 from lit_fsdp.redaction import redact
 
 _MOST_FILES = 10_000  # of a source that are listed
 _MOST_OPENED = 32  # of these
-_SAMPLE_BYTES = 1 << 14  # at the begin, in the middle and at the end of each
 _ELSEWHERE = "a path"
 _LEFT = (".lock", ".tmp", ".part")  # by programs that are not done
 
@@ -107,13 +107,8 @@ def _list_names(folder: Path) -> list[tuple[str, bool]] | None:
 def _add_samples(digest: xxhash.xxh3_64, path: Path) -> int:
     """Add size and samples of a file to a digest, and return the size in bytes."""
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            digest.update(b"%d" % size)
-            for place in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
-                file.seek(place)
-                digest.update(file.read(_SAMPLE_BYTES))
+        size, found = sample_file(path)
     except OSError as error:  # who reads it later says so
-        digest.update(b"error %d" % (error.errno or 0))
-        return 0
+        size, found = 0, f"error {error.errno or 0}"
+    digest.update(found.encode())
     return size

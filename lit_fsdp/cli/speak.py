@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lit_fsdp.export.out_folder import lock_out
 from lit_fsdp.files import refuse_unwritable, write_whole
@@ -15,14 +18,17 @@ from lit_fsdp.parsing.parser import run_function
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN
 from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
 from lit_fsdp.tasks.tts.codec.loading import check_codec, fetch_codec, open_codec
-from lit_fsdp.tasks.tts.evaluation.generated import Clip
-from lit_fsdp.tasks.tts.evaluation.prompts import read_prompts
-from lit_fsdp.tasks.tts.generation import Sampling
+from lit_fsdp.tasks.tts.evaluation.generated import Clip, make_open_header, to_samples
+from lit_fsdp.tasks.tts.evaluation.prompts import PromptRow, read_prompts
+from lit_fsdp.tasks.tts.generation import Sampling, Speech
 from lit_fsdp.tasks.tts.preparation.audio import AudioError, read_audio
-from lit_fsdp.tasks.tts.speaker import Reference, Speaker, open_speaker
+from lit_fsdp.tasks.tts.speaker import Piece, Reference, Speaker, open_speaker
+from lit_fsdp.tasks.tts.utterance import Utterance
 from lit_fsdp.tasks.tts.voice_export import export_voice
 
 _LOCK = ".speak.lock"
+
+log = logging.getLogger(__name__)
 
 
 def run_speak(args: Sequence[str]) -> int:
@@ -39,7 +45,8 @@ def run_speak(args: Sequence[str]) -> int:
     )
     for spoken in spoken_files:
         cut = f", cut off at sampling.max_frames {spoken.max_frames}: no end was written"
-        print(f"{spoken.path}  {spoken.seconds:.2f} s{'' if spoken.has_ended else cut}")
+        told = sys.stderr if spoken.is_on_stdout else sys.stdout
+        print(f"{spoken.path}  {spoken.seconds:.2f} s{'' if spoken.has_ended else cut}", file=told)
     return 0
 
 
@@ -69,6 +76,7 @@ class SpokenFile:
     seconds: float
     has_ended: bool
     max_frames: int
+    is_on_stdout: bool = False
 
 
 def speak_texts(
@@ -81,11 +89,13 @@ def speak_texts(
     language: str | None = None,
     ref_audio: Path | None = None,
     ref_text: str | None = None,
+    instruct: str | None = None,
     streaming: bool | None = None,
     batch_size: int = 4,
     codec: str | None = None,
     base: str | None = None,
     sampling: Sampling | None = None,
+    to_stdout: bool = False,
 ) -> list[SpokenFile]:
     """Speak texts into WAV files, one for each.
 
@@ -93,17 +103,21 @@ def speak_texts(
         model: Checkpoint or run of TextToSpeech, folder of a model, or its name on the Hub.
         out: Folder for ``00000.wav`` and so on, and ``spoken.jsonl`` with their texts and settings.
         text: What to say.
-        texts: Instead, a ``.txt`` file of lines, or JSON lines with ``text`` and maybe ``speaker`` and ``language``.
+        texts: Instead, a ``.txt`` file of lines, or JSON lines with ``text`` and maybe ``speaker``, ``language`` and
+            ``instruct``.
         speaker: Whose voice: one that is built in, or one of the training data. The first of these if not given.
         language: Of the text; the model finds out if not given.
         ref_audio: Clone the voice in this file, which needs a base model of Qwen3-TTS, or CSM with ``ref_text``.
-        ref_text: What is said in ``ref_audio``. CSM then goes on from there.
+        ref_text: What is said in ``ref_audio``. Qwen3-TTS and CSM then go on from there.
+        instruct: How to say it, or by what kind of voice, in plain words: of Qwen3-TTS, for models that were trained
+            with instructions.
         streaming: Lay text beside frames; as the checkpoint was trained if not given, and not for folders.
         batch_size: Texts spoken at once.
         codec: Folder or name of a codec, such as descript/dac_44khz for Dia, or of a model whose codec to use;
             ``formants`` is that of the quickstart. That of the model if not given.
         base: Of a checkpoint: where the model is that its run started from, if not where it was.
         sampling: How codes are chosen; what is not given comes from the model's ``generation_config.json``.
+        to_stdout: Also write the audio of a single text to stdout while it is spoken, as a WAV stream. Only Qwen3-TTS.
     """
     if (text is None) == (texts is None):
         raise ValueError("text or texts: expected one of them: what to say, or a file of it")
@@ -111,44 +125,84 @@ def speak_texts(
         raise ValueError("ref_audio: not used, as speaker names a voice; leave one of them out")
     if ref_text is not None and ref_audio is None:
         raise ValueError("ref_text: not used without ref_audio, in which it is said; set that, or leave it out")
+    if to_stdout and text is None:
+        raise ValueError("to_stdout: one text at a time: expected text instead of texts")
     if batch_size < 1:
         raise ValueError(f"batch_size: got {batch_size}: expected 1 or more")
     if out.exists() and not out.is_dir():
         raise ValueError(f"out: {out} is a file: expected a folder, or the name of a new one")
-    rows = [(text or "", speaker, language)]
+    rows = [PromptRow(text=text or "", speaker=speaker, language=language, instruct=instruct)]
     if texts is not None:
-        rows = _read_texts(texts, speaker, language, is_cloned=ref_audio is not None)
+        rows = _read_texts(texts, rows[0], is_cloned=ref_audio is not None)
     opened = open_speaker(model, sampling, base=base)
     decoder = _open_codec(codec, opened)
     reference = _read_reference(ref_audio, ref_text, opened, decoder) if ref_audio is not None else None
-    utterances = [opened.encode(*row, reference=reference) for row in rows]
+    utterances = [
+        opened.encode(row.text, row.speaker, row.language, reference=reference, instruct=row.instruct) for row in rows
+    ]
+    _warn_of_instructions(opened, rows)
     written, lines = [], []
     streaming = opened.is_streaming if streaming is None else streaming
     settings = {"model": model, "sampling": asdict(opened.sampling)}
     with lock_out(out, out / _LOCK), refuse_unwritable("out", out):
         for begin in range(0, len(rows), batch_size):
-            spoken = opened.speak(utterances[begin : begin + batch_size], is_streaming=streaming)
-            for i, speech in enumerate(spoken, start=begin):
-                (audio,) = decoder.decode([speech.codes])
+            speak = _speak_aloud if to_stdout else _speak_batch
+            spoken = speak(opened, decoder, utterances[begin : begin + batch_size], is_streaming=streaming)
+            for i, (speech, audio) in enumerate(spoken, start=begin):
                 path, seconds = out / f"{i:05}.wav", len(audio) / decoder.sample_rate
                 Clip(audio=audio, sample_rate=decoder.sample_rate).write(path)
-                limit = opened.sampling.max_frames
-                written.append(SpokenFile(path=path, seconds=seconds, has_ended=speech.has_ended, max_frames=limit))
-                about = dict(zip(("text", "speaker", "language"), rows[i], strict=True))
+                file = SpokenFile(
+                    path=path,
+                    seconds=seconds,
+                    has_ended=speech.has_ended,
+                    max_frames=opened.sampling.max_frames,
+                    is_on_stdout=to_stdout,
+                )
+                written.append(file)
+                about = asdict(rows[i])
                 line = {"audio": path.name, **about, "has_ended": speech.has_ended, "num_frames": len(speech.codes)}
                 lines.append(json.dumps({**line, **settings}, ensure_ascii=False) + "\n")
         write_whole(out / "spoken.jsonl", "".join(lines))
     return written
 
 
-def _read_texts(
-    path: Path, speaker: str | None, language: str | None, *, is_cloned: bool
-) -> list[tuple[str, str | None, str | None]]:
-    """Return text, speaker and language of each row of a file."""
-    rows = [(row.text, row.speaker or speaker, row.language or language) for row in read_prompts(path, "texts")]
+def _speak_batch(
+    speaker: Speaker, codec: FrameCodec, utterances: Sequence[Utterance], *, is_streaming: bool
+) -> list[tuple[Speech, Tensor]]:
+    """Return the speech of texts with its audio."""
+    speeches = speaker.speak(utterances, is_streaming=is_streaming)
+    pairs = zip(speeches, utterances, strict=True)
+    return [(speech, speaker.decode(codec, speech.codes, utterance)) for speech, utterance in pairs]
+
+
+def _speak_aloud(
+    speaker: Speaker, codec: FrameCodec, utterances: Sequence[Utterance], *, is_streaming: bool
+) -> list[tuple[Speech, Tensor]]:
+    """Do the same with one text, and write its audio to stdout as it is made."""
+    out = sys.stdout.buffer
+    pieces: list[Piece] = []
+    for piece in speaker.stream(utterances[0], codec, is_streaming=is_streaming):
+        out.write((b"" if pieces else make_open_header(codec.sample_rate)) + to_samples(piece.audio))
+        out.flush()
+        pieces.append(piece)
+    codes, audio = torch.cat([p.codes for p in pieces]), torch.cat([p.audio for p in pieces])
+    return [(Speech(codes=codes, has_ended=bool(pieces[-1].has_ended)), audio)]
+
+
+def _read_texts(path: Path, default: PromptRow, *, is_cloned: bool) -> list[PromptRow]:
+    """Return the rows of a file, with what they do not say from the command line."""
+    rows = [
+        PromptRow(
+            text=row.text,
+            speaker=row.speaker or default.speaker,
+            language=row.language or default.language,
+            instruct=row.instruct or default.instruct,
+        )
+        for row in read_prompts(path, "texts")
+    ]
     if not rows:
         raise ValueError(f"texts: {path}: empty: expected a text in each line")
-    named = next((name for _, name, _ in rows if name is not None), None)
+    named = next((row.speaker for row in rows if row.speaker is not None), None)
     if is_cloned and named is not None:
         raise ValueError(
             f"ref_audio: not used for the rows of {path} that name a speaker, such as {named!r}: expected texts "
@@ -159,15 +213,25 @@ def _read_texts(
 
 def _read_reference(path: Path, text: str | None, speaker: Speaker, codec: FrameCodec) -> Reference:
     """Return what a model takes of a recording."""
-    speaker.check_reference(has_text=text is not None)
+    speaker.check_reference(text)
     try:
         audio = read_audio(path, codec.sample_rate)
     except AudioError as error:
         raise ValueError(f"ref_audio: {path}: {error}") from error
+    embedding = speaker.embed(audio) if speaker.takes_embeddings or text is None else None
     if text is None:
-        return Reference(embedding=speaker.embed(audio))
+        return Reference(embedding=embedding)
     (codes,) = codec.encode([torch.from_numpy(audio)])
-    return Reference(text=text, codes=codes.numpy())
+    return Reference(embedding=embedding, text=text, codes=codes.numpy())
+
+
+def _warn_of_instructions(speaker: Speaker, rows: Sequence[PromptRow]) -> None:
+    size = speaker.config.raw.get("tts_model_size")
+    if size == "0b6" and any(row.instruct for row in rows):
+        log.warning(
+            "instruct: published models of 0.6B were not trained to follow it, and qwen-tts leaves it out for them; a "
+            "model that you trained with instructions follows it"
+        )
 
 
 def _open_codec(name: str | None, speaker: Speaker) -> FrameCodec:

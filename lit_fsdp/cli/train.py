@@ -9,6 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from lit_fsdp.cli.ray_options import add_ray_arguments, is_ray_asked, refuse_ray
 from lit_fsdp.errors import ConfigError, is_debugging, join_names, nearest, suggest
 from lit_fsdp.files import describe_special_file, refuse_no_folder, write_whole
 from lit_fsdp.parsing.config_files import check_config_files, list_left_out, refuse_dropped_keys, refuse_left_out
+from lit_fsdp.parsing.mappings import find_settings
 from lit_fsdp.parsing.parser import OneLineParser, order_help, read_path, refuse_null
 from lit_fsdp.planning.auto_strategy import NAME
 from lit_fsdp.redaction import redact, redact_yaml
@@ -70,6 +72,7 @@ _KNOWN_WARNINGS = (
     "The `srun` command is available on your system.*",  # a job that needs it is refused without, see slurm.py
     "Since DeepSpeed handles gradient clipping internally.*",  # so our tasks leave it to DeepSpeed
     "The dirpath has changed from .*",  # meant: each run has its own folder
+    "Your `IterableDataset` has `__len__` defined.*",  # that of a stream is the same for any number of workers
 )
 # Lines of Lightning that say what the configuration or the summary does, or nothing: the one line that counts is below.
 _BANNERS = re.compile(
@@ -627,16 +630,36 @@ def _is_of_use(record: logging.LogRecord) -> bool:
     return is_debugging() or record.levelno > logging.INFO or not _BANNERS.match(record.getMessage())
 
 
-def _drop_null(value: Any, given: Any) -> Any:
-    """Return settings without those that are ``null`` and not among the ``given`` ones."""
+def _drop_null(value: Any, given: Any, owner: Any = None) -> Any:
+    """Return settings without those that are ``null`` and not among the ``given`` ones.
+
+    Args:
+        value: The settings.
+        given: Those that are not as by default; of a dataclass all, as soon as one is.
+        owner: The class or dataclass that they are of, where there is one.
+    """
     if isinstance(value, dict):
         given = given if isinstance(given, dict) else {}
+        if is_dataclass(owner):
+            given = {key: part for key, part in given.items() if part is not None or not _is_null(owner, key)}
+        inner = _import_class(value.get("class_path"))
         kept = {key: part for key, part in value.items() if part is not None or key in given}
-        return {key: _drop_null(part, given.get(key)) for key, part in kept.items()}
+        owners = {key: inner if key == "init_args" else owner and find_settings(owner, key) for key in kept}
+        return {key: _drop_null(part, given.get(key), owners[key]) for key, part in kept.items()}
     if isinstance(value, list):
         given = given if isinstance(given, list) and len(given) == len(value) else [None] * len(value)
         return [_drop_null(part, other) for part, other in zip(value, given, strict=True)]
     return value
+
+
+def _is_null(settings: Any, name: str) -> bool:
+    """Whether a field of a dataclass is ``null`` by default."""
+    return any(field.name == name and field.default is None for field in fields(settings))
+
+
+def _import_class(path: Any) -> Any:
+    module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
+    return getattr(sys.modules.get(module), name, None)  # it is there, as it was built
 
 
 def _set_places(settings: dict[str, Any]) -> None:

@@ -30,6 +30,19 @@ def list_settings(hint: Any) -> list[type]:
     return [part for part in _walk(hint) if inspect.isclass(part) and dataclasses.is_dataclass(part)]
 
 
+def find_settings(owner: Any, name: str) -> Any:
+    """Return the dataclass that an argument of a class, or a field of a dataclass, is read as; ``None`` if not one."""
+    for base in getattr(owner, "__mro__", ()):  # none of a function that makes one
+        init = vars(base).get("__init__")
+        if inspect.isfunction(init) and name in inspect.signature(init).parameters:
+            try:
+                found = list_settings(get_type_hints(init).get(name))
+            except (NameError, TypeError):  # names imported for type checkers only
+                return None
+            return found[0] if len(found) == 1 else None
+    return None
+
+
 def _walk(hint: Any) -> Iterator[Any]:
     yield hint
     for part in get_args(hint):

@@ -16,7 +16,14 @@ from lit_fsdp.planning.closed_form.overrides import list_overrides
 from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, NoEstimateError, Ranks
 from lit_fsdp.planning.timing.hardware import Gpu
 from lit_fsdp.planning.timing.links import Interconnect
-from lit_fsdp.planning.timing.step_time import Machine, StepTime, Workload, count_update_bytes, estimate_time
+from lit_fsdp.planning.timing.step_time import (
+    Machine,
+    MeasuredSpeed,
+    StepTime,
+    Workload,
+    count_update_bytes,
+    estimate_time,
+)
 from lit_fsdp.profiling.expected_communication import estimate_bytes
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory_trace import StepMemory
@@ -32,10 +39,11 @@ OUTSIDE_BYTES = 2**30  # of the CUDA context and NCCL, which belong to no alloca
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """The GPU of every rank, and the links between them."""
+    """The GPU of every rank, and the links between them; ``speed`` where it was measured."""
 
     gpu: Gpu
     links: Interconnect
+    speed: MeasuredSpeed | None = None
 
 
 class StepCost(Protocol):
@@ -187,10 +195,14 @@ def estimate_step_time(
         update_bytes=count_update_bytes(
             model.units, model.optimizer, num_shards=shards, itemsize=max(trained, default=4)
         ),
+        overlaps_update=model.optimizer.name != "adafactor"
+        and settings.cpu_offload is not None
+        and settings.cpu_offload.overlap_optimizer,
         offloaded_bytes=sum(count_shard_bytes(model.module, u, shards) for u in model.units) if is_offloaded else 0,
         regather_ranks=None if isinstance(reshard, bool) else reshard,
         is_compiled=settings.compile is not None,
-        has_exchanges=settings.sharding.reduce_bits is not None,
+        gather_bits=settings.sharding.gather_bits,
+        reduce_bits=settings.sharding.reduce_bits,
         num_reduce_buffers=settings.sharding.reduce_scatter_max_input_buffers,
     )
     machine = Machine(
@@ -200,6 +212,7 @@ def estimate_step_time(
         num_replicas=replicas,
         ranks_per_node=ranks.per_node,
         dtype=dtype or str(compute).removeprefix("torch."),
+        speed=hardware.speed,
     )
     return estimate_time(work, machine)
 

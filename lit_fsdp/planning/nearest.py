@@ -94,7 +94,7 @@ def list_knobs(trials: Trials, hardware: Hardware | None) -> list[Knob]:
     for number, settings, changes in _list_single(trials):
         try:
             trial = trials.estimate(settings, number=number, changes=changes)
-        except (ConfigError, NoEstimateError):  # what a trace cannot follow is no knob
+        except (ConfigError, ValueError):  # what cannot be traced, or not set together, is no knob
             continue
         found.append(
             Knob(

@@ -121,7 +121,7 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     time = None
     if hardware is not None and model is not None and micro_batch is not None:
         time = estimate_step_time(model, settings, hardware, cost, micro_batch=micro_batch, **common)
-        notes += [*time.notes, *_list_untimed(settings, sizes)]
+        notes += [*time.notes, *_list_untimed(settings, sizes, hardware)]
     elif hardware is not None:
         notes.append(f"no time of a step: {reason}")
     return Plan(
@@ -156,6 +156,8 @@ def _list_notes(settings: Settings, flops: Flops) -> Iterator[str]:
         yield "compile is left out: compiled blocks keep fewer activations, which no plan can see"
     if settings.cpu_offload is not None:
         yield "offload: shards, gradients and optimizer state are in host memory, where the optimizer runs"
+        if settings.cpu_offload.overlap_optimizer:
+            yield "overlap_optimizer: host memory of gradients on their way is left out: up to those of two units"
     if settings.activation_checkpointing.offload:
         yield "activation_checkpointing.offload: the time leaves out copies of inputs, which run beside compute"
 
@@ -177,10 +179,11 @@ def _get_optimizer_bytes(memory: StepMemory) -> int:
     return memory.host_by_kind.get("optimizer_state") or max(memory.by_kind["optimizer_state"])
 
 
-def _list_untimed(settings: Settings, sizes: MeshSizes) -> Iterator[str]:
+def _list_untimed(settings: Settings, sizes: MeshSizes, hardware: Hardware) -> Iterator[str]:
     if sizes.sequence > 1:
         yield "the time leaves out the all-to-alls of mesh.sequence"
-    if sizes.num_shards > 1 and (settings.sharding.gather_bits or settings.sharding.reduce_bits):
+    has_fewer_bits = bool(settings.sharding.gather_bits or settings.sharding.reduce_bits)
+    if sizes.num_shards > 1 and has_fewer_bits and not hardware.links.has_rounding:
         yield "the time leaves out rounding for sharding.gather_bits and reduce_bits"
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from lit_fsdp.profiling.clock import Clock
+from lit_fsdp.sharding.low_bit import LowBitAllGather, LowBitReduceScatter
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
@@ -20,10 +21,14 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 # the ranks of ``mesh.sequence`` exchange tokens for heads.
 Traffic = Literal[Collective, "tensor", "all_to_all"]
 TRAFFIC: tuple[Traffic, ...] = (*COLLECTIVES, "tensor", "all_to_all")
+# What ``sharding.gather_bits`` and ``reduce_bits`` put in place of two of them, with their rounding.
+LowBit = Literal["gather_bits_8", "reduce_bits_16", "reduce_bits_8"]
+Measured = Literal[Collective, LowBit]
+MEASURED: tuple[Measured, ...] = (*COLLECTIVES, *get_args(LowBit))
 _ELEMENT_BYTES = 4  # of float32, in which everything is sent here
 
 
-def count_wire_bytes(collective: Traffic, num_bytes: int, num_ranks: int) -> float:
+def count_wire_bytes(collective: Traffic | LowBit, num_bytes: int, num_ranks: int) -> float:
     """Return what a rank has to send for a collective, whatever the algorithm: "bus bytes".
 
     As nccl-tests defines it (``doc/PERFORMANCE.md``): of the full size, (n-1)/n to gather, to reduce and scatter, or
@@ -38,8 +43,8 @@ def count_wire_bytes(collective: Traffic, num_bytes: int, num_ranks: int) -> flo
 class Timing:
     """A collective of one size."""
 
-    collective: Collective
-    num_bytes: int
+    collective: Measured
+    num_bytes: int  # that are sent, at full size: fewer than were asked for with fewer bits
     seconds: float  # median over its repeats, mean over the ranks
     seconds_low: float  # the shortest of all repeats and ranks
     seconds_high: float
@@ -65,10 +70,10 @@ def measure_fabric(sizes: Sequence[int], *, num_repeats: int, device: torch.devi
     """Time every collective at every size. All ranks of the default process group must call it.
 
     Repeats follow each other directly, on the same memory, after a few that do not count. Sizes are full ones in
-    bytes, rounded up so that all ranks get equal parts.
+    bytes of float32, rounded up so that all ranks get equal parts.
     """
     return [
-        _time_collective(collective, size, num_repeats, device) for collective in COLLECTIVES for size in sorted(sizes)
+        _time_collective(collective, size, num_repeats, device) for collective in MEASURED for size in sorted(sizes)
     ]
 
 
@@ -97,34 +102,50 @@ def fit_line(timings: Sequence[Timing]) -> Line | None:
     )
 
 
-def _time_collective(collective: Collective, size: int, num_repeats: int, device: torch.device) -> Timing:
+def _time_collective(collective: Measured, size: int, num_repeats: int, device: torch.device) -> Timing:
     num_ranks = dist.get_world_size()
     num_own = max(-(-size // (num_ranks * _ELEMENT_BYTES)), 1)
     full = torch.zeros(num_own * num_ranks, device=device)
     own = torch.zeros(num_own, device=device)
-    calls: dict[Collective, Callable[[], Any]] = {
-        "all_gather": lambda: dist.all_gather_single(full, own),
-        "reduce_scatter": lambda: dist.reduce_scatter_single(own, full),
-        "all_reduce": lambda: dist.all_reduce(full),
-    }
-    call, clock = calls[collective], Clock(device)
-    for _ in range(3):  # the first makes connections
-        call()
+    num_bytes, clock = _call(collective, full, own), Clock(device)
+    for _ in range(2):  # the first has made connections
+        _call(collective, full, own)
     _wait_for_all(device)
     marks = [clock.mark()]
     for _ in range(num_repeats):
-        call()
+        _call(collective, full, own)
         marks.append(clock.mark())
     seconds = [clock.measure_s(begin, end) for begin, end in pairwise(marks)]
     medians, lows, highs = _gather_seconds([statistics.median(seconds), min(seconds), max(seconds)], device)
     return Timing(
         collective=collective,
-        num_bytes=full.numel() * _ELEMENT_BYTES,
+        num_bytes=num_bytes,
         seconds=statistics.fmean(medians),
         seconds_low=min(lows),
         seconds_high=max(highs),
         num_ranks=num_ranks,
     )
+
+
+def _call(collective: Measured, full: torch.Tensor, own: torch.Tensor) -> int:
+    """Run a collective once, and return the bytes that it sends, at full size."""
+    num_ranks, group = dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    if collective == "gather_bits_8":
+        gather = LowBitAllGather()
+        gather(full, own, group)
+        return gather.count_bytes(full, num_ranks)
+    if collective in ("reduce_bits_16", "reduce_bits_8"):
+        reduce = LowBitReduceScatter(16 if collective == "reduce_bits_16" else 8)
+        reduce(own, full, group, dist.ReduceOp.AVG)
+        return reduce.count_bytes(full, num_ranks)
+    if collective == "all_gather":
+        dist.all_gather_single(full, own)
+    elif collective == "reduce_scatter":
+        dist.reduce_scatter_single(own, full)
+    else:
+        dist.all_reduce(full)
+    return full.numel() * _ELEMENT_BYTES
 
 
 def _wait_for_all(device: torch.device) -> None:

@@ -13,6 +13,7 @@ import torch
 _GIB = 2**30
 _RECORDING: set[int] = set()  # who wants allocations noted
 _PEAKS: dict[torch.device, int] = {}  # bytes, of the stretches that ended with take_peak_bytes
+_MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "Cannot allocate memory")
 PEAK_NAMES = {"cuda": "peak_allocated_gib", "cpu": "peak_rss_gib"}
 
 
@@ -25,6 +26,17 @@ class CardMemory:
     total: int
     free: int  # which no process has
     reserved: int  # by the allocator of this rank, which can use it again
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error, or what caused it, says that there was no memory left."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(error, RuntimeError | OSError) and any(text in str(error) for text in _MESSAGES):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def read_card(device: torch.device) -> CardMemory:

@@ -120,6 +120,12 @@ def describe_disk(trainer: Trainer) -> dict[str, Any] | None:
     }
 
 
+def list_redone_steps(trainer: Trainer) -> list[str]:
+    """Return a line for each training step that was redone after a rank ran out of memory."""
+    strategy = trainer.strategy
+    return redact(list(strategy.redone_steps)) if isinstance(strategy, FSDP2Strategy) else []
+
+
 def describe_end(exception: BaseException, when: str) -> tuple[str, str]:
     """Return a word and a sentence for a run that ended by an exception."""
     if isinstance(exception, SIGTERMException):

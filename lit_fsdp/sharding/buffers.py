@@ -41,6 +41,11 @@ def has_statistics_of_ranks(model: nn.Module) -> bool:
     return any(norm.track_running_stats and not isinstance(norm, nn.SyncBatchNorm) for norm in norms)
 
 
+def has_batch_statistics(model: nn.Module) -> bool:
+    """Return whether a model, as it is now, normalizes rows by statistics of their batch."""
+    return any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
+
+
 def _list_others(model: nn.Module, known: set[int]) -> list[tuple[nn.Module, str]]:
     quantized = {id(layer) for _, layer in iterate_quantized(model)}
     return [

@@ -22,9 +22,14 @@ class CPUOffload:
         pin_memory: Lock the host memory, so that copies overlap with compute. Pinned memory cannot be swapped
             out, and torch takes it in powers of two: up to twice as much for shards and gradients, which ``plan``
             counts. Turn it off where the host has little. By default on with a GPU and off without.
+        overlap_optimizer: Receive, scale and measure gradients beside backward, and clip and step beside the next
+            forward, unit by unit in a thread; see docs/memory.md. The result has the same bits. With one shard, copies
+            to the GPU run beside compute too, which takes GPU memory for the shards of one unit. Callbacks and modules
+            of your own have to say ``reads_weights = False``.
     """
 
     pin_memory: bool | None = None
+    overlap_optimizer: bool = False
 
 
 def build_offload_policy(cpu_offload: CPUOffload | None, device: torch.device) -> OffloadPolicy:

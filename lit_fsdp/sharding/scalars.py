@@ -65,6 +65,13 @@ def hold_scalars(root: nn.Module, is_held: bool) -> None:
     (_HELD.add if is_held else _HELD.discard)(root)
 
 
+def drop_scalar_gradients(root: nn.Module) -> None:
+    """Let go of the gradients that plain forms have added up."""
+    for parameter in root.parameters():
+        if (link := getattr(parameter, _LINK, None)) is not None:
+            link.plain.grad = None
+
+
 @torch.no_grad()
 def reduce_scalars(root: nn.Module, places: Sequence[tuple[nn.Module, str]], mesh: DeviceMesh) -> None:
     """Average the gradients of all parameters of no dimension, used on this rank or not, at the end of a backward.

@@ -9,6 +9,7 @@ import torch
 
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.cpu_offload import CPUOffload, build_offload_policy
+from lit_fsdp.sharding.float8 import Float8
 from lit_fsdp.sharding.mesh import Mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.shard import Compile, Sharding
@@ -26,6 +27,7 @@ class Settings:
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     cpu_offload: CPUOffload | None = None
     compile: Compile | None = None
+    float8: Float8 | None = None
 
     def check(self, *, world_size: int, ranks_per_node: int, device: torch.device) -> None:
         """Raise a ``ValueError`` with the nearest fix for what cannot work on these ranks."""
@@ -49,6 +51,11 @@ class Settings:
                     f"sharding.{name}: got 8 with mesh.tensor {sizes.tensor}: what the ranks of a split layer all hold "
                     f"would be rounded differently on each; {near}"
                 )
+        if sizes.tensor > 1 and self.float8 is not None:
+            raise ValueError(
+                f"mesh.tensor: got {sizes.tensor} with float8: torchao scales by the largest number of a whole weight, "
+                "of which each rank has a part; set mesh.tensor to 1, or leave float8 out"
+            )
         self.wrap.check()
         self.sharding.check(sizes.num_shards)
         self.activation_checkpointing.check()

@@ -76,6 +76,30 @@ def leave_forward(root: nn.Module) -> None:
         state._modules_to_run_forward.clear()
 
 
+def end_step(root: nn.Module) -> None:
+    """Bring a root and the units below it to where they are between steps, after an error; drop all gradients.
+
+    What its collectives were to bring is lost. They have to come to an end on the device, which this waits for in its
+    stream.
+    """
+    if not isinstance(root, FSDPModule):
+        return
+    if root._get_fsdp_state()._is_root is not None:  # else there was no forward yet
+        root.reset_iter_state()
+    for module in root.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                # torch 2.13 leaves what was being copied, and gradients that no_sync adds up.
+                parameter.free_unsharded_param()
+                parameter.unsharded_accumulated_grad = None
+                if (gathered := get_gathered(parameter)) is not None:
+                    gathered.grad = None
+                parameter.grad_offload_event = None
+                parameter.sharded_param.grad = None
+
+
 def list_gathered(parameter: Any) -> list[Tensor]:
     """Return the tensors that hold a gathered parameter; their storage has no bytes while it is sharded.
 
@@ -122,8 +146,12 @@ def list_edited(model: nn.Module) -> list[str]:
     return found
 
 
-def call_after_backward(root: nn.Module, function: Callable[[], None]) -> None:
-    """Call a function at the end of each backward in which FSDP2 takes part: on all ranks, whatever each has used."""
+def call_after_backward(root: nn.Module, function: Callable[[], None]) -> Callable[[], None]:
+    """Call a function at the end of each backward in which FSDP2 takes part: on all ranks, whatever each has used.
+
+    Returns what undoes it, newest first where there are several.
+    """
+    changed = []
     for state in dict.fromkeys(m._get_fsdp_state() for m in root.modules() if isinstance(m, FSDPModule)):
         # Whichever unit comes first in a backward queues its own, once for all units of a root.
         end: Any = state._root_post_backward_final_callback
@@ -133,3 +161,119 @@ def call_after_backward(root: nn.Module, function: Callable[[], None]) -> None:
             function()
 
         state._root_post_backward_final_callback = end_and_call  # type: ignore[method-assign]
+        changed.append((state, end))
+
+    def undo() -> None:
+        for state, end in changed:
+            state._root_post_backward_final_callback = end  # type: ignore[method-assign]
+
+    return undo
+
+
+class UnitInternals:
+    """A sharded unit from inside: torch's ``FSDPParamGroup``, with places where other code can run."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._changed: list[str] = []
+
+    @property
+    def copies_in_compute(self) -> bool:
+        """Whether what is gathered comes from the host in the stream of compute, as FSDP2 does with one shard."""
+        return bool(self._group.device.type == "cuda" and self._group.mesh_info.shard_mesh_size == 1)
+
+    def list_shards(self) -> list[nn.Parameter]:
+        """Return this rank's shards, which FSDP2 may replace before the first forward."""
+        return [parameter.sharded_param for parameter in self._group.fsdp_params]
+
+    def list_arrivals(self) -> list[Any]:
+        """Return the events of the gradients that are on their way to the host since the last backward has ended."""
+        events = (parameter.grad_offload_event for parameter in self._group.fsdp_params)
+        return [event for event in events if event is not None]
+
+    def call_before_gather(self, function: Callable[[], None]) -> None:
+        """Call a function before each gather, or copy from the host; not where the unit is gathered already."""
+        gather = self._group.unshard
+
+        def wait_and_gather(async_op: bool = False) -> None:
+            if not self._group.is_unsharded:
+                function()
+            gather(async_op)
+
+        self._replace("unshard", wait_and_gather)
+
+    def call_before_forward(self, function: Callable[[], None]) -> None:
+        """Call a function for each forward that the unit will reduce gradients of; not where one is computed again."""
+        register = self._group._register_post_backward_hook
+
+        def note_and_register(args: Any, kwargs: Any) -> Any:
+            function()
+            return register(args, kwargs)
+
+        self._replace("_register_post_backward_hook", note_and_register)
+
+    def call_around_reduction(self, function: Callable[[Callable[[], None]], None]) -> None:
+        """Let a function run the end of the unit's backward, which hands gradients to its shards."""
+        end = self._group.post_backward
+        self._replace("post_backward", lambda *_: function(end))
+
+    def copy_beside_compute(self) -> None:
+        """Let the shards of a unit come from the host in a stream of their own, as FSDP2 does with several shards.
+
+        They come while the unit before computes, so they take device memory beside it, in the dtype they are stored in.
+        """
+        group = self._group
+        gather, wait = group.unshard, group.wait_for_unshard
+        copies: list[Tensor] = []
+        arrived: list[Any] = []
+
+        def begin(async_op: bool = False) -> None:
+            was_begun = group._all_gather_result is not None
+            gather(async_op)
+            # Before the first forward FSDP2 has no streams.
+            if (
+                was_begun
+                or group._all_gather_result is None
+                or not hasattr(group.comm_ctx, "all_gather_copy_in_stream")
+            ):
+                return
+            stream = group.comm_ctx.all_gather_copy_in_stream
+            with group.device_handle.stream(stream):
+                shards = [parameter._sharded_param_data for parameter in group.fsdp_params]
+                copies[:] = [shard.to(group.device, non_blocking=True) for shard in shards]
+                arrived[:] = [stream.record_event()]
+
+        def end() -> None:
+            if group._all_gather_result is None or not copies:
+                wait()
+                return
+            group.device_handle.current_stream().wait_event(arrived[0])
+            shards = [parameter._sharded_param_data for parameter in group.fsdp_params]
+            try:
+                for parameter, copy in zip(group.fsdp_params, copies, strict=True):
+                    parameter._sharded_param_data = copy  # to which torch's own copy to the device is none
+                # When this returns, the stream of the copies waits until they have been read: they may be let go of.
+                wait()
+            finally:
+                for parameter, shard in zip(group.fsdp_params, shards, strict=True):
+                    parameter._sharded_param_data = shard
+                copies.clear()
+
+        self._replace("unshard", begin)
+        self._replace("wait_for_unshard", end)
+
+    def _replace(self, name: str, function: Callable[..., Any]) -> None:
+        setattr(self._group, name, function)
+        self._changed.append(name)
+
+    def undo(self) -> None:
+        """Take out everything that was put in."""
+        for name in set(self._changed):
+            delattr(self._group, name)
+        self._changed.clear()
+
+
+def list_units(root: nn.Module) -> list[UnitInternals]:
+    """Return the sharded units of a model, the root first."""
+    states = dict.fromkeys(m._get_fsdp_state() for m in root.modules() if isinstance(m, FSDPModule))
+    return [UnitInternals(group) for state in states for group in state._fsdp_param_groups]

@@ -36,10 +36,12 @@ from lit_fsdp.checkpoint.single_file import load_single_file
 from lit_fsdp.checkpoint.space import DiskSpace
 from lit_fsdp.checkpoint.writer import CheckpointFormat, CheckpointWriter
 from lit_fsdp.errors import join_names
+from lit_fsdp.optim.overlapped_steps import OverlappedSteps
 from lit_fsdp.parsing.mappings import TakesMappings
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
 from lit_fsdp.sharding.buffers import has_statistics_of_ranks, sync_buffers
 from lit_fsdp.sharding.cpu_offload import CPUOffload
+from lit_fsdp.sharding.float8 import Float8, convert_linears
 from lit_fsdp.sharding.low_bit import compare_crossing
 from lit_fsdp.sharding.mesh import DataRanks, Mesh, MeshSizes, build_mesh, make_module_mesh
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
@@ -74,11 +76,13 @@ from lit_fsdp.strategy.lightning_internals import (
     watch_monitors,
 )
 from lit_fsdp.strategy.notebook_launcher import NotebookLauncher, check_weights, is_notebook
+from lit_fsdp.strategy.overlapped_optimizer import overlap_optimizer
 from lit_fsdp.strategy.precision_plugin import FSDP2Precision, translate_precision
 from lit_fsdp.strategy.process_group import MAX_TIMEOUT_S, init_process_group
 from lit_fsdp.strategy.random_streams import RandomStreams
 from lit_fsdp.strategy.rank_facts import check_shared_rows, list_device_facts, list_device_notes, list_row_facts
 from lit_fsdp.strategy.rebinding import keep_attributes, rebind_optimizers, remember_parameters, warn_of_lists
+from lit_fsdp.strategy.retried_step import RetriedSteps, check_retries
 from lit_fsdp.strategy.roll_call import compare_in_group
 from lit_fsdp.strategy.run_settings import RUN_SETTINGS, collect_run_settings, warn_of_changes
 from lit_fsdp.strategy.trainer_settings import (
@@ -118,6 +122,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         activation_checkpointing: Activation checkpointing.
         cpu_offload: Keep shards in host memory; ``null`` keeps them on the device.
         compile: Compile every block; ``null`` does not.
+        float8: Multiply in float8 in linear layers; ``null`` does not. Needs the extra ``float8``.
         checkpoint_format: ``sharded`` writes a folder, every rank its own part. ``single_file`` gathers everything
             on rank 0 and writes what Lightning's other strategies can read. Both are always read.
         save_frozen: Whether checkpoints hold frozen parameters. ``null`` leaves them out of folders where
@@ -133,6 +138,9 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         hang_report_s: After how many seconds in which a rank waits for others all ranks write what they wait for, and
             one line says who is missing and where. Nothing is ended. ``auto`` is 300, or half of ``timeout_s`` if that
             is less; ``null`` never does.
+        oom_retries: How often in a run a training step is redone on all ranks after one of them has run out of memory:
+            at first as it was, later in smaller parts, with the same result, see ``docs/out_of_memory.md``. Costs one
+            exchange between hosts in each micro-batch. 0 ends the run at the first time.
     """
 
     is_distributed = True
@@ -147,6 +155,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         activation_checkpointing: ActivationCheckpointing | None = None,
         cpu_offload: CPUOffload | None = None,
         compile: Compile | None = None,  # noqa: A002
+        float8: Float8 | None = None,
         checkpoint_format: CheckpointFormat = "sharded",
         save_frozen: bool | None = None,
         async_save: bool = False,
@@ -155,6 +164,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         timeout_s: float = 1800.0,
         start_timeout_s: float = 60.0,
         hang_report_s: float | Literal["auto"] | None = "auto",
+        oom_retries: int = 0,
     ) -> None:
         super().__init__()
         self.settings = Settings(
@@ -165,6 +175,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             activation_checkpointing=activation_checkpointing or ActivationCheckpointing(),
             cpu_offload=cpu_offload,
             compile=compile,
+            float8=float8,
         )
         self.prints_plan = print_plan
         self.checkpoint_format = checkpoint_format
@@ -184,6 +195,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self.start_timeout_s = start_timeout_s
         self.hang_report_s = hang_report_s
         self._hang_watch: HangWatch | None = None
+        self.oom_retries = oom_retries
+        self._retried_steps: RetriedSteps | None = None
         # What has to be the same on all ranks when the run starts, by name; the command line adds what it knows.
         self.facts = {"torch": torch.__version__} | {name: version(name) for name in ("lightning", "lit_fsdp")}
         self.verify_checkpoint = verify_checkpoint
@@ -195,6 +208,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         self.plan: list[Unit] = []
         self._unit_table: Table | None = None  # to be printed
         self._hooks: list[RemovableHandle] = []
+        self.overlapped_steps: OverlappedSteps | None = None  # with cpu_offload.overlap_optimizer
 
     @property
     def missing_checkpoint(self) -> Location | None:
@@ -284,6 +298,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 raise ValueError(f"{name}: got {given}: expected seconds above 0, up to {MAX_TIMEOUT_S:,.0f}")
         choose_report_s(self.hang_report_s, self.timeout_s)
         check_verify("verify_checkpoint", self.verify_checkpoint)
+        check_retries(self.oom_retries, self.settings.mesh)
         if self._layer_sync is not None:
             raise ValueError(
                 "sync_batchnorm: got true: FSDP2Strategy does not replace layers; call "
@@ -326,6 +341,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         trainer = self._module.trainer
         self.check_module(self._module)
         check_trainer(trainer)  # before callbacks are set up, some of which copy the module
+        if self.settings.float8 is not None:  # not with the other settings: plans are made on machines without GPUs
+            self.settings.float8.check_machine(self.root_device, self.precision_plugin.mixed_precision)
         if trainer.state.fn == TrainerFn.FITTING:
             data = trainer.datamodule  # type: ignore[attr-defined]
             # A path given to ``fit`` is not known before the checkpoint is loaded, seen in lightning 2.6.6.
@@ -410,13 +427,20 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 )
             self._writer.data_ranks = self.data_ranks
             split_generators(self.broadcast(collect_random_state()), self.data_ranks.index)  # see Note [Two streams]
-            self._reset_optimizers_and_schedulers()
-            self.setup_optimizers(trainer)
-            rebind_optimizers(module, self._real_optimizers)
+            self._build_optimizers(trainer)
             self._check_disk(trainer)
             if not module.automatic_optimization:
                 self._hooks = [reshard_when_toggled(root) for root in find_roots(module)]
         self.setup_precision_plugin()
+
+    def _build_optimizers(self, trainer: pl.Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        self.setup_optimizers(trainer)
+        rebind_optimizers(self._module, self._real_optimizers)
+        if self.settings.cpu_offload is not None and self.settings.cpu_offload.overlap_optimizer:
+            self.overlapped_steps = overlap_optimizer(self._module, self._real_optimizers)
+            if self.overlapped_steps.is_deferred:
+                self.precision_plugin.overlapped_steps = self.overlapped_steps
 
     def _check_accumulation(self) -> None:
         num_micro_batches = count_micro_batches(self._module.trainer)
@@ -458,6 +482,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
                 + ("set 8, or " if bits == 16 else "leave it out, or ")
                 + "mixed_precision.reduce_dtype: bfloat16"
             )
+        if self.settings.float8 is not None and (odd := convert_linears(module, self.settings.float8)):
+            rank_zero.rank_zero_warn(f"float8: {join_names(odd)} stay as they are: their sizes do not divide by 16")
         if self.prints_plan and self.is_global_zero and module.trainer.state.fn == TrainerFn.FITTING:
             show = partial(self._keep_table, module)
         else:
@@ -509,6 +535,20 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
             check_shared_rows(batch, self.mesh_sizes)  # of its first batch
         return super().batch_to_device(batch, device, dataloader_idx)
 
+    def finish_steps(self) -> None:
+        """Wait until weights and optimizer state are those after the last step, see ``cpu_offload.overlap_optimizer``.
+
+        For code of your own that reads or changes them between a step and the next forward.
+        """
+        if self.overlapped_steps is not None:
+            self.overlapped_steps.finish()
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        if self.overlapped_steps is not None:
+            self.overlapped_steps.begin_backward()
+
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         output = super().training_step(*args, **kwargs)
@@ -528,6 +568,32 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         if not self._has_checked_gradients and self.device_mesh is not None:
             self._has_checked_gradients = check_gradients(self._module, self.device_mesh)
 
+    def begin_backward(self, loss: Tensor, optimizer: Optimizer) -> Tensor:
+        """Run all of ``backward`` but what follows the gradients; return the loss as it was scaled."""
+        with self._own_generators():
+            self.pre_backward(loss)
+            loss = self.precision_plugin.pre_backward(loss, self._module)
+            self.precision_plugin.backward(loss, self._module, optimizer)
+        return loss
+
+    def end_backward(self, loss: Tensor) -> None:
+        """Run what follows the gradients of a micro-batch."""
+        with self._own_generators():
+            self.post_backward(self.precision_plugin.post_backward(loss, self._module))
+
+    @property
+    def redone_steps(self) -> list[str]:
+        """A line for each training step of the last ``fit`` that was redone after a rank ran out of memory."""
+        return [] if self._retried_steps is None else self._retried_steps.events
+
+    def _retry_steps(self, trainer: pl.Trainer) -> None:
+        if not self._module.automatic_optimization:
+            raise ValueError(
+                f"oom_retries: got {self.oom_retries}: under manual optimization training_step makes the optimizer "
+                "step itself, so it cannot be undone; leave it out"
+            )
+        self._retried_steps = RetriedSteps(self, trainer, self._module, self.oom_retries, rank_zero.rank_zero_warn)
+
     @override
     def on_train_start(self) -> None:
         self._has_seen_step = self._has_checked_gradients = False
@@ -535,6 +601,8 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         check_weights(trainer)
         settle_accumulation(trainer, trainer.datamodule)  # type: ignore[attr-defined]
         super().on_train_start()
+        if self.oom_retries:
+            self._retry_steps(trainer)
         if self.world_size > 1:  # before the first step, and only now, as the loader is there
             compare_in_group(self.global_rank, list_row_facts(trainer))
         if self._saved_settings:  # compared here, as the loader is there
@@ -545,18 +613,21 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
     @override
     def on_validation_start(self) -> None:
         self._print_units()
+        self.finish_steps()
         super().on_validation_start()
         check_weights(self._module.trainer)
         sync_buffers(self._module)
 
     @override
     def on_test_start(self) -> None:
+        self.finish_steps()
         super().on_test_start()
         check_weights(self._module.trainer)
         sync_buffers(self._module)
 
     @override
     def on_predict_start(self) -> None:
+        self.finish_steps()
         super().on_predict_start()
         check_weights(self._module.trainer)
         sync_buffers(self._module)
@@ -571,11 +642,13 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.finish_steps()
         sync_buffers(self._module)
         return self._writer.get_model_state(self._module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self.finish_steps()
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         return {} if is_placeholder(optimizer) else self._writer.get_optimizer_state(self._module, optimizer)
 
@@ -600,6 +673,7 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
 
     @override
     def on_train_end(self) -> None:
+        self.finish_steps()
         self._writer.close()
         self._note_missing()
 
@@ -670,11 +744,16 @@ class FSDP2Strategy(TakesMappings, EvenBatches, RandomStreams):
         # Not super(): it would move the shards to the CPU, and Lightning's next run on this module back.
         assert self.cluster_environment is not None and self.accelerator is not None  # noqa: PT018
         self._checked_loaders.clear()
+        if self._retried_steps is not None:
+            self._retried_steps.stop()
         if self._hang_watch is not None:
             self._hang_watch.stop()
             self._hang_watch = None
         while self._hooks:
             self._hooks.pop().remove()
+        if self.overlapped_steps is not None:
+            steps, self.overlapped_steps, self.precision_plugin.overlapped_steps = self.overlapped_steps, None, None
+            steps.close()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
@@ -80,6 +81,39 @@ def forget_train_loader(trainer: pl.Trainer) -> None:
     the run would see rows of the epoch again, and others not at all. To be called when both have happened.
     """
     trainer.fit_loop._combined_loader = None
+
+
+def replace_closures(trainer: pl.Trainer, make: Callable[[Closure, Any, Optimizer], Closure]) -> Callable[[], None]:
+    """Put closures of ours in place of those that the Trainer makes for micro-batches; return what ends that.
+
+    ``make`` is given each closure, the arguments of ``training_step`` by name, and the optimizer. Closures that run no
+    backward stay.
+    """
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    original = loop._make_closure
+
+    def make_closure(kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Closure:
+        closure = original(kwargs, optimizer, batch_idx)
+        return closure if closure._backward_fn is None else make(closure, kwargs, optimizer)
+
+    loop._make_closure = make_closure  # type: ignore[method-assign]
+    return lambda: loop.__dict__.pop("_make_closure", None)
+
+
+def run_training_step(trainer: pl.Trainer, kwargs: Any) -> ClosureResult:
+    """Run ``training_step`` with its hooks, as a closure does. What it logs weighs as the rows it is given."""
+    loop = trainer.fit_loop.epoch_loop
+    results: Any = loop._results
+    before, results.batch, results.batch_size = results.batch, kwargs.get("batch", results.batch), None
+    try:
+        return loop.automatic_optimization._training_step(kwargs)
+    finally:
+        results.batch, results.batch_size = before, None
+
+
+def is_last_micro_batch(trainer: pl.Trainer) -> bool:
+    """Whether the micro-batch that runs is the last one of its optimizer step."""
+    return not trainer.fit_loop._should_accumulate()
 
 
 def is_of_unknown_length(loop: Any) -> bool:

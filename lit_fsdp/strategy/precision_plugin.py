@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lit_fsdp.optim.overlapped_steps import OverlappedSteps
 from lit_fsdp.sharding.grad_clipping import clip_grad_norm, clip_grad_value
 from lit_fsdp.sharding.mixed_precision import MixedPrecision, ShardedGradScaler, read_precision
 
@@ -35,6 +37,7 @@ class FSDP2Precision(Precision):
         self.precision = precision  # type: ignore[assignment]  # Lightning allows a fixed set of names
         self.mixed_precision = read_precision(precision).override(override)
         self.scaler = ShardedGradScaler(device_type) if self.mixed_precision.needs_loss_scaling else None
+        self.overlapped_steps: OverlappedSteps | None = None  # of the run, if it shall defer them
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
@@ -46,6 +49,12 @@ class FSDP2Precision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
+        if self.scaler is None and self.overlapped_steps is not None:
+            # Before the step and not inside it, where it would begin without gradients.
+            result = self._wrap_closure(model, optimizer, closure)
+            with self.overlapped_steps.defer(optimizer):  # type: ignore[arg-type]
+                optimizer.step(**kwargs)
+            return result
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
@@ -54,13 +63,16 @@ class FSDP2Precision(Precision):
         # Before the hooks and clipping, which shall see the true gradients.
         self.scaler.unscale_(optimizer)  # type: ignore[arg-type]
         self._after_closure(model, optimizer)
-        step_output = self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
+        steps = self.overlapped_steps
+        with nullcontext() if steps is None else steps.defer(optimizer):  # type: ignore[arg-type]
+            step_output = self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
         self.scaler.update()
         return step_output
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_grad_norm(self.main_params(optimizer), float(clip_val))
+        scale = None if self.overlapped_steps is None else self.overlapped_steps.scale_before_step
+        clip_grad_norm(self.main_params(optimizer), float(clip_val), scale=scale)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:

@@ -93,8 +93,8 @@ def count_micro_batches(trainer: pl.Trainer) -> int | None:
 def derive_accumulation(trainer: pl.Trainer, data: object, *, is_resumed: bool | None) -> None:
     """Set how many micro-batches a step accumulates by ``global_batch_size`` and ``batch_size`` of data that has them.
 
-    Where the number of ranks is not the user's to choose, as torchrun may start fewer or the run is a resumed one, the
-    nearest global batch is taken if that one is not to be had, and a warning says so.
+    Where that global batch is not to be had, and the number of ranks is not the user's to choose, the nearest one is
+    taken, and a warning says so. That is where torchrun may start fewer ranks, and in a resumed run.
 
     Args:
         trainer: Of the run.

@@ -87,8 +87,8 @@ def load_weights(
 
     Files of a Transformers model may have all names and layouts that Transformers itself loads: of older releases,
     with experts one by one, with or without the prefix of the base model. A rank reads what its rows are made of, and
-    takes little beside its shards: nothing where files hold what the model holds, up to 32 MiB to cast or quantize,
-    and three times 32 MiB, or three times an expert if that is more, to fuse experts. See Note [Rows of converted
+    takes little beside its shards: nothing where files hold what the model holds, and up to 32 MiB to cast or quantize.
+    To fuse experts it takes three times 32 MiB, or three times an expert if that is more. See Note [Rows of converted
     tensors] for conversions that take more.
 
     Args:

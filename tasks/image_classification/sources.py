@@ -18,7 +18,7 @@ from lit_fsdp.tasks.data import DEFAULT_SPLITS, Split
 from lit_fsdp.tasks.image_classification.images import SUFFIXES, Images, decode
 from lit_fsdp.tasks.image_classification.manifests import MANIFESTS, check_label, read_table
 from lit_fsdp.tasks.image_classification.shards import is_url, read_object, read_shards
-from lit_fsdp.tasks.row_files import describe, list_files, open_saved
+from lit_fsdp.tasks.row_files import describe, list_files, open_saved, tell_retries_once
 
 DIGITS = "digits"
 _DIGITS_SEED = 0  # of the held-out fifth; results on it are compared
@@ -276,7 +276,8 @@ def _load_rows(source: str, given: str | None, *, default: str, is_saved: bool) 
         if source.endswith(".parquet"):
             return datasets.load_dataset("parquet", data_files=source, split=split)
         name, _, config = source.partition(":")
-        return datasets.load_dataset(name, config or None, split=split)
+        with tell_retries_once():
+            return datasets.load_dataset(name, config or None, split=split)
     except (OSError, datasets.exceptions.DatasetsError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{source}: no such file or folder, and not to be had as a data set: {reason}") from error

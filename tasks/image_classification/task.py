@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from lightning.pytorch.trainer.states import TrainerFn
@@ -17,6 +17,7 @@ from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.sharding.buffers import sync_buffers
+from lit_fsdp.strategy.batch_split import BatchPart
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 from lit_fsdp.tasks.classifier import Classifier, find_head, list_classes
 from lit_fsdp.tasks.image_classification.data import Batch
@@ -231,9 +232,19 @@ class ImageClassification(Classifier):
         )
 
     @override
+    def split_batch(self, batch: Batch, num_parts: int) -> Sequence[BatchPart]:
+        if self.mixup is not None:
+            raise ValueError("mixup mixes images of one micro-batch, which parts would change")
+        return super().split_batch({name: batch[name] for name in ("pixel_values", "labels")}, num_parts)
+
+    @override
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Count bad images: here, as ``training_step`` may run again after it ran out of memory."""
+        self._skipped.add("train", batch)
+
+    @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         pixels, labels = batch["pixel_values"], batch["labels"]
-        self._skipped.add("train", batch)
         is_valid = labels != IGNORED
         if self.mixup is None:
             loss_sum = self.sum_losses(self.compute_logits(pixels), labels, self.label_smoothing)

@@ -1,15 +1,15 @@
 """Learning of preferences: DPO, IPO, ORPO, SimPO and KTO of a causal language model of Transformers.
 
 Note [Mean of preferences]: the loss is a mean over the pairs, or labelled completions, of all ranks and micro-batches
-of a step, as in Note [Loss of a step]. Two terms are none of a single pair, and are computed over a *round*, the
-micro-batches that all ranks run at the same time: the likelihood of what is chosen in ORPO, a mean over its tokens, and
-KTO's distance to the reference. Both are then the same for any number of ranks with the same rounds.
+of a step, as in Note [Loss of a step]. Two terms are none of a single pair: the likelihood of what is chosen in ORPO, a
+mean over its tokens, and KTO's distance to the reference. They are computed over a *round*, the micro-batches that all
+ranks run at the same time. So both are the same for any number of ranks with the same rounds.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -30,6 +30,7 @@ from lit_fsdp.adapters.lora import KEEPS_BASE
 from lit_fsdp.checkpoint.sharded import agree
 from lit_fsdp.quantization.layers import quantize_model
 from lit_fsdp.sharding.shard import reshard
+from lit_fsdp.strategy.batch_split import BatchPart
 from lit_fsdp.strategy.lightning_internals import is_read_now
 from lit_fsdp.strategy.lightning_strategies import call_in_forward
 from lit_fsdp.tasks.causal_lm.chunked_loss import install_chunked_loss, list_chunked_losses
@@ -50,7 +51,7 @@ from lit_fsdp.tasks.text.data import TextData
 from lit_fsdp.tasks.text_model import build_model
 from lit_fsdp.weights.base_weights import get_pretrained_folder
 from lit_fsdp.weights.load import load_weights
-from lit_fsdp.weights.safetensors_io import sample_fingerprint
+from lit_fsdp.weights.safetensors_io import compute_fingerprint
 
 Reference = Literal["auto", "adapters", "precomputed", "model"]
 _OF_PAIRS = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
@@ -264,7 +265,7 @@ class PreferenceTuning(CausalLM):
         """Return what tells the model that training starts from, from others, as JSON."""
         lora = None if self.lora is None or self._find_obstacle() is None else asdict(self.lora)
         if self.pretrained is not None:
-            weights: Any = sample_fingerprint(get_pretrained_folder(self.pretrained))
+            weights: Any = compute_fingerprint(get_pretrained_folder(self.pretrained))
         else:
             weights = [self.config_settings, self.get_seed()]
         return {
@@ -325,6 +326,18 @@ class PreferenceTuning(CausalLM):
         return self._score(self.model, inputs)[0].logps
 
     @override
+    @override
+    def split_batch(self, batch: Batch, num_parts: int) -> Sequence[BatchPart]:
+        kind = self.loss.loss_type
+        if self.loss.is_unpaired or kind == "orpo":
+            raise ValueError(f"loss_type {kind!r} has a mean over the micro-batch, which parts would change")
+        # [2 * rows, ...] is first the chosen completions, then the rejected ones.
+        pairs = {name: value.unflatten(0, (2, -1)).transpose(0, 1) for name, value in batch.items()}
+        return [
+            ({name: value.transpose(0, 1).flatten(0, 1) for name, value in part.items()}, weight)
+            for part, weight in super().split_batch(pairs, num_parts)
+        ]
+
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses of all pairs, or labelled completions, and their number.
 

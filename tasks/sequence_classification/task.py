@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from typing_extensions import override
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.strategy.batch_split import BatchPart
 from lit_fsdp.tasks.classifier import Classifier, find_head, list_classes, name_classes
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.sequence_classification.labels import MULTI, REGRESSION, REWARD, SINGLE, ProblemType
@@ -40,10 +42,11 @@ class SequenceClassification(Classifier, TextTask):
 
     What it is follows from the data, see ``LabeledTextData``. The head is made anew for the classes of the data, unless
     the model was trained for just these. A reward model learns that of a pair the first text is better (Bradley-Terry).
-    Metrics: ``train/loss`` over all rows of a step, ``train/grad_norm``, ``train/learning_rate``,
-    ``train/samples_seen``; and of ``val/`` and ``test/`` ``loss`` and, of one label, ``accuracy_pct`` and ``f1_pct``
-    (mean over classes); of several, ``exact_match_pct`` and ``f1_pct``; of a number, ``mse`` and ``pearson``; of a
-    reward, ``accuracy_pct``: of how many pairs the better text has the higher one.
+
+    Metrics: ``train/loss`` over all rows of a step, ``train/grad_norm``, ``train/learning_rate`` and
+    ``train/samples_seen``. Under ``val/`` and ``test/`` there are ``loss`` and, of one label, ``accuracy_pct`` and
+    ``f1_pct`` (mean over classes); of several, ``exact_match_pct`` and ``f1_pct``; of a number, ``mse`` and
+    ``pearson``. Of a reward, ``accuracy_pct`` says of how many pairs the better text has the higher one.
 
     Args:
         pretrained: Model name on the Hugging Face Hub, or a folder with ``config.json`` and safetensors.
@@ -168,6 +171,17 @@ class SequenceClassification(Classifier, TextTask):
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         logits: Tensor = self.run_model(**inputs).logits.float()
         return logits
+
+    @override
+    def split_batch(self, batch: Batch, num_parts: int) -> Sequence[BatchPart]:
+        if self.problem_type != REWARD:
+            return super().split_batch(batch, num_parts)
+        texts = ("input_ids", "attention_mask")  # [2 * rows, length], pairs in turn
+        pairs = {name: value.unflatten(0, (-1, 2)) if name in texts else value for name, value in batch.items()}
+        return [
+            ({name: value.flatten(0, 1) if name in texts else value for name, value in part.items()}, weight)
+            for part, weight in super().split_batch(pairs, num_parts)
+        ]
 
     @override
     def compute_loss(self, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -67,10 +67,10 @@ CACHE_VERSION = 4  # raise it when the same settings give other tokens than befo
 class TextData(TaskData):
     """Text from files, data sets or the Hugging Face Hub, as tokens for a causal language model.
 
-    A source is a ``.txt``, ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, a folder or pattern of such
-    files, also at an address such as ``s3://bucket/rows``, a folder written by ``datasets.save_to_disk``, a data set
-    on the Hub as ``org/name`` or ``org/name:config``, a list of these, or ``pydoc``: the language reference inside
-    Python itself, 0.5 MB of English without a download.
+    A source is a ``.txt``, ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file, or a folder or pattern of such
+    files, also at an address such as ``s3://bucket/rows``. Or it is a folder written by ``datasets.save_to_disk``, a
+    data set on the Hub as ``org/name`` or ``org/name:config``, or a list of these. ``pydoc`` is the language reference
+    inside Python itself, 0.5 MB of English without a download.
 
     Rows are plain text (``text``), prompts with completions (``prompt``, ``completion``), instructions
     (``instruction``, ``input``, ``output``) or chats (``messages`` with ``role`` and ``content``, or ``conversations``

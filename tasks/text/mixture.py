@@ -1,7 +1,7 @@
 """Several sources of one split: each with its own columns, and with a weight, its share of the rows of an epoch.
 
 Note [Weights]: a weight is the share of rows (documents, not tokens) that a source gives, as the probabilities of
-``interleave_datasets`` are, but exact: an epoch has as many rows as all sources together, each source gives its share
+``interleave_datasets`` are, but exact. An epoch has as many rows as all sources together; each source gives its share
 of them to within one row, and they are spread evenly. Rows of a small source come several times, some rows of a large
 one not at all. Which ones is drawn once, so every epoch has the same rows, and an order of its own. The result is a
 list of documents like that of a single source: packing, ranks and resumes know nothing of it.

@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from lit_fsdp.cache import sample_file
 from lit_fsdp.checkpoint.remote import RemotePath, UnreachableError, is_remote, locate
 from lit_fsdp.files import refuse_special_file
 from lit_fsdp.redaction import redact
-from lit_fsdp.tasks.row_files import Row, drop_filled, list_files, open_saved
+from lit_fsdp.tasks.row_files import Row, drop_filled, list_files, open_saved, tell_retries_once
 from lit_fsdp.tasks.text.files import READERS, read_file
 
 TxtDocuments = Literal["file", "line", "paragraph"]
@@ -51,7 +52,7 @@ class Part(ABC):
         return islice(self.read(), num_rows, None)
 
     def identify_unread(self) -> Any:
-        """Return what tells it from others without reading it, wherever it lies, as JSON."""
+        """Return what tells it from others without reading all of it, wherever it lies, as JSON."""
         return self.identify()
 
 
@@ -80,7 +81,7 @@ class FilePart(Part):
 
     @override
     def identify_unread(self) -> Any:
-        return [self.path.name, self.path.stat().st_size, self.txt_documents]
+        return [self.path.name, *sample_file(self.path), self.txt_documents]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,7 +351,8 @@ def _open_hub(source: str, split: str) -> DatasetPart:
 @contextmanager
 def _plain_errors(source: str, split: str) -> Iterator[None]:
     try:
-        yield
+        with tell_retries_once():
+            yield
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(

@@ -1,8 +1,8 @@
 """Text that is read and tokenized while the model trains: nothing is kept on disk, and a resumed run goes on exactly.
 
 Note [Stream]: all ranks read the same rows in the same order, and tokenize all of them, so that each can tell where a
-packed row begins. Of each slice of rows a rank keeps its part, as Note [Global order] has it: the rows of a step are
-the same on any number of ranks, no rank runs out before the others, and a place is the same for all of them.
+packed row begins. Of each slice of rows a rank keeps its part, as Note [Global order] has it. So the rows of a step
+are the same on any number of ranks, no rank runs out before the others, and a place is the same for all of them.
 
 The files, or shards of a data set, come in an order drawn for each pass. Of what follows each other in that order,
 blocks are shuffled, each by a seed of its own. The buffer of ``IterableDataset.shuffle`` cannot be entered in its
@@ -183,7 +183,7 @@ class TextStream(IterableDataset[Chunk]):
         return HeldDocuments(documents, bad, num_unread)
 
     def make_key(self, **facts: Any) -> str:
-        """Return what changes with the rows or their order; reads no rows."""
+        """Return what changes with the rows or their order; of files, only samples are read."""
         return make_key(
             parts=[part.identify_unread() for part in self.parts],
             row_format=asdict(self.row_format),

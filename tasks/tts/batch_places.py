@@ -42,7 +42,8 @@ class StepCounts:
 
     Args:
         loader: Whose batches they are.
-        num_frames: Of each row.
+        num_frames: Of each sample.
+        num_rows: Of each sample, where it may be several rows.
         trainer: Says how many micro-batches are a step, and at which batch an epoch ends.
         predicts_ends: Whether the second number has the ends, too.
     """
@@ -51,13 +52,14 @@ class StepCounts:
         self,
         loader: ResumableLoader,
         num_frames: NDArray[np.int64],
+        num_rows: NDArray[np.int64],
         trainer: Any,
         *,
         predicts_ends: bool = False,
     ) -> None:
         sampler: Any = loader.sampler
         self.predicts_ends = predicts_ends
-        self.sampler, self.num_frames, self.trainer = sampler, num_frames, trainer
+        self.sampler, self.num_frames, self.num_rows, self.trainer = sampler, num_frames, num_rows, trainer
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
     def __call__(self, batch: Batch, place: tuple[int, int]) -> Batch:
@@ -76,10 +78,10 @@ class StepCounts:
         accumulate = getattr(self.trainer, "accumulate_grad_batches", 1)
         first = done // accumulate * accumulate
         last = min(first + accumulate, num_batches)
-        rows = order[max(seen - (done - first) * size, 0) : seen + (last - done) * size]
-        frames = int(self.num_frames[rows].sum())
-        num_ends = len(rows) if self.predicts_ends else 0
-        return {**batch, "step_counts": torch.tensor([frames + len(rows), frames + num_ends])}
+        samples = order[max(seen - (done - first) * size, 0) : seen + (last - done) * size]
+        frames, rows = int(self.num_frames[samples].sum()), int(self.num_rows[samples].sum())
+        num_ends = rows if self.predicts_ends else 0
+        return {**batch, "step_counts": torch.tensor([frames + rows, frames + num_ends])}
 
 
 class TextDropout:
@@ -92,11 +94,12 @@ class TextDropout:
         loader: Whose batches they are.
         family: Knows what a missing text is.
         share: Of the rows.
+        num_rows: Of each sample, where it may be several rows.
     """
 
-    def __init__(self, loader: ResumableLoader, family: Family, share: float) -> None:
+    def __init__(self, loader: ResumableLoader, family: Family, share: float, num_rows: NDArray[np.int64]) -> None:
         sampler: Any = loader.sampler
-        self.sampler, self.family, self.share = sampler, family, share
+        self.sampler, self.family, self.share, self.num_rows = sampler, family, share, num_rows
 
     def __call__(self, batch: Batch, place: tuple[int, int]) -> Batch:
         """Return the batch, of which some rows have no text.
@@ -107,6 +110,7 @@ class TextDropout:
         """
         epoch, seen = place
         part = self.sampler.find_part(epoch, seen)
-        numbers = range(part.start, part.stop)
-        drawn = [np.random.default_rng([self.sampler.seed, epoch, i]).random() for i in numbers]
-        return self.family.drop_texts(batch, [row for row, value in enumerate(drawn) if value < self.share])
+        sizes = self.num_rows[self.sampler.list_samples(epoch, seen)].tolist()
+        numbers = zip(range(part.start, part.stop), sizes, strict=True)
+        drawn = [np.random.default_rng([self.sampler.seed, epoch, i]).random(size) for i, size in numbers]
+        return self.family.drop_texts(batch, np.flatnonzero(np.concatenate(drawn) < self.share).tolist())

@@ -130,6 +130,11 @@ class SpeechConfig:
         return int(self.talker.hidden_size)
 
     @property
+    def designs_voices(self) -> bool:
+        """Whether the voice is made of an instruction."""
+        return bool(self.raw.get("tts_model_type") == "voice_design")
+
+    @property
     def suppressed_ids(self) -> list[int]:
         """What generation must not write into codebook 0: all that the codec has no sound for, but the end.
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader
 
 from lit_fsdp.cache import get_cache_dir
+from lit_fsdp.tasks.length_groups import Ints, bundle_by_length
 from lit_fsdp.tasks.loading import PADDING, ResumableLoader, build_eval_loader, build_train_loader, hash_rows
 from lit_fsdp.tasks.shares import Share, check_share, count_largest
 from lit_fsdp.tasks.tts.batch_places import StepCounts, TextDropout
@@ -41,28 +43,31 @@ class SpeechData(LightningDataModule):
         validation: Prepared folder to validate on.
         validation_fraction: Without ``validation``, hold out this share of the training rows, always the same.
         predict: Texts to generate speech for: a ``.txt`` file of lines, or JSON lines with ``text`` and maybe
-            ``speaker`` and ``language``.
+            ``speaker``, ``language`` and ``instruct``.
         tokenizer: Of the text: model name on the Hub, folder, or ``bytes`` for one without a download.
         default_speaker: Who speaks in rows that name no speaker. Without it such rows are refused where a voice is made
             of all rows of a speaker, as they may be of many people.
         speaker_embedding: ``row`` gives each row the embedding of its own reference audio, which teaches to clone
             voices. ``mean`` gives it the mean over all training rows of its speaker, as for voices that will be built
             in. ``none`` trains without. The default is ``mean`` for models that take embeddings of speakers, else
-            ``none``.
+            ``none``, also for those that make voices of instructions.
         streaming: Lay text beside frames, one id a frame, as the official inference does for text that arrives bit
             by bit. Otherwise all text comes before the speech.
         text_dropout: Leave the text out of this share of the training rows, drawn anew in each epoch. Guidance
             compares with speech without text, which the model would otherwise forget. The default is 0.15 for Dia,
             and 0 for models that are not guided.
-        max_seconds: Leave longer rows out: the longest ones set the memory of a step.
+        max_seconds: Leave longer rows out: the longest ones set the memory of a step. Speech that a row goes on from
+            counts.
         batch_size: Rows in a micro-batch of one rank.
+        max_frames_per_batch: Instead, as many rows of like lengths as have up to N frames when all are padded to the
+            longest of them. Which rows come together stays; their order is new in each epoch.
         global_batch_size: Rows in an optimizer step, of all ranks and accumulated micro-batches together. Each start
             sets ``trainer.accumulate_grad_batches`` by it, so a run keeps it on another number of ranks, and an epoch
             is a whole number of steps. ``null`` leaves both to you.
         share: For ranks that are not equally fast: the share of each in the rows of a step, such as ``[3, 1]``.
             ``auto`` measures in the first steps and then gives faster ranks more rows, which takes more memory there.
             Steps, losses and evaluation stay the same; ``batch_size`` becomes the mean over the ranks.
-        eval_batch_size: The same for validation and prediction; ``batch_size`` if not given.
+        eval_batch_size: Rows of a batch of validation and prediction; ``batch_size`` if not given.
         num_workers: Processes per rank that read ahead; 0 reads in the main process.
         repeat: Count this many passes over the rows as one epoch. With few rows, what happens once an epoch, such as
             a checkpoint, would else happen every few steps.
@@ -88,6 +93,7 @@ class SpeechData(LightningDataModule):
         text_dropout: float | None = None,
         max_seconds: float = 30.0,
         batch_size: int = 1,
+        max_frames_per_batch: int | None = None,
         global_batch_size: int | None = None,
         share: Share = None,
         eval_batch_size: int | None = None,
@@ -117,6 +123,9 @@ class SpeechData(LightningDataModule):
         ):
             if value < least:
                 raise ValueError(f"{name}: got {value}: expected {least} or more")
+        if max_frames_per_batch is not None:
+            _check_frame_bound(max_frames_per_batch, batch_size=batch_size, others=(global_batch_size, share))
+        self.max_frames_per_batch = max_frames_per_batch
         self.sources = {"train": train, "validation": validation, "predict": predict}
         self.validation_fraction, self.max_seconds = validation_fraction, max_seconds
         self.tokenizer_name, self.speaker_embedding, self.streaming = tokenizer, speaker_embedding, streaming
@@ -141,7 +150,7 @@ class SpeechData(LightningDataModule):
         """
         choice = self.speaker_embedding
         if choice is None:
-            choice = "none" if config.voice_size is None else "mean"
+            choice = "none" if config.voice_size is None or config.designs_voices else "mean"
         family = get_family(config.raw["model_type"])
         dropout = (family.default_text_dropout or 0.0) if self.text_dropout is None else self.text_dropout
         family.check_data(config, speaker_embedding=choice, is_streaming=self.streaming, text_dropout=dropout)
@@ -189,6 +198,7 @@ class SpeechData(LightningDataModule):
             for row in read_prompts(Path(source)):
                 try:
                     config.get_language_id(row.language, row.speaker)
+                    self.family.check_prompt(instruct=row.instruct)
                 except ValueError as error:
                     raise ValueError(f"predict: {source}: {error}, for {row.text[:40]!r}") from error
         self._read_all(stage)
@@ -218,9 +228,9 @@ class SpeechData(LightningDataModule):
         assert source is not None
         rows = make_corpus(self._get_config()) if source == SPOKEN else map_rows(source, self.cache_dir)
         rows = name_speakers(rows, self.default_speaker, is_needed=split == "train", source=source)
-        kept = [row for row in rows if len(row.codes) <= self.max_seconds * self._get_config().frames_per_s]
+        kept = [row for row in rows if row.num_frames <= self.max_seconds * self._get_config().frames_per_s]
         for row in kept:
-            check_row(row, self._get_config())
+            check_row(row, self.family, self._get_config())
         if not kept:
             raise ValueError(f"max_seconds: got {self.max_seconds}: all {len(rows)} rows of {split} are longer")
         if len(kept) < len(rows):
@@ -235,25 +245,28 @@ class SpeechData(LightningDataModule):
     def train_dataloader(self) -> ResumableLoader:
         """Return this rank's training batches; the loader's place is part of every checkpoint."""
         rows = self._rows["train"]
-        lengths = np.array([len(row.codes) for row in rows] * self.repeat)
+        bound = self.max_frames_per_batch
+        lengths = np.array([row.num_frames for row in rows])  # with what rows go on from, which is not learned
+        bundles = [[row] for row in range(len(rows))] if bound is None else _bundle(lengths, bound, self.seed)
+        num_frames = np.array([sum(len(rows[i].codes) for i in bundle) for bundle in bundles] * self.repeat)
+        num_rows = np.array([len(bundle) for bundle in bundles] * self.repeat)
         trainer: Any = self.trainer
+        encoded = self._encode(rows)
         loader = build_train_loader(
-            self._encode(rows) * self.repeat,
+            [[encoded[row] for row in bundle] for bundle in bundles] * self.repeat,
             batch_size=self.batch_size,
-            collate=self._fill_in(self.family.collate),
+            collate=partial(_collate_bundles, self._fill_in(self.family.collate)),
             shuffle=self.shuffle,
             seed=self.seed,
             num_workers=self.num_workers,
             trainer=trainer,
             what=f"train ({len(rows)} clips)",
-            fingerprint=hash_rows(
-                part for row in rows for part in (row.speaker, row.text, row.codes.astype(np.int64).tobytes())
-            ),
+            fingerprint=hash_rows([*chain(*map(_list_contents, rows)), *([] if bound is None else [bound])]),
             whole_steps=self.global_batch_size is not None,
             share=self.share,
         )
-        counts = StepCounts(loader, lengths, trainer, predicts_ends=self.family.predicts_ends)
-        dropout = TextDropout(loader, self.family, self.text_dropout) if self.text_dropout else None
+        counts = StepCounts(loader, num_frames, num_rows, trainer, predicts_ends=self.family.predicts_ends)
+        dropout = TextDropout(loader, self.family, self.text_dropout, num_rows) if self.text_dropout else None
         loader.annotate = counts if dropout is None else lambda batch, place: counts(dropout(batch, place), place)
         return loader
 
@@ -292,12 +305,16 @@ class SpeechData(LightningDataModule):
         config = self._get_config()
         batch = self.family.make_example_batch(
             config,
-            batch_size=count_largest(self.share, self.batch_size),
+            batch_size=count_largest(self.share, self._count_rows(int(self.max_seconds * config.frames_per_s))),
             num_text_ids=int(self.max_seconds * _CHARACTERS_PER_S),
             num_frames=int(self.max_seconds * config.frames_per_s),
             is_streaming=self.streaming,
         )
         return {**batch, "step_counts": torch.ones(2, dtype=torch.int64)}
+
+    def _count_rows(self, num_frames: int) -> int:
+        """Return the rows of a micro-batch where each is this long."""
+        return self.batch_size if self.max_frames_per_batch is None else max(1, self.max_frames_per_batch // num_frames)
 
     def _fill_in(self, collate: Callable[..., Batch]) -> Callable[[list[Utterance]], Batch]:
         return partial(collate, config=self._get_config(), is_streaming=self.streaming)
@@ -317,11 +334,7 @@ class SpeechData(LightningDataModule):
             speaker = get_voice(row.speaker, self.voices, config)
         else:
             speaker = next(iter(self.voices.values()), None)
-        return Utterance(
-            text_ids=self.family.encode_text(self.tokenizer, row.text, config, speaker),
-            language=config.get_language_id(row.language, row.speaker),
-            speaker=speaker,
-        )
+        return self._build(row, speaker)
 
     def pick_validation(self, num_rows: int) -> list[PreparedRow]:
         """Return the first rows of validation, or of training where nothing is held out; the same on all ranks."""
@@ -368,13 +381,25 @@ class SpeechData(LightningDataModule):
         return [self._encode_row(row) for row in rows]
 
     def _encode_row(self, row: PreparedRow) -> Utterance:
-        config, speaker = self._get_config(), self._choose_voice(row)
+        speaker = self._choose_voice(row)
         try:
-            ids = self.family.encode_text(self.tokenizer, row.text, config, speaker)
-            language = config.get_language_id(row.language, row.speaker)
+            return replace(self._build(row, speaker), codes=row.codes)
         except ValueError as error:
             raise ValueError(f"{row.place}: {error}") from error
-        return Utterance(text_ids=ids, codes=row.codes, language=language, speaker=speaker)
+
+    def _build(self, row: PromptRow | PreparedRow, speaker: Any) -> Utterance:
+        """Return a text, with what it goes on from, as what is to be spoken."""
+        config = self._get_config()
+        encode = partial(self.family.encode_text, self.tokenizer, config=config, speaker=speaker)
+        context = row.ref_codes if isinstance(row, PreparedRow) else None
+        return Utterance(
+            text_ids=encode(row.text),
+            language=config.get_language_id(row.language, row.speaker),
+            speaker=speaker,
+            context_ids=encode(row.ref_text) if isinstance(row, PreparedRow) and context is not None else (),
+            context_codes=context,
+            instruct_ids=self.family.encode_instruct(self.tokenizer, row.instruct) if row.instruct else (),
+        )
 
     def _get_config(self) -> FamilyConfig:
         if self.speech_config is None:
@@ -384,6 +409,40 @@ class SpeechData(LightningDataModule):
             self.attach(module.read_config())
         assert self.speech_config is not None
         return self.speech_config
+
+
+def _check_frame_bound(bound: int, *, batch_size: int, others: tuple[int | None, Share]) -> None:
+    if bound < 1:
+        raise ValueError(f"max_frames_per_batch: got {bound}: expected 1 or more, such as 1500 for two minutes")
+    if batch_size != 1 or others != (None, None):
+        raise ValueError(
+            "max_frames_per_batch: it decides how many rows a batch has: leave out batch_size, global_batch_size and "
+            "share, which count rows"
+        )
+
+
+def _bundle(lengths: Ints, bound: int, seed: int) -> list[Ints]:
+    """Return which rows come together."""
+    if (longest := int(lengths.max(initial=0))) > bound:
+        raise ValueError(
+            f"max_frames_per_batch: got {bound}: the longest row has {longest} frames: expected {longest} or more, or "
+            "max_seconds to leave such rows out"
+        )
+    return bundle_by_length(lengths, bound, seed)
+
+
+def _list_contents(row: PreparedRow) -> list[str | bytes]:
+    """Return what tells a row from others; of what most rows do not have only what there is, as it always was."""
+    parts: list[str | bytes] = [row.speaker, row.text, row.codes.astype(np.int64).tobytes()]
+    if row.instruct:
+        parts.append(row.instruct)
+    if row.ref_codes is not None:
+        parts += [row.ref_text, row.ref_codes.astype(np.int64).tobytes()]
+    return parts
+
+
+def _collate_bundles(collate: Callable[[list[Utterance]], Batch], bundles: list[list[Utterance]]) -> Batch:
+    return collate(list(chain(*bundles)))
 
 
 def _collate_eval(collate: Callable[[list[Utterance]], Batch], rows: list[tuple[int, Utterance]]) -> Batch:

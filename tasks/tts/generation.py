@@ -138,6 +138,20 @@ class Speech:
     has_ended: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """What was written at one place of a batch of prompts.
+
+    Args:
+        codes: [batch, codebooks] on the device of the model; those of prompts that have ended mean nothing. ``None``
+            in the last one, where all have ended or are cut off.
+        is_end: Which prompts end here or before [batch].
+    """
+
+    codes: Tensor | None
+    is_end: Tensor
+
+
 class Chooser:
     """Picks codes from logits, with the processors of Transformers in its order.
 

@@ -7,30 +7,33 @@ from dataclasses import replace
 
 import numpy as np
 
-from lit_fsdp.tasks.tts.families.family import FamilyConfig
+from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig
 from lit_fsdp.tasks.tts.preparation.prepared import UNNAMED, PreparedRow
 
 _HELD_OUT_SEED = 0
 
 
-def check_row(row: PreparedRow, config: FamilyConfig) -> None:
+def check_row(row: PreparedRow, family: Family, config: FamilyConfig) -> None:
     """Refuse a row that the model cannot be trained on.
 
     Raises:
-        ValueError: It has other codebooks or codes, or a language that the model has not.
+        ValueError: It has other codebooks or codes, or what the model cannot be told: a language, an instruction,
+            speech to go on from.
     """
-    if row.codes.shape[1] != config.num_codebooks:
-        raise ValueError(
-            f"{row.place}: got {row.codes.shape[1]} codebooks: expected {config.num_codebooks}, the model's"
-        )
     size = config.codebook_size
-    if row.codes.size and not 0 <= row.codes.min() <= row.codes.max() < size:
-        raise ValueError(
-            f"{row.place}: got codes from {row.codes.min()} to {row.codes.max()}: expected 0 to {size - 1}: "
-            "prepare the data with the model that is trained"
-        )
+    for codes in [row.codes] if row.ref_codes is None else [row.codes, row.ref_codes]:
+        if codes.shape[1] != config.num_codebooks:
+            raise ValueError(
+                f"{row.place}: got {codes.shape[1]} codebooks: expected {config.num_codebooks}, the model's"
+            )
+        if codes.size and not 0 <= codes.min() <= codes.max() < size:
+            raise ValueError(
+                f"{row.place}: got codes from {codes.min()} to {codes.max()}: expected 0 to {size - 1}: "
+                "prepare the data with the model that is trained"
+            )
     try:
         config.get_language_id(row.language, row.speaker)
+        family.check_prompt(ref_text=row.ref_text, instruct=row.instruct)
     except ValueError as error:
         raise ValueError(f"{row.place}: {error}") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lit_fsdp.checkpoint.remote import RemotePath, locate
 from lit_fsdp.export.folder import write_small_files
 from lit_fsdp.tasks.tts.checkpoint import GENERATION, build_model, read_checkpoint
+from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
 from lit_fsdp.tasks.tts.codec.loading import has_codec
 from lit_fsdp.tasks.tts.families.family import Family, Voice, get_voice
 from lit_fsdp.tasks.tts.families.model_types import is_speech_model, load_speech_model
@@ -23,16 +25,31 @@ from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
 from lit_fsdp.tasks.tts.preparation.audio import Audio
 from lit_fsdp.tasks.tts.pretrained import fetch_speech_model, find_speech_model
 from lit_fsdp.tasks.tts.tokenizer import load_tokenizer
-from lit_fsdp.tasks.tts.utterance import Codes, Utterance
+from lit_fsdp.tasks.tts.utterance import Batch, Codes, Utterance, get_context
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Speech that another one is to sound like: an embedding of the voice, or text and codes to go on from."""
+    """Speech that another one is to sound like: an embedding of the voice, text and codes to go on from, or both."""
 
     embedding: NDArray[np.float32] | None = None
     text: str | None = None
     codes: Codes | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Some frames of a text that is being spoken.
+
+    Args:
+        audio: [samples] on the CPU.
+        codes: [frames, codebooks] on the CPU.
+        has_ended: As in ``Speech``; ``None`` in all pieces but the last.
+    """
+
+    audio: Tensor
+    codes: Tensor
+    has_ended: bool | None
 
 
 @dataclass(kw_only=True)
@@ -60,7 +77,13 @@ class Speaker:
     is_streaming: bool
 
     def encode(
-        self, text: str, speaker: str | None, language: str | None, *, reference: Reference | None = None
+        self,
+        text: str,
+        speaker: str | None,
+        language: str | None,
+        *,
+        reference: Reference | None = None,
+        instruct: str | None = None,
     ) -> Utterance:
         """Return a text as what is to be spoken.
 
@@ -69,37 +92,48 @@ class Speaker:
             speaker: A voice of the model or of its training data; any of them if not given.
             language: Of the text.
             reference: Speech to take the voice from instead.
+            instruct: How to say it.
 
         Raises:
-            ValueError: Nobody knows the speaker or the language.
+            ValueError: Nobody knows the speaker or the language, or the model takes no instructions.
         """
         config = self.config
+        self.family.check_prompt(instruct=instruct)
         found: Any = reference.embedding if reference is not None else None
         if reference is None and speaker is not None:
             found = get_voice(speaker, self.voices, config)
         elif reference is None:
             found = next(iter([*self.voices.values(), *config.speakers.values()]), None)
         ids = self.family.encode_text(self.tokenizer, text, config, found)
-        utterance = Utterance(text_ids=ids, language=config.get_language_id(language, speaker), speaker=found)
+        utterance = Utterance(
+            text_ids=ids,
+            language=config.get_language_id(language, speaker),
+            speaker=found,
+            instruct_ids=self.family.encode_instruct(self.tokenizer, instruct) if instruct else (),
+        )
         if reference is None or reference.text is None:
             return utterance
         told = self.family.encode_text(self.tokenizer, reference.text, config, found)
         return replace(utterance, context_ids=told, context_codes=reference.codes)
 
-    def check_reference(self, *, has_text: bool) -> None:
+    @property
+    def takes_embeddings(self) -> bool:
+        """Whether the model is told by an embedding who speaks."""
+        return self.config.voice_size is not None
+
+    def check_reference(self, ref_text: str | None) -> None:
         """Refuse a recording that the model has no use for.
 
         Args:
-            has_text: Whether it comes with what is said in it.
+            ref_text: What is said in it, if that is known.
 
         Raises:
             ValueError: With what the model needs.
         """
         kind = self.family.model_type
-        if self.family.reads_context and not has_text:
+        if self.family.reads_context and not self.takes_embeddings and not ref_text:
             raise ValueError(f"ref_text: missing: {kind} goes on from ref_audio: expected what is said in it")
-        if has_text and not self.family.reads_context:
-            raise ValueError(f"ref_text: {kind} does not read what is said before; leave it out")
+        self.family.check_prompt(ref_text=ref_text)
 
     def embed(self, audio: Audio) -> NDArray[np.float32]:
         """Return the embedding of a voice.
@@ -107,8 +141,10 @@ class Speaker:
         Raises:
             ValueError: The model has no speaker encoder.
         """
-        if self.config.voice_size is None:
+        if not self.takes_embeddings:
             raise ValueError(f"ref_audio: {self.family.model_type} has no speaker encoder: leave it out")
+        if self.config.designs_voices:
+            raise ValueError("ref_audio: the model makes voices of instructions: expected instruct, or a base model")
         encoder, config = self.model.speaker_encoder, self.config.speaker_encoder
         if encoder is None or config is None:
             raise ValueError("ref_audio: the model has built-in voices and no speaker encoder: expected a base model")
@@ -119,10 +155,53 @@ class Speaker:
 
     def speak(self, utterances: Sequence[Utterance], *, is_streaming: bool) -> list[Speech]:
         """Return the speech of several texts, generated together."""
+        return self.family.generate(self.model, self._collate(utterances, is_streaming=is_streaming), self.sampling)
+
+    def stream(
+        self, utterance: Utterance, codec: FrameCodec, *, is_streaming: bool, num_frames: int = 4
+    ) -> Iterator[Piece]:
+        """Yield the speech of a text piece by piece while it is written: the same codes as of ``speak``, with audio.
+
+        Args:
+            utterance: What to say.
+            codec: Of the model; decodes nothing else until the last piece.
+            is_streaming: As in ``speak``.
+            num_frames: Of a piece; fewer are heard sooner, more take less time in all.
+
+        Raises:
+            ValueError: The model or the codec cannot do so.
+        """
+        batch = self._collate([utterance], is_streaming=is_streaming)
+        before = torch.from_numpy(get_context(utterance))
+        with codec.open_stream() as stream:
+            if len(before) and self.family.decodes_context:  # as in ``decode``: heard by the codec, and by nobody else
+                stream.decode(before.to(codec.device))
+            waiting: list[Tensor] = []
+            for frame in self.family.write(self.model, batch, self.sampling):
+                # Closed for good: there is but one text.
+                is_last = frame.codes is None
+                waiting += [] if frame.codes is None else [frame.codes]
+                if is_last or len(waiting) == num_frames:
+                    codes = torch.cat(waiting) if waiting else torch.zeros(0, codec.num_codebooks, dtype=torch.int64)
+                    audio = stream.decode(codes.to(codec.device)).float().cpu()
+                    yield Piece(audio=audio, codes=codes.cpu(), has_ended=bool(frame.is_end.all()) if is_last else None)
+                    waiting = []
+
+    def _collate(self, utterances: Sequence[Utterance], *, is_streaming: bool) -> Batch:
         self.family.check_data(self.config, speaker_embedding="none", is_streaming=is_streaming)
         batch = self.family.collate_prompts(utterances, self.config, is_streaming=is_streaming)
         device = next(self.model.parameters()).device
-        return self.family.generate(self.model, {n: value.to(device) for n, value in batch.items()}, self.sampling)
+        return {name: value.to(device) for name, value in batch.items()}
+
+    def decode(self, codec: FrameCodec, codes: Tensor, utterance: Utterance) -> Tensor:
+        """Return the audio [samples] of codes [frames, codebooks] that were generated.
+
+        As officially, what an utterance goes on from is decoded before it and cut off: the codec looks back.
+        """
+        before = torch.from_numpy(get_context(utterance))
+        if not len(before) or not len(codes) or not self.family.decodes_context:
+            return codec.decode([codes])[0]
+        return codec.decode([torch.cat([before, codes])])[0][len(before) * codec.samples_per_frame :]
 
 
 def open_speaker(source: str, sampling: Sampling | None = None, *, base: str | None = None) -> Speaker:
@@ -173,6 +252,7 @@ def open_speaker(source: str, sampling: Sampling | None = None, *, base: str | N
             codec_source=source if has_codec(folder) else None,
             is_streaming=False,
         )
+    found.family.prepare_speaking(found.model)
     return found
 
 

@@ -23,6 +23,7 @@ from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.quantization.quantize import Quantization
 from lit_fsdp.reporting.sections import Section
 from lit_fsdp.sharding.wrap import Unit, Wrap, plan_units
+from lit_fsdp.strategy.batch_split import BatchPart
 from lit_fsdp.tasks.base import Task, refuse_quantized_training
 from lit_fsdp.tasks.lr_schedule import LRSchedule
 from lit_fsdp.tasks.masks import keep_branches
@@ -266,6 +267,10 @@ class TextToSpeech(Task):
         """
         assert self.model is not None
         return self.model(batch)
+
+    @override
+    def split_batch(self, batch: Batch, num_parts: int) -> Sequence[BatchPart]:
+        raise ValueError("a batch of speech has the frames of all utterances in one row, which has no rows to split")
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

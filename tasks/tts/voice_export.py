@@ -56,7 +56,7 @@ def export_voice(
     checkpoint: str | Path,
     out: Path,
     *,
-    kind: Literal["custom_voice", "base"] | None = None,
+    kind: Literal["custom_voice", "base", "voice_design"] | None = None,
     speakers: list[str] | None = None,
     first_row: int = FIRST_ROW,
     dtype: Literal["keep", "float32", "bfloat16"] = "keep",
@@ -72,7 +72,8 @@ def export_voice(
         checkpoint: Folder of a checkpoint, or of a run, of which the newest complete one is taken.
         out: The folder to make.
         kind: ``custom_voice`` builds the speakers of the training data in, and leaves the speaker encoder out.
-            ``base`` keeps it, to clone voices or to train on. ``custom_voice`` if not given. Only of Qwen3-TTS.
+            ``base`` keeps it, to clone voices or to train on. ``voice_design`` is what a model that makes voices of
+            instructions stays. ``custom_voice`` if not given and the model is not one of these. Only of Qwen3-TTS.
         speakers: Which voices to build in; all of the training data if not given.
         first_row: Of the codec embedding: the voices go there and after it.
         dtype: Of the weights; ``keep`` leaves them as they were stored, and merged ones as their base has them.
@@ -95,6 +96,13 @@ def export_voice(
         if kind is not None or speakers is not None:
             name = "kind" if kind is not None else "speakers"
             raise ValueError(f"{name}: {source.family.model_type} has no built-in voices; leave it out")
+    elif kind == "voice_design" or (kind is None and speakers is None and source.config.designs_voices):
+        if not source.config.designs_voices:
+            raise ValueError("kind: got 'voice_design': the model makes no voices of instructions; leave it out")
+        if speakers is not None:
+            raise ValueError("speakers: not used by kind 'voice_design', which has no built-in voices; leave it out")
+    elif kind == "base" and source.config.speaker_encoder is None:
+        raise ValueError("kind: got 'base': the model has no speaker encoder, which clones voices; leave it out")
     elif kind == "base":
         if speakers is not None:
             raise ValueError("speakers: not used by kind 'base', which has no built-in voices; leave it out")

@@ -1,5 +1,6 @@
 """A rank that runs out of memory says what took it, and all ranks end."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from launches import fork_ranks, write_run
 
 from lit_fsdp.callbacks import OOMReport
-from lit_fsdp.callbacks.oom import is_out_of_memory
+from lit_fsdp.profiling.device_memory import is_out_of_memory
 
 TASK = """
 import torch
@@ -73,6 +74,38 @@ def test_the_rank_that_fails_says_where_and_what_it_held(
     assert report.split("## Traceback")[0] in ended[1].out
     assert "error: out of memory: " in ended[1].err
     assert "Traceback" not in ended[1].err
+
+
+ONCE = """
+from pathlib import Path
+from lit_fsdp.tasks import CausalLM
+
+class HungryOnce(CausalLM):
+    def on_before_backward(self, loss):
+        if self.trainer.global_rank == 1 and self.trainer.global_step == 1 and not Path("eaten").exists():
+            Path("eaten").touch()  # what the module itself remembers of the step is undone
+            raise RuntimeError("CUDA error: out of memory")
+"""
+
+
+@pytest.mark.full
+def test_a_run_that_redoes_a_step_goes_on_with_all_callbacks_and_reports_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "once.py").write_text(ONCE)
+    strategy = {"class_path": "lit_fsdp.FSDP2Strategy", "init_args": {"oom_retries": 2}}
+    write_run(tmp_path, trainer={"strategy": strategy, "max_steps": 4})
+    losses = []
+    for version in (0, 1):
+        ended = fork_ranks("fit", "--config", "run.yaml", "--model", "once.HungryOnce", "--monitoring", "true")
+        assert all(e.code in (0, None) for e in ended), ended
+        report = json.loads((tmp_path / "runs" / "run" / f"version_{version}" / "report.json").read_text())
+        losses.append(report["curves"])
+        line = "rank 1 ran out of memory in backward of step 2: CUDA error: out of memory; redone as it was"
+        assert report["run"]["redone_steps"] == ([] if version else [line])
+    assert losses[0] == losses[1]
+    assert not list(tmp_path.glob("**/out_of_memory.md"))
 
 
 def test_an_error_of_another_kind_leaves_no_report(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -152,6 +153,20 @@ def test_an_error_before_the_first_step_leaves_a_report_too(tmp_path: Path) -> N
     run = read_numbers(tmp_path / "tiny" / "version_0")["run"]
     assert (run["status"], run["num_steps"]) == ("failed", 0)
     assert run["message"].startswith("before the first step: OutOfMemoryError: no room")
+
+
+def test_a_run_that_is_refused_before_the_first_step_leaves_no_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Refused(TinyTask):
+        def setup(self, stage: str) -> None:
+            raise ValueError("num_labels: got 3: the data has 8 classes")
+
+    with pytest.raises(ValueError, match="num_labels"):
+        fit_tiny(tmp_path, Refused())
+    assert not list(tmp_path.rglob("report*"))
+    assert "report" not in "".join(capsys.readouterr())
+    RunReport().on_exception(Trainer(accelerator="cpu", logger=False), Refused(), ValueError("before any setup"))
 
 
 def test_a_preempted_run_says_so_and_names_its_checkpoint(tmp_path: Path) -> None:

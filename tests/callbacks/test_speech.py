@@ -73,6 +73,27 @@ def test_the_page_says_what_was_said_and_how_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_recorded_clip_follows_the_generated_one_and_measures_are_drawn_over_time(tmp_path: Path) -> None:
+    module = Speaking(seconds=0.25)
+    module.report.recorded = [Clip(audio=torch.zeros(3000 * (i + 1)), sample_rate=24000) for i in range(2)]
+    module.report.history = {
+        3: {"wer_pct": 90.0, "speaker_similarity": float("nan")},
+        7: {"wer_pct": 75.0, "speaker_similarity": 0.5},
+    }
+    folder = report(tmp_path, module)
+    page = (folder / "report.html").read_text()
+    titles = re.findall(r'<figure class="sound"><figcaption>(.*?):', page)
+    assert titles == ["kim", "recorded", "kim", "recorded"]
+    with wave.open(str(folder / "report/speech_4.wav")) as file:
+        assert file.getnframes() == 6000
+    assert [path.name for path in (folder / "report").glob("speech_*.png")] == [
+        "speech_1_words_and_characters_that_were_heard_wrong.png"  # one finite similarity is no curve
+    ]
+    history = read_numbers(folder)["sections"]["speech"]["numbers"]["history"]
+    assert [(found["step"], found["wer_pct"]) for found in history] == [(3, 90.0), (7, 75.0)]
+
+
+@pytest.mark.full
 def test_a_page_does_not_grow_without_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speech, "_MAX_BYTES", 40_000)
     folder = report(tmp_path, Speaking())  # clips of 24 kB

@@ -82,6 +82,7 @@ def test_the_card_says_over_which_weights_to_load_them(folder: Path, monkeypatch
         "---\nbase_model: base\nlibrary_name: peft\npipeline_tag: text-generation\n---\n\n# carded\n\n"
         "Adapters of LlamaForCausalLM, "
     )
+    assert "null" not in card + (folder / RUN / "version_0" / "config.yaml").read_text()
     begin = card.index("```python\n") + len("```python\n")
     code = card[begin : card.index("```", begin)]
     assert 'bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True' in code

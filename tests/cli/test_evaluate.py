@@ -66,7 +66,7 @@ def test_two_ranks_find_what_the_harness_finds_and_the_report_of_the_run_says_it
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    args = ("--tasks=[words,go_on,rolling]", "--include_path=tasks", "--trainer.accelerator=cpu")
+    args = ("--tasks=words,go_on,rolling", "--include_path=tasks", "--trainer.accelerator=cpu")
     ended = fork_ranks("evaluate", "--model=runs/run", *args)
     assert [rank.code for rank in ended] == [0, 0], ended[0].err
     assert "evaluation.json, and the report beside it" in ended[0].out
@@ -113,7 +113,8 @@ def test_two_ranks_find_what_the_harness_finds_and_the_report_of_the_run_says_it
     ("options", "expected"),
     [
         ("--tasks=[word]", "tasks: got 'word': no such task: did you mean words?"),
-        ("--tasks=[]", "tasks: got none: expected the name of one"),
+        ("--tasks=[]", "tasks: got []: expected the name of one"),
+        ("--tasks=words,", "tasks: got 'words,': expected the name of one"),
         ("--tasks=[words] --limit=0", "limit: got 0: expected 1 or more"),
         ("--tasks=[words] --batch_size=0", "batch_size: got 0: expected 1 or more"),
         ("--tasks=[words] --out=x.txt", "out: got 'x.txt': expected a file that ends in .json"),

@@ -45,6 +45,23 @@ def test_a_folder_alone_is_planned_as_the_configuration_that_it_stands_for(folde
 
 
 @pytest.mark.full
+def test_rows_are_no_longer_than_the_model_has_positions_where_nobody_says_how_long(folder: Path) -> None:
+    write_model(folder / "short", max_position_embeddings=256)
+    assert plan("--model=short") == plan("--model=short", "--seq_length=256")
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bert-base-uncased"])
+def test_a_name_of_the_hub_needs_no_owner(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lit_fsdp.cli.plan_options.fetch_pretrained", raise_unreachable)
+    _, config = spell_options(["plan", "--model", model])
+    assert json.loads(config.removeprefix("--config="))["model"]["init_args"] == {"pretrained": model}
+
+
+def raise_unreachable(*_: Any, **__: Any) -> None:
+    raise ValueError("the Hub is not there")
+
+
+@pytest.mark.full
 def test_a_method_and_a_model_change_those_of_a_configuration(folder: Path) -> None:
     write_model(folder / "deeper", num_hidden_layers=6)
     (folder / "full.yaml").write_text(json.dumps(make_settings("tiny", "full", 256)))

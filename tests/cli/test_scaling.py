@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from launches import write_run
+from plan_runs import main as run_main
+from plan_runs import plan
 
 from lit_fsdp.cli.main import main
+from lit_fsdp.profiling.collectives import MEASURED
 
 
 def write_report(folder: Path, ranks: int, per_s: float, exposed_s: float) -> str:
@@ -47,6 +51,9 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--config=run.yaml", "--ranks=2,2"], "ranks: got '2,2'"),
     (["--config=run.yaml", "--ranks=two"], "ranks: got 'two'"),
     (["--reports=missing.json"], "missing.json: no report of a run with `monitoring: true`"),
+    (["--reports=a.json", "--link=pcie4"], "link: got pcie4: what shall be predicted is not known; add --config"),
+    (["--config=run.yaml", '--reports=["a", "b"]', "--link=pcie4"], "reports: got 2 with link: expected one"),
+    (["--config=run.yaml", "--link=pcie44"], "link: got 'pcie44': unknown: nearest: pcie4"),
 ]
 
 
@@ -77,6 +84,65 @@ def test_a_report_without_speed_is_refused(tmp_path: Path, capsys: pytest.Captur
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+SECONDS = {"forward_s": 0.03, "backward_s": 0.05, "optimizer_s": 0.01, "data_s": 0.002, "other_s": 0.003}
+
+
+def write_measured(folder: Path, bandwidth_gb_s: float) -> list[str]:
+    """Write what was measured of a run on one card and of links, and return the options that name it."""
+    speed = {"sections": {"speed": {"numbers": {"ranks": 1, **SECONDS}}}}
+    (folder / "report.json").write_text(json.dumps(speed))
+    line = {"alpha_s": 1e-5, "bandwidth_gb_s": bandwidth_gb_s, "worst_pct": 1.0}
+    comm = {"num_ranks": 2, "num_nodes": 1, "backend": "gloo", "collectives": dict.fromkeys(MEASURED, line)}
+    (folder / "comm.json").write_text(json.dumps(comm))
+    return ["bench", "scaling", "--config=run.yaml", "--reports=report.json", "--link=comm.json", "--out=out"]
+
+
+@pytest.mark.full
+def test_what_more_cards_bring_is_what_was_measured_and_the_bytes_of_each_layout(
+    in_a_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_run(in_a_folder, trainer={"accumulate_grad_batches": 2})
+    assert run_main(write_measured(in_a_folder, bandwidth_gb_s=0.1)) == 0
+    printed = capfd.readouterr().out
+    found = json.loads((in_a_folder / "out" / "scaling.json").read_text())
+    layouts = {(layout["name"], *layout["changes"].items()): layout for layout in found["layouts"]}
+    assert len(layouts) == len(found["layouts"])
+    alone = found["layouts"][0]
+    assert (alone["name"], alone["devices"]) == ("one card", 1)
+    assert alone["time"]["step_s"] == pytest.approx(sum(SECONDS.values()))
+    for layout in found["layouts"][1:]:
+        options = [f"--{key}={json.dumps(value)}" for key, value in layout["changes"].items()]
+        step = plan("--config=run.yaml", "--devices=2", *options)
+        assert layout["needed_bytes"] == round(1.15 * step["memory"]["peak_bytes"]) + 2**30
+        sent = step["communication"]["bytes_per_step"]
+        wire = sent["gather"] / 2 + sent["reduce_scatter"] / 2 + sent["all_reduce"]
+        calls = sum(step["communication"]["collectives_per_step"].values())
+        # Over gloo nothing hides; a rank updates the shard that it has.
+        assert layout["time"]["exposed_communication_s"] == pytest.approx(wire / 0.1e9 + 1e-5 * calls)
+        share = 1 if layout["name"] == "2 copies" else 0.5
+        assert layout["time"]["optimizer_s"] == pytest.approx(share * SECONDS["optimizer_s"], rel=0.01)
+    exact, rounded = (found["layouts"][found[key]] for key in ("recommended", "recommended_rounded"))
+    speeds = [layout["time"]["tokens_per_s"] for layout in found["layouts"] if not layout["rounds"]]
+    assert exact["time"]["tokens_per_s"] * 1.02 >= max(speeds)
+    assert rounded["time"]["tokens_per_s"] * 1.02 >= max(layout["time"]["tokens_per_s"] for layout in found["layouts"])
+    # The lines to paste are those settings.
+    lines = printed.partition("\ntrainer:\n")[2].partition("\n\n")[0]
+    (in_a_folder / "chosen.yaml").write_text(f"trainer:\n{lines}\n")
+    assert yaml.safe_load((in_a_folder / "chosen.yaml").read_text())["trainer"]["devices"] == exact["devices"] == 2
+    again = plan("--config=run.yaml", "--config=chosen.yaml")
+    own = plan("--config=run.yaml", "--devices=2", *(f"--{k}={json.dumps(v)}" for k, v in exact["changes"].items()))
+    assert again["ranks"] == own["ranks"]
+    assert again["communication"] == own["communication"]
+
+
+@pytest.mark.full
+def test_a_link_that_is_too_slow_leaves_one_card(in_a_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_run(in_a_folder)
+    assert run_main(write_measured(in_a_folder, bandwidth_gb_s=1e-4)) == 0
+    assert "More cards do not help" in capfd.readouterr().out
+    assert json.loads((in_a_folder / "out" / "scaling.json").read_text())["recommended"] == 0
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What lies in files of any task is read, or refused in one line."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,3 +38,25 @@ def test_a_damaged_data_set_is_refused_in_one_line(tmp_path: Path, damage: str, 
         OPEN[task](str(tmp_path))
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("task", OPEN)
+def test_a_data_set_of_a_hub_that_cannot_be_reached_takes_three_lines(
+    task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, lines = logging.getLogger("huggingface_hub.utils._http"), list[str]()
+
+    def fail(*_: Any, **__: Any) -> None:
+        for attempt in range(1, 6):
+            log.warning("'no such name' thrown while requesting HEAD https://hub/README.md")
+            log.warning("Retrying in %ss [Retry %s/5].", 2**attempt, attempt)
+        raise OSError("could not be reached")
+
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: lines.append(record.getMessage()))
+    monkeypatch.setattr(log, "handlers", [handler])
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    for number in (1, 2):  # told again in another attempt of the user's
+        with pytest.raises(ValueError, match="could not be reached"):
+            OPEN[task]("nobody/nothing")
+        assert len(lines) == 2 * number

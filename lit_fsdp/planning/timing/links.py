@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_fsdp.planning.timing.hardware import Gpu
-from lit_fsdp.profiling.collectives import COLLECTIVES, Collective, Line, count_wire_bytes
+from lit_fsdp.profiling.collectives import COLLECTIVES, MEASURED, Collective, Line, LowBit, Measured, count_wire_bytes
 
 CALL_S = 8.4e-6
 _HOP_S = {"nvlink": 3.4e-6, "pcie": 5.7e-6, "network": 14.0e-6}
@@ -50,6 +50,7 @@ class Link:
         is_through_host: Whether everything goes through the memory of the host.
         lines: Where it was measured: latency and bandwidth of each collective, instead of the two above.
         num_measured: Ranks that took part in that.
+        is_blocking: Whether compute stands still while anything is sent, as with gloo.
     """
 
     name: str
@@ -57,8 +58,9 @@ class Link:
     hop_s: float
     is_network: bool = False
     is_through_host: bool = False
-    lines: Mapping[Collective, Line] = field(default_factory=dict)
+    lines: Mapping[Measured, Line] = field(default_factory=dict)
     num_measured: int = 0
+    is_blocking: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,12 @@ class Interconnect:
     inter: Link | None = None
     num_nics: int = 1
     notes: tuple[str, ...] = ()
+
+    @property
+    def has_rounding(self) -> bool:
+        """Whether times of fewer bits have their rounding: where ``bench comm`` has measured it."""
+        links = [link for link in (self.intra, self.inter) if link is not None]
+        return all(set(MEASURED) <= link.lines.keys() for link in links)
 
     def __str__(self) -> str:
         inter = "" if self.inter is None else f",{self.inter.name}" + f"x{self.num_nics}" * (self.num_nics > 1)
@@ -141,6 +149,23 @@ def time_collective(collective: Collective, num_bytes: float, group: Group, net:
     return min(ring, tree + wire / (_TREE_SHARE * bandwidth) / 1e9)
 
 
+def time_low_bit(collective: LowBit, num_bytes: float, group: Group, net: Interconnect) -> float:
+    """Return the seconds of a collective that sends fewer bits; ``num_bytes`` are what it sends, at full size.
+
+    Rounding is in it only where ``bench comm`` has measured the link.
+
+    Raises:
+        ValueError: As ``time_collective``.
+    """
+    link = net.intra if group.num_nodes == 1 else net.inter
+    if link is not None and collective in link.lines and group.num_ranks > 1 and num_bytes:
+        wire = count_wire_bytes(collective, 1, group.num_ranks) * num_bytes * group.num_beside
+        return _time_on(link, collective, wire, group.num_ranks - 1, 1)
+    if collective == "gather_bits_8":
+        return time_collective("all_gather", num_bytes, group, net)
+    return time_exchange(num_bytes, group, net)
+
+
 def time_exchange(num_bytes: float, group: Group, net: Interconnect) -> float:
     """Return the seconds of an exchange from all to all in place of a reduce-scatter of as many bytes.
 
@@ -160,7 +185,7 @@ def time_exchange(num_bytes: float, group: Group, net: Interconnect) -> float:
     return max(ring, CALL_S + crossing / gb_s / 1e9)
 
 
-def _time_on(link: Link, collective: Collective, wire: float, num_hops: int, rounds: int) -> float:
+def _time_on(link: Link, collective: Measured, wire: float, num_hops: int, rounds: int) -> float:
     if (line := link.lines.get(collective)) is None:
         return CALL_S + num_hops * link.hop_s + wire / link.gb_s / 1e9
     # A ring of more ranks has more hops than the one that was measured.
@@ -236,7 +261,9 @@ def read_comm(path: Path) -> Link:
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         num_ranks, num_nodes = int(found["num_ranks"]), int(found["num_nodes"])
-        values = {kind: found["collectives"][kind] for kind in COLLECTIVES}
+        measured = found["collectives"]
+        # A file of before bits were measured has none of these lines.
+        values = {kind: measured[kind] for kind in MEASURED if kind in COLLECTIVES or kind in measured}
         lines = {
             kind: Line(alpha_s=v["alpha_s"], bandwidth_gb_s=v["bandwidth_gb_s"], worst_pct=v["worst_pct"])
             for kind, v in values.items()
@@ -260,6 +287,7 @@ def read_comm(path: Path) -> Link:
         is_network=num_nodes > 1,
         lines=lines,
         num_measured=num_ranks,
+        is_blocking=found.get("backend") == "gloo",
     )
 
 

@@ -11,7 +11,8 @@ Note [Step time]: arithmetic on what is counted elsewhere, in about a millisecon
   Before a unit's gradients are copied for sending, those that may be on their way at once are waited for.
   What compute has to wait for is exposed. Collectives beside compute still cost it ``contention`` of their time, as
   they take multiprocessors and memory bandwidth from it: 0.4, or 0.8 where they go through host memory.
-- Optimizer: what it reads and writes of the shard, over the bandwidth of the memory that is in.
+- Optimizer: what it reads and writes of the shard, over the bandwidth of the memory that is in. Where it runs beside
+  compute (``cpu_offload.overlap_optimizer``), what the last backward and the next forward do not hide.
 
 How these numbers were found, and how exact the result is: docs/speed_model.md.
 """
@@ -26,9 +27,10 @@ from typing import Literal
 
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.timing.hardware import Gpu, get_product_share
-from lit_fsdp.planning.timing.links import Interconnect, arrange_groups, time_collective, time_exchange
+from lit_fsdp.planning.timing.links import Interconnect, arrange_groups, time_collective, time_low_bit
 from lit_fsdp.profiling.expected_communication import UnitBytes
 from lit_fsdp.profiling.flops import Flops
+from lit_fsdp.sharding.low_bit import GatherBits, ReduceBits
 from lit_fsdp.sharding.wrap import Unit
 
 MODEL_SHARE = 0.85  # of what a single large product reaches, for all products of a model
@@ -36,6 +38,7 @@ _MEMORY_SHARE = 0.8  # of the bandwidth on data sheets
 CONTENTION, CONTENTION_THROUGH_HOST = 0.4, 0.8
 _HOST_COPY_GB_S = 20.0  # of a rank, between pinned memory and its GPU by PCIe 4 x16
 _HOST_GB_S = 50.0  # of the memory of a node, for all its ranks: two channels of DDR5, or a few of DDR4
+_ARRIVING_SHARE = 0.25  # of what an update reads and writes of the host: gradients are scaled and their norms taken
 _COMPILED_SHARE = 0.4  # of the bytes that other operators move, what is left when they are fused
 
 
@@ -46,7 +49,7 @@ class StepTime:
     Args:
         compute_s: Forward, backward and what is computed again, undisturbed.
         exposed_s: What communication adds to compute.
-        optimizer_s: Of the optimizer and gradient clipping.
+        optimizer_s: Of the optimizer and gradient clipping, as far as nothing runs beside them.
         by_collective: The seconds of communication by kind; ``host_copy`` are those of offload.
         num_ranks: How many there are.
         tokens: Of a rank in a step.
@@ -54,6 +57,7 @@ class StepTime:
         model_flops: Of a rank in a step, see Note [FLOPs].
         peak_tflops: Of its GPU, in the dtype of compute.
         gpu_name: Of what it was estimated for.
+        other_s: Of a step besides all that, where it was measured: waiting for data, logging.
         notes: What was assumed.
     """
 
@@ -67,12 +71,13 @@ class StepTime:
     model_flops: int
     peak_tflops: float
     gpu_name: str
+    other_s: float = 0.0
     notes: Sequence[str] = ()
 
     @property
     def step_s(self) -> float:
         """The whole step."""
-        return self.compute_s + self.exposed_s + self.optimizer_s
+        return self.compute_s + self.exposed_s + self.optimizer_s + self.other_s
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -120,10 +125,12 @@ class Workload:
         num_micro_batches: Accumulated in a step.
         update_bytes: Of ``count_update_bytes``.
         offloaded_bytes: Its shards, where they are in host memory: copied up for each gather, gradients down.
+        overlaps_update: ``cpu_offload.overlap_optimizer``, for an optimizer that can.
         regather_ranks: ``reshard_after_forward``, where that is a number of ranks.
         is_compiled: Whether blocks are compiled, so that less is moved.
         num_reduce_buffers: ``sharding.reduce_scatter_max_input_buffers``.
-        has_exchanges: Whether gradients go from all to all, as ``sharding.reduce_bits`` has it.
+        gather_bits: ``sharding.gather_bits``.
+        reduce_bits: ``sharding.reduce_bits``: gradients go from all to all.
     """
 
     flops: Flops
@@ -134,15 +141,33 @@ class Workload:
     num_micro_batches: int = 1
     update_bytes: int = 0
     offloaded_bytes: int = 0
+    overlaps_update: bool = False
     regather_ranks: int | None = None
     is_compiled: bool = False
     num_reduce_buffers: int = 1
-    has_exchanges: bool = False
+    gather_bits: GatherBits | None = None
+    reduce_bits: ReduceBits | None = None
 
     def __post_init__(self) -> None:
         for name in ("tokens", "num_micro_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}: expected 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSpeed:
+    """What a rank did in steps of this model that were measured, in place of figures of its GPU.
+
+    Args:
+        flops_per_s: In forward and backward, of those that were executed, with all that is computed beside products
+            and without waiting for other ranks.
+        update_bytes_per_s: Of the optimizer and clipping, of what ``count_update_bytes`` counts.
+        other_s: Of a step besides: waiting for data, logging.
+    """
+
+    flops_per_s: float
+    update_bytes_per_s: float
+    other_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +183,7 @@ class Machine:
         dtype: That is computed in, as ``Gpu.get_peak_tflops`` takes it.
         efficiency: Share of the peak that products reach in the model, instead of what is usual on this GPU.
         contention: What a second of hidden communication costs compute, instead of what is usual.
+        speed: That was measured, instead of what is usual on this GPU.
     """
 
     gpu: Gpu
@@ -168,13 +194,14 @@ class Machine:
     dtype: str = "bfloat16"
     efficiency: float | None = None
     contention: float | None = None
+    speed: MeasuredSpeed | None = None
 
     def __post_init__(self) -> None:
         if self.efficiency is not None and not 0 < self.efficiency <= 1.1:
             raise ValueError(f"efficiency: got {self.efficiency}: expected a share of the peak, above 0 and up to 1.1")
         if self.contention is not None and not 0 <= self.contention <= 1:
             raise ValueError(f"contention: got {self.contention}: expected a share of the time of collectives, 0 to 1")
-        if self.gpu.get_peak_tflops(self.dtype) is None:
+        if self.speed is None and self.gpu.get_peak_tflops(self.dtype) is None:
             raise ValueError(f"precision: {self.gpu.name} has no tensor cores for {self.dtype}; use float16 or float32")
 
     @property
@@ -185,9 +212,11 @@ class Machine:
 
     @property
     def peak_tflops(self) -> float:
-        """Of the GPU, in the dtype of compute."""
+        """Of the GPU, in the dtype of compute; what was measured, where that has no peak."""
         peak = self.gpu.get_peak_tflops(self.dtype)
-        assert peak is not None
+        if peak is None:
+            assert self.speed is not None
+            return self.speed.flops_per_s / 1e12
         return peak
 
     @property
@@ -198,8 +227,12 @@ class Machine:
     @property
     def hidden_cost(self) -> float:
         """What a second of hidden communication costs compute."""
-        usual = CONTENTION_THROUGH_HOST if self.links.intra.is_through_host else CONTENTION
-        return usual if self.contention is None else self.contention
+        if self.contention is not None:
+            return self.contention
+        links = [link for link in (self.links.intra, self.links.inter) if link is not None]
+        if any(link.is_blocking for link in links):
+            return 1.0
+        return CONTENTION_THROUGH_HOST if self.links.intra.is_through_host else CONTENTION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,10 +293,16 @@ def estimate_time(work: Workload, machine: Machine) -> StepTime:
     forward_share = work.flops.forward / max(work.flops.hardware, 1)
     waits = compute_waits(times, compute, forward_share, work.num_micro_batches, work.num_reduce_buffers)
     update_gb_s = _HOST_GB_S / machine.ranks_per_node if work.offloaded_bytes else machine.memory_gb_s
+    if machine.speed is not None:
+        update_gb_s = machine.speed.update_bytes_per_s / 1e9
+    update = work.update_bytes / update_gb_s / 1e9
+    if work.overlaps_update:
+        once = compute / work.num_micro_batches
+        update = _expose_update(update, once * forward_share, once * (1 - forward_share), num_units=len(times))
     return StepTime(
         compute_s=compute,
         exposed_s=waits + machine.hidden_cost * max(communication - waits, 0.0),
-        optimizer_s=work.update_bytes / update_gb_s / 1e9,
+        optimizer_s=update,
         by_collective=by_collective,
         num_ranks=machine.num_replicas * machine.num_shards,
         tokens=work.tokens * work.num_micro_batches,
@@ -271,6 +310,7 @@ def estimate_time(work: Workload, machine: Machine) -> StepTime:
         model_flops=work.flops.model,
         peak_tflops=machine.peak_tflops,
         gpu_name=machine.gpu.name,
+        other_s=0.0 if machine.speed is None else machine.speed.other_s,
         notes=_list_notes(work, machine),
     )
 
@@ -286,7 +326,11 @@ def time_units(work: Workload, machine: Machine) -> list[UnitTimes]:
     num_computed = sum(unit.num_params for unit in filled if unit.kind not in ("embedding", "idle"))
     copied = work.offloaded_bytes / sum(unit.num_params for unit in filled) / _HOST_COPY_GB_S / 1e9
     links, times = machine.links, []
-    time_reduction = time_exchange if work.has_exchanges else partial(time_collective, "reduce_scatter")
+    time_gather, time_reduction = partial(time_collective, "all_gather"), partial(time_collective, "reduce_scatter")
+    if work.gather_bits is not None:
+        time_gather = partial(time_low_bit, "gather_bits_8")
+    if work.reduce_bits is not None:
+        time_reduction = partial(time_low_bit, "reduce_bits_16" if work.reduce_bits == 16 else "reduce_bits_8")
     for unit, size in zip(filled, work.units, strict=True):
         is_regathered = size.gather > 0 and size.gather_step // size.gather > work.num_micro_batches
         # Without shards, or without replicas, one of the two is 0.
@@ -295,8 +339,8 @@ def time_units(work: Workload, machine: Machine) -> list[UnitTimes]:
         times.append(
             UnitTimes(
                 share=0.0 if unit.kind in ("embedding", "idle") else unit.num_params / num_computed,
-                gather=time_collective("all_gather", size.gather, shard, links),
-                regather=time_collective("all_gather", size.gather, regather, links) if is_regathered else 0.0,
+                gather=time_gather(size.gather, shard, links),
+                regather=time_gather(size.gather, regather, links) if is_regathered else 0.0,
                 reduce_scatter=time_reduction(size.reduce_scatter, shard, links),
                 all_reduce=time_collective("all_reduce", size.all_reduce, replica, links),
                 copy_up=0.0 if unit.kind == "idle" else copied * unit.num_params,
@@ -354,7 +398,20 @@ def compute_crossover(bytes_per_parameter: float, flops_per_parameter: float, *,
     return bytes_per_parameter / flops_per_parameter * tflops * 1e12 / (gb_s * 1e9)
 
 
+def _expose_update(update: float, forward: float, backward: float, *, num_units: int) -> float:
+    """Return what compute waits of an update beside the last backward and the next forward of a step.
+
+    Gradients are scaled and measured beside the former, clipped and stepped beside the latter. Nothing is beside the
+    end of the last unit's gradients and the step of the first unit.
+    """
+    arriving = _ARRIVING_SHARE * update
+    exposed = max(arriving - backward, 0.0) + max(update - arriving - forward, 0.0)
+    return min(exposed + update / num_units, update)
+
+
 def _time_compute(work: Workload, machine: Machine) -> float:
+    if machine.speed is not None:
+        return work.flops.hardware / machine.speed.flops_per_s
     moved = work.moved_bytes * (_COMPILED_SHARE if work.is_compiled else 1.0)
     # Gathered parameters are copied out of the buffer, gradients into one in the dtype of reduction.
     moved += sum(2 * unit.gather_step + 1.5 * unit.reduce_scatter_step for unit in work.units)
@@ -406,8 +463,11 @@ def _wait_in_backward(times: Sequence[UnitTimes], compute: float, num_buffers: i
 
 
 def _list_notes(work: Workload, machine: Machine) -> list[str]:
-    share = machine.product_tflops / machine.peak_tflops
-    notes = [f"speed: products reach {100 * share:.0f} % of the peak of {machine.gpu.name}"]
+    if machine.speed is None:
+        share = machine.product_tflops / machine.peak_tflops
+        notes = [f"speed: products reach {100 * share:.0f} % of the peak of {machine.gpu.name}"]
+    else:
+        notes = [f"speed: as measured: {machine.speed.flops_per_s / 1e12:.3g} TFLOP/s with all that is not a product"]
     if machine.num_replicas * machine.num_shards > 1 or work.offloaded_bytes:
         notes.append(f"speed: a second of hidden communication costs compute {machine.hidden_cost:.2f} s")
     if machine.num_replicas * machine.num_shards > 1:

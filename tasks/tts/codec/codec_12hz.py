@@ -24,6 +24,7 @@ from transformers.models.mimi.modeling_mimi import (
 from typing_extensions import override
 
 from lit_fsdp.tasks.tts.codec.decoder_12hz import CodecDecoder, parse_decoder_config
+from lit_fsdp.tasks.tts.codec.decoder_stream import DecoderStream
 from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
 
 MODEL_TYPE = "qwen3_tts_tokenizer_12hz"
@@ -96,6 +97,10 @@ class Codec(FrameCodec):
     @override
     def decode_one(self, codes: Tensor) -> Tensor:
         return self.decoder.decode_long(codes.T[None])[0, 0]
+
+    @override
+    def open_stream(self) -> DecoderStream:
+        return DecoderStream(self.decoder)
 
 
 def _parse_encoder_config(settings: Mapping[str, Any]) -> MimiConfig:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import Cache
 
 # Not in Transformers' public face, seen in 5.23: the vocoder of Qwen3-Omni has most of these parts, under these names.
 from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as omni
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
 
-_CHUNK, _CONTEXT = 300, 25  # frames decoded at once, and before them, as the official codec does it
+CHUNK, CONTEXT = 300, 25  # frames decoded at once, and before them, as the official codec does it
 _EPSILON = 1e-5
 
 
@@ -67,9 +68,10 @@ class FrameTransformer(omni.Qwen3OmniMoeCode2WavTransformerModel):
     def post_init(self) -> None:
         """Leave the weights as torch draws them: those of the small codec must stay the same."""
 
-    def forward(self, latents: Tensor) -> Tensor:
-        """Keep the shape [batch, frames, latent_dim]."""
-        return self.output_proj(super().forward(inputs_embeds=self.input_proj(latents)).last_hidden_state)
+    def forward(self, latents: Tensor, cache: Cache | None = None) -> Tensor:
+        """Keep the shape [batch, frames, latent_dim]; ``cache`` has the frames before and gets these."""
+        options = {} if cache is None else {"past_key_values": cache, "use_cache": True}
+        return self.output_proj(super().forward(inputs_embeds=self.input_proj(latents), **options).last_hidden_state)
 
 
 class Codebook(nn.Module):
@@ -154,10 +156,15 @@ class CodecDecoder(nn.Module):
             size //= 2
         self.decoder = nn.ModuleList([*blocks, SnakeBeta(size), omni.Qwen3OmniMoeCausalConvNet(size, 1, 7)])
 
-    def forward(self, codes: Tensor) -> Tensor:
-        """Map codes [batch, codebooks, frames] to audio [batch, 1, samples] between -1 and 1."""
+    def forward(self, codes: Tensor, cache: Cache | None = None) -> Tensor:
+        """Map codes [batch, codebooks, frames] to audio [batch, 1, samples] between -1 and 1.
+
+        Args:
+            codes: Of the frames.
+            cache: Keys and values of the frames before, for ``DecoderStream``.
+        """
         hidden = self.pre_conv(self.quantizer(codes)).transpose(1, 2)
-        hidden = self.pre_transformer(hidden).permute(0, 2, 1)
+        hidden = self.pre_transformer(hidden, cache).permute(0, 2, 1)
         for steps in self.upsample:
             for step in steps:  # type: ignore[attr-defined]
                 hidden = step(hidden)
@@ -168,9 +175,9 @@ class CodecDecoder(nn.Module):
     def decode_long(self, codes: Tensor) -> Tensor:
         """Do the same in chunks, each with some frames before it as context."""
         parts = []
-        for begin in range(0, codes.shape[-1], _CHUNK):
-            context = min(begin, _CONTEXT)
-            audio = self(codes[..., begin - context : begin + _CHUNK])
+        for begin in range(0, codes.shape[-1], CHUNK):
+            context = min(begin, CONTEXT)
+            audio = self(codes[..., begin - context : begin + CHUNK])
             parts.append(audio[..., context * self.samples_per_frame :])
         return torch.cat(parts, dim=-1)
 

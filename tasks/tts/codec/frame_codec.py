@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
+
+
+class AudioStream(AbstractContextManager["AudioStream"]):
+    """Decodes one clip piece by piece. The codec decodes nothing else meanwhile."""
+
+    @abstractmethod
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return the audio [samples] of the next frames [frames, codebooks], both on the device of the codec."""
 
 
 class FrameCodec(nn.Module, ABC):
@@ -18,7 +27,10 @@ class FrameCodec(nn.Module, ABC):
 
     @abstractmethod
     def encode(self, clips: Sequence[Tensor]) -> list[Tensor]:
-        """Return the codes [frames, codebooks] of each clip [samples]; the last frame may be part silence."""
+        """Return the codes [frames, codebooks] of each clip [samples]; the last frame may be part silence.
+
+        A clip has the same codes in any batch, as far as kernels round alike whatever shares one.
+        """
 
     @torch.inference_mode()
     def decode(self, codes: Sequence[Tensor]) -> list[Tensor]:
@@ -28,6 +40,14 @@ class FrameCodec(nn.Module, ABC):
     @abstractmethod
     def decode_one(self, codes: Tensor) -> Tensor:
         """Return the audio [samples] of frames [frames, codebooks], both on the device of the codec."""
+
+    def open_stream(self) -> AudioStream:
+        """Return what decodes one clip piece by piece.
+
+        Raises:
+            ValueError: The codec decodes whole clips only.
+        """
+        raise ValueError("to_stdout: the codec of this model decodes whole clips only; leave it out")
 
     @property
     def device(self) -> torch.device:

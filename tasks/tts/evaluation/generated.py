@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import struct
 import wave
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,8 +79,20 @@ class Clip:
             writer.setnchannels(1)
             writer.setsampwidth(2)
             writer.setframerate(self.sample_rate)
-            writer.writeframes((self.audio.clamp(-1, 1) * 32767).to(torch.int16).numpy().tobytes())
+            writer.writeframes(to_samples(self.audio))
         return file.getvalue()
+
+
+def to_samples(audio: Tensor) -> bytes:
+    """Return audio [samples], between -1 and 1, as 16-bit samples."""
+    return (audio.clamp(-1, 1) * 32767).to(torch.int16).numpy().tobytes()
+
+
+def make_open_header(sample_rate: int) -> bytes:
+    """Return the header of a 16-bit WAV file with one channel, of which nobody knows yet how long it is."""
+    form = struct.pack("<HHIIHH", 1, 1, sample_rate, 2 * sample_rate, 2, 16)
+    unknown = b"\xff\xff\xff\xff"
+    return b"RIFF" + unknown + b"WAVEfmt " + struct.pack("<I", len(form)) + form + b"data" + unknown
 
 
 @dataclass(kw_only=True)
@@ -90,14 +103,18 @@ class SpeechReport:
         rows: What was generated, with what was recorded.
         measured: What ``speech_eval`` has measured.
         clips: The audio of ``rows``, on rank 0; empty without ``speech_eval``.
+        recorded: What the codec makes of the recorded codes, beside ``clips``.
         step: When.
+        history: What was measured at each step of this process, ``step`` included.
         problems: What failed in any validation, by the step at which each came first.
     """
 
     rows: list[Sample] = field(default_factory=list)
     measured: dict[str, float] = field(default_factory=dict)
     clips: list[Clip] = field(default_factory=list)
+    recorded: list[Clip] = field(default_factory=list)
     step: int = 0
+    history: dict[int, dict[str, float]] = field(default_factory=dict)
     problems: dict[str, int] = field(default_factory=dict)
 
     def warn(self, problem: str, step: int) -> None:

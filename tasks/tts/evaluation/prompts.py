@@ -1,4 +1,4 @@
-"""Texts to speak: lines of a file, or JSON lines that say by whom and in which language."""
+"""Texts to speak: lines of a file, or JSON lines that say by whom, in which language and how."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class PromptRow:
     text: str
     speaker: str | None = None
     language: str | None = None
+    instruct: str | None = None
 
 
 def read_prompts(path: Path, setting: str = "predict") -> list[PromptRow]:
@@ -52,9 +53,9 @@ def _parse(line: str, where: str) -> PromptRow:
         raise ValueError(f"{where}: {describe_json_error(error)}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{where}: got {describe(fields)}: expected a JSON object")  # noqa: TRY004
-    found = {name: fields.get(name) for name in ("text", "speaker", "language")}
+    found = {name: fields.get(name) for name in ("text", "speaker", "language", "instruct")}
     if not found["text"]:
         raise ValueError(f"{where}: text: missing")
     if wrong := [name for name, value in found.items() if value is not None and not isinstance(value, str)]:
         raise ValueError(f"{where}: {wrong[0]}: got {found[wrong[0]]!r}: expected text")
-    return PromptRow(text=fields["text"], speaker=found["speaker"], language=found["language"])
+    return PromptRow(**{**found, "text": fields["text"]})

@@ -84,10 +84,11 @@ class SpokenSamples:
             Sample(text=r.text, speaker=r.speaker, target=np.array(r.codes), speech=s, language=r.language)
             for r, s in pairs
         ]
-        report.step, report.clips, report.measured = task.trainer.global_step, [], {}
+        report.step, report.clips, report.recorded, report.measured = task.trainer.global_step, [], [], {}
         if self.evaluator is not None:
             evaluate = partial(self.evaluator.evaluate, report, task.trainer, task.model, voices)
             report.measured = self._try(task, evaluate, is_in_forward=True) or {}
+        report.history[report.step] = report.summarize()
         return spoken
 
     def _try(self, task: Any, work: Callable[[], Result], *, is_in_forward: bool = False) -> Result | None:

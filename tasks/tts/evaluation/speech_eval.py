@@ -59,6 +59,7 @@ class SpeechEvaluator:
     def __init__(self, settings: SpeechEval) -> None:
         self.settings = settings
         self._codec: FrameCodec | None = None
+        self._recorded: dict[bytes, Clip] = {}  # by their codes: each validation has the same rows
 
     def fetch(self) -> None:
         """Download what is needed, on one process per node."""
@@ -83,6 +84,14 @@ class SpeechEvaluator:
             self._codec = open_codec(self.settings.codec, self.settings.device)
         (audio,) = self._codec.decode([speech.codes])
         return Clip(audio=audio, sample_rate=self._codec.sample_rate)
+
+    def decode_recorded(self, row: Sample) -> Clip:
+        """Return what the codec makes of the recorded codes of a row: the best that a model can sound like."""
+        codes = torch.from_numpy(row.target).long()
+        key = row.target.tobytes()
+        if key not in self._recorded:
+            self._recorded[key] = self.decode(Speech(codes=codes, has_ended=True))
+        return self._recorded[key]
 
     def transcribe(self, clip: Clip, language: str) -> Clip:
         """Return a clip with its transcript, if a transcriber is set."""
@@ -119,6 +128,7 @@ class SpeechEvaluator:
 
         def work() -> list[tuple[str | None, Tensor | None]]:
             report.clips = [self.transcribe(self.decode(row.speech), row.language) for row in report.rows]
+            report.recorded = [self.decode_recorded(row) for row in report.rows]
             write_audio(report.clips, report.rows, trainer.loggers, report.step)
             return [(clip.transcript, compute_clip_mels(clip, encoder)) for clip in report.clips]
 

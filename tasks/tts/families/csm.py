@@ -18,7 +18,7 @@ from lit_fsdp.tasks.tts.families.csm_tape import read_csm
 from lit_fsdp.tasks.tts.families.family import Family, HubConfig, Voice, collate_targets
 from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
-from lit_fsdp.tasks.tts.utterance import Batch, Utterance, get_codes
+from lit_fsdp.tasks.tts.utterance import Batch, Utterance, get_codes, get_context
 from lit_fsdp.weights.load import load_weights
 from lit_fsdp.weights.safetensors_io import TensorFiles
 
@@ -127,7 +127,9 @@ class CsmFamily(Family):
 
     @override
     def collate(self, utterances: Sequence[Utterance], config: CsmSettings, *, is_streaming: bool = False) -> Batch:
-        length = max(len(u.text_ids) + len(get_codes(u)) for u in utterances)
+        contexts = [_take_context(u, config) for u in utterances]
+        begins = [len(u.context_ids) + len(c) for u, c in zip(utterances, contexts, strict=True)]  # of the texts
+        length = max(b + len(u.text_ids) + len(get_codes(u)) for b, u in zip(begins, utterances, strict=True))
         shape = len(utterances), length
         batch = {
             "text_ids": torch.zeros(shape, dtype=torch.int64),
@@ -135,10 +137,14 @@ class CsmFamily(Family):
             "frame_mask": torch.zeros(shape, dtype=torch.bool),
         }
         state_index = []
-        for row, utterance in enumerate(utterances):
+        for row, (utterance, context, text) in enumerate(zip(utterances, contexts, begins, strict=True)):
             codes = torch.from_numpy(get_codes(utterance))
-            begin, num_frames = len(utterance.text_ids), len(codes)
-            batch["text_ids"][row, :begin] = torch.tensor(utterance.text_ids)
+            begin, num_frames = text + len(utterance.text_ids), len(codes)
+            first = len(utterance.context_ids)
+            batch["text_ids"][row, :first] = torch.tensor(utterance.context_ids, dtype=torch.int64)
+            batch["codes"][row, first:text] = context
+            batch["frame_mask"][row, first:text] = True
+            batch["text_ids"][row, text:begin] = torch.tensor(utterance.text_ids)
             batch["codes"][row, begin : begin + num_frames] = codes
             batch["frame_mask"][row, begin : begin + num_frames] = True
             state_index.append(row * length + torch.arange(begin - 1, begin + num_frames))
@@ -200,4 +206,4 @@ def _take_context(utterance: Utterance, config: CsmSettings) -> Tensor:
     end = torch.full((1, config.num_codebooks), int(config.model.codebook_eos_token_id))
     if utterance.context_codes is None:
         return end[:0]
-    return torch.cat([torch.from_numpy(utterance.context_codes), end])
+    return torch.cat([torch.from_numpy(get_context(utterance)), end])

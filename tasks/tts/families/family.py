@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
 from lit_fsdp.planning.step_parts import MicroBatch
 from lit_fsdp.tasks.tts.families.speech_tape import describe_batch
-from lit_fsdp.tasks.tts.generation import Sampling, SamplingValues, Speech
+from lit_fsdp.tasks.tts.generation import Frame, Sampling, SamplingValues, Speech
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
 from lit_fsdp.tasks.tts.utterance import Batch, Utterance, get_codes
 from lit_fsdp.weights.load import load_weights
@@ -56,6 +56,10 @@ class FamilyConfig(Protocol):
     @property
     def voice_size(self) -> int | None:
         """Numbers in the embedding of a speaker; ``None`` where the model takes none."""
+
+    @property
+    def designs_voices(self) -> bool:
+        """Whether the voice is made of an instruction, so that nobody is to be named."""
 
     @property
     def speakers(self) -> Mapping[str, int]:
@@ -113,6 +117,11 @@ class HubConfig:
         """It takes no embeddings of speakers."""
 
     @property
+    def designs_voices(self) -> bool:
+        """It makes no voices of instructions."""
+        return False
+
+    @property
     def speakers(self) -> Mapping[str, int]:
         """It knows none by name."""
         return {}
@@ -137,6 +146,8 @@ class Family(ABC):
     blocks: ClassVar[tuple[str, ...]]  # patterns of the classes that are FSDP units
     has_streaming: ClassVar[bool] = False
     reads_context: ClassVar[bool] = False  # speech that it goes on from, with what is said there
+    decodes_context: ClassVar[bool] = False  # codes of such speech before those that follow it, for the codec's memory
+    reads_instructions: ClassVar[bool] = False  # how a text shall be said
     has_kinds: ClassVar[bool] = False  # of exports: with voices built in, or a base model
     predicts_ends: ClassVar[bool] = True  # whether the predictor's loss has ends too
     unused_sampling: ClassVar[tuple[str, ...]] = ("guidance_scale",)
@@ -178,6 +189,25 @@ class Family(ABC):
         Raises:
             ValueError: The text is empty, or the tokenizer is not one of these models.
         """
+
+    def encode_instruct(self, tokenizer: Any, instruct: str) -> list[int]:
+        """Return as ids how a text shall be said."""
+        raise NotImplementedError(f"{self.model_type} takes no instructions")
+
+    def check_prompt(self, *, ref_text: str | None = None, instruct: str | None = None) -> None:
+        """Refuse what the model cannot be told beside a text.
+
+        Args:
+            ref_text: What is said in speech that it goes on from.
+            instruct: How the text shall be said.
+
+        Raises:
+            ValueError: With the setting.
+        """
+        if ref_text and not self.reads_context:
+            raise ValueError(f"ref_text: {self.model_type} does not read what is said before; leave it out")
+        if instruct and not self.reads_instructions:
+            raise ValueError(f"instruct: {self.model_type} takes no instructions; leave it out")
 
     @abstractmethod
     def assign_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
@@ -234,6 +264,20 @@ class Family(ABC):
 
         Under a sharding strategy all ranks must call it, inside a method that gathers like ``forward``. Every rank goes
         on until the last prompt of the last rank has ended, as each frame gathers the model.
+        """
+
+    def write(self, model: Any, batch: Batch, sampling: SamplingValues) -> Iterator[Frame]:  # noqa: ARG002
+        """Yield what :meth:`generate` returns frame by frame, as it is written.
+
+        Raises:
+            ValueError: The model does not write frame by frame, or its codec does not decode so.
+        """
+        raise ValueError(f"to_stdout: {self.model_type} has no audio before its last code; leave it out")
+
+    def prepare_speaking(self, model: Any) -> None:  # noqa: B027 - most have nothing to prepare
+        """Arrange the weights of a model that only speaks from now on, so that it speaks faster.
+
+        To be called on its device; afterwards its weights must not move.
         """
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import nn
@@ -11,10 +11,15 @@ from typing_extensions import override
 from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.tasks.tts.config import MODEL_TYPE, SpeechConfig, parse_config
 from lit_fsdp.tasks.tts.families.family import Family, Voice
-from lit_fsdp.tasks.tts.families.qwen3_layout import collate_prompts, collate_training, encode_text
-from lit_fsdp.tasks.tts.families.qwen3_model import PREDICTOR_WEIGHT, Qwen3TTS, generate_qwen3
+from lit_fsdp.tasks.tts.families.qwen3_layout import (
+    collate_prompts,
+    collate_training,
+    encode_instruct,
+    encode_text,
+)
+from lit_fsdp.tasks.tts.families.qwen3_model import PREDICTOR_WEIGHT, Qwen3TTS, generate_qwen3, write_qwen3
 from lit_fsdp.tasks.tts.families.qwen3_tape import read_qwen3
-from lit_fsdp.tasks.tts.generation import SamplingValues, Speech
+from lit_fsdp.tasks.tts.generation import Frame, SamplingValues, Speech
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, average_speakers
 from lit_fsdp.tasks.tts.utterance import Batch, Utterance
 
@@ -35,6 +40,9 @@ class Qwen3Family(Family):
     # A pattern, as FSDP2 puts a class of its own in front of the block's, and plans are made of sharded models too.
     blocks = ("*Qwen3DecoderLayer",)
     has_streaming = True
+    reads_context = True
+    reads_instructions = True
+    decodes_context = True
     has_kinds = True
     predicts_ends = False
 
@@ -53,6 +61,10 @@ class Qwen3Family(Family):
     @override
     def encode_text(self, tokenizer: Any, text: str, config: SpeechConfig, speaker: Voice | None) -> list[int]:
         return encode_text(tokenizer, text)
+
+    @override
+    def encode_instruct(self, tokenizer: Any, instruct: str) -> list[int]:
+        return encode_instruct(tokenizer, instruct)
 
     @override
     def assign_voices(self, rows: Sequence[PreparedRow], known: Mapping[str, Voice]) -> dict[str, Voice]:
@@ -75,6 +87,14 @@ class Qwen3Family(Family):
     @override
     def generate(self, model: Qwen3TTS, batch: Batch, sampling: SamplingValues) -> list[Speech]:
         return generate_qwen3(model, batch, sampling)
+
+    @override
+    def write(self, model: Qwen3TTS, batch: Batch, sampling: SamplingValues) -> Iterator[Frame]:
+        return write_qwen3(model, batch, sampling)
+
+    @override
+    def prepare_speaking(self, model: Qwen3TTS) -> None:
+        model.prepare_speaking()
 
     @override
     def list_parts(self, model: nn.Module) -> dict[str, nn.Module | None]:

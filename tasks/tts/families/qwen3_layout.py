@@ -8,6 +8,9 @@ think_bos, language, think_eos``) and over the speaker; then ``tts_bos`` over ``
 - streaming: the first text id over ``bos``, then one text id over each frame, ``tts_eos`` after the last one, and
   ``tts_pad`` from there on. Text that is longer than the frames is cut.
 
+An instruction stands before the role, as a turn of the user, with no codec. Speech to go on from is laid out as if it
+were the beginning of the same utterance: its text before the text, its frames after ``bos``, with no end in between.
+
 The state at a position predicts what the codec track has at the *next* one: codebook 0 of a frame, or the end. The
 code predictor gets the same state, that at the position before the frame, as when speech is generated.
 """
@@ -23,16 +26,20 @@ import torch
 from torch import Tensor
 
 from lit_fsdp.tasks.tts.config import SpeechConfig
-from lit_fsdp.tasks.tts.utterance import Batch, Utterance, get_codes
+from lit_fsdp.tasks.tts.utterance import Batch, Utterance, get_codes, get_context
 
 TEMPLATE = "<|im_start|>assistant\n{text}<|im_end|>\n<|im_start|>assistant\n"
+INSTRUCT_TEMPLATE = "<|im_start|>user\n{text}<|im_end|>\n"
 NUM_ROLE, NUM_TAIL = 3, 5  # ids before and after the text
 NONE = -1  # on the codec track: nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracks:
-    """Both tracks of one utterance, position by position; ``NONE`` on the codec track is no codec."""
+    """Both tracks of one utterance, position by position; ``NONE`` on the codec track is no codec.
+
+    Frames to go on from stand at the end, on the codec track by their codebook 0.
+    """
 
     text: list[int]
     codec: list[int]
@@ -58,27 +65,35 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     return ids[:-NUM_TAIL]
 
 
+def encode_instruct(tokenizer: Any, instruct: str) -> list[int]:
+    """Return the ids of an instruction, with its template."""
+    ids: list[int] = tokenizer(INSTRUCT_TEMPLATE.format(text=instruct.strip()), add_special_tokens=False)["input_ids"]
+    return ids
+
+
 def lay_out_prompt(utterance: Utterance, config: SpeechConfig, *, is_streaming: bool) -> Tracks:
     """Return the tracks up to and with the position whose state writes the first frame; see Note [Layout]."""
-    ids, role = config.ids, list(utterance.text_ids[:NUM_ROLE])
-    text = list(utterance.text_ids[NUM_ROLE:])
+    ids, before = config.ids, [*utterance.instruct_ids, *utterance.text_ids[:NUM_ROLE]]
+    text = [*utterance.context_ids[NUM_ROLE:], *utterance.text_ids[NUM_ROLE:], ids.tts_eos]
+    codec = [ids.bos, *get_context(utterance)[:, :1].flatten().tolist()]
     prefix = [ids.nothink, ids.think_bos, ids.think_eos]
     if utterance.language is not None:
         prefix = [ids.think, ids.think_bos, utterance.language, ids.think_eos]
     speaker_at = None
     if utterance.speaker is not None:
         is_built_in = isinstance(utterance.speaker, int)
-        speaker_at = None if is_built_in else NUM_ROLE + len(prefix)
+        speaker_at = None if is_built_in else len(before) + len(prefix)
         prefix.append(utterance.speaker if isinstance(utterance.speaker, int) else NONE)
-    text_track = [*role, *[ids.tts_pad] * len(prefix), ids.tts_bos]
-    codec_track = [*[NONE] * len(role), *prefix, ids.pad]
-    if is_streaming:
-        text_track.append(text[0])
-        codec_track.append(ids.bos)
-        return Tracks(text=text_track, codec=codec_track, speaker_at=speaker_at, trailing=[*text[1:], ids.tts_eos])
-    text_track += [*text, ids.tts_eos, ids.tts_pad]
-    codec_track += [*[ids.pad] * (len(text) + 1), ids.bos]
-    return Tracks(text=text_track, codec=codec_track, speaker_at=speaker_at, trailing=[])
+    text_track = [*before, *[ids.tts_pad] * len(prefix), ids.tts_bos]
+    codec_track = [*[NONE] * len(before), *prefix, ids.pad]
+    if not is_streaming:
+        text_track += text
+        codec_track += [ids.pad] * len(text)
+        text = []
+    beside, trailing = text[: len(codec)], text[len(codec) :]
+    text_track += [*beside, *[ids.tts_pad] * (len(codec) - len(beside))]
+    codec_track += codec
+    return Tracks(text=text_track, codec=codec_track, speaker_at=speaker_at, trailing=trailing)
 
 
 def collate_training(utterances: Sequence[Utterance], config: SpeechConfig, *, is_streaming: bool = False) -> Batch:
@@ -87,7 +102,8 @@ def collate_training(utterances: Sequence[Utterance], config: SpeechConfig, *, i
     ``text_ids``, ``codec_ids``, ``attention_mask``, ``codec_mask``, ``speaker_mask`` [batch, length]; ``codes``
     [batch, length, codebooks], 0 but at frames; ``frame_mask`` [batch, length]; ``speaker`` [batch, size]. Targets
     are given by their places in [batch * length]: ``state_index``, ``labels`` and ``label_weights`` [tokens] of
-    the talker, ``frame_index`` and ``frame_weights`` [frames] of the code predictor.
+    the talker, ``frame_index`` and ``frame_weights`` [frames] of the code predictor. Frames to go on from are no
+    targets.
 
     Weights are 0 or 1, and integers: under bf16 FSDP2 casts what is floating, and counts above 256 would be rounded.
 
@@ -108,6 +124,9 @@ def collate_training(utterances: Sequence[Utterance], config: SpeechConfig, *, i
         frames = torch.from_numpy(get_codes(utterance))
         num_frames, begin = len(frames), len(prompt.text)
         end = begin + num_frames  # where the end stands
+        if len(context := get_context(utterance)):
+            codes[row, begin - len(context) : begin] = torch.from_numpy(context)
+            frame_mask[row, begin - len(context) : begin] = True
         first = torch.cat([frames[:, 0], torch.tensor([config.ids.eos])])
         batch["codec_ids"][row, begin : end + 1] = first
         batch["codec_mask"][row, begin : end + 1] = True
@@ -130,7 +149,8 @@ def collate_training(utterances: Sequence[Utterance], config: SpeechConfig, *, i
 def collate_prompts(utterances: Sequence[Utterance], config: SpeechConfig, *, is_streaming: bool = False) -> Batch:
     """Return a batch for ``generate_codes``, padded on the left.
 
-    As ``collate_training``, without codes and targets, and with ``trailing_ids`` [batch, longest].
+    As ``collate_training``, without codes and targets, and with ``trailing_ids`` [batch, longest]. Frames to go on from
+    are in ``context_codes`` [batch, length, codebooks], at ``context_mask`` [batch, length], where there are any.
     """
     prompts = [lay_out_prompt(u, config, is_streaming=is_streaming) for u in utterances]
     batch = _stack_prompts(prompts, max(len(p.text) for p in prompts), config, on_left=True)
@@ -138,7 +158,22 @@ def collate_prompts(utterances: Sequence[Utterance], config: SpeechConfig, *, is
     trailing = torch.full((len(prompts), longest), config.ids.tts_pad)
     for row, prompt in enumerate(prompts):
         trailing[row, : len(prompt.trailing)] = torch.tensor(prompt.trailing, dtype=torch.int64)
+    batch |= _move_context(batch, utterances, config)
     return {**batch, "trailing_ids": trailing, **_stack_speakers(utterances)}
+
+
+def _move_context(batch: Batch, utterances: Sequence[Utterance], config: SpeechConfig) -> Batch:
+    """Return frames to go on from as tensors of their own, and the codec track without them."""
+    contexts = [get_context(u) for u in utterances]
+    if not any(map(len, contexts)):
+        return {}
+    codes = torch.zeros(*batch["text_ids"].shape, config.num_codebooks, dtype=torch.int64)
+    mask = torch.zeros(batch["text_ids"].shape, dtype=torch.bool)
+    for row, context in enumerate(contexts):
+        if len(context):
+            codes[row, -len(context) :] = torch.from_numpy(context)
+            mask[row, -len(context) :] = True
+    return {"codec_mask": batch["codec_mask"] & ~mask, "context_codes": codes, "context_mask": mask}
 
 
 def _stack_prompts(prompts: Sequence[Tracks], length: int, config: SpeechConfig, *, on_left: bool) -> Batch:

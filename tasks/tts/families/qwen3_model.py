@@ -8,16 +8,18 @@ ratio between them must be known before backward: see ``StepCounts``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import DynamicCache
 
 from lit_fsdp.tasks.tts.config import SpeechConfig
 from lit_fsdp.tasks.tts.families.family import SpeechOutput
+from lit_fsdp.tasks.tts.families.qwen3_runs import ModuleRun, StepRun, Steps, build_steps
 from lit_fsdp.tasks.tts.families.qwen3_talker import Talker
 from lit_fsdp.tasks.tts.families.speaker_encoder import SpeakerEncoder
-from lit_fsdp.tasks.tts.generation import Chooser, SamplingValues, Speech, cut_at_ends, is_any
+from lit_fsdp.tasks.tts.generation import Chooser, Frame, SamplingValues, Speech, cut_at_ends, is_any
 from lit_fsdp.tasks.tts.utterance import Batch
 
 PREDICTOR_WEIGHT = 0.3
@@ -40,6 +42,11 @@ class Qwen3TTS(nn.Module):
         self.speaker_encoder = SpeakerEncoder(config.speaker_encoder) if config.speaker_encoder is not None else None
         if self.speaker_encoder is not None:
             self.speaker_encoder.requires_grad_(False)
+        self.steps: Steps | None = None
+
+    def prepare_speaking(self) -> None:
+        """Arrange the weights for speaking only, where Note [Steps by hand] holds; afterwards they must not move."""
+        self.steps = build_steps(self.talker)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the text embedding, the largest one."""
@@ -93,18 +100,38 @@ class Qwen3TTS(nn.Module):
         return self.talker.run(inputs, None, use_cache=False).last_hidden_state
 
     def embed_tracks(self, batch: Batch) -> Tensor:
-        """Return the sum of text and codec track [batch, length, size], codebook 0 of frames included."""
+        """Return the sum of text and codec track [batch, length, size].
+
+        Of frames that are learned codebook 0 is included, of frames to go on from all are.
+        """
         text = self.talker.embed_text(batch["text_ids"]) * batch["attention_mask"].unsqueeze(-1)
         codec = self.talker.model.codec_embedding(batch["codec_ids"]) * batch["codec_mask"].unsqueeze(-1)
         if "speaker" in batch:  # added by a mask: writing in place would break the gradient of the embedding
             speaker = batch["speaker"].to(codec.dtype).unsqueeze(1)
             codec = codec + speaker * batch["speaker_mask"].unsqueeze(-1)
+        if "context_codes" in batch:  # added up in the order of the official inference, so that bits are equal
+            frames = torch.stack(self.talker.embed_codes(batch["context_codes"]), dim=2).sum(2)
+            codec = codec + frames * batch["context_mask"].unsqueeze(-1)
         return text + codec
 
 
-@torch.no_grad()
 def generate_qwen3(model: Qwen3TTS, batch: Batch, sampling: SamplingValues) -> list[Speech]:
     """Write the frames of a batch of prompts; see ``Family.generate``.
+
+    Args:
+        model: In evaluation mode.
+        batch: From ``collate_prompts``.
+        sampling: How codes are chosen.
+    """
+    written = list(write_qwen3(model, batch, sampling))
+    none = torch.zeros(len(batch["text_ids"]), 0, model.config.num_codebooks, dtype=torch.int64)
+    frames = [frame.codes for frame in written if frame.codes is not None]
+    return cut_at_ends(torch.stack(frames, dim=1) if frames else none, torch.stack([f.is_end for f in written], dim=1))
+
+
+@torch.no_grad()
+def write_qwen3(model: Qwen3TTS, batch: Batch, sampling: SamplingValues) -> Iterator[Frame]:
+    """Yield the frames of a batch of prompts as they are written; see ``Family.write``.
 
     Args:
         model: In evaluation mode.
@@ -115,48 +142,40 @@ def generate_qwen3(model: Qwen3TTS, batch: Batch, sampling: SamplingValues) -> l
     device = batch["text_ids"].device
     generator = torch.Generator(device=device).manual_seed(sampling.seed)
     choose = Chooser(sampling, generator, suppressed=config.suppressed_ids, late=config.ids.eos)
-    mask, cache = batch["attention_mask"], DynamicCache(config=config.talker)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    output = talker.run(model.embed_tracks(batch), mask, position_ids=positions, past_key_values=cache, use_cache=True)
+    run = ModuleRun(talker) if model.steps is None else StepRun(model.steps)
+    state = run.begin(model.embed_tracks(batch), batch["attention_mask"])
     trailing = talker.embed_text(batch["trailing_ids"])
     pad = talker.embed_text(torch.tensor([[config.ids.tts_pad]], device=device))
-    is_open = torch.ones(len(mask), dtype=torch.bool, device=device)
+    is_open = torch.ones(len(state), dtype=torch.bool, device=device)
     firsts: list[Tensor] = []  # of codebook 0, ends included
-    frames: list[Tensor] = []
     while True:
-        state = output.last_hidden_state[:, -1:]
-        first = choose.pick_first(talker.codec_head(state[:, 0]).float(), firsts)
+        first = choose.pick_first(talker.codec_head(state).float(), firsts)
         first = torch.where(is_open, first, config.ids.eos)
         firsts.append(first)
-        is_open = is_open & (first != config.ids.eos)
+        is_end = first == config.ids.eos
+        is_open = is_open & ~is_end
+        num_frames = len(firsts) - 1
         # One frame less than picks, so that the last pick may be the end.
-        if not is_any(is_open) or len(frames) == sampling.max_frames:
-            break
-        codes, embedded = _predict_others(model, first, state, choose)
-        frames.append(codes)
-        step = len(frames) - 1
-        text = trailing[:, step : step + 1] if step < trailing.shape[1] else pad
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-        output = talker.run(
-            embedded.sum(1, keepdim=True) + text,
-            mask,
-            position_ids=mask.sum(-1, keepdim=True) - 1,
-            past_key_values=cache,
-            use_cache=True,
-        )
-    none = torch.zeros(len(mask), 0, config.num_codebooks, dtype=torch.int64)
-    return cut_at_ends(torch.stack(frames, dim=1) if frames else none, torch.stack(firsts, dim=1) == config.ids.eos)
+        if not is_any(is_open) or num_frames == sampling.max_frames:
+            yield Frame(codes=None, is_end=is_end)
+            return
+        codes, embedded = _predict_others(model, run, first, state, choose)
+        yield Frame(codes=codes, is_end=is_end)
+        text = trailing[:, num_frames : num_frames + 1] if num_frames < trailing.shape[1] else pad
+        state = run.advance(embedded.sum(1, keepdim=True) + text)
 
 
-def _predict_others(model: Qwen3TTS, first: Tensor, state: Tensor, choose: Chooser) -> tuple[Tensor, Tensor]:
+def _predict_others(
+    model: Qwen3TTS, run: ModuleRun | StepRun, first: Tensor, state: Tensor, choose: Chooser
+) -> tuple[Tensor, Tensor]:
     """Return the codes [batch, codebooks] of a frame and their embeddings [batch, codebooks, size]."""
     talker, predictor = model.talker, model.talker.code_predictor
-    cache = DynamicCache(config=model.config.predictor)
     embedded = [talker.model.codec_embedding(first)]
     codes = [first]
-    inputs = torch.cat([state, embedded[0].unsqueeze(1)], dim=1)
+    inputs = torch.stack([state, embedded[0]], dim=1)
+    run.begin_frame()
     for head, table in zip(predictor.lm_head, predictor.model.codec_embedding, strict=True):
-        hidden = predictor.run(predictor.small_to_mtp_projection(inputs), cache)[:, -1]
+        hidden = run.advance_frame(predictor.small_to_mtp_projection(inputs))
         # As of codebook 0: the head may have rows for more codes than the codec.
         codes.append(choose.pick_other(head(hidden)[:, : model.config.codebook_size].float()))
         embedded.append(table(codes[-1]))

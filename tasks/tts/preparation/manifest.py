@@ -19,6 +19,8 @@ class ManifestRow:
         folder: Of the manifest, where relative paths begin.
         text: What is said; ``None`` if it is to be transcribed.
         ref_audio: Another clip of the speaker, to take the embedding from.
+        ref_text: What is said there; the row then goes on from that clip.
+        instruct: How the text is said.
         speaker: Who it is.
         language: Of the text.
         problem: Why the line cannot be used.
@@ -29,6 +31,8 @@ class ManifestRow:
     folder: Path = Path()
     text: str | None = None
     ref_audio: str | None = None
+    ref_text: str | None = None
+    instruct: str | None = None
     speaker: str = "default"
     language: str = "auto"
     problem: str | None = None
@@ -66,8 +70,11 @@ def _parse(line: str | None, number: int, problem: str, folder: Path) -> Manifes
         return ManifestRow(line=number, problem=describe_json_error(error))
     if not isinstance(fields, dict) or not isinstance(fields.get("audio"), str) or not fields["audio"]:
         return ManifestRow(line=number, problem="audio: missing: expected the path of a file")
-    names = ("text", "ref_audio", "speaker", "language")
+    names = ("text", "ref_audio", "ref_text", "instruct", "speaker", "language")
     given = {name: fields[name] for name in names if fields.get(name) is not None}
     if wrong := [name for name, value in given.items() if not isinstance(value, str)]:
         return ManifestRow(line=number, audio=fields["audio"], problem=f"{wrong[0]}: expected text")
+    if "ref_text" in given and "ref_audio" not in given:
+        problem = "ref_text: not used without ref_audio, in which it is said"
+        return ManifestRow(line=number, audio=fields["audio"], problem=problem)
     return ManifestRow(line=number, audio=fields["audio"], folder=folder, **given)

@@ -15,7 +15,8 @@ from lit_fsdp.files import UnwritableError
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, check_finished, list_shards, read_rows
 
 _CODES, _EMBEDDINGS, _ROWS = "codes.npy", "embeddings.npy", "rows.jsonl"
-_LAYOUT = 1  # of these files
+_TEXTS = ("audio", "text", "seconds", "speaker", "language", "instruct", "ref_text", "where")
+_LAYOUT = 2  # of these files
 
 
 def map_rows(source: str, cache_dir: Path) -> list[PreparedRow]:
@@ -48,15 +49,17 @@ def map_rows(source: str, cache_dir: Path) -> list[PreparedRow]:
 
 
 def _write(folder: Path, rows: list[PreparedRow]) -> None:
-    codes = np.concatenate([row.codes for row in rows])  # [frames of all rows, codebooks]
+    # [frames of all rows, codebooks]; what a row goes on from stands before its own.
+    codes = np.concatenate([part for row in rows for part in (row.ref_codes, row.codes) if part is not None])
     np.save(folder / _CODES, codes.astype(_choose_dtype(codes)))
     embeddings = np.concatenate([row.speaker_embedding for row in rows])
     if len(embeddings):  # an empty file has no pages
         np.save(folder / _EMBEDDINGS, embeddings)
     with (folder / _ROWS).open("w", encoding="utf-8") as file:
         for row in rows:
-            fields = {name: getattr(row, name) for name in ("audio", "text", "seconds", "speaker", "language", "where")}
-            sizes = [len(row.codes), len(row.speaker_embedding)]
+            fields = {name: getattr(row, name) for name in _TEXTS}
+            num_before = None if row.ref_codes is None else len(row.ref_codes)
+            sizes = [num_before, len(row.codes), len(row.speaker_embedding)]
             file.write(json.dumps([fields, *sizes]) + "\n")
 
 
@@ -74,8 +77,10 @@ def _map(folder: Path) -> list[PreparedRow]:
     rows, frame, number = [], 0, 0
     with (folder / _ROWS).open(encoding="utf-8") as file:
         for line in file:
-            fields, num_frames, size = json.loads(line)
+            fields, num_before, num_frames, size = json.loads(line)
+            before = None if num_before is None else codes[frame : frame + num_before]
+            frame += num_before or 0
             own, voice = codes[frame : frame + num_frames], embeddings[number : number + size]
-            rows.append(PreparedRow(**fields, codes=own, speaker_embedding=voice))
+            rows.append(PreparedRow(**fields, codes=own, speaker_embedding=voice, ref_codes=before))
             frame, number = frame + num_frames, number + size
     return rows

@@ -36,6 +36,9 @@ class PreparedRow:
         speaker: Name, lower-cased.
         language: Name, or ``auto``.
         speaker_embedding: Of the reference audio, or of the clip itself; empty where the model has no encoder.
+        instruct: How the text is said; empty where nothing is known.
+        ref_text: What is said in speech of the same voice that the row goes on from; empty where there is none.
+        ref_codes: How that is said: [frames, codebooks]; ``None`` where there is none.
         where: The file and row it was read from, for errors; empty where it was made.
     """
 
@@ -46,7 +49,15 @@ class PreparedRow:
     speaker: str = UNNAMED
     language: str = "auto"
     speaker_embedding: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    instruct: str = ""
+    ref_text: str = ""
+    ref_codes: Codes | None = None
     where: str = ""
+
+    @property
+    def num_frames(self) -> int:
+        """Those of the clip and of the speech that it goes on from."""
+        return len(self.codes) + (0 if self.ref_codes is None else len(self.ref_codes))
 
     @property
     def place(self) -> str:
@@ -54,8 +65,8 @@ class PreparedRow:
         return ", ".join(filter(None, (self.where, self.audio))) or "a row"
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the row as it is stored."""
-        return {
+        """Return the row as it is stored; what it does not have is left out."""
+        plain: dict[str, Any] = {
             "audio": self.audio,
             "text": self.text,
             "speaker": self.speaker,
@@ -65,13 +76,18 @@ class PreparedRow:
             "audio_codes": self.codes.tolist(),
             "speaker_embedding": self.speaker_embedding.tolist(),
         }
+        if self.instruct:
+            plain["instruct"] = self.instruct
+        if self.ref_codes is not None:
+            plain |= {"ref_text": self.ref_text, "ref_codes": self.ref_codes.tolist()}
+        return plain
 
 
 def parse_row(fields: dict[str, Any], where: str) -> PreparedRow:
     """Return a stored row.
 
     Args:
-        fields: Those of ``PreparedRow.to_plain``; speaker, language and embedding may be missing.
+        fields: Those of ``PreparedRow.to_plain``; all but text and codes may be missing.
         where: Names it in errors.
 
     Raises:
@@ -80,9 +96,12 @@ def parse_row(fields: dict[str, Any], where: str) -> PreparedRow:
     for name in ("text", "audio_codes"):
         if not fields.get(name):
             raise ValueError(f"{where}: {name}: missing or empty: expected rows that `lit_fsdp prepare tts` wrote")
-    for name in ("audio", "text", "speaker", "language"):
+    for name in ("audio", "text", "speaker", "language", "instruct", "ref_text"):
         if fields.get(name) is not None and not isinstance(fields[name], str):
             raise ValueError(f"{where}: {name}: got {fields[name]!r}: expected text")
+    if bool(fields.get("ref_text")) != bool(fields.get("ref_codes")):
+        missing = "ref_text" if fields.get("ref_codes") else "ref_codes"
+        raise ValueError(f"{where}: {missing}: missing: expected both text and codes of the speech to go on from")
     codes = _parse_codes(fields["audio_codes"], where)
     try:
         embedding = np.asarray(fields.get("speaker_embedding") or [], dtype=np.float32)
@@ -98,6 +117,9 @@ def parse_row(fields: dict[str, Any], where: str) -> PreparedRow:
         speaker=(fields.get("speaker") or UNNAMED).lower(),
         language=fields.get("language") or "auto",
         speaker_embedding=embedding,
+        instruct=fields.get("instruct") or "",
+        ref_text=fields.get("ref_text") or "",
+        ref_codes=_parse_codes(fields["ref_codes"], where, "ref_codes") if fields.get("ref_codes") else None,
         where=where,
     )
 
@@ -110,17 +132,17 @@ def _parse_seconds(given: Any, where: str) -> float:
     return float(given or 0)
 
 
-def _parse_codes(given: Any, where: str) -> Codes:
+def _parse_codes(given: Any, where: str, name: str = "audio_codes") -> Codes:
     sizes = {len(frame) for frame in given if isinstance(frame, list)} if isinstance(given, list) else set()
     if len(sizes) > 1:
-        raise ValueError(f"{where}: audio_codes: got frames of {sorted(sizes)} codes: expected as many in each")
+        raise ValueError(f"{where}: {name}: got frames of {sorted(sizes)} codes: expected as many in each")
     try:
         codes = np.asarray(given)
     except ValueError as error:
-        raise ValueError(f"{where}: audio_codes: {error}: expected a list of frames of codes") from error
+        raise ValueError(f"{where}: {name}: {error}: expected a list of frames of codes") from error
     if codes.ndim != 2 or codes.dtype.kind not in "iu":
         what = f"{codes.ndim} dimensions of {codes.dtype}"
-        raise ValueError(f"{where}: audio_codes: got {what}: expected a list of frames of whole numbers")
+        raise ValueError(f"{where}: {name}: got {what}: expected a list of frames of whole numbers")
     return codes.astype(np.int64)
 
 
@@ -139,7 +161,8 @@ def write_shard(path: Path, rows: Iterable[PreparedRow]) -> None:
     codes = pa.list_(pa.list_(pa.int16()))
     columns = {"audio": pa.string(), "text": pa.string(), "speaker": pa.string(), "language": pa.string()}
     columns |= {"seconds": pa.float64(), "num_frames": pa.int64(), "audio_codes": codes}
-    schema = pa.schema({**columns, "speaker_embedding": pa.list_(pa.float32())})
+    columns |= {"speaker_embedding": pa.list_(pa.float32())}
+    schema = pa.schema({**columns, "instruct": pa.string(), "ref_text": pa.string(), "ref_codes": codes})
     with open_whole(path, "wb") as file:
         pq.write_table(pa.Table.from_pylist(plain, schema=schema), file, write_page_checksum=True)
 

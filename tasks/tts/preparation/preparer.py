@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,9 +18,10 @@ from numpy.typing import NDArray
 
 from lit_fsdp.errors import join_names
 from lit_fsdp.tasks.tts.codec.formants import SPOKEN, describe_voice
+from lit_fsdp.tasks.tts.codec.frame_codec import FrameCodec
 from lit_fsdp.tasks.tts.codec.loading import find_codec, open_codec
 from lit_fsdp.tasks.tts.config import CONFIG, SpeechConfig, read_config, read_raw_config
-from lit_fsdp.tasks.tts.families.family import FamilyConfig
+from lit_fsdp.tasks.tts.families.family import Family, FamilyConfig
 from lit_fsdp.tasks.tts.families.model_types import is_speech_model, read_family
 from lit_fsdp.tasks.tts.families.speaker_encoder import SpeakerEncoder, compute_mels, load_speaker_encoder
 from lit_fsdp.tasks.tts.preparation.audio import (
@@ -30,12 +33,15 @@ from lit_fsdp.tasks.tts.preparation.audio import (
     import_libraries,
     read_audio,
 )
+from lit_fsdp.tasks.tts.preparation.cleaning import LONGEST_S, Cleaning
 from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow
-from lit_fsdp.tasks.tts.preparation.transcribe import find_transcriber, load_transcriber
+from lit_fsdp.tasks.tts.preparation.transcribe import Transcribe, find_transcriber, load_transcriber
 from lit_fsdp.tasks.tts.pretrained import find_speech_model
 from lit_fsdp.weights.safetensors_io import compute_fingerprint
 
+_AHEAD = 4  # batches that are read at once, so that those of similar length share one
+_LARGEST_S = 3600.0  # of audio that is read at once, 0.35 GB
 _SMALL_VOICE = 128  # numbers in the embedding of a speaker by formulas
 log = logging.getLogger(__name__)
 _open_codec = lru_cache(maxsize=1)(open_codec)
@@ -51,6 +57,42 @@ class Rejected:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Tools:
+    """What a preparer works with, in this process."""
+
+    family: Family | None
+    config: FamilyConfig | None
+    codec: FrameCodec
+    transcribe: Transcribe | None
+    encoder: SpeakerEncoder | None
+
+
+@dataclass(kw_only=True)
+class _Clip:
+    """A clip on its way to a row."""
+
+    row: ManifestRow
+    name: str
+    audio: Audio = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    reference: Audio = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    text: str | None = None
+    codes: Any = None
+    ref_codes: Any = None
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.text = self.row.text
+
+    @contextmanager
+    def keep_error(self) -> Iterator[None]:
+        """Keep an error in this context, of whatever kind: one clip must not stop the others."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001
+            self.error = error
+
+
+@dataclass(frozen=True, kw_only=True)
 class Preparer:
     """Turns lines of a manifest into rows; plain settings, so that any process can have one.
 
@@ -62,15 +104,19 @@ class Preparer:
         limits: Which clips are good enough.
         transcriber: A Whisper model of Transformers, name or folder, for clips without text; ``None`` rejects them.
         device: ``cuda`` is the current one of the process.
+        cleaning: What is done to recordings and texts before.
+        batch_size: Clips that are encoded, or written down, at once. On a CPU the rows are the same, byte for byte.
     """
 
     model: str
     limits: Limits
     transcriber: str | None = None
     device: Literal["cpu", "cuda"] = "cpu"
+    cleaning: Cleaning = field(default_factory=Cleaning)
+    batch_size: int = 1
 
-    def __call__(self, rows: Sequence[ManifestRow]) -> tuple[list[PreparedRow], list[Rejected]]:
-        """Return the rows of those lines that are good, in order, and why the others are not."""
+    def __call__(self, rows: Sequence[ManifestRow]) -> tuple[list[PreparedRow], list[Rejected], Counter[str]]:
+        """Return the rows of those lines that are good, in order, why the others are not, and what cleaning did."""
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # sums are rounded by the number of threads, and codes must not depend on it
         try:
@@ -96,7 +142,7 @@ class Preparer:
         Raises:
             ValueError: There is no line in a language that it has.
         """
-        config = self._read_config()
+        config = self._read_model()[1]
         lines: dict[str, list[str]] = {}
         for row in rows if config is not None else ():
             if (problem := _find_language_problem(config, row)) is not None and row.problem is None:
@@ -108,63 +154,145 @@ class Preparer:
         for problem, numbers in lines.items():
             log.warning("manifest: %s: left out: line %s", problem, join_names(numbers))
 
-    def _prepare(self, rows: Sequence[ManifestRow]) -> tuple[list[PreparedRow], list[Rejected]]:
+    def _prepare(self, rows: Sequence[ManifestRow]) -> tuple[list[PreparedRow], list[Rejected], Counter[str]]:
         # What fails here is a setting or a missing package; what fails below, one clip.
         import_libraries()
-        config, codec = self._read_config(), _open_codec(self.model, self.device)
-        needs_text = self.transcriber is not None and any(row.text is None for row in rows)
-        transcribe = load_transcriber(str(self.transcriber), self.device) if needs_text else None
-        encoder = _load_encoder(self.model, self.device) if isinstance(config, SpeechConfig) else None
+        tools = self._open_tools(rows)
         prepared: list[PreparedRow] = []
         rejected: list[Rejected] = []
+        counts: Counter[str] = Counter()
+        waiting: list[_Clip] = []
         for row in rows:
-            try:
-                audio, reference = self._read(row, config, codec.sample_rate)
-                text = row.text
-                if text is None:
-                    assert transcribe is not None
-                    (text,) = transcribe([audio], codec.sample_rate, [row.language])
-                if not text.strip():
-                    raise AudioError("text: the transcript is empty")
-                check_text(text, len(audio) / codec.sample_rate, self.limits)
-                # One by one: kernels may round differently in a batch, and codes must not depend on it.
-                (codes,) = codec.encode([torch.from_numpy(audio)])
-                embedding = self._embed(reference, encoder)
-            except Exception as error:  # noqa: BLE001 - of whatever kind: one clip must not stop the others
-                rejected.append(Rejected(line=row.line, audio=row.audio, reason=_describe(error)))
-                continue
-            prepared.append(
-                PreparedRow(
-                    audio=row.audio,
-                    text=text.strip(),
-                    codes=codes.numpy(),
-                    seconds=round(len(audio) / codec.sample_rate, 4),
-                    speaker=row.speaker.lower(),
-                    language=row.language.lower(),
-                    speaker_embedding=embedding,
-                )
-            )
-        return prepared, rejected
+            waiting += self._read(row, tools, counts)
+            num_samples = sum(len(clip.audio) for clip in waiting)
+            if len(waiting) >= _AHEAD * self.batch_size or num_samples > _LARGEST_S * tools.codec.sample_rate:
+                self._finish(waiting, tools, counts, prepared, rejected)
+                waiting = []
+        self._finish(waiting, tools, counts, prepared, rejected)
+        return prepared, rejected, counts
 
-    def _read(self, row: ManifestRow, config: FamilyConfig | None, sample_rate: int) -> tuple[Audio, Audio]:
+    def _open_tools(self, rows: Sequence[ManifestRow]) -> _Tools:
+        opened, codec = self._read_model(), _open_codec(self.model, self.device)
+        needs_text = self.transcriber is not None and any(row.text is None for row in rows)
+        transcribe = load_transcriber(str(self.transcriber), self.device) if needs_text else None
+        encoder = _load_encoder(self.model, self.device) if isinstance(opened[1], SpeechConfig) else None
+        return _Tools(family=opened[0], config=opened[1], codec=codec, transcribe=transcribe, encoder=encoder)
+
+    def _read(self, row: ManifestRow, tools: _Tools, counts: Counter[str]) -> list[_Clip]:
+        """Return the clips of a line: one, or the pieces of a long recording; with what is wrong with them."""
+        try:
+            self._check_row(row, tools)
+            rate, is_cut = tools.codec.sample_rate, self.cleaning.may_slice(row)
+            audio = read_audio(row.resolve(row.audio), rate, LONGEST_S if is_cut else self.limits.max_seconds)
+            pieces = self.cleaning.slice(audio, rate, counts) if is_cut else [(0.0, len(audio) / rate, audio)]
+            reference = self._read_reference(row, rate, counts)
+        except Exception as error:  # noqa: BLE001 - of whatever kind: one clip must not stop the others
+            return [_Clip(row=row, name=row.audio, error=error)]
+        whole = len(pieces) == 1 and len(pieces[0][2]) == len(audio)
+        clips = []
+        for begin, end, piece in pieces:
+            # A part of a file as the Media Fragments of the W3C name it.
+            clip = _Clip(row=row, name=row.audio if whole else f"{row.audio}#t={begin:.3f},{end:.3f}")
+            with clip.keep_error():
+                check_audio(piece, rate, self.limits)
+                clip.audio = self.cleaning.level(piece, rate, counts)
+                clip.reference = clip.audio if reference is None else reference
+            clips.append(clip)
+        return clips
+
+    def _check_row(self, row: ManifestRow, tools: _Tools) -> None:
         if row.problem is not None:
             raise AudioError(row.problem)
         if row.text is not None and not row.text.strip():
             raise AudioError("text: empty: expected words, or no text at all to have it transcribed")
         if row.text is None and self.transcriber is None:
             raise AudioError("text: missing, and no transcriber is set")
-        if (problem := _find_language_problem(config, row)) is not None:
+        if row.ref_text is not None and not row.ref_text.strip():
+            raise AudioError("ref_text: empty: expected what is said in ref_audio, or no ref_text at all")
+        if (problem := _find_language_problem(tools.config, row)) is not None:
             raise AudioError(problem)
-        audio = read_audio(row.resolve(row.audio), sample_rate, self.limits.max_seconds)
-        check_audio(audio, sample_rate, self.limits)
+        if tools.family is not None:
+            try:
+                tools.family.check_prompt(ref_text=row.ref_text, instruct=row.instruct)
+            except ValueError as error:
+                raise AudioError(str(error)) from error
+
+    def _read_reference(self, row: ManifestRow, sample_rate: int, counts: Counter[str]) -> Audio | None:
         if row.ref_audio is None:
-            return audio, audio
+            return None
         try:
             reference = read_audio(row.resolve(row.ref_audio), sample_rate, self.limits.max_seconds)
             check_audio(reference, sample_rate, self.limits)
+            if row.ref_text is not None:
+                check_text(row.ref_text, len(reference) / sample_rate, self.limits)
+            return self.cleaning.level(reference, sample_rate, counts)
         except AudioError as error:
             raise AudioError(f"ref_audio: {error}") from error
-        return audio, reference
+
+    def _finish(
+        self,
+        clips: Sequence[_Clip],
+        tools: _Tools,
+        counts: Counter[str],
+        prepared: list[PreparedRow],
+        rejected: list[Rejected],
+    ) -> None:
+        """Make rows of clips, in batches; in their order."""
+        rate = tools.codec.sample_rate
+        silent = [clip for clip in clips if clip.error is None and clip.text is None]
+        for clip, text in self._batch(silent, lambda part: _transcribe(part, tools)):
+            clip.text = text
+        for clip in clips:
+            with clip.keep_error():
+                if clip.error is None:
+                    clip.text = self.cleaning.fix((clip.text or "").strip(), counts)
+                    if not clip.text:
+                        raise AudioError("text: the transcript is empty")
+                    check_text(clip.text, len(clip.audio) / rate, self.limits)
+        for clip, codes in self._batch(clips, lambda part: _encode([clip.audio for clip in part], tools)):
+            clip.codes = codes
+        told = [clip for clip in clips if clip.row.ref_text is not None]
+        for clip, codes in self._batch(told, lambda part: _encode([clip.reference for clip in part], tools)):
+            clip.ref_codes = codes
+        for clip in clips:
+            with clip.keep_error():
+                if clip.error is None:
+                    prepared.append(self._make_row(clip, rate, self._embed(clip.reference, tools.encoder), counts))
+            if clip.error is not None:
+                rejected.append(Rejected(line=clip.row.line, audio=clip.name, reason=_describe(clip.error)))
+
+    def _batch(self, clips: Sequence[_Clip], work: Callable[[list[_Clip]], list[Any]]) -> Iterator[tuple[_Clip, Any]]:
+        """Yield clips with what is made of them in batches of similar length; of a batch that fails, one by one."""
+        good = sorted((clip for clip in clips if clip.error is None), key=lambda clip: len(clip.audio))
+        for begin in range(0, len(good), self.batch_size):
+            part = good[begin : begin + self.batch_size]
+            try:
+                yield from zip(part, work(part), strict=True)
+                continue
+            except Exception as error:  # noqa: BLE001 - one clip must not stop the others
+                if len(part) == 1:
+                    part[0].error = error
+                    continue
+            for clip in part:
+                with clip.keep_error():
+                    yield clip, work([clip])[0]
+
+    def _make_row(
+        self, clip: _Clip, sample_rate: int, embedding: NDArray[np.float32], counts: Counter[str]
+    ) -> PreparedRow:
+        row = clip.row
+        return PreparedRow(
+            audio=clip.name,
+            text=clip.text or "",
+            codes=clip.codes,
+            seconds=round(len(clip.audio) / sample_rate, 4),
+            speaker=row.speaker.lower(),
+            language=row.language.lower(),
+            speaker_embedding=embedding,
+            instruct=self.cleaning.fix((row.instruct or "").strip(), counts),
+            ref_text=self.cleaning.fix((row.ref_text or "").strip(), counts),
+            ref_codes=clip.ref_codes,
+        )
 
     def _embed(self, audio: Audio, encoder: SpeakerEncoder | None) -> NDArray[np.float32]:
         if self.model == SPOKEN:
@@ -175,10 +303,19 @@ class Preparer:
             mels = compute_mels(torch.from_numpy(audio)[None].to(self.device), encoder.config)
             return np.asarray(encoder(mels)[0].cpu().numpy(), dtype=np.float32)
 
-    def _read_config(self) -> FamilyConfig | None:
-        """Return the configuration of the model; of a codec alone there is none."""
+    def _read_model(self) -> tuple[Family, FamilyConfig] | tuple[None, None]:
+        """Return family and configuration of the model; of a codec alone there are none."""
         folder = find_speech_model(self.model) if self.model != SPOKEN else None
-        return read_family(folder)[1] if folder is not None and is_speech_model(folder) else None
+        return read_family(folder) if folder is not None and is_speech_model(folder) else (None, None)
+
+
+def _transcribe(clips: Sequence[_Clip], tools: _Tools) -> list[str]:
+    assert tools.transcribe is not None
+    return tools.transcribe([c.audio for c in clips], tools.codec.sample_rate, [c.row.language for c in clips])
+
+
+def _encode(clips: Sequence[Audio], tools: _Tools) -> list[NDArray[np.int64]]:
+    return [codes.numpy() for codes in tools.codec.encode([torch.from_numpy(clip) for clip in clips])]
 
 
 def _find_language_problem(config: FamilyConfig | None, row: ManifestRow) -> str | None:

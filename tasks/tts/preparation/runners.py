@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
@@ -24,6 +25,7 @@ from lit_fsdp.checkpoint.manifest import describe_files
 from lit_fsdp.errors import join_names
 from lit_fsdp.export.out_folder import lock_out
 from lit_fsdp.files import refuse_unwritable, write_whole
+from lit_fsdp.tasks.tts.preparation.cleaning import DUPLICATE, mark_duplicates
 from lit_fsdp.tasks.tts.preparation.manifest import ManifestRow, read_manifest
 from lit_fsdp.tasks.tts.preparation.prepared import PLAN, SUMMARY, ShardFormat, write_shard
 from lit_fsdp.tasks.tts.preparation.preparer import Preparer, Rejected
@@ -46,6 +48,7 @@ class Prepared:
         num_rejected: Lines that gave none; ``rejects.jsonl`` says why.
         seconds: Of audio in all rows.
         num_resumed: Shards that were there from an earlier run.
+        cleaned: What cleaning did, by name: how many files, clips or texts it changed, and ``left_out_ms`` of pauses.
     """
 
     folder: Path
@@ -53,6 +56,7 @@ class Prepared:
     num_rejected: int
     seconds: float
     num_resumed: int
+    cleaned: dict[str, int]
 
 
 def prepare_shards(
@@ -90,6 +94,9 @@ def prepare_shards(
     with lock_out(out, out / _LOCK), refuse_unwritable("out", out):
         preparer.check_languages(rows)  # before the folder is one of these rows
         _check_plan(out, rows, preparer, rows_per_shard=rows_per_shard, shard_format=shard_format)
+        if preparer.cleaning.drop_duplicates:
+            rows = mark_duplicates(rows)
+            shards = [rows[i : i + rows_per_shard] for i in range(0, len(rows), rows_per_shard)]
         paths = [out / f"shard-{i:05}.{shard_format}" for i in range(len(shards))]
         missing = [i for i, path in enumerate(paths) if not _is_whole(path, shards[i])]
         if missing:  # until they are there, the folder must not look finished
@@ -110,13 +117,14 @@ def prepare_shard(preparer: Preparer, rows: Sequence[ManifestRow], path: Path) -
     for name, file in _list_inputs(rows).items():
         with suppress(OSError, ValueError):  # may not be read; its line is rejected
             inputs[name] = (read_state(file), hash_file(file))
-    good, rejected = preparer(rows)
+    good, rejected, cleaned = preparer(rows)
     path.unlink(missing_ok=True)
     if good:
         write_shard(path, good)
     summary = {"num_rows": len(good), "seconds": sum(row.seconds for row in good)}
     files = describe_files([path] if good else [])
-    text = {**summary, "rejected": [asdict(r) for r in rejected], "files": files, "inputs": inputs}
+    text: dict[str, Any] = {**summary, "rejected": [asdict(r) for r in rejected], "files": files, "inputs": inputs}
+    text |= {"cleaned": cleaned, "duplicates": _list_duplicates(rows)}
     write_whole(_name_summary(path), json.dumps(text, ensure_ascii=False))  # last: it says what is complete
     return len(rows)
 
@@ -180,12 +188,19 @@ def _is_whole(path: Path, rows: Sequence[ManifestRow]) -> bool:
         if summary["files"] != describe_files(paths) or path.is_file() != bool(paths):
             return False
         known = summary["inputs"]
+        if summary["duplicates"] != _list_duplicates(rows):  # of a file that was replaced since
+            return False
         changed = [name for name, file in _list_inputs(rows).items() if _is_other(file, known.get(name))]
     except (OSError, ValueError, KeyError, TypeError):  # not there, cut, or of an earlier release
         return False
     if changed:
         log.warning("%s is made again: changed since it was prepared: %s", path.name, join_names(changed))
     return not changed
+
+
+def _list_duplicates(rows: Iterable[ManifestRow]) -> list[str]:
+    """Return which lines are left out as duplicates, and of what."""
+    return [f"{row.line}: {row.problem}" for row in rows if (row.problem or "").startswith(DUPLICATE)]
 
 
 def _list_inputs(rows: Iterable[ManifestRow]) -> dict[str, Path]:
@@ -251,7 +266,13 @@ def _finish(out: Path, paths: Sequence[Path], *, num_resumed: int) -> Prepared:
         num_rejected=len(rejected),
         seconds=sum(part["seconds"] for part in parts),
         num_resumed=num_resumed,
+        cleaned=dict(sum((Counter(part["cleaned"]) for part in parts), Counter())),
     )
-    summary = {"num_rows": found.num_rows, "num_rejected": found.num_rejected, "seconds": round(found.seconds, 3)}
+    if num_duplicates := sum(len(part["duplicates"]) for part in parts):
+        found.cleaned["duplicates"] = num_duplicates
+    summary: dict[str, Any] = {"num_rows": found.num_rows, "num_rejected": found.num_rejected}
+    summary["seconds"] = round(found.seconds, 3)
+    if found.cleaned:
+        summary["cleaned"] = found.cleaned
     write_whole(out / SUMMARY, json.dumps(summary) + "\n")
     return found

@@ -15,6 +15,7 @@ from lit_fsdp.weights.base_weights import fetch_pretrained, get_pretrained_folde
 
 Transcribe = Callable[[Sequence[Audio], int, Sequence[str]], list[str]]
 _SECONDS = 30  # that it reads at once
+_LARGEST = 16  # parts of that length in a batch
 # Not the copies in other dtypes that some of these models have.
 _PATTERNS = ("model.safetensors", "model-*.safetensors", "*.json", "merges.txt")
 
@@ -42,7 +43,7 @@ def find_transcriber(name: str) -> Path:
 
 @lru_cache(maxsize=1)
 def load_transcriber(name: str, device: str = "cpu") -> Transcribe:
-    """Return a function from clips, their sample rate and languages to texts.
+    """Return a function from clips, their sample rate and languages to texts, which it writes in batches.
 
     Args:
         name: Of a model that has been fetched, or its folder.
@@ -66,21 +67,33 @@ def load_transcriber(name: str, device: str = "cpu") -> Transcribe:
     known = {*LANGUAGES.values(), *LANGUAGES, *TO_LANGUAGE_CODE} if is_multilingual else set()
 
     def transcribe(clips: Sequence[Audio], sample_rate: int, languages: Sequence[str]) -> list[str]:
-        texts = []
-        for clip, language in zip(clips, languages, strict=True):
-            rate = processor.feature_extractor.sampling_rate
+        rate = processor.feature_extractor.sampling_rate
+        parts: dict[str | None, list[tuple[int, Any]]] = {}  # by language: clip and features
+        for number, (clip, language) in enumerate(zip(clips, languages, strict=True)):
             audio = clip if rate == sample_rate else soxr.resample(clip, sample_rate, rate, quality="HQ")
             # It finds out itself what it has no name for, such as dialects.
-            options = {"language": language.lower()} if language.lower() in known else {}
-            parts = []
+            name = language.lower() if language.lower() in known else None
             for begin in range(0, len(audio), _SECONDS * rate):
                 part = audio[begin : begin + _SECONDS * rate]
+                # One by one, as sums over a batch may be rounded otherwise.
                 inputs = processor(part, sampling_rate=rate, return_tensors="pt", return_attention_mask=True)
-                inputs = inputs.to(model.device, model.dtype)
-                with torch.inference_mode():
-                    ids = model.generate(inputs.input_features, attention_mask=inputs.attention_mask, **options)
-                parts.append(processor.batch_decode(ids, skip_special_tokens=True)[0].strip())
-            texts.append(" ".join(parts))
-        return texts
+                parts.setdefault(name, []).append((number, inputs))
+        texts: list[list[str]] = [[] for _ in clips]
+        for name, own in parts.items():
+            for begin in range(0, len(own), _LARGEST):
+                batch = own[begin : begin + _LARGEST]
+                for (number, _), text in zip(batch, write([inputs for _, inputs in batch], name), strict=True):
+                    texts[number].append(text)
+        return [" ".join(found) for found in texts]
+
+    def write(batch: list[Any], language: str | None) -> list[str]:
+        features, mask = (
+            torch.cat([inputs[name] for inputs in batch]) for name in ("input_features", "attention_mask")
+        )
+        options = {} if language is None else {"language": language}
+        with torch.inference_mode():
+            features, mask = features.to(model.device, model.dtype), mask.to(model.device)
+            ids = model.generate(features, attention_mask=mask, **options)
+        return [text.strip() for text in processor.batch_decode(ids, skip_special_tokens=True)]
 
     return transcribe

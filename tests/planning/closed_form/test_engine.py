@@ -215,6 +215,19 @@ def test_offload_moves_all_states_to_the_host() -> None:
     assert there.peak.by_kind["parameters"] == buffers
 
 
+def test_shards_that_come_beside_compute_take_the_largest_unit_of_a_gpu() -> None:
+    model = {"vocab_size": 9000, "hidden_size": 256}
+    plain, beside, on_ranks = (
+        estimate_lm(
+            Model(**model), device_type="cuda", world_size=n, cpu_offload=CPUOffload(overlap_optimizer=overlaps)
+        )
+        for n, overlaps in ((1, False), (1, True), (2, True))
+    )
+    assert beside.peak.num_bytes - plain.peak.num_bytes == (9000 + 1) * 256 * 4  # norm and head
+    parted = estimate_lm(Model(**model), device_type="cuda", world_size=2, cpu_offload=CPUOffload())
+    assert on_ranks.peak == parted.peak
+
+
 def round_up(num_bytes: int) -> int:
     size = 1
     while size < num_bytes:

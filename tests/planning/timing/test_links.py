@@ -15,8 +15,10 @@ from lit_fsdp.planning.timing.links import (
     parse_links,
     read_comm,
     time_collective,
+    time_exchange,
+    time_low_bit,
 )
-from lit_fsdp.profiling.collectives import COLLECTIVES, count_wire_bytes
+from lit_fsdp.profiling.collectives import COLLECTIVES, MEASURED, count_wire_bytes
 
 US = 1e-6
 GB = 10**9
@@ -24,7 +26,7 @@ GB = 10**9
 
 def write_comm(folder: Path, *, num_ranks: int = 2, num_nodes: int = 1, **changes: Any) -> Path:
     line = {"alpha_s": 1e-4, "bandwidth_gb_s": 2.0, "worst_pct": 5.0}
-    collectives = {kind: {**line, **changes.get(kind, {})} for kind in COLLECTIVES}
+    collectives = {kind: {**line, **changes.get(kind, {})} for kind in (*COLLECTIVES, *changes)}
     path = folder / "comm.json"
     path.write_text(json.dumps({"num_ranks": num_ranks, "num_nodes": num_nodes, "collectives": collectives}))
     return path
@@ -94,6 +96,20 @@ def test_a_measured_line_replaces_the_table(tmp_path: Path) -> None:
     # Three hops instead of one.
     assert time_collective("all_gather", GB, Group(num_ranks=4), net) == pytest.approx(3e-4 + 0.75 / 2)
     assert net.notes == ()
+
+
+def test_fewer_bits_take_what_they_were_measured_to_take_and_else_what_they_send(tmp_path: Path) -> None:
+    group = Group(num_ranks=2)
+    old = parse_links(str(write_comm(tmp_path)))
+    assert time_low_bit("gather_bits_8", GB, group, old) == time_collective("all_gather", GB, group, old)
+    assert time_low_bit("reduce_bits_8", GB, group, old) == time_exchange(GB, group, old)
+    # With rounding, which takes longer than the link.
+    slower = {kind: {"bandwidth_gb_s": 0.25} for kind in MEASURED if kind not in COLLECTIVES}
+    new = parse_links(str(write_comm(tmp_path, **slower)))
+    assert time_low_bit("gather_bits_8", GB, group, new) == pytest.approx(1e-4 + 0.5 / 0.25)
+    assert time_low_bit("reduce_bits_16", GB, group, new) == pytest.approx(1e-4 + 0.5 / 0.25)
+    assert time_collective("all_gather", GB, group, new) == time_collective("all_gather", GB, group, old)
+    assert time_low_bit("gather_bits_8", GB, Group(num_ranks=1), new) == 0
 
 
 def test_a_measurement_over_nodes_stands_for_the_network(tmp_path: Path) -> None:

@@ -332,6 +332,23 @@ def test_offload_copies_shards_twice_up_and_gradients_down_and_steps_on_the_host
     assert any("offload: 20 GB/s" in note for note in there.notes)
 
 
+def test_an_update_beside_compute_costs_what_the_last_backward_and_the_next_forward_leave() -> None:
+    flops = Flops(forward=10**14, backward=2 * 10**14, recomputed=0)  # 1 s and 2 s
+    options: dict[str, Any] = {"num_shards": 1, "flops": flops, "units": zero_units(), "offloaded_bytes": GB}
+
+    def time_update(seconds: float, n: int = 1) -> float:
+        update_bytes = int(50e9 * seconds)
+        found = estimate(make_net(1), n=n, update_bytes=update_bytes, overlaps_update=True, ranks_per_node=1, **options)
+        return found.optimizer_s
+
+    num_units = sum(unit.num_params > 0 for unit in PLAN)
+    assert time_update(1.0) == pytest.approx(1.0 / num_units)  # a quarter beside backward, the rest beside forward
+    assert time_update(4.0) == pytest.approx(3.0 - 1.0 + 4.0 / num_units)
+    assert time_update(12.0) == pytest.approx(3.0 - 2.0 + 9.0 - 1.0 + 12.0 / num_units)
+    # Of several micro-batches, the last backward and the first forward alone.
+    assert time_update(1.0, n=4) == pytest.approx(0.75 - 0.25 + 1.0 / num_units)
+
+
 def test_the_root_is_gathered_first_and_embeddings_compute_nothing() -> None:
     work = Workload(flops=Flops(), plan=PLAN, units=count_units(PLAN), tokens=1, moved_bytes=0)
     times = time_units(work, Machine(gpu=ROUND, links=make_net(1), num_shards=2, ranks_per_node=2))

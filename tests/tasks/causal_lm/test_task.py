@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp import CPUOffload, FSDP2Strategy
 from lit_fsdp.tasks import CausalLM, Optimizer, TextData, TrainTokenizer
+from lit_fsdp.tasks.text_model import build_model
 from ranks import run_ranks
 
 TINY = {"model_type": "llama", "num_hidden_layers": 2, "max_position_embeddings": 64, **EVEN, "vocab_size": 300}
@@ -248,6 +249,30 @@ def test_models_that_cannot_be_built_are_refused_with_the_reason(
             build_trainer(FSDP2Strategy()).fit(CausalLM(**settings), datamodule=make_data(tmp_path))
 
     run_ranks(body, world_size=1)
+
+
+_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_BART = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "electra", "roformer", "gpt_neox", "llama", "bart"])
+@pytest.mark.parametrize("settings", [{}, {"is_decoder": True}], ids=["as it is", "decoder"])
+def test_models_whose_tokens_see_later_ones_are_refused_and_no_others(
+    model_type: str, settings: dict[str, Any]
+) -> None:
+    sizes = _BART if model_type == "bart" else _SIZES
+    config = AutoConfig.for_model(model_type, vocab_size=64, **sizes, **settings)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.arange(8, 24).repeat(2, 1)
+    ids[1, -1] = 5
+    first, second = model(ids, use_cache=False).logits[:, :-1]
+    if torch.equal(first, second):
+        build_model(config, "auto")
+        return
+    with pytest.raises(ValueError, match=f"model_type: got '{model_type}' without is_decoder: .*with MaskedLM"):
+        build_model(config, "auto")
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from plan_runs import plan
 from preference_training import NUM_STEPS, Trained, compare, fit, make_data, make_inputs, make_task, train, write_pairs
+from safetensors.torch import load_file, save_file
 from training import build_trainer, save_model
 from transformers import AutoModelForCausalLM
 
@@ -285,6 +286,19 @@ def test_a_model_that_has_trained_is_no_reference_for_other_data(folder: Path, t
 
 
 @pytest.mark.full
+def test_one_other_value_below_makes_another_reference(tmp_path: Path) -> None:
+    folder = make_inputs(tmp_path)
+    task = make_task(folder, **PRECOMPUTED)
+    task.trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    found = task._identify_reference()
+    assert task._identify_reference() == found
+    weights = load_file(folder / "model" / "model.safetensors")
+    weights["model.embed_tokens.weight"][0, 0] += 1
+    save_file(weights, folder / "model" / "model.safetensors", {"format": "pt"})
+    assert task._identify_reference() != found
+
+
+@pytest.mark.full
 def test_the_precomputed_reference_keeps_its_digits_in_bfloat16(folder: Path) -> None:
     task, data = make_task(folder, **PRECOMPUTED), make_data(folder, batch_size=4)
     seen: list[torch.Tensor] = []
@@ -296,3 +310,14 @@ def test_the_precomputed_reference_keeps_its_digits_in_bfloat16(folder: Path) ->
     trainer.fit(task, data)
     torch.distributed.destroy_process_group()
     assert torch.equal(seen[0], torch.from_numpy(data._reference["train"][:4].T.reshape(-1)))
+
+
+def test_pairs_stay_together_where_a_batch_is_split() -> None:
+    """[2 * rows, length]: first all chosen, then all rejected."""
+    task = PreferenceTuning(pretrained="none", beta=0.1)
+    batch = {"input_ids": torch.arange(8).view(8, 1), "labels": torch.arange(8).view(8, 1)}
+    parts = task.split_batch(batch, 2)
+    assert [part["labels"].flatten().tolist() for part, _ in parts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert [weight for _, weight in parts] == [1.0, 1.0]
+    with pytest.raises(ValueError, match="loss_type 'orpo' has a mean over the micro-batch"):
+        PreferenceTuning(pretrained="none", loss_type="orpo").split_batch(batch, 2)

@@ -23,8 +23,8 @@ COLORS = ["blue", "green", "red"]
 LABELS: dict[str, list[Any]] = {
     "single_label_classification": [COLORS[i % 5 % 3] for i in range(NUM_ROWS)],
     "multi_label_classification": [[c for j, c in enumerate(COLORS) if (i + j) % 3] for i in range(NUM_ROWS)],
-    # Far from what a new model says: near its target a gradient is the rounding of a difference.
-    "regression": [i / 50 + 2.01 for i in range(NUM_ROWS)],
+    # So far apart that no step comes near all of them: near its target a gradient is the rounding of a difference.
+    "regression": [0.7 * (i % 5) - 0.8 for i in range(NUM_ROWS)],
 }
 CASES = [
     (BERT, "single_label_classification"),
@@ -241,3 +241,13 @@ def test_numbers_to_predict_keep_their_digits_in_bfloat16(strategy: str, tmp_pat
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     assert seen == [[1234.5, 1235.5, 1236.5, 1237.5]]
+
+
+def test_pairs_of_a_reward_stay_together_where_a_batch_is_split() -> None:
+    """[2 * rows, length]: the better and the worse text in turn."""
+    task = SequenceClassification(pretrained="none")
+    task.problem_type = "reward"
+    batch = {"input_ids": torch.arange(6).view(6, 1), "attention_mask": torch.ones(6, 1), "labels": torch.zeros(3)}
+    parts = [part for part, _ in task.split_batch(batch, 2)]
+    assert [part["input_ids"].flatten().tolist() for part in parts] == [[0, 1], [2, 3, 4, 5]]
+    assert [len(part["labels"]) for part in parts] == [1, 2]

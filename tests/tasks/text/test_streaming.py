@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,6 +180,19 @@ def test_a_resume_of_other_rows_or_in_another_order_is_refused(folder: Path) -> 
             load(build(folder, streaming=True, **change), state=state)
     with pytest.raises(ValueError, match=r"streaming: got true: the checkpoint was saved without it"):
         load(build(folder, streaming=True), state={"epoch": 0, "samples_seen": 4})
+
+
+def test_a_resume_after_lines_of_a_file_were_shuffled_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Its name and size are the same."""
+    file = tmp_path / "rows.txt"
+    rows = [f"row {n:04} of a stream\n" for n in range(2000)]
+    file.write_text("".join(rows))
+    build_here = partial(build, folder, streaming=True, train=str(file), txt_documents="line")
+    state = load(build_here()).state_dict()
+    load(build_here(), state=state)
+    file.write_text("".join(reversed(rows)))
+    with pytest.raises(ValueError, match=r"saved in a stream of other rows"):
+        load(build_here(), state=state)
 
 
 def test_what_a_stream_cannot_keep_is_refused_before_it_is_read(folder: Path) -> None:

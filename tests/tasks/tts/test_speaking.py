@@ -205,6 +205,45 @@ def test_the_command_speaks_into_files(run: Path, tmp_path: Path, capsys: pytest
     assert "export-voice" in capsys.readouterr().err
 
 
+def test_audio_comes_out_before_the_last_code_is_written(run: Path, tmp_path: Path) -> None:
+    speaker, codec = open_speaker(str(run), SHORT), build_small_codec().eval()
+    text, is_written = speaker.encode("hello", "kim", None), []
+    write = speaker.family.write
+
+    def count(*args: Any) -> Any:
+        for frame in write(*args):
+            is_written.append(frame.codes is not None)
+            yield frame
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speaker.family, "write", count)
+        stream = speaker.stream(text, codec, is_streaming=False, num_frames=3)
+        pieces = [next(stream)]
+        assert (len(pieces[0].audio), sum(is_written)) == (3 * 1920, 3)
+        pieces += stream
+    (speech,) = speaker.speak([text], is_streaming=False)
+    assert len(speech.codes) > 3
+    assert torch.equal(torch.cat([piece.codes for piece in pieces]), speech.codes)
+    (audio,) = codec.decode([speech.codes])
+    torch.testing.assert_close(torch.cat([piece.audio for piece in pieces]), audio, atol=5e-5, rtol=0)
+    assert [piece.has_ended for piece in pieces] == [None] * (len(pieces) - 1) + [speech.has_ended]
+
+
+@pytest.mark.full
+def test_stdout_gets_the_audio_of_the_file_and_nothing_else(
+    run: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    options = [f"--model={run}", f"--out={tmp_path}", "--codec=formants", "--sampling.max_frames=6"]
+    assert main(["speak", *options, "--text=hello", "--to_stdout=true"]) == 0
+    out, err = capfdbinary.readouterr()
+    file = (tmp_path / "00000.wav").read_bytes()
+    assert (out[:4], out[8:40], out[44:]) == (file[:4], file[8:40], file[44:])  # but for the lengths
+    assert b"00000.wav" in err
+    (tmp_path / "texts.txt").write_text("one\n")
+    assert main(["speak", *options, f"--texts={tmp_path / 'texts.txt'}", "--to_stdout=true"]) != 0
+    assert b"to_stdout: one text at a time" in capfdbinary.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(OFFICIAL is None, reason="LIT_FSDP_QWEN_TTS_PYTHON names no Python that has qwen-tts")
 def test_the_official_package_loads_an_export_and_speaks_alike(base: Path, tmp_path: Path) -> None:

@@ -135,6 +135,70 @@ def test_counts_of_a_step_are_those_of_all_its_micro_batches_and_ranks(prepared:
     assert [b["step_counts"].tolist() for b in batches] == [[tokens, frames]] * 4
 
 
+def fit_bundles(folder: Path, out: Path, accumulate: int) -> None:
+    pl.seed_everything(0, verbose=False)
+    recorder = Recorder()
+    trainer = build_trainer(callbacks=[recorder], accumulate_grad_batches=accumulate, max_steps=4)
+    trainer.fit(build_task(), build_data(folder, max_frames_per_batch=30, shuffle=True))
+    if trainer.is_global_zero:
+        torch.save(vars(recorder.result), out)
+
+
+@pytest.mark.full
+def test_batches_bounded_by_frames_train_the_same_on_any_number_of_ranks(prepared: Path, tmp_path: Path) -> None:
+    found = []
+    for world_size, accumulate in ((1, 2), (2, 1)):
+        run_ranks(fit_bundles, prepared, tmp_path / "result.pt", accumulate, world_size=world_size)
+        found.append(torch.load(tmp_path / "result.pt"))
+    for name in ("losses", "grad_norms"):
+        assert len(found[0][name]) == 4
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-6)
+
+
+def test_batches_bounded_by_frames_have_like_lengths_and_go_on_after_a_resume(prepared: Path) -> None:
+    def build(bound: int = 30) -> Any:
+        data = build_data(prepared, max_frames_per_batch=bound, shuffle=True, repeat=2)
+        data.attach(parse_config(make_config()))
+        data.setup("fit")
+        return data.train_dataloader()
+
+    lengths = sorted(len(row.codes) for row in make_rows())
+    batches = list(build())
+    counts = [batch["frame_mask"].sum(1).tolist() for batch in batches]
+    assert sorted(n for own in counts for n in own) == sorted(2 * lengths)
+    assert all(len(own) * max(own) <= 30 for own in counts)
+    assert len(counts) < 1.5 * 2 * sum(lengths) / 30  # they are nearly full
+    assert any(len(own) > 5 for own in counts)
+    assert any(len(own) == 2 for own in counts)
+    for batch in batches:
+        assert batch["step_counts"].tolist() == [len(batch["labels"]), len(batch["frame_index"])]
+    first = build()
+    iterator = iter(first)
+    for _ in range(3):
+        next(iterator)
+    (again := build()).load_state_dict(first.state_dict())
+    assert [batch["frame_mask"].sum(1).tolist() for batch in again] == counts[3:]
+    with pytest.raises(ValueError, match="the rows are others"):
+        build(40).load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 2}, "leave out batch_size, global_batch_size and share"),
+        ({"global_batch_size": 4}, "leave out batch_size, global_batch_size and share"),
+        ({"max_frames_per_batch": 0}, "max_frames_per_batch: got 0: expected 1 or more"),
+        ({"max_frames_per_batch": 13}, "the longest row has 14 frames: expected 14 or more"),
+    ],
+)
+def test_bounds_on_frames_that_cannot_be_are_refused(prepared: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        data = build_data(prepared, **{"max_frames_per_batch": 30, **options})
+        data.attach(parse_config(make_config()))
+        data.setup("fit")
+        data.train_dataloader()
+
+
 def test_accumulated_batches_that_say_nothing_of_their_step_are_refused() -> None:
     class Rows(pl.LightningDataModule):
         def train_dataloader(self) -> Any:

@@ -51,6 +51,19 @@ def test_long_audio_is_decoded_in_the_official_chunks(codec: Codec) -> None:
     torch.testing.assert_close(audio[300 * 1920 :: 64], GOLDEN["long audio"], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.full
+def test_audio_in_pieces_is_that_of_the_whole(codec: Codec) -> None:
+    # Over a chunk, and over many windows of attention; some pieces are shorter than a kernel reaches back.
+    codes = torch.cat([GOLDEN["codes 0"]] * 9)[:330]
+    (whole,) = codec.decode([codes])
+    with codec.open_stream() as stream:
+        sizes = [1, 1, 2, 3, 0, 4, 289, 7, 23]
+        pieces = [stream.decode(part) for part in codes.split(sizes)]
+    assert [len(piece) for piece in pieces] == [1920 * size for size in sizes]
+    torch.testing.assert_close(torch.cat(pieces), whole, atol=5e-5, rtol=0)  # a 16-bit sample is 3e-5
+    assert torch.equal(codec.decode([codes])[0], whole)  # nothing of the stream stays
+
+
 def test_a_clip_gets_the_same_codes_in_any_batch(codec: Codec) -> None:
     clips = [make_audio(seconds, 150.0) for seconds in (0.5, 1.37, 0.9, 2.03)]
     together = codec.encode(clips)

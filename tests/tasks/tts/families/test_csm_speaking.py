@@ -189,6 +189,6 @@ def test_built_in_voices_are_refused(run: Path, tmp_path: Path) -> None:
 
 def test_a_language_that_training_would_refuse_is_rejected_before(base: Path, tmp_path: Path) -> None:
     rows = [ManifestRow(line=1, audio="a.wav", folder=tmp_path, text="a", language="german")]
-    good, (rejected,) = Preparer(model=str(base), limits=Limits())(rows)
+    good, (rejected,), _ = Preparer(model=str(base), limits=Limits())(rows)
     assert not good
     assert rejected.reason == "language: got 'german': csm is not told a language: expected auto or english"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from speech_golden import CONFIG, FILE, fill, make_audio, make_samples
+from speech_golden import CONFIG, FILE, draw, fill, make_audio, make_samples
 from torch import Tensor
 
 from lit_fsdp.tasks.tts.config import parse_config
@@ -16,6 +16,7 @@ from lit_fsdp.tasks.tts.families.model_types import load_speech_model
 from lit_fsdp.tasks.tts.families.qwen3 import Qwen3Family
 from lit_fsdp.tasks.tts.families.qwen3_layout import collate_prompts, collate_training
 from lit_fsdp.tasks.tts.families.qwen3_model import Qwen3TTS, generate_qwen3
+from lit_fsdp.tasks.tts.families.qwen3_runs import ModuleRun, StepRun
 from lit_fsdp.tasks.tts.families.speaker_encoder import compute_mels
 from lit_fsdp.tasks.tts.generation import GREEDY, Chooser, Sampling, SamplingValues
 from lit_fsdp.tasks.tts.parts import count_parts
@@ -153,7 +154,12 @@ def test_the_language_is_on_the_codec_track(model: Qwen3TTS) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["whole", "streaming"])
 @pytest.mark.parametrize("way", ["greedy", "sampled"])
-def test_generated_codes_are_the_official_ones(model: Qwen3TTS, way: str, kind: str) -> None:
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_generated_codes_are_the_official_ones(way: str, kind: str, by_hand: bool) -> None:
+    model = build()
+    if by_hand:
+        model.prepare_speaking()
+        assert model.steps is not None
     prompts = make_utterances(codes=None)
     prompts[1] = Utterance(**{**vars(prompts[1]), "language": model.config.get_language_id("English")})
     batch = collate_prompts(prompts, model.config, is_streaming=kind == "streaming")
@@ -162,6 +168,30 @@ def test_generated_codes_are_the_official_ones(model: Qwen3TTS, way: str, kind: 
     for i, speech in enumerate(generate_qwen3(model, batch, sampling)):
         assert torch.equal(speech.codes, GOLDEN[f"{way} {kind} {i}"])
         assert speech.has_ended == (len(speech.codes) < sampling.max_frames)
+
+
+def test_steps_by_hand_keep_the_weights_and_what_the_model_computes(model: Qwen3TTS) -> None:
+    plain = build()
+    before = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    plain.prepare_speaking()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in plain.state_dict().items())
+    torch.testing.assert_close(plain(make_batch(plain)).logits, model(make_batch(model)).logits, **NEAR)
+    batch = collate_prompts(make_utterances(codes=None), model.config)  # one of the two is filled up
+    assert plain.steps is not None
+    runs = ModuleRun(model.talker), StepRun(plain.steps)
+    states = [run.begin(model.embed_tracks(batch), batch["attention_mask"]) for run in runs]
+    for place in range(40):  # beyond what a cache has room for at first
+        torch.testing.assert_close(*states, **NEAR)
+        inputs = draw(f"frame {place}", *states[0].shape).unsqueeze(1)
+        states = [run.advance(inputs) for run in runs]
+
+
+def test_an_adapted_or_narrower_model_speaks_through_its_modules() -> None:
+    narrow, adapted = build().bfloat16(), build()
+    adapted.talker.model.layers[0].mlp.up_proj = torch.nn.Sequential(adapted.talker.model.layers[0].mlp.up_proj)
+    for model in (narrow, adapted):
+        model.prepare_speaking()
+        assert model.steps is None
 
 
 def test_a_built_in_voice_speaks_as_officially() -> None:

@@ -14,11 +14,13 @@ from tiny_whisper import save_whisper
 from transformers import WhisperForConditionalGeneration, WhisperProcessor
 
 from lit_fsdp.cli.main import main
+from lit_fsdp.tasks.tts.codec.codec_12hz import Codec
 from lit_fsdp.tasks.tts.codec.formants import SENTENCES, VOICES, synthesize
 from lit_fsdp.tasks.tts.codec.loading import load_codec
 from lit_fsdp.tasks.tts.families.model_types import load_speech_model
 from lit_fsdp.tasks.tts.families.speaker_encoder import compute_mels
 from lit_fsdp.tasks.tts.preparation.audio import Limits, read_audio
+from lit_fsdp.tasks.tts.preparation.mapped_rows import map_rows
 from lit_fsdp.tasks.tts.preparation.prepared import PreparedRow, read_rows
 from lit_fsdp.tasks.tts.preparation.preparer import Preparer
 from lit_fsdp.tasks.tts.preparation.runners import prepare_shards
@@ -139,3 +141,78 @@ def test_languages_that_the_model_has_not_are_said_before_the_work(
     monkeypatch.setattr(Preparer, "_prepare", lambda _, rows: pytest.fail(caplog.text))
     with pytest.raises(pytest.fail.Exception, match=r"manifest: language: got 'klingon': .*: left out: line 3"):
         prepare(base, manifest, tmp_path / "none")  # where the corrected manifest goes on
+
+
+def speak_clips(folder: Path, count: int) -> list[dict[str, Any]]:
+    """Clips of different lengths, and their lines of a manifest."""
+    lines = []
+    for i in range(count):
+        text = " ".join(SENTENCES * 2)[: 9 + 7 * ((i * 3) % count)]
+        audio = synthesize(text, list(VOICES.values())[i % 2])
+        soundfile.write(folder / f"{i}.wav", audio[: len(audio) - 700 * i], 24000, subtype="FLOAT")
+        lines.append({"audio": f"{i}.wav", "text": text})
+    return lines
+
+
+def test_batches_give_the_same_bytes_as_one_by_one(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = speak_clips(tmp_path, 7)
+    for i in (1, 2, 4, 5):
+        del lines[i]["text"]
+    lines[2]["language"] = lines[5]["language"] = "english"
+    lines[3] |= {"ref_audio": "0.wav", "ref_text": lines[0]["text"]}
+    (manifest := tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    whisper = save_whisper(tmp_path / "whisper")
+    weights = load_file(whisper / "model.safetensors")  # as drawn, it hears the same in all clips
+    loud = {name: 240 * tensor if tensor.ndim > 1 else tensor for name, tensor in weights.items()}
+    save_file(loud, whisper / "model.safetensors", metadata={"format": "pt"})
+    sizes: list[int] = []
+    encode = Codec.encode
+    monkeypatch.setattr(Codec, "encode", lambda codec, clips: sizes.append(len(clips)) or encode(codec, clips))
+    for batch_size in (1, 3):
+        preparer = Preparer(model=str(base), limits=Limits(), transcriber=str(whisper), batch_size=batch_size)
+        prepare_shards(manifest, tmp_path / str(batch_size), preparer, show_progress=False)
+    assert sizes == [*[1] * 8, 3, 3, 1, 1]
+    shards = [(tmp_path / name / "shard-00000.parquet").read_bytes() for name in "13"]
+    assert shards[0] == shards[1]
+    assert len({row.text for row in read_rows(tmp_path / "3")}) == 7
+    assert (tmp_path / "3/rejects.jsonl").read_text() == ""
+
+
+def test_of_a_batch_that_fails_only_what_is_wrong_is_left_out(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = speak_clips(tmp_path, 4)
+    (manifest := tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    longest, encode = max(soundfile.info(tmp_path / f"{i}.wav").frames for i in range(4)), Codec.encode
+
+    def fail(codec: Codec, clips: Any) -> Any:
+        if any(len(clip) == longest for clip in clips):
+            raise MemoryError("too much")
+        return encode(codec, clips)
+
+    monkeypatch.setattr(Codec, "encode", fail)
+    preparer = Preparer(model=str(base), limits=Limits(), batch_size=4)
+    done = prepare_shards(manifest, tmp_path / "out", preparer, show_progress=False)
+    assert (done.num_rows, done.num_rejected) == (3, 1)
+    assert "MemoryError: too much" in (tmp_path / "out/rejects.jsonl").read_text()
+
+
+def test_what_a_row_goes_on_from_and_how_it_is_said_are_prepared(base: Path, clips: Path, tmp_path: Path) -> None:
+    told = {"audio": "0.wav", "text": SENTENCES[0], "instruct": " Whisper. "}
+    lines: list[dict[str, Any]] = [{**told, "ref_audio": "1.wav", "ref_text": f" {SENTENCES[1]}"}, told]
+    lines += [{**told, "ref_text": "a"}, {**told, "ref_audio": "1.wav", "ref_text": " "}]
+    lines += [{**told, "ref_audio": "1.wav", "ref_text": "a" * 200}]
+    (manifest := clips / "told.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    first, second = prepare(base, manifest, tmp_path / "out")
+    reference = torch.from_numpy(read_audio(clips / "1.wav", 24000))
+    assert first.ref_codes is not None
+    np.testing.assert_array_equal(first.ref_codes, load_codec(base).encode([reference])[0].numpy())
+    assert (first.ref_text, first.instruct, second.instruct) == (SENTENCES[1], "Whisper.", "Whisper.")
+    assert second.ref_codes is None
+    assert second.ref_text == ""
+    reasons = [json.loads(line)["reason"] for line in (tmp_path / "out/rejects.jsonl").read_text().splitlines()]
+    assert reasons[0] == "ref_text: not used without ref_audio, in which it is said"
+    assert reasons[1].startswith("ref_text: empty")
+    assert reasons[2].startswith("ref_audio: text: too long for its audio")
+    mapped = map_rows(str(tmp_path / "out"), tmp_path / "cache")
+    assert [row.to_plain() for row in mapped] == [row.to_plain() for row in (first, second)]

@@ -1,0 +1,32 @@
+"""Which of several layouts is recommended."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lit_fsdp.planning.layouts import Layout, choose_layout
+
+
+def make_layout(tokens_per_s: float, *, fits: bool = True, rounds: bool = False) -> Layout:
+    time: Any = SimpleNamespace(tokens_per_s=tokens_per_s)
+    trial: Any = None
+    return Layout(trial=trial, time=time, fits=fits, rounds=rounds)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "exact", "any_bits"),
+    [
+        ([make_layout(1.0), make_layout(1.9), make_layout(2.0)], 2, 2),
+        ([make_layout(1.97), make_layout(2.0)], 0, 0),  # the error of estimates does not tell them apart
+        ([make_layout(1.0), make_layout(1.95, rounds=True), make_layout(1.97)], 2, 2),  # and bits are kept
+        ([make_layout(1.0), make_layout(1.5), make_layout(1.6, rounds=True)], 1, 2),
+        ([make_layout(1.0, fits=False), make_layout(0.5), make_layout(9.0, fits=False)], 1, 1),
+        ([make_layout(1.0, fits=False), make_layout(0.5, rounds=True)], None, 1),
+    ],
+)
+def test_the_fastest_that_fits_is_chosen_and_of_near_ones_the_simplest(
+    layouts: list[Layout], exact: int | None, any_bits: int
+) -> None:
+    assert choose_layout(layouts, rounds=False) is (None if exact is None else layouts[exact])
+    assert choose_layout(layouts, rounds=True) is layouts[any_bits]

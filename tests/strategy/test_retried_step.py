@@ -1,0 +1,355 @@
+"""A step that runs out of memory on a rank is redone on all of them, with the same result."""
+
+import json
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from memory_faults import PHASES, Fault, Faults
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+from training import (
+    EVEN,
+    UNEVEN,
+    Recorder,
+    Result,
+    Rows,
+    build_task,
+    build_trainer,
+    collate,
+    gather_weights,
+    list_differences,
+    make_rows,
+    save_model,
+)
+
+from lit_fsdp import ActivationCheckpointing, CPUOffload, FSDP2Strategy, Mesh, Sharding
+from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.strategy.batch_split import split_rows
+from ranks import RankError, run_ranks
+
+STEPS = 3
+BATCH = 8  # rows of a step, on all ranks together
+NOTHING = {"loss": 0.0, "grad_norm": 0.0, "weight": 0.0}
+
+
+def train(
+    folder: Path,
+    faults: list[Fault],
+    *,
+    accumulate: int = 1,
+    task: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    retries: int = 9,
+    **settings: Any,
+) -> tuple[Result, list[str], int]:
+    """Return what a run on these ranks leaves, the steps it has redone, and how many errors this rank has had."""
+    torch.manual_seed(0)
+    recorder, injector = Recorder(), Faults(faults)
+    strategy = FSDP2Strategy(oom_retries=retries, **settings)
+    options: dict[str, Any] = {"max_steps": STEPS, "accumulate_grad_batches": accumulate, **(trainer or {})}
+    runner = build_trainer(strategy, callbacks=[recorder, injector], **options)
+    model = build_task(folder, **(task or {}))
+    vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    num_data_ranks = strategy.data_ranks.count
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runner.fit(model, Rows(vocab_size, BATCH // num_data_ranks // accumulate))
+    recorder.result.weights = gather_weights(model)
+    return recorder.result, strategy.redone_steps, len(injector.raised)
+
+
+def assert_equal(run: Result, truth: Result, tolerance: float) -> None:
+    if dist.get_rank():
+        return  # rank 0 has the weights
+    differences = list_differences(run, truth)
+    if tolerance == 0:
+        assert differences == NOTHING
+    else:
+        assert differences["loss"] < tolerance, differences
+        assert differences["weight"] < tolerance, differences
+
+
+def test_a_rank_that_runs_out_of_memory_alone_does_not_end_the_run(tmp_path: Path) -> None:
+    """Once: the step is redone as it was, to the bit. Twice: in halves, to 1e-6."""
+    folder = save_model(tmp_path, **UNEVEN)
+
+    def body() -> None:
+        truth, redone, _ = train(folder, [])
+        assert redone == []
+        fault = Fault(rank=1, phase="backward", unit=2)
+        run, redone, num_raised = train(folder, [fault])
+        assert num_raised == (dist.get_rank() == 1)
+        message = "CUDA out of memory. Tried to allocate 2.00 GiB."
+        assert redone == [f"rank 1 ran out of memory in backward of step 2: {message}; redone as it was"]
+        assert_equal(run, truth, 0)
+
+        run, redone, _ = train(folder, [fault, Fault(rank=0, phase="unshard", unit=1, step=2)])
+        assert redone[1].startswith("rank 0 ran out of memory in forward of step 3: CUDA")
+        assert redone[1].endswith("; redone, like all later steps, with each micro-batch in 2 parts")
+        assert_equal(run, truth, 1e-6)
+
+    run_ranks(body)
+
+
+# Each with what else the task and the Trainer are given. NF4 and adapters come with their own model.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"accumulate": 2},
+    "no_sync": {"accumulate": 2, "sharding": Sharding(no_sync=True)},
+    "recomputation": {"activation_checkpointing": ActivationCheckpointing(mode="full")},
+    "selective recomputation": {"activation_checkpointing": ActivationCheckpointing(mode="selective")},
+    "inputs offloaded": {"activation_checkpointing": ActivationCheckpointing(mode="full", offload=True)},
+    "MLP chunks": {"activation_checkpointing": ActivationCheckpointing(mode="full", mlp_chunks=2)},
+    "offload": {"cpu_offload": CPUOffload(pin_memory=False)},
+    "kept gathered": {"sharding": Sharding(reshard_after_forward=False)},
+    "prefetch": {"sharding": Sharding(forward_prefetch=2, backward_prefetch=2)},
+    "two gradients under way": {"sharding": Sharding(reduce_scatter_max_input_buffers=2)},
+    "loss in chunks": {"task": {"loss_chunks": 2}},
+    "nf4": {
+        "task": {"lora": LoRA(r=4, alpha=8, dropout=0.1), "quantization": Quantization()},
+        "activation_checkpointing": ActivationCheckpointing(mode="full"),
+    },
+    "nf4, kept dequantized": {
+        "task": {"lora": LoRA(r=4, alpha=8), "quantization": Quantization()},
+        "activation_checkpointing": ActivationCheckpointing(mode="full", keep_dequantized=True),
+        "accumulate": 2,
+    },
+    "sequence": {"mesh": Mesh(sequence=2)},
+}
+FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "hybrid": {"mesh": Mesh(replicate=2, shard=2)},
+    "kept over two": {"sharding": Sharding(reshard_after_forward=2)},
+}
+
+
+def choose_faults(
+    random_: random.Random, settings: dict[str, Any], world_size: int, times: int, num_faults: int
+) -> list[Fault]:
+    """Return errors anywhere, each in a step of its own."""
+    is_recomputed = "activation_checkpointing" in settings
+    phases = [phase for phase in PHASES if phase != "recompute" or is_recomputed]
+    return [
+        Fault(
+            rank=random_.randrange(world_size),
+            phase=random_.choice(phases),
+            unit=random_.randrange(6),
+            step=step,
+            micro_batch=random_.randrange(settings.get("accumulate", 1)),
+            times=times,
+            is_plain=random_.random() < 0.3,
+        )
+        for step in random_.sample(range(STEPS), num_faults)
+    ]
+
+
+def check(folder: Path, settings: dict[str, Any], seed: int, num_runs: int) -> None:
+    """Train with errors of all kinds on these ranks; compare each run with one that had none."""
+    random_ = random.Random(seed)
+    truth, _, _ = train(folder, [], **settings)
+    num_redone = 0
+    for _ in range(num_runs):
+        is_split = random_.random() < 0.5
+        faults = choose_faults(random_, settings, dist.get_world_size(), 1 + is_split, 1)
+        run, redone, num_raised = train(folder, faults, **settings)
+        counts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(counts, num_raised)
+        assert len(redone) == sum(counts), (faults, redone)
+        # Dropout of a split batch draws other numbers.
+        has_dropout = getattr(settings.get("task", {}).get("lora"), "dropout", 0)
+        if len(redone) < 2 or not has_dropout:
+            assert_equal(run, truth, 1e-6 if len(redone) > 1 else 0)
+        num_redone += bool(redone)
+    assert num_redone > num_runs // 2  # others are units that the phase does not reach
+
+
+def make_folder(folder: Path, name: str) -> Path:
+    wide = {**EVEN, "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2, "head_dim": 32}
+    return save_model(folder, **(wide if name.startswith("nf4") else EVEN))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [*SETTINGS, *FOUR_RANKS])
+def test_every_setting_survives_errors_anywhere(name: str, tmp_path: Path) -> None:
+    """To the bit where the step was redone as it was, to 1e-6 where it was split."""
+    settings = {**SETTINGS, **FOUR_RANKS}[name]
+    run_ranks(check, make_folder(tmp_path, name), settings, 0, 4, world_size=4 if name in FOUR_RANKS else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SETTINGS, *FOUR_RANKS])
+def test_errors_anywhere_hundreds_of_times(name: str, tmp_path: Path) -> None:
+    settings = {**SETTINGS, **FOUR_RANKS}[name]
+    world_size = 4 if name in FOUR_RANKS else 2
+    run_ranks(check, make_folder(tmp_path, name), settings, 1, 16, world_size=world_size, timeout_s=1200)
+
+
+class RaggedRows(pl.LightningDataModule):
+    """Micro-batches of another size on each rank."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rank = dist.get_rank()
+        first, size = sum(self.sizes[:rank]), self.sizes[rank]
+        batches = [list(range(first + step, first + step + size)) for step in range(STEPS)]
+        return DataLoader(make_rows(64, 32), batch_sampler=batches, collate_fn=collate)  # type: ignore[arg-type]
+
+
+@pytest.mark.full
+def test_a_rank_with_fewer_rows_than_parts_counts_nothing_twice(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, **EVEN)
+
+    def fit(faults: list[Fault]) -> tuple[Result, list[str]]:
+        torch.manual_seed(0)
+        recorder, strategy = Recorder(), FSDP2Strategy(oom_retries=9)
+        task = build_task(folder)
+        trainer = build_trainer(strategy, callbacks=[recorder, Faults(faults)], max_steps=STEPS)
+        trainer.fit(task, RaggedRows([6, 1]))
+        recorder.result.weights = gather_weights(task)
+        return recorder.result, strategy.redone_steps
+
+    def body() -> None:
+        truth, _ = fit([])
+        run, redone = fit([Fault(rank=0, phase="forward", unit=1, step=0, times=3)])
+        assert redone[-1].endswith("with each micro-batch in 4 parts")
+        assert_equal(run, truth, 1e-6)
+
+    run_ranks(body)
+
+
+class Counting(pl.LightningModule):
+    """Changes all kinds of things in a step, beside its gradients. Its loss is a mean over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.register_buffer("mean", torch.zeros(4))
+        self.seen = MeanMetric()
+        self.num_steps, self.rows, self.by_name = 0, [], {"rows": 0}
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        self.mean += batch.mean(0)
+        self.seen.update(batch)
+        self.num_steps += 1
+        self.rows.append(len(batch))
+        self.by_name["rows"] += len(batch)
+        loss: Tensor = (self.net(batch) - batch.sum(1, keepdim=True)).square().mean()
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class CountingByRows(Counting):
+    """Says how its batches split."""
+
+    def split_batch(self, batch: Tensor, num_parts: int) -> list[Any]:
+        return split_rows(batch, num_parts)
+
+
+def fit_counting(module: Counting, faults: list[Fault], accumulate: int = 1) -> dict[str, Any]:
+    torch.manual_seed(0)
+    data = DataLoader(torch.randn(24, 4), batch_size=4)  # type: ignore[arg-type]
+    strategy = FSDP2Strategy(oom_retries=9)
+    trainer = build_trainer(
+        strategy, callbacks=[Faults(faults)], max_epochs=1, max_steps=-1, accumulate_grad_batches=accumulate
+    )
+    trainer.fit(module, data)
+    return {
+        "weights": torch.cat([p.full_tensor().flatten() for p in module.parameters()]).detach(),  # type: ignore[attr-defined]
+        "mean": module.mean.clone(),
+        "seen": module.seen.compute(),
+        "logged": trainer.callback_metrics["loss"],
+        "counts": torch.tensor([module.num_steps, len(module.rows), module.by_name["rows"]]),
+    }
+
+
+@pytest.mark.full(after=1)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_a_step_changes_beside_gradients_is_set_back(accumulate: int) -> None:
+    """To the bit; with dropout, so random numbers too."""
+
+    def body() -> None:
+        torch.manual_seed(3)
+        truth = fit_counting(Counting(), [], accumulate)
+        for phase in ("forward", "end"):
+            torch.manual_seed(3)
+            fault = Fault(rank=0, phase=phase, micro_batch=accumulate - 1)
+            found = fit_counting(Counting(), [fault], accumulate)
+            for name, value in truth.items():
+                assert torch.equal(found[name], value), name
+
+    run_ranks(body, world_size=1)
+
+
+@pytest.mark.full
+def test_a_module_says_how_its_batches_split() -> None:
+    def body() -> None:
+        runs = []
+        for faults in ([], [Fault(rank=0, phase="end", times=2)]):
+            torch.manual_seed(3)
+            module = CountingByRows()
+            module.net[2] = nn.Identity()
+            runs.append(fit_counting(module, faults))
+        truth, found = runs
+        for name in ("weights", "logged"):
+            assert torch.allclose(found[name], truth[name], rtol=0, atol=1e-6), name
+        assert found["counts"].tolist() == [1 + 5 * 2, 1 + 5 * 2, 24]  # all but the first step in halves
+
+    run_ranks(body, world_size=1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fault", "batch", "retries", "reason"),
+    [
+        (Fault(rank=1, phase="backward", times=2), 1, 9, "its micro-batch of 1 row cannot be split further"),
+        (Fault(rank=1, phase="forward", times=3), 4, 2, "oom_retries 2 were used up"),
+    ],
+)
+def test_a_step_that_cannot_be_redone_ends_the_run_and_says_why(
+    fault: Fault, batch: int, retries: int, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_model(tmp_path, **EVEN)
+
+    def body() -> None:
+        trainer = build_trainer(FSDP2Strategy(oom_retries=retries), callbacks=[Faults([fault])], max_steps=STEPS)
+        trainer.fit(build_task(folder), Rows(64, batch))
+
+    with pytest.raises(RankError, match=f"CUDA out of memory(?s:.*)the step is not redone: {reason}"):
+        run_ranks(body)
+    assert f"step 2, which is not redone: {reason}" in capfd.readouterr().out
+
+
+def test_batches_split_by_rows() -> None:
+    batch = {"ids": torch.arange(10).view(5, 2), "lengths": [[1], [2], [3], [4], [5]], "temperature": 2.0}
+    parts = split_rows(batch, 2)
+    assert [part["ids"].tolist() for part, _ in parts] == [[[0, 1], [2, 3]], [[4, 5], [6, 7], [8, 9]]]
+    assert [(part["lengths"], part["temperature"]) for part, _ in parts] == [([[1], [2]], 2.0), ([[3], [4], [5]], 2.0)]
+    assert [weight for _, weight in parts] == [0.4, 0.6]
+    assert len(split_rows(torch.zeros(3), 8)) == 3
+    assert [y.tolist() for (_, y), _ in split_rows((torch.zeros(2, 3), torch.arange(2)), 2)] == [[0], [1]]
+    with pytest.raises(ValueError, match="place 1 of the batch has 3 rows, and place 0 has 2"):
+        split_rows((torch.zeros(2), torch.zeros(3)), 2)
+    with pytest.raises(ValueError, match="no tensors with rows"):
+        split_rows({"step": 3}, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"oom_retries": -1}, "got -1: expected 0"), ({"oom_retries": 2, "mesh": Mesh(tensor=2)}, "mesh.tensor 2")],
+)
+def test_retries_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"oom_retries: .*{message}"):
+        pl.Trainer(accelerator="cpu", devices=2, strategy=FSDP2Strategy(**settings), logger=False)
