@@ -9,6 +9,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
+import torch
+
 from lit_fsdp.errors import ConfigError
 
 T = TypeVar("T")
@@ -44,6 +46,7 @@ def print_error(error: Exception) -> str:
 
 def _send(sender: Connection, work: Callable[[], object], who: str) -> None:
     warnings.simplefilter("ignore")  # who builds the module has said them
+    torch.set_num_threads(1)  # others do not outlive a fork
     try:
         sender.send(work())
     except ConfigError as error:

@@ -50,6 +50,7 @@ class TracedStep:
         moved_bytes: Of all micro-batches: what operators other than products and attention read and write.
         exchanges: Of all micro-batches: the bytes of each exchange of ranks that share the tokens of a row.
         log: Of the memory, where blocks were marked.
+        is_unfolded: Whether a model of few blocks was traced, and the rest repeats it.
     """
 
     memory: StepMemory
@@ -57,6 +58,7 @@ class TracedStep:
     moved_bytes: int
     exchanges: tuple[int, ...] = ()
     log: MemoryLog | None = None
+    is_unfolded: bool = False
 
 
 @contextmanager

@@ -47,8 +47,13 @@ _HELP = (
 def unfold_step(step: PlannedStep, *, who: str = "plan") -> TracedStep:
     """Return what ``trace_step`` does, from a trace of few blocks where the others repeat them.
 
-    Traces in processes of their own, so the step stays as it is. All blocks are traced if none repeats, if those that
-    should do the same do not, if the model does not run with fewer, and with ``mesh.tensor``.
+    The short model is traced in a process of its own. All blocks are traced, in this one, if none repeats, if those
+    that should do the same do not, if the model does not run with fewer, if the peak is in the optimizer, and with
+    ``mesh.tensor`` and ``mesh.sequence``. Afterwards the step is of no other use.
+
+    Args:
+        step: To be traced.
+        who: Asks, for errors of the process.
 
     Raises:
         ConfigError: The step fails, or asks for what a tensor without values has not.
@@ -56,16 +61,17 @@ def unfold_step(step: PlannedStep, *, who: str = "plan") -> TracedStep:
     settings = step.strategy.settings
     first = max(1, settings.sharding.forward_prefetch, settings.sharding.backward_prefetch)
     units = plan_module(step.module, settings.wrap)
-    for reach in range(first, first + _NUM_REACHES) if settings.mesh.tensor == 1 else ():
+    is_shared = settings.mesh.tensor > 1 or settings.mesh.sequence > 1  # rows or layers, by ranks
+    for reach in () if is_shared else range(first, first + _NUM_REACHES):
         if not (stacks := choose_stacks(step.module, units, settings, reach=reach)):
             break
         try:
             traced = run_apart(partial(_trace_short, step, stacks), who)
-        except ConfigError:
+        except ConfigError:  # of which the trace of all blocks tells more
             break
         if traced is not None:
             return traced
-    return run_apart(partial(trace_step, step), who)
+    return trace_step(step)
 
 
 def trace_step(step: PlannedStep) -> TracedStep:
@@ -89,6 +95,8 @@ def _trace_short(step: PlannedStep, stacks: Sequence[Stack]) -> TracedStep | Non
         traced = unfold_trace(_trace(step, marked=[name for stack in stacks for name in stack.blocks]), stacks)
     except UnevenBlocksError:
         return None
+    except Exception as error:  # noqa: BLE001  of any model that does not run with fewer blocks
+        raise ConfigError(f"plan: no trace of few blocks: {error}") from error
     return _scale(step, replace(traced, memory=add_pinned_rounding(traced.memory, rounding)))
 
 

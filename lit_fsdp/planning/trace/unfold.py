@@ -71,6 +71,7 @@ def unfold_trace(traced: TracedStep, stacks: Sequence[Stack]) -> TracedStep:
         moved_bytes=moved_bytes,
         exchanges=tuple(traced.exchanges[i] for span in out.exchanges for i in span),
         log=None,
+        is_unfolded=True,
     )
 
 
