@@ -1,6 +1,6 @@
 """Steps as both engines see them, and as they are on tensors that have values."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,6 +14,8 @@ from lit_fsdp.optim.factory import Optimizer, build_optimizer
 from lit_fsdp.planning.closed_form.engine import StepEstimate, estimate_step
 from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, Ranks
 from lit_fsdp.planning.trace.dry_run import TracedStep, fake_ranks, trace_training_step
+from lit_fsdp.planning.trace.short_model import Stack, choose_stacks, shorten_model
+from lit_fsdp.planning.trace.unfold import unfold_trace
 from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
 from lit_fsdp.sharding.activation_offload import watch_host_memory
 from lit_fsdp.sharding.mesh import build_mesh
@@ -66,6 +68,8 @@ def trace(
     world_size: int = 1,
     num_micro_batches: int = 1,
     device_type: str = "cpu",
+    optimizer: Optimizer | None = None,
+    marked: Sequence[str] = (),
     **settings: Any,
 ) -> TracedStep:
     """Trace the same step, the method ``step`` of the module; the process must have no ranks."""
@@ -76,12 +80,22 @@ def trace(
             batch,
             dtypes=read_precision(precision),
             compute_loss=lambda batch: module.step(batch),  # noqa: PLW0108  looked up when it is sharded
-            build_optimizer=lambda: build_optimizer(module.parameters(), Optimizer()),
+            build_optimizer=lambda: build_optimizer(module.parameters(), optimizer or Optimizer()),
             step_name="step",
             ranks_per_node=world_size,
             num_micro_batches=num_micro_batches,
             device_type=device_type,
+            marked=marked,
         )
+
+
+def trace_short(module: Any, batch: Mapping[str, Any], **options: Any) -> tuple[TracedStep, list[Stack]]:
+    """Trace the same step on as few blocks as hold all that the others do, and return it unfolded, and those blocks."""
+    settings = Settings(**{key: value for key, value in options.items() if key in vars(Settings())})
+    stacks = choose_stacks(module, plan_module(module, settings.wrap), settings, reach=1)
+    shorten_model(module, stacks)
+    traced = trace(module, batch, marked=[name for stack in stacks for name in stack.blocks], **options)
+    return unfold_trace(traced, stacks), stacks
 
 
 def run_for_real(module: Any, settings: Settings, batch: Any, options: dict[str, Any], make: Callable) -> StepMemory:

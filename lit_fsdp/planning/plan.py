@@ -23,7 +23,7 @@ from lit_fsdp.planning.estimate import (
 from lit_fsdp.planning.planned_step import PlannedStep
 from lit_fsdp.planning.step_parts import NoEstimateError, Ranks
 from lit_fsdp.planning.timing.step_time import StepTime
-from lit_fsdp.planning.trace.exact_trace import trace_step
+from lit_fsdp.planning.trace.exact_trace import trace_step, unfold_step
 from lit_fsdp.profiling.expected_communication import Collectives, UnitBytes, estimate_bytes, estimate_collectives
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory_trace import StepMemory
@@ -113,7 +113,9 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
         notes.append(f"no closed form, so the step was traced: {reason}")
     if unseen := list_untraced(step.module):
         notes.append(f"left out: what {', '.join(unseen)} of the task does, which no engine follows")
-    traced = trace_step(step) if estimate is None or exact else None
+    traced = trace_step(step) if exact else unfold_step(step) if estimate is None else None
+    if traced is not None and traced.is_unfolded:
+        notes.append("few blocks were traced, and repeated to the depth of the model; --exact true traces all")
     cost = estimate or traced
     assert cost is not None
     if sizes.tensor > 1:

@@ -107,7 +107,7 @@ class WorkCounter(FlopCounter):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
-        if not self.is_counting:
+        if not self.is_counting or func is torch.ops.prim.device.default:
             return func(*args, **(kwargs or {}))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if out is not NotImplemented:

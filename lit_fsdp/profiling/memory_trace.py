@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -51,6 +52,77 @@ class StepMemory:
     host_by_kind: Mapping[Kind, int] = field(default_factory=dict)
 
 
+class MemoryEvent(NamedTuple):
+    """Memory that came, went, or was found to be for something else."""
+
+    operator: int  # number of the operator that is the first to see it
+    unit: str
+    kind: Kind
+    is_on_host: bool
+    num_bytes: int  # negative: it went
+
+
+class Mark(NamedTuple):
+    """A border in a step."""
+
+    name: str  # of a phase, or of a block that is marked
+    is_backward: bool  # whether it is the backward of the block that begins
+    operator: int  # number of the next operator
+    event: int  # number of the next event
+    work: tuple[int, ...]  # what ``count_work`` returned
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLog:
+    """The memory of one step, event by event."""
+
+    events: Sequence[MemoryEvent]
+    units: Sequence[str]  # of each operator: the unit that was computing
+    phases: Sequence[tuple[str, int]]  # name and first operator
+    marks: Sequence[Mark] = ()
+    num_first: int = 0  # events of what was there before the step
+
+    def summarize(self) -> StepMemory:
+        """Return what was alive after each operator.
+
+        Raises:
+            RuntimeError: There was no operator.
+        """
+        num_operators = len(self.units)
+        if not num_operators:
+            raise RuntimeError("no operator ran while the memory was traced")
+        by_kind = {kind: np.zeros(num_operators + 1, dtype=np.int64) for kind in KINDS}
+        host, largest = Counter[Kind](), dict[Kind, int]()
+        for operator, _, kind, is_on_host, num_bytes in self.events:
+            if is_on_host:
+                host[kind] += num_bytes
+                largest[kind] = max(largest.get(kind, 0), host[kind])
+            else:
+                by_kind[kind][min(operator, num_operators)] += num_bytes
+        alive = {kind: np.cumsum(changes[:-1]) for kind, changes in by_kind.items()}
+        total = sum(alive.values(), np.zeros(num_operators, dtype=np.int64))
+        peak = int(total.argmax())
+        by_unit: dict[str, Counter[Kind]] = {}
+        for operator, unit, kind, is_on_host, num_bytes in self.events:
+            if operator <= peak and not is_on_host:
+                by_unit.setdefault(unit, Counter())[kind] += num_bytes
+        ends = [begin for _, begin in self.phases[1:]] + [num_operators]
+        phases = [(name, begin, end) for (name, begin), end in zip(self.phases, ends, strict=True)]
+        return StepMemory(
+            peak=Peak(
+                num_bytes=int(total[peak]),
+                operator=peak,
+                phase=next((name for name, begin, end in reversed(phases) if begin <= peak < end), PHASES[0]),
+                unit=self.units[peak],
+                by_kind={kind: int(column[peak]) for kind, column in alive.items()},
+                by_unit={unit: +kinds for unit, kinds in by_unit.items() if +kinds},
+            ),
+            by_kind={kind: column.tolist() for kind, column in alive.items()},
+            phases=[(name, begin, end) for name, begin, end in phases if end > begin],
+            host_by_kind=largest,
+        )
+
+
 @dataclass
 class _Block:
     num_bytes: int
@@ -77,6 +149,8 @@ class MemoryTrace(TorchDispatchMode):
         device: The device that is looked at.
         is_offloaded: Count shards, their gradients and state, and all that the optimizer makes as memory of the
             host, wherever they lie: fake tensors have one device only.
+        marked: Names of modules whose forward and backward are marked in the log where they begin.
+        count_work: Returns counts to be kept with each mark.
     """
 
     def __init__(
@@ -87,11 +161,14 @@ class MemoryTrace(TorchDispatchMode):
         plan: Sequence[Unit] = (),
         device: torch.device,
         is_offloaded: bool = False,
+        marked: Sequence[str] = (),
+        count_work: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_offloaded = is_offloaded
-        self._host: Counter[Kind] = Counter()
-        self._host_largest: Counter[Kind] = Counter()
+        self._marked, self._count_work = marked, count_work
+        self._marks: list[Mark] = []
+        self._num_first = 0
         self._arriving: list[_Block] = []  # gradients on their way to the host
         self._size_on_host: Callable[[int], int] | None = None  # of what is allocated on the host now
         self._model, self._optimizers = model, list(optimizers)
@@ -99,12 +176,11 @@ class MemoryTrace(TorchDispatchMode):
         self._owners = name_units(plan)
         self._labels = {name: label_unit(unit) for unit in plan for name in unit.names if unit.kind != "root"}
         self._blocks: dict[int, _Block] = {}
-        self._by_kind: Counter[Kind] = Counter()
-        self._history: list[tuple[int, ...]] = []
+        self._events: list[MemoryEvent] = []
+        self._units: list[str] = []  # of each operator
         self._phases: list[tuple[str, int]] = []
         self._stack: list[str] = []  # units whose forward runs
         self._unit = OUTSIDE
-        self._peak: Peak | None = None
         self._summands: tuple[_Block, _Block] | None = None  # of a sum that is not recorded yet
         self._sharded: dict[str, list[Any]] = {}
         self._hooks: list[Any] = []
@@ -119,7 +195,8 @@ class MemoryTrace(TorchDispatchMode):
     def begin_phase(self, name: str) -> None:
         """Say which part of the step begins: one of ``PHASES``."""
         self._try(self._record_sum)
-        self._phases.append((name, len(self._history)))
+        self._phases.append((name, len(self._units)))
+        self._mark_border(name)
         if name == "optimizer":
             self._move_arriving()
 
@@ -141,20 +218,24 @@ class MemoryTrace(TorchDispatchMode):
         Raises:
             RuntimeError: There was no operator, or an error ended the counting.
         """
+        return self.get_log().summarize()
+
+    def get_log(self) -> MemoryLog:
+        """Return what was seen, event by event.
+
+        Raises:
+            RuntimeError: An error ended the counting.
+        """
         self._try(self._record_sum)
         if self._error is not None:
             text = f"the step could not be followed: {type(self._error).__name__}: {self._error}"
             raise RuntimeError(text) from self._error
-        if self._peak is None:
-            raise RuntimeError("no operator ran while the memory was traced")
-        ends = [begin for _, begin in self._phases[1:]] + [len(self._history)]
-        phases = [(name, begin, end) for (name, begin), end in zip(self._phases, ends, strict=True)]
-        columns = zip(*self._history, strict=True)
-        return StepMemory(
-            peak=self._peak,
-            by_kind={kind: list(column) for kind, column in zip(KINDS, columns, strict=True)},
-            phases=[(name, begin, end) for name, begin, end in phases if end > begin],
-            host_by_kind=dict(self._host_largest),
+        return MemoryLog(
+            events=self._events,
+            units=self._units,
+            phases=self._phases,
+            marks=self._marks,
+            num_first=self._num_first,
         )
 
     def __enter__(self) -> MemoryTrace:
@@ -167,11 +248,12 @@ class MemoryTrace(TorchDispatchMode):
             unit = self._owners.get(names.get(get_shard(sharded), ""), OUTSIDE)
             self._sharded.setdefault(unit, []).append(sharded)
         try:
-            for hook in self._watch_units():
+            for hook in (*self._watch_units(), *self._watch_marked()):
                 self._hooks.append(hook)
         except BaseException:
             self._remove_hooks()
             raise
+        self._num_first = self._num_first or len(self._events)
         self._look()
         return self
 
@@ -215,6 +297,8 @@ class MemoryTrace(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         self._try(self._record_sum)
+        if func is torch.ops.prim.device.default:  # asked of tensors without values, several times an operator
+            return func(*args)
         kwargs = kwargs or {}
         is_copied = self._try(is_collective_of_gloo, func, args)
         if func is torch.ops._c10d_functional.wait_tensor.default and isinstance(args[0], FakeTensor):
@@ -238,15 +322,27 @@ class MemoryTrace(TorchDispatchMode):
         if phase == "backward":
             self._find_backward_unit((args, kwargs))
             self._mark_gradients()
+        owners = self._find_owners(args, out) if phase == "optimizer" else {}
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 is_on_host = self._is_offloaded and phase == "optimizer"
-                self._add(tensor, self._choose_kind(phase), self._unit, is_on_host=is_on_host)
+                unit = owners.get(id(tensor), self._unit)
+                self._add(tensor, self._choose_kind(phase), unit, is_on_host=is_on_host)
         hidden = count_hidden_bytes(func, args, kwargs) + self._mark_communication(func, args, kwargs, out)
         if phase == "backward" and func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
             self._summands = self._find_summands(*args)
         if self._summands is None:
-            self._record(phase, hidden)
+            self._record(hidden)
+
+    def _find_owners(self, args: tuple[Any, ...], out: Any) -> dict[int, str]:
+        """Find the unit of an operator of the optimizer, and those of its outputs if it has several units."""
+        units = {block.unit for t in tree_iter(args) if isinstance(t, Tensor) and (block := self._find(t))}
+        units -= {OUTSIDE}  # such as a factor that all have in common
+        self._unit = units.pop() if len(units) == 1 else OUTSIDE
+        if not isinstance(out, list | tuple) or not args or not isinstance(args[0], list | tuple):
+            return {}
+        pairs = zip(args[0], out, strict=True) if len(args[0]) == len(out) else ()
+        return {id(made): block.unit for source, made in pairs if (block := self._find(source))}
 
     def _find_summands(self, first: Tensor, second: Any) -> tuple[_Block, _Block] | None:
         """Return what a sum is made of, if autograd may add it up in place when no dispatch mode is on.
@@ -265,7 +361,7 @@ class MemoryTrace(TorchDispatchMode):
             return
         (first, second), self._summands = self._summands, None
         is_in_place = first.storage() is None
-        self._record("backward", 0 if is_in_place or second.storage() is not None else second.num_bytes)
+        self._record(0 if is_in_place or second.storage() is not None else second.num_bytes)
 
     def _choose_kind(self, phase: str) -> Kind:
         if phase == "forward":
@@ -350,11 +446,7 @@ class MemoryTrace(TorchDispatchMode):
         return self._blocks.get(tensor.untyped_storage()._cdata)
 
     def _count(self, block: _Block, num_bytes: int) -> None:
-        if not block.is_on_host:
-            self._by_kind[block.kind] += num_bytes
-            return
-        self._host[block.kind] += num_bytes
-        self._host_largest[block.kind] = max(self._host_largest[block.kind], self._host[block.kind])
+        self._events.append(MemoryEvent(len(self._units), block.unit, block.kind, block.is_on_host, num_bytes))
 
     def _add(self, tensor: Tensor, kind: Kind, unit: str, *, is_on_host: bool = False) -> None:
         storage = tensor.untyped_storage()
@@ -378,26 +470,12 @@ class MemoryTrace(TorchDispatchMode):
             self._count(block, storage.nbytes() - block.num_bytes)
             block.num_bytes = storage.nbytes()
 
-    def _record(self, phase: str, hidden: int) -> None:
-        by_kind = self._by_kind.copy()
-        by_kind["rest"] += hidden
-        self._history.append(tuple(by_kind[kind] for kind in KINDS))
-        total = sum(self._history[-1])
-        if self._peak is None or total > self._peak.num_bytes:
-            by_unit: dict[str, Counter[Kind]] = {}
-            for block in self._blocks.values():
-                if not block.is_on_host:
-                    by_unit.setdefault(block.unit, Counter())[block.kind] += block.num_bytes
-            if hidden:
-                by_unit.setdefault(self._unit, Counter())["rest"] += hidden
-            self._peak = Peak(
-                num_bytes=total,
-                operator=len(self._history) - 1,
-                phase=phase,
-                unit=self._unit,
-                by_kind=dict(by_kind),
-                by_unit=by_unit,
-            )
+    def _record(self, hidden: int) -> None:
+        if hidden:
+            number = len(self._units)
+            self._events.append(MemoryEvent(number, self._unit, "rest", False, hidden))
+            self._events.append(MemoryEvent(number + 1, self._unit, "rest", False, -hidden))
+        self._units.append(self._unit)
 
     def _watch_units(self) -> Iterator[Any]:
         modules = dict(self._model.named_modules())
@@ -406,6 +484,29 @@ class MemoryTrace(TorchDispatchMode):
             # Before FSDP's own hook, so that what it gathers belongs to the unit.
             yield module.register_forward_pre_hook(partial(self._enter_unit, label), prepend=True)
             yield module.register_forward_hook(self._leave_unit, always_call=True)
+
+    def _watch_marked(self) -> Iterator[Any]:
+        for name in self._marked:
+            module = self._model.get_submodule(name)
+            yield module.register_forward_pre_hook(partial(self._enter_marked, name), prepend=True)
+            # Before FSDP's own hook, so that what it gathers ahead belongs to the backward that it begins.
+            yield module.register_forward_hook(partial(self._leave_marked, name), prepend=True)
+
+    def _enter_marked(self, name: str, *_: Any) -> None:
+        if self._phases and self._phases[-1][0] == "forward":  # what backward computes again is part of it
+            self._mark_border(name)
+
+    def _leave_marked(self, name: str, _: Any, __: Any, output: Any) -> None:
+        if self._phases and self._phases[-1][0] == "forward":
+            for tensor in tree_iter(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._mark_border(name, is_backward=True))
+                    return
+
+    def _mark_border(self, name: str, *, is_backward: bool = False) -> None:
+        # A sum that is not recorded yet is part of what was before.
+        number = len(self._units) + (self._summands is not None)
+        self._marks.append(Mark(name, is_backward, number, len(self._events), self._count_work()))
 
     def _enter_unit(self, label: str, *_: Any) -> None:
         self._stack.append(label)

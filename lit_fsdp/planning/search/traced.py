@@ -12,13 +12,10 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from io import BytesIO
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -34,8 +31,9 @@ from lit_fsdp.planning.planned_step import PlannedGpu, PlannedStep, PlannedTrain
 from lit_fsdp.planning.search.process import REQUEST, RESULT, RequestReader, SearchRequest
 from lit_fsdp.planning.search.search import Candidate, search
 from lit_fsdp.planning.step_parts import ModelToTrain
+from lit_fsdp.planning.trace.apart import print_error, run_apart
 from lit_fsdp.planning.trace.dry_run import TracedStep
-from lit_fsdp.planning.trace.exact_trace import trace_step
+from lit_fsdp.planning.trace.exact_trace import unfold_step
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
 
@@ -59,7 +57,7 @@ def make_tracer(
         if key not in traced:
             step = replace(by_module[id(model.module)], num_micro_batches=num_micro_batches)
             begin = time.monotonic()
-            traced[key] = _run_apart(lambda: _trace(step, model, settings, rows, data), who)
+            traced[key] = run_apart(lambda: _trace(step, model, settings, rows, data, who), who)
             peak_gib, seconds = traced[key].memory.peak.num_bytes / 2**30, time.monotonic() - begin
             print(f"{who}: traced {len(traced)}: {peak_gib:.2f} GiB, in {seconds:.1f} s", file=sys.stderr, flush=True)
         return traced[key]
@@ -82,10 +80,10 @@ def answer(packed: bytes) -> list[Candidate] | str:
     except ConfigError as error:
         return error.line.removeprefix("plan: ").removeprefix(f"{NAME}: ")
     except Exception as error:  # noqa: BLE001  for the run to raise
-        return f"{_print_error(error)}, see the traceback above"
+        return f"{print_error(error)}, see the traceback above"
 
 
-def _trace(step: PlannedStep, model: ModelToTrain, settings: Settings, rows: int, data: Any) -> TracedStep:
+def _trace(step: PlannedStep, model: ModelToTrain, settings: Settings, rows: int, data: Any, who: str) -> TracedStep:
     module: Any = step.module
     step.strategy.settings = settings
     if hasattr(module, "optimizer_settings"):
@@ -93,45 +91,7 @@ def _trace(step: PlannedStep, model: ModelToTrain, settings: Settings, rows: int
     if data is not None and measure_batch(module, step.batch).rows != rows:
         data.batch_size = rows
         step = replace(step, batch=data.make_example_batch())
-    return trace_step(step)
-
-
-def _run_apart(work: Callable[[], TracedStep], who: str) -> TracedStep:
-    """Return what ``work`` does, in a forked process.
-
-    Raises:
-        ConfigError: ``work`` did, or the process was ended.
-    """
-    context = get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(sender, work, who))
-    process.start()
-    sender.close()
-    try:
-        found: TracedStep | ConfigError = receiver.recv()
-    except EOFError:
-        process.join()
-        raise ConfigError(f"{who}: a trace ended with exit code {process.exitcode}") from None
-    process.join()
-    if isinstance(found, ConfigError):
-        raise found
-    return found
-
-
-def _send(sender: Connection, work: Callable[[], TracedStep], who: str) -> None:
-    warnings.simplefilter("ignore")  # who builds the module has said them
-    try:
-        sender.send(work())
-    except ConfigError as error:
-        sender.send(error)
-    except Exception as error:  # noqa: BLE001  for the search to raise
-        sender.send(ConfigError(f"{who}: a trace failed, see the traceback above ({_print_error(error)})"))
-
-
-def _print_error(error: Exception) -> str:
-    """Print a traceback, and return the error on one line."""
-    traceback.print_exc()
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return unfold_step(step, who=who)
 
 
 def _build_trainer(settings: Mapping[str, Any]) -> PlannedTrainer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,8 @@ from lit_fsdp.planning.closed_form.overrides import keeps_gradients
 from lit_fsdp.planning.trace.fake_gpu_ops import run_as_gpus
 from lit_fsdp.profiling.flops import Flops, WorkCounter
 from lit_fsdp.profiling.memory import Kind
-from lit_fsdp.profiling.memory_trace import MemoryTrace, StepMemory
+from lit_fsdp.profiling.memory_trace import MemoryLog, MemoryTrace, StepMemory
+from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.quantization.quantize import prepare_tables
 from lit_fsdp.sharding.activation_offload import watch_host_memory
 from lit_fsdp.sharding.cpu_offload import CPUOffload, count_pinned_rounding, round_pinned
@@ -48,12 +49,16 @@ class TracedStep:
         flops: Of all micro-batches.
         moved_bytes: Of all micro-batches: what operators other than products and attention read and write.
         exchanges: Of all micro-batches: the bytes of each exchange of ranks that share the tokens of a row.
+        log: Of the memory, where blocks were marked.
+        is_unfolded: Whether a model of few blocks was traced, and the rest repeats it.
     """
 
     memory: StepMemory
     flops: Flops
     moved_bytes: int
     exchanges: tuple[int, ...] = ()
+    log: MemoryLog | None = None
+    is_unfolded: bool = False
 
 
 @contextmanager
@@ -85,6 +90,7 @@ def trace_training_step(
     num_micro_batches: int = 1,
     clip_norm: float | None = None,
     device_type: str = "cuda",
+    marked: Sequence[str] = (),
 ) -> TracedStep:
     """Shard a module and run two steps of training on fake tensors; return what the second held and did.
 
@@ -104,10 +110,13 @@ def trace_training_step(
         num_micro_batches: Accumulated in a step.
         clip_norm: Clip gradients by norm before the optimizer; ``None`` does not.
         device_type: Whose kernels: those of ``cpu`` keep more where something is dropped.
+        marked: Names of blocks to mark in the log of the memory, with the work up to there: FLOPs of forward, of
+            backward and of what is recomputed, bytes moved, and exchanges.
     """
     sizes = {"world_size": dist.get_world_size(), "ranks_per_node": ranks_per_node}
     mesh = build_mesh(settings.mesh, device_type=_DEVICE.type, timeout_s=60.0, **sizes)
-    prepare_tables(_DEVICE)
+    if any(iterate_quantized(module)):  # brings bitsandbytes, which takes seconds
+        prepare_tables(_DEVICE)
     make_code_books(_DEVICE)
     _drop_values(module)
     num_shards, offload = settings.mesh.resolve(**sizes).num_shards, settings.cpu_offload
@@ -126,14 +135,25 @@ def trace_training_step(
         )
         run(1, lambda _: None)  # makes the state of the optimizer
         is_offloaded = settings.cpu_offload is not None
-        trace = MemoryTrace(module, [optimizer], plan=plan, device=_DEVICE, is_offloaded=is_offloaded)
-        counter = WorkCounter()
+        counter, exchanges = WorkCounter(), list[int]()
+
+        def count_work() -> tuple[int, ...]:
+            flops = counter.flops
+            return flops.forward, flops.backward, flops.recomputed, counter.moved_bytes, len(exchanges)
+
+        trace = MemoryTrace(
+            module,
+            [optimizer],
+            plan=plan,
+            device=_DEVICE,
+            is_offloaded=is_offloaded,
+            marked=marked,
+            count_work=count_work,
+        )
 
         def begin_phase(name: str) -> None:
             trace.begin_phase(name)
             counter.is_counting = name != "optimizer"
-
-        exchanges: list[int] = []
 
         def note_exchange(num_bytes: int, _num_ranks: int) -> Callable[[], None]:
             exchanges.append(num_bytes)
@@ -145,10 +165,20 @@ def trace_training_step(
             trace.add_inputs(fake)
             run(num_micro_batches, begin_phase)
     memory = trace.finish()
+    return TracedStep(
+        memory=add_pinned_rounding(memory, rounding),
+        flops=counter.flops,
+        moved_bytes=counter.moved_bytes,
+        exchanges=tuple(exchanges),
+        log=trace.get_log() if marked else None,
+    )
+
+
+def add_pinned_rounding(memory: StepMemory, rounding: tuple[int, int]) -> StepMemory:
+    """Add to the memory of the host what ``count_pinned_rounding`` found."""
     kinds: tuple[Kind, Kind] = ("parameters", "gradients")
     added = {kind: memory.host_by_kind[kind] + more for kind, more in zip(kinds, rounding, strict=True) if more}
-    memory = replace(memory, host_by_kind={**memory.host_by_kind, **added})
-    return TracedStep(memory=memory, flops=counter.flops, moved_bytes=counter.moved_bytes, exchanges=tuple(exchanges))
+    return replace(memory, host_by_kind={**memory.host_by_kind, **added})
 
 
 @contextmanager

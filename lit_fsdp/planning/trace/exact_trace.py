@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from lit_fsdp.errors import ConfigError, is_debugging
 from lit_fsdp.planning.planned_step import PlannedStep
-from lit_fsdp.planning.trace.dry_run import TracedStep, fake_ranks, trace_training_step
+from lit_fsdp.planning.trace.apart import run_apart
+from lit_fsdp.planning.trace.dry_run import TracedStep, add_pinned_rounding, fake_ranks, trace_training_step
+from lit_fsdp.planning.trace.short_model import Stack, choose_stacks, shorten_model
+from lit_fsdp.planning.trace.unfold import UnevenBlocksError, unfold_trace
+from lit_fsdp.sharding.cpu_offload import count_pinned_rounding
 from lit_fsdp.sharding.sequence import build_sequence_group
+from lit_fsdp.sharding.wrap import plan_module
 
+_NUM_REACHES = 2  # to try: how far a block's neighbours matter
 _MAX_TRACED = 2  # micro-batches: all after the second hold what it holds
 # Of the bytes that a trace sees moved, what the closed form counts, with which step_time.MEMORY_SHARE was fitted: 0.76
 # in the median of 317 steps of 300 tokens or more in benchmarks/results/plan_{accuracy,settings,matrix}, 0.29 to 0.91;
@@ -37,6 +44,36 @@ _HELP = (
 )
 
 
+def unfold_step(step: PlannedStep, *, who: str = "plan") -> TracedStep:
+    """Return what ``trace_step`` does, from a trace of few blocks where the others repeat them.
+
+    The short model is traced in a process of its own. All blocks are traced, in this one, if none repeats, if those
+    that should do the same do not, if the model does not run with fewer, if the peak is in the optimizer, and with
+    ``mesh.tensor`` and ``mesh.sequence``. Afterwards the step is of no other use.
+
+    Args:
+        step: To be traced.
+        who: Asks, for errors of the process.
+
+    Raises:
+        ConfigError: The step fails, or asks for what a tensor without values has not.
+    """
+    settings = step.strategy.settings
+    first = max(1, settings.sharding.forward_prefetch, settings.sharding.backward_prefetch)
+    units = plan_module(step.module, settings.wrap)
+    is_shared = settings.mesh.tensor > 1 or settings.mesh.sequence > 1  # rows or layers, by ranks
+    for reach in () if is_shared else range(first, first + _NUM_REACHES):
+        if not (stacks := choose_stacks(step.module, units, settings, reach=reach)):
+            break
+        try:
+            traced = run_apart(partial(_trace_short, step, stacks), who)
+        except ConfigError:  # of which the trace of all blocks tells more
+            break
+        if traced is not None:
+            return traced
+    return trace_step(step)
+
+
 def trace_step(step: PlannedStep) -> TracedStep:
     """Return what a step holds and does, followed operator by operator on tensors without values.
 
@@ -45,13 +82,31 @@ def trace_step(step: PlannedStep) -> TracedStep:
     Raises:
         ConfigError: The step fails, or asks for what a tensor without values has not.
     """
+    return _scale(step, _trace(step))
+
+
+def _trace_short(step: PlannedStep, stacks: Sequence[Stack]) -> TracedStep | None:
+    """Return the step of the whole model; ``None`` if blocks that stand for others are not alike."""
+    module, offload = step.module, step.strategy.settings.cpu_offload
+    num_shards = step.ranks.resolve(step.strategy.settings.mesh).num_shards
+    rounding = count_pinned_rounding(module, offload, num_shards=num_shards, device_type=step.device_type)
+    shorten_model(module, stacks)
+    try:
+        traced = unfold_trace(_trace(step, marked=[name for stack in stacks for name in stack.blocks]), stacks)
+    except UnevenBlocksError:
+        return None
+    except Exception as error:  # noqa: BLE001  of any model that does not run with fewer blocks
+        raise ConfigError(f"plan: no trace of few blocks: {error}") from error
+    return _scale(step, replace(traced, memory=add_pinned_rounding(traced.memory, rounding)))
+
+
+def _trace(step: PlannedStep, *, marked: Sequence[str] = ()) -> TracedStep:
     module, strategy = step.module, step.strategy
     if strategy.settings.cpu_offload is not None and step.ranks.resolve(strategy.settings.mesh).num_shards == 1:
         raise ConfigError(
             "exact: offload with one shard cannot be traced yet, as the shard is the whole; leave exact, search or "
             "offload out, or use --devices 2"
         )
-    num_traced = min(step.num_micro_batches, _MAX_TRACED)
     enter_dry_run: Callable[..., AbstractContextManager[None]]
     enter_dry_run = getattr(module, "enter_dry_run", lambda _: nullcontext())
     name = type(module).__name__.removeprefix("FSDP")
@@ -62,7 +117,7 @@ def trace_step(step: PlannedStep) -> TracedStep:
             world_size=step.ranks.world_size,
             ranks_per_node=step.ranks.per_node,
         )
-        traced = trace_training_step(
+        return trace_training_step(
             module,
             strategy.settings,
             step.batch,
@@ -71,10 +126,16 @@ def trace_step(step: PlannedStep) -> TracedStep:
             build_optimizer=step.build_optimizer,
             step_name="training_step",
             ranks_per_node=step.ranks.per_node,
-            num_micro_batches=num_traced,
+            num_micro_batches=min(step.num_micro_batches, _MAX_TRACED),
             clip_norm=step.clip_norm,
             device_type=step.device_type,
+            marked=marked,
         )
+
+
+def _scale(step: PlannedStep, traced: TracedStep) -> TracedStep:
+    """Return the work of all micro-batches, of which some were traced."""
+    num_traced = min(step.num_micro_batches, _MAX_TRACED)
     share = step.num_micro_batches / num_traced
     moved_bytes = int(int(traced.moved_bytes * share) * _COUNTED_SHARE)
     exchanges = traced.exchanges[: len(traced.exchanges) // num_traced] * step.num_micro_batches

@@ -1,0 +1,171 @@
+"""Compares steps that are unfolded from a few blocks with traces of all blocks, for every causal language model.
+
+Each type that Transformers builds from a small configuration is traced twice, one after the other, in processes of
+their own. What trains and what is recomputed goes round: all kept, full recomputation, LoRA over NF4 with selective.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from lit_fsdp.adapters.inject import add_adapters
+from lit_fsdp.adapters.layers import list_adapter_parameters
+from lit_fsdp.adapters.lora import LoRA
+from lit_fsdp.errors import ConfigError
+from lit_fsdp.optim.factory import Optimizer, build_optimizer
+from lit_fsdp.planning.trace.apart import run_apart
+from lit_fsdp.planning.trace.dry_run import TracedStep, fake_ranks, trace_training_step
+from lit_fsdp.planning.trace.short_model import choose_stacks, shorten_model
+from lit_fsdp.planning.trace.unfold import UnevenBlocksError, unfold_trace
+from lit_fsdp.quantization.layers import quantize_model
+from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
+from lit_fsdp.sharding.mixed_precision import cast_parameters, read_precision
+from lit_fsdp.sharding.settings import Settings
+from lit_fsdp.sharding.wrap import plan_module
+
+WORLD_SIZE, ROWS, LENGTH = 4, 2, 128
+SIZES = {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "pad_token_id": 0}
+MODES = (("full", "none", "bf16-mixed"), ("full", "full", "bf16-mixed"), ("nf4", "selective", "bf16-true"))
+
+
+class Model(nn.Module):
+    """A model of Transformers with the loss that it computes itself, on the meta device."""
+
+    def __init__(self, model_type: str, num_layers: int, mode: str) -> None:
+        super().__init__()
+        config = AutoConfig.for_model(model_type, num_hidden_layers=num_layers, **SIZES)
+        with torch.device("meta"):
+            self.model = AutoModelForCausalLM.from_config(config)
+        if mode == "nf4":
+            quantize_model(self.model, Quantization())
+            add_adapters(self.model, LoRA(r=8))
+
+    def step(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the loss."""
+        return self.model(**batch, use_cache=False).loss
+
+
+def trace(module: Any, settings: Settings, precision: str, marked: list[str]) -> TracedStep:
+    """Return the step, traced."""
+    ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    dtypes = read_precision(precision)
+    cast_parameters(module, dtypes, keep=list_adapter_parameters(module))
+    with fake_ranks(WORLD_SIZE):
+        return trace_training_step(
+            module,
+            settings,
+            {"input_ids": ids, "labels": ids.clone()},
+            dtypes=dtypes,
+            compute_loss=lambda batch: module.step(batch),  # noqa: PLW0108  looked up when it is sharded
+            build_optimizer=lambda: build_optimizer(module.parameters(), Optimizer()),
+            step_name="step",
+            ranks_per_node=WORLD_SIZE,
+            marked=marked,
+        )
+
+
+def measure(make: Callable[[], Model], settings: Settings, precision: str) -> tuple[str, str, float, float, float]:
+    """Return the blocks of each stack, those traced, the error of the peak in percent, and both times of the CPU."""
+
+    def run_whole() -> tuple[int, float]:
+        begin = time.process_time()
+        traced = trace(make(), settings, precision, [])
+        return traced.memory.peak.num_bytes, time.process_time() - begin
+
+    def run_short() -> tuple[int, float, str, str] | str:
+        begin = time.process_time()
+        module = make()
+        stacks = choose_stacks(module, plan_module(module, settings.wrap), settings, reach=1)
+        if not stacks:
+            return "nothing repeats"
+        shorten_model(module, stacks)
+        names = [name for stack in stacks for name in stack.blocks]
+        try:
+            unfolded = unfold_trace(trace(module, settings, precision, names), stacks)
+        except UnevenBlocksError as error:
+            return str(error)
+        depths = [[str(stack.depth), str(len(stack.kept))] for stack in stacks]
+        seconds = time.process_time() - begin
+        return unfolded.memory.peak.num_bytes, seconds, *("+".join(column) for column in zip(*depths, strict=True))
+
+    whole, whole_s = run_apart(run_whole, "benchmark")
+    found = run_apart(run_short, "benchmark")
+    if isinstance(found, str):
+        raise UnevenBlocksError(found)
+    peak, short_s, depth, kept = found
+    return depth, kept, 100 * (peak / whole - 1), whole_s, short_s
+
+
+def write_report(lines: list[str], errors: list[float], failures: list[str], args: argparse.Namespace) -> str:
+    """Return the results as Markdown."""
+    head = [
+        "# Unfolded from few blocks, against the trace of all",
+        "",
+        f"`plan_unfold.py --layers {args.layers}`, {datetime.now(UTC):%Y-%m-%d} UTC, torch {torch.__version__},",
+        f"transformers {transformers.__version__}, CPU shared with other work (times are of the CPU). Peak of one",
+        f"step of a tiny model, AdamW, {WORLD_SIZE} ranks, {ROWS} rows of {LENGTH} tokens.",
+        "",
+    ]
+    if errors:
+        worst, median = max(map(abs, errors)), statistics.median(map(abs, errors))
+        head += [f"{len(errors)} steps: median error {median:.3f} %, worst {worst:.3f} %.", ""]
+    head += ["| model | trains, recomputes | blocks | traced | error | whole, s | unfolded, s |", "|---" * 7 + "|"]
+    tail = ["", "Not compared:", "", *(f"- {failure}" for failure in failures)] if failures else []
+    return "\n".join([*head, *lines, *tail, ""])
+
+
+def main() -> None:
+    """Run all types, print each, and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=12, help="Blocks of each model")
+    parser.add_argument("--only", default="", help="Types, separated by commas")
+    parser.add_argument("--out", type=Path, help="Markdown file to write")
+    args = parser.parse_args()
+    lines, errors, failures = [], [], []
+    wanted = args.only.split(",") if args.only else sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    for model_type, (mode, recompute, precision) in zip(wanted, cycle(MODES), strict=False):
+        what: Any = ActivationCheckpointing(mode=recompute)  # type: ignore[arg-type]
+        settings = Settings(activation_checkpointing=what)
+        try:
+            depth, kept, error, whole_s, short_s = measure(
+                lambda: Model(model_type, args.layers, mode),  # noqa: B023  called at once
+                settings,
+                precision,
+            )
+            errors.append(error)
+            cells = [
+                model_type,
+                f"{mode}, {recompute}",
+                depth,
+                kept,
+                f"{error:+.3f} %",
+                f"{whole_s:.1f}",
+                f"{short_s:.1f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+            print(lines[-1], flush=True)
+        except (ConfigError, UnevenBlocksError) as error:
+            text = error.line if isinstance(error, ConfigError) else str(error)
+            failures.append(f"{model_type}, {mode}, {recompute}: {text[:160]}")
+            print(failures[-1], flush=True)
+        if args.out:
+            args.out.write_text(write_report(lines, errors, failures, args))
+
+
+if __name__ == "__main__":
+    main()
