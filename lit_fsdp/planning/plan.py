@@ -77,6 +77,9 @@ class Plan:
         }
 
 
+_UNFOLDED = "few blocks were traced, and repeated to the depth of the model; --exact true traces all"
+
+
 def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = None) -> Plan:
     """Plan a step, with the closed form where that has rules for it.
 
@@ -114,8 +117,7 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     if unseen := list_untraced(step.module):
         notes.append(f"left out: what {', '.join(unseen)} of the task does, which no engine follows")
     traced = trace_step(step) if exact else unfold_step(step) if estimate is None else None
-    if traced is not None and traced.is_unfolded:
-        notes.append("few blocks were traced, and repeated to the depth of the model; --exact true traces all")
+    notes += [_UNFOLDED] if traced is not None and traced.is_unfolded else []
     cost = estimate or traced
     assert cost is not None
     if sizes.tensor > 1:

@@ -95,7 +95,7 @@ def _trace_short(step: PlannedStep, stacks: Sequence[Stack]) -> TracedStep | Non
         traced = unfold_trace(_trace(step, marked=[name for stack in stacks for name in stack.blocks]), stacks)
     except UnevenBlocksError:
         return None
-    except Exception as error:  # noqa: BLE001  of any model that does not run with fewer blocks
+    except Exception as error:  # of any model that does not run with fewer blocks
         raise ConfigError(f"plan: no trace of few blocks: {error}") from error
     return _scale(step, replace(traced, memory=add_pinned_rounding(traced.memory, rounding)))
 

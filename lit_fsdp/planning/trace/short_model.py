@@ -102,7 +102,7 @@ def _tell_kinds(
     module: nn.Module, name: str, blocks: Sequence[nn.Module], recomputed: set[str], reached: set[str]
 ) -> list[Hashable]:
     layer_types = _find_layer_types(module, name, len(blocks))
-    kinds = []
+    kinds: list[Hashable] = []
     for i, block in enumerate(blocks):
         path = f"{name}.{i}"
         marks = tuple(sorted(r.removeprefix(path) for r in recomputed if r == path or r.startswith(f"{path}.")))
@@ -156,7 +156,8 @@ def _iterate_per_block(holder: Any, depth: int) -> Iterator[tuple[str, Sequence[
 
 def _tell_depth(holder: Any, stack: Stack) -> None:
     for key, value in list(_iterate_per_block(holder, stack.depth)):
-        vars(holder)[key] = type(value)(value[i] for i in stack.kept)
+        kind: Any = type(value)  # list or tuple
+        vars(holder)[key] = kind(value[i] for i in stack.kept)
     for key, value in list(vars(holder).items()) if hasattr(holder, "__dict__") else ():
         if type(value) is int and value == stack.depth and ("layer" in key or key == "depth"):
             vars(holder)[key] = len(stack.kept)
