@@ -100,7 +100,6 @@ def choose_attention(model: PreTrainedModel, wanted: Attention, *, is_packed: bo
     has_choice = getattr(model, "_supports_attention_backend", False) and not chooses_tokens(model)
     name = _NAMES.get(current) if has_choice else None
     if name is not None:
-        _register()
         model.set_attn_implementation(name)
         current = str(model.config._attn_implementation)
     if wanted == VARLEN and current != name:
@@ -197,12 +196,6 @@ def get_eager(module: nn.Module) -> Callable[..., Any] | None:
     kind = getattr(module, "attention_class", type(module))
     found: Callable[..., Any] | None = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
     return found
-
-
-def _register() -> None:
-    for inner, name in _NAMES.items():
-        AttentionInterface.register(name, partial(_attend, inner))
-        AttentionMaskInterface.register(name, partial(_make_mask, inner))
 
 
 def _make_mask(inner: str, **arguments: Any) -> Any:
@@ -393,3 +386,9 @@ def _make_band(num_queries: int, num_keys: int, window: int, like: Tensor) -> Te
 
 def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+# When the file is imported: also where a model is unpickled that has the names already.
+for _inner, _name in _NAMES.items():
+    AttentionInterface.register(_name, partial(_attend, _inner))
+    AttentionMaskInterface.register(_name, partial(_make_mask, _inner))
