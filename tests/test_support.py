@@ -157,7 +157,7 @@ ATTRIBUTES = {
             "_is_view",
         ),
         *("_local_tensor", "_optimizer_step_post_hooks", "_spec"),
-        *("_non_persistent_buffers_set", "_parameters", "_post_accumulate_grad_hooks"),
+        *("_modules", "_non_persistent_buffers_set", "_parameters", "_post_accumulate_grad_hooks"),
         *("_record_memory_history", "_top_saved_tensors_default_hooks", "_type", "_version"),
     },
     "torchmetrics": {"_computed", "_copy_state_dict", "_defaults", "_update_count"},
