@@ -29,6 +29,11 @@ import fsspec  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch.distributed.tensor.debug import (  # noqa: E402
+    _clear_sharding_prop_cache,
+    _get_fast_path_sharding_prop_cache_stats,
+    _get_python_sharding_prop_cache_info,
+)
 
 from ranks import count_gpus, hide_gpus  # noqa: E402
 
@@ -64,6 +69,16 @@ def no_process_group_is_left_behind() -> Iterator[None]:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("this test left a process group behind; call strategy.teardown() or use run_ranks")
+
+
+@pytest.fixture(autouse=True)
+def no_layout_of_ranks_is_left_behind() -> Iterator[None]:
+    """Fail the test that leaves some: forked ranks would all take themselves for the rank that torch kept them for."""
+    yield
+    caches = (_get_python_sharding_prop_cache_info().currsize, *_get_fast_path_sharding_prop_cache_stats())
+    if any(caches):
+        _clear_sharding_prop_cache()
+        pytest.fail("this test used DTensors in the process of the tests; use run_ranks or run_apart")
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from lit_fsdp.adapters.layers import list_adapter_parameters
 from lit_fsdp.optim.factory import Optimizer, build_optimizer
 from lit_fsdp.planning.closed_form.engine import StepEstimate, estimate_step
 from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, Ranks
+from lit_fsdp.planning.trace.apart import run_apart
 from lit_fsdp.planning.trace.dry_run import TracedStep, fake_ranks, trace_training_step
 from lit_fsdp.planning.trace.short_model import Stack, choose_stacks, shorten_model
 from lit_fsdp.planning.trace.unfold import unfold_trace
@@ -72,21 +73,25 @@ def trace(
     marked: Sequence[str] = (),
     **settings: Any,
 ) -> TracedStep:
-    """Trace the same step, the method ``step`` of the module; the process must have no ranks."""
-    with fake_ranks(world_size):
-        return trace_training_step(
-            module,
-            Settings(**settings),
-            batch,
-            dtypes=read_precision(precision),
-            compute_loss=lambda batch: module.step(batch),  # noqa: PLW0108  looked up when it is sharded
-            build_optimizer=lambda: build_optimizer(module.parameters(), optimizer or Optimizer()),
-            step_name="step",
-            ranks_per_node=world_size,
-            num_micro_batches=num_micro_batches,
-            device_type=device_type,
-            marked=marked,
-        )
+    """Trace the same step, the method ``step`` of the module, in a process that has its ranks to itself."""
+
+    def run() -> TracedStep:
+        with fake_ranks(world_size):
+            return trace_training_step(
+                module,
+                Settings(**settings),
+                batch,
+                dtypes=read_precision(precision),
+                compute_loss=lambda batch: module.step(batch),  # noqa: PLW0108  looked up when it is sharded
+                build_optimizer=lambda: build_optimizer(module.parameters(), optimizer or Optimizer()),
+                step_name="step",
+                ranks_per_node=world_size,
+                num_micro_batches=num_micro_batches,
+                device_type=device_type,
+                marked=marked,
+            )
+
+    return run_apart(run, "test")
 
 
 def trace_short(module: Any, batch: Mapping[str, Any], **options: Any) -> tuple[TracedStep, list[Stack]]:
