@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.closed_form.overrides import list_overrides
-from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, NoEstimateError, Ranks
+from lit_fsdp.planning.step_parts import Exchange, MicroBatch, ModelToTrain, NoEstimateError, Ranks
 from lit_fsdp.planning.timing.hardware import Gpu
 from lit_fsdp.planning.timing.links import Interconnect
 from lit_fsdp.planning.timing.step_time import (
@@ -24,7 +24,7 @@ from lit_fsdp.planning.timing.step_time import (
     count_update_bytes,
     estimate_time,
 )
-from lit_fsdp.profiling.expected_communication import estimate_bytes
+from lit_fsdp.profiling.expected_communication import UnitBytes, estimate_bytes
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory_trace import StepMemory
 from lit_fsdp.sharding.settings import Settings
@@ -55,6 +55,10 @@ class StepCost(Protocol):
     def flops(self) -> Flops: ...  # noqa: D102
     @property
     def moved_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def exchanges(self) -> Sequence[Exchange]: ...  # noqa: D102
+    @property
+    def split_units(self) -> Sequence[UnitBytes]: ...  # noqa: D102
 
 
 def compute_needed_bytes(peak_bytes: int) -> int:
@@ -184,21 +188,21 @@ def estimate_step_time(
     )
     counts = {"num_shards": shards, "num_replicas": replicas, "num_micro_batches": num_micro_batches}
     reshard = settings.sharding.reshard_after_forward
-    is_offloaded = settings.cpu_offload is not None
     work = Workload(
         flops=cost.flops,
         plan=model.units,
-        units=estimate_bytes(model.module, model.units, settings.sharding, model.dtypes, **counts),
-        tokens=-(-micro_batch.num_tokens // sizes.sequence),
+        units=cost.split_units or estimate_bytes(model.module, model.units, settings.sharding, model.dtypes, **counts),
+        tokens=-(-micro_batch.num_tokens // sizes.num_sharing),
         num_micro_batches=num_micro_batches,
         moved_bytes=cost.moved_bytes,
         update_bytes=count_update_bytes(
-            model.units, model.optimizer, num_shards=shards, itemsize=max(trained, default=4)
+            model.units, model.optimizer, num_shards=shards * sizes.tensor, itemsize=max(trained, default=4)
         ),
         overlaps_update=model.optimizer.name != "adafactor"
         and settings.cpu_offload is not None
         and settings.cpu_offload.overlap_optimizer,
-        offloaded_bytes=sum(count_shard_bytes(model.module, u, shards) for u in model.units) if is_offloaded else 0,
+        offloaded_bytes=_count_offloaded(model, cost, shards, settings),
+        exchanges=cost.exchanges,
         regather_ranks=None if isinstance(reshard, bool) else reshard,
         is_compiled=settings.compile is not None,
         gather_bits=settings.sharding.gather_bits,
@@ -210,11 +214,21 @@ def estimate_step_time(
         links=hardware.links,
         num_shards=shards,
         num_replicas=replicas,
+        num_split=sizes.tensor,
         ranks_per_node=ranks.per_node,
         dtype=dtype or str(compute).removeprefix("torch."),
         speed=hardware.speed,
     )
     return estimate_time(work, machine)
+
+
+def _count_offloaded(model: ModelToTrain, cost: StepCost, num_shards: int, settings: Settings) -> int:
+    """Return the bytes of a rank's shards in host memory: those that a trace has seen, as layers may be split."""
+    if settings.cpu_offload is None:
+        return 0
+    if settings.mesh.tensor > 1:
+        return cost.memory.host_by_kind["parameters"]
+    return sum(count_shard_bytes(model.module, unit, num_shards) for unit in model.units)
 
 
 class _NoCollectives(TorchDispatchMode):

@@ -21,7 +21,7 @@ from lit_fsdp.planning.estimate import (
     measure_batch,
 )
 from lit_fsdp.planning.planned_step import PlannedStep
-from lit_fsdp.planning.step_parts import NoEstimateError, Ranks
+from lit_fsdp.planning.step_parts import Exchange, NoEstimateError, Ranks
 from lit_fsdp.planning.timing.step_time import StepTime
 from lit_fsdp.planning.trace.exact_trace import trace_step, unfold_step
 from lit_fsdp.profiling.expected_communication import Collectives, UnitBytes, estimate_bytes, estimate_collectives
@@ -44,7 +44,7 @@ class Plan:
     num_split: int  # ranks that share the layers, ``mesh.tensor``
     communication: Sequence[UnitBytes]
     collectives: Collectives
-    exchanges: Sequence[int]  # bytes of each exchange of ranks that share the tokens of a row
+    exchanges: Sequence[Exchange]  # of ranks that work on the same rows
     num_micro_batches: int
     num_weights: int  # those of quantized layers and of adapters included
     num_trained: int
@@ -73,8 +73,17 @@ class Plan:
             "gather": sum(unit.gather_step for unit in self.communication),
             "reduce_scatter": sum(unit.reduce_scatter_step for unit in self.communication),
             "all_reduce": sum(unit.all_reduce_step for unit in self.communication),
-            **({"all_to_all": sum(self.exchanges)} if self.exchanges else {}),
+            **{name: sum(sizes) for name, sizes in self.sizes_of_exchanges.items()},
         }
+
+    @property
+    def sizes_of_exchanges(self) -> dict[str, list[int]]:
+        """The bytes of each: ``all_to_all`` of tokens and heads, ``tensor`` of split layers, whatever its kind."""
+        found: dict[str, list[int]] = {}
+        for exchange in self.exchanges:
+            name = exchange.kind if exchange.kind == "all_to_all" else "tensor"
+            found.setdefault(name, []).append(exchange.num_bytes)
+        return found
 
 
 _UNFOLDED = "few blocks were traced, and repeated to the depth of the model; --exact true traces all"
@@ -112,7 +121,6 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
         estimate = estimate_step(model, settings, micro_batch, device_type=step.device_type, **common)
     except NoEstimateError as error:
         reason = str(error)
-        model = None if sizes.num_sharing > 1 else model  # times are of layers that are whole
         notes.append(f"no closed form, so the step was traced: {reason}")
     if unseen := list_untraced(step.module):
         notes.append(f"left out: what {', '.join(unseen)} of the task does, which no engine follows")
@@ -152,8 +160,6 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
 
 
 def _list_notes(settings: Settings, flops: Flops) -> Iterator[str]:
-    if settings.mesh.tensor > 1:
-        yield "left out: what the ranks of a layer send each other, with mesh.tensor"
     if flops.uncounted:
         yield f"FLOPs: none are known of {', '.join(flops.uncounted)}"
     if settings.compile is not None:

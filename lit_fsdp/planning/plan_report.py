@@ -117,7 +117,7 @@ def describe_plan(plan: Plan, device_bytes: int | None) -> dict[str, Any]:
                 "gather": plan.collectives.gathers,
                 "reduce_scatter": plan.collectives.reduce_scatters,
                 "all_reduce": plan.collectives.all_reduces,
-                **({"all_to_all": len(plan.exchanges)} if plan.exchanges else {}),
+                **{name: len(sizes) for name, sizes in plan.sizes_of_exchanges.items()},
             },
             "units": [vars(unit) for unit in plan.communication],
         },
@@ -263,10 +263,10 @@ def _make_communication_table(plan: Plan) -> Table:
     for label, key, count in counts:
         largest = max((getattr(unit, key) for unit in plan.communication), default=0)
         rows.append([label, str(count), f"{sums[key] / size:.2f}", f"{largest / size:.2f}"])
-    if plan.exchanges:
-        exchanged = (sum(plan.exchanges), max(plan.exchanges))
-        cells = [f"{num_bytes / size:.2f}" for num_bytes in exchanged]
-        rows.append(["all-to-all of tokens and heads", str(len(plan.exchanges)), *cells])
+    labels = {"all_to_all": "all-to-all of tokens and heads", "tensor": "sums and gathers of split layers"}
+    for kind, exchanged in plan.sizes_of_exchanges.items():
+        cells = [f"{num_bytes / size:.2f}" for num_bytes in (sum(exchanged), max(exchanged))]
+        rows.append([labels[kind], str(len(exchanged)), *cells])
     num_calls = sum(count for *_, count in counts) + len(plan.exchanges)
     rows.append(["all", str(num_calls), f"{sum(sums.values()) / size:.2f}", ""])
     batches = f" of {plan.num_micro_batches} micro-batches" if plan.num_micro_batches > 1 else ""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 
 from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.profiling.collectives import Traffic
 from lit_fsdp.sharding.mesh import Mesh, MeshSizes
 from lit_fsdp.sharding.mixed_precision import MixedPrecision
 from lit_fsdp.sharding.wrap import Unit
@@ -15,6 +17,14 @@ from lit_fsdp.sharding.wrap import Unit
 
 class NoEstimateError(ValueError):
     """There is no closed form of this step; says why."""
+
+
+class Exchange(NamedTuple):
+    """What ranks that work on the same rows send each other: tokens and heads from all to all, or of a split layer."""
+
+    kind: Traffic
+    num_bytes: int  # the full size, see ``count_wire_bytes``
+    num_ranks: int
 
 
 @dataclass(frozen=True, kw_only=True)

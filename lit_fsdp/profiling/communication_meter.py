@@ -31,15 +31,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from lit_fsdp.profiling.clock import Clock, Mark
 from lit_fsdp.profiling.collectives import TRAFFIC, Collective, Traffic, count_wire_bytes
-from lit_fsdp.profiling.replaced_calls import ReplacedMethod, make_stand_in
+from lit_fsdp.profiling.replaced_calls import ReplacedMethod, make_stand_in, watch_layers
 from lit_fsdp.sharding.low_bit import LowBitAllGather, LowBitReduceScatter
 from lit_fsdp.sharding.sequence import watch_exchanges
 from lit_fsdp.sharding.tensor_parallel import get_split_shape
 
-# Through which DTensor sends, and its groups have names. What layers reduce in other ways is not seen.
-_OF_LAYERS: tuple[tuple[str, Collective], ...] = (
-    *(("all_reduce", "all_reduce"), ("all_gather_single", "all_gather"), ("reduce_scatter_single", "reduce_scatter")),
-)
 _LAYERS = "split layers"
 _ATTENTION = "split attention"  # before and after which tokens are exchanged for heads
 _MAX_PENDING = 8  # steps that the GPU is behind; what is older is dropped, not waited for
@@ -131,7 +127,7 @@ class CommunicationMeter:
         self._probes = [_Probe(self, name, group) for name, group in self._groups]
         self._watch.enter_context(watch_exchanges(self._begin_exchange))
         if self._is_split:
-            self._probes += [ReplacedMethod(functional, name, self._run_of_layer(kind)) for name, kind in _OF_LAYERS]
+            self._watch.enter_context(watch_layers(self._begin_of_layer))
         for state in self._states:
             # Where torch 2.15 waits for all reductions of a root; before, it did when it finalized the first group.
             if hasattr(state, "_end_backward_iteration"):
@@ -195,20 +191,16 @@ class CommunicationMeter:
 
         return end
 
-    def _run_of_layer(self, kind: Collective) -> Callable[..., Any]:
-        def run(collective: Callable[..., Tensor], tensor: Tensor, *args: Any, group: Any, **kwargs: Any) -> Tensor:
-            mesh, dim = group if isinstance(group, tuple) else (None, 0)
-            if mesh is None or (mesh.mesh_dim_names or ())[dim : dim + 1] != ("tensor",):
-                return collective(tensor, *args, group=group, **kwargs)
-            num_bytes = tensor.nbytes * (mesh.size(dim) if kind == "all_gather" else 1)
-            call = self.begin_call(_LAYERS, "tensor", num_bytes, mesh.size(dim))
-            found = collective(tensor, *args, group=group, **kwargs)
+    def _begin_of_layer(self, kind: Collective, num_bytes: int, num_ranks: int) -> Callable[[Tensor], Tensor]:
+        call = self.begin_call(_LAYERS, "tensor", num_bytes, num_ranks)
+
+        def end(found: Tensor) -> Tensor:
             if call is not None:
                 found = functional.wait_tensor(found)  # as whoever called does next
                 call.need, call.end, call.operation = call.begin, self._clock.mark(), kind
             return found
 
-        return run
+        return end
 
     def mark(self) -> Mark | None:
         """Set a mark; ``None`` outside of a step."""

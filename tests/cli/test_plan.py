@@ -99,17 +99,26 @@ def test_a_plan_is_what_a_run_on_two_ranks_holds(
 
 
 @pytest.mark.full
-def test_split_layers_are_traced_and_not_searched(capfd: pytest.CaptureFixture[str]) -> None:
+def test_split_layers_are_traced_timed_and_searched(capfd: pytest.CaptureFixture[str]) -> None:
     config, split = f"--config={ROOT / 'configs' / 'quickstart.yaml'}", "--trainer.strategy.mesh.tensor=2"
     whole, found = plan(config, "--devices=2"), plan(config, split, "--devices=4", "--gpu=RTX 4090")
-    assert (found["engine"], found["time"], found["ranks"]["tensor"]) == ("exact trace", None, 2)
-    assert "no time of a step: mesh.tensor: ranks that share rows have no rules" in found["notes"]
+    assert (found["engine"], found["ranks"]["tensor"]) == ("exact trace", 2)
     sent, before = (p["communication"]["bytes_per_step"]["reduce_scatter"] for p in (found, whole))
     num_norms = 9 * 128  # which are not split
     assert sent == (before - 4 * num_norms) // 2 + 4 * num_norms
+    # As CommunicationLogger counts them, see test_what_split_layers_send_has_a_row_of_its_own: of each of 4 layers 7
+    # sums of 128 features, two more, and the logits of 1,024 tokens by as many words.
+    assert found["communication"]["collectives_per_step"]["tensor"] == 4 * 7 + 2 + 1
+    assert found["communication"]["bytes_per_step"]["tensor"] == 4 * 1024 * ((4 * 7 + 2) * 128 + 1024)
+    time = found["time"]
+    assert 0 < time["communication_s_by_collective"]["tensor"] < time["exposed_communication_s"] < time["step_s"]
     capfd.readouterr()
-    assert main(["plan", config, split, "--devices=4", "--search=true", "--gpu=RTX 4090", "--out=searched"]) == 2
-    assert "search: got true with replicate 1 x shard 2 x tensor 2: " in capfd.readouterr().err
+    options = ["--trainer.strategy.sharding.reshard_after_forward=true", "--search=true", "--gpu=RTX 4090"]
+    searched = plan(config, split, "--devices=4", *options)
+    configured, *others = searched["search"]["candidates"]
+    assert configured["time"]["step_s"] == time["step_s"]
+    assert len(others) > 1
+    assert "chosen: sharding.reshard_after_forward=false" in capfd.readouterr().out
 
 
 def test_the_quickstart_plans_on_the_processes_that_it_starts(capfd: pytest.CaptureFixture[str]) -> None:

@@ -20,8 +20,8 @@ from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.planning.closed_form.reader import Reader, UnreadableModuleError
 from lit_fsdp.planning.closed_form.step_walk import OUTSIDE, Moment, UnitSizes, Walk, WalkSettings
 from lit_fsdp.planning.closed_form.tape import FLOAT32, QUANTIZED, RELEASE, Op, Tape
-from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, NoEstimateError, Ranks
-from lit_fsdp.profiling.expected_communication import count_gathered_bytes, get_gather_dtype, pad_numel
+from lit_fsdp.planning.step_parts import Exchange, MicroBatch, ModelToTrain, NoEstimateError, Ranks
+from lit_fsdp.profiling.expected_communication import UnitBytes, count_gathered_bytes, get_gather_dtype, pad_numel
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory import KINDS, Kind, label_unit
 from lit_fsdp.profiling.memory_trace import Peak, StepMemory
@@ -53,6 +53,8 @@ class StepEstimate:
     host_by_kind: Mapping[Kind, int]
     flops: Flops
     moved_bytes: int
+    exchanges: Sequence[Exchange] = ()  # there are no rules for ranks that share rows
+    split_units: Sequence[UnitBytes] = ()
 
     @property
     def memory(self) -> StepMemory:

@@ -204,7 +204,8 @@ def _list_settings(problem: Problem, variant: Variant, offload: CPUOffload | Non
     ranks, given = problem.ranks, problem.settings
     meshes = [given.mesh]
     if ranks.num_nodes > 1:  # what crosses nodes: everything, or gradients only
-        meshes += [Mesh(), Mesh(replicate=-1, shard="node")]
+        shared = {"sequence": given.mesh.sequence, "tensor": given.mesh.tensor}
+        meshes += [Mesh(**shared), Mesh(replicate=-1, shard="node", **shared)]
     if problem.trace is None and offload is None and _fits_whole(problem, variant):
         meshes.append(Mesh(replicate=-1, shard=1))  # a copy on each GPU: nothing is gathered
     by_sizes: dict[MeshSizes, Mesh] = {}
@@ -223,7 +224,7 @@ def _list_settings(problem: Problem, variant: Variant, offload: CPUOffload | Non
         # Second gathers among fewer ranks: as configured, and those of a node.
         own = given.sharding.reshard_after_forward
         sizes = dict.fromkeys([*([] if isinstance(own, bool) else [own]), ranks.per_node])
-        if given.sharding.gather_bits is None:  # what was rounded is not gathered again
+        if given.sharding.gather_bits is None and mesh.tensor == 1:  # what was rounded is not gathered again
             keeps += [(size, False) for size in sizes if 1 < size < shards and shards % size == 0]
         for reshards, holds in keeps if shards > 1 else [(True, False)]:
             sharding = replace(given.sharding, reshard_after_forward=reshards, no_sync=holds)

@@ -9,14 +9,11 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, Trainer
 
-from lit_fsdp.errors import ConfigError
-from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
 from lit_fsdp.planning.estimate import Hardware, describe_model, guess_optimizer, guess_shape, measure_batch
 from lit_fsdp.planning.planned_step import PlannedStep
 from lit_fsdp.planning.search.search import Candidate, Problem, Variant, search
 from lit_fsdp.planning.search.traced import make_tracer
 from lit_fsdp.planning.step_parts import MicroBatch, NoEstimateError
-from lit_fsdp.sharding.unit_table import describe_sizes
 
 Steps = Sequence[tuple[PlannedStep, Mapping[str, Any]]]  # the configured one first; with the settings for each
 
@@ -36,12 +33,11 @@ def search_steps(
         device_bytes: Memory of a GPU, that a step has to fit.
     """
     step = steps[0][0]
-    if (sizes := step.ranks.resolve(step.strategy.settings.mesh)).num_sharing > 1:
-        raise ConfigError(
-            f"search: got true with {describe_sizes(sizes)}: there are no times of ranks that share rows, so settings "
-            "cannot be compared; leave search out, or set mesh.tensor and mesh.sequence to 1"
-        )
-    problem, unit, reason = _describe_problem(steps, hardware, device_bytes)
+    is_split = step.strategy.settings.mesh.tensor > 1
+    # Adapters, quantized layers and other optimizers are refused there.
+    problem, unit, reason = _describe_problem(steps[:1] if is_split else steps, hardware, device_bytes)
+    if is_split:
+        problem = replace(problem, tries_optimizers=False)
     if reason:
         print(f"note: {reason}: each setting is traced, up to a minute each, and batch and model stay as they are")
         return search(replace(problem, trace=make_tracer([step], None))), unit
@@ -50,7 +46,7 @@ def search_steps(
         problem = replace(problem, sets_accumulation=getattr(data, "global_batch_size", None) is None)
     try:
         return search(problem), unit
-    except UnreadableModuleError as error:
+    except NoEstimateError as error:
         print(f"note: {error}: no closed form, so each setting is traced, up to a minute each")
     return search(replace(problem, trace=make_tracer([step for step, _ in steps], data))), unit
 

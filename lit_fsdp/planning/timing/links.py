@@ -99,16 +99,19 @@ class Group:
     num_beside: int = 1  # groups that use the same network cards at once, with this one
 
 
-def arrange_groups(num_replicas: int, num_shards: int, ranks_per_node: int) -> tuple[Group, Group]:
+def arrange_groups(num_replicas: int, num_shards: int, ranks_per_node: int, num_split: int = 1) -> tuple[Group, Group]:
     """Return the groups that shards are gathered in, and that replicas reduce in.
 
-    Neighbouring ranks share a copy, as in ``build_mesh``.
+    Neighbouring ranks share a copy, as in ``build_mesh``. The nearest ``num_split`` of them hold parts of the same
+    layers, and each of these parts is gathered in a group of its own, at the same time.
     """
-    copies_per_node = max(ranks_per_node // num_shards, 1)
-    replica_nodes = ceil(num_replicas / copies_per_node)
-    beside = min(num_shards, ranks_per_node) if replica_nodes > 1 else 1
+    split_here = min(num_split, ranks_per_node)
+    per_node = max(ranks_per_node // num_split, 1)  # of one such group
+    copies_per_node = max(per_node // num_shards, 1)
+    shard_nodes, replica_nodes = ceil(num_shards / per_node), ceil(num_replicas / copies_per_node)
+    beside = min(num_shards, per_node) * split_here if replica_nodes > 1 else 1
     return (
-        Group(num_ranks=num_shards, num_nodes=ceil(num_shards / ranks_per_node)),
+        Group(num_ranks=num_shards, num_nodes=shard_nodes, num_beside=split_here if shard_nodes > 1 else 1),
         Group(num_ranks=num_replicas, num_nodes=replica_nodes, num_beside=beside),
     )
 

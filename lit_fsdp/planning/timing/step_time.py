@@ -9,8 +9,10 @@ Note [Step time]: arithmetic on what is counted elsewhere, in about a millisecon
 - Overlap: units follow each other as in FSDP2. In forward the next unit is gathered while one computes. In backward
   the next is gathered and the gradients of the last one are reduced, one after the other, as both use the same links.
   Before a unit's gradients are copied for sending, those that may be on their way at once are waited for.
-  What compute has to wait for is exposed. Collectives beside compute still cost it ``contention`` of their time, as
-  they take multiprocessors and memory bandwidth from it: 0.4, or 0.8 where they go through host memory.
+  What compute has to wait for is exposed, and so is all that ranks of the same rows send each other
+  (``mesh.sequence``, ``mesh.tensor``), as the next operator needs it. Collectives beside compute still cost it
+  ``contention`` of their time, as they take multiprocessors and memory bandwidth from it: 0.4, or 0.8 where they go
+  through host memory.
 - Optimizer: what it reads and writes of the shard, over the bandwidth of the memory that is in. Where it runs beside
   compute (``cpu_offload.overlap_optimizer``), what the last backward and the next forward do not hide.
 
@@ -19,6 +21,7 @@ How these numbers were found, and how exact the result is: docs/speed_model.md.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +29,15 @@ from itertools import pairwise
 from typing import Literal
 
 from lit_fsdp.optim.factory import Optimizer
+from lit_fsdp.planning.step_parts import Exchange
 from lit_fsdp.planning.timing.hardware import Gpu, get_product_share
-from lit_fsdp.planning.timing.links import Interconnect, arrange_groups, time_collective, time_low_bit
+from lit_fsdp.planning.timing.links import (
+    Interconnect,
+    arrange_groups,
+    time_collective,
+    time_exchange,
+    time_low_bit,
+)
 from lit_fsdp.profiling.expected_communication import UnitBytes
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.sharding.low_bit import GatherBits, ReduceBits
@@ -131,6 +141,7 @@ class Workload:
         num_reduce_buffers: ``sharding.reduce_scatter_max_input_buffers``.
         gather_bits: ``sharding.gather_bits``.
         reduce_bits: ``sharding.reduce_bits``: gradients go from all to all.
+        exchanges: Of all micro-batches: what ranks that work on the same rows send each other.
     """
 
     flops: Flops
@@ -147,6 +158,7 @@ class Workload:
     num_reduce_buffers: int = 1
     gather_bits: GatherBits | None = None
     reduce_bits: ReduceBits | None = None
+    exchanges: Sequence[Exchange] = ()
 
     def __post_init__(self) -> None:
         for name in ("tokens", "num_micro_batches"):
@@ -179,6 +191,7 @@ class Machine:
         links: Between them: from ``parse_links``, or ``choose_links`` where the user says nothing.
         num_shards: Ranks that share one copy of the model.
         num_replicas: Copies of the model.
+        num_split: Neighbouring ranks that hold parts of each layer, ``mesh.tensor``.
         ranks_per_node: Ranks of each node.
         dtype: That is computed in, as ``Gpu.get_peak_tflops`` takes it.
         efficiency: Share of the peak that products reach in the model, instead of what is usual on this GPU.
@@ -190,6 +203,7 @@ class Machine:
     links: Interconnect
     num_shards: int
     num_replicas: int = 1
+    num_split: int = 1
     ranks_per_node: int
     dtype: str = "bfloat16"
     efficiency: float | None = None
@@ -291,6 +305,7 @@ def estimate_time(work: Workload, machine: Machine) -> StepTime:
     by_collective = _sum_kinds(times, work.num_micro_batches)
     communication = sum(by_collective.values())
     forward_share = work.flops.forward / max(work.flops.hardware, 1)
+    exchanged = _time_exchanges(work, machine)
     waits = compute_waits(times, compute, forward_share, work.num_micro_batches, work.num_reduce_buffers)
     update_gb_s = _HOST_GB_S / machine.ranks_per_node if work.offloaded_bytes else machine.memory_gb_s
     if machine.speed is not None:
@@ -301,10 +316,10 @@ def estimate_time(work: Workload, machine: Machine) -> StepTime:
         update = _expose_update(update, once * forward_share, once * (1 - forward_share), num_units=len(times))
     return StepTime(
         compute_s=compute,
-        exposed_s=waits + machine.hidden_cost * max(communication - waits, 0.0),
+        exposed_s=waits + machine.hidden_cost * max(communication - waits, 0.0) + sum(exchanged.values()),
         optimizer_s=update,
-        by_collective=by_collective,
-        num_ranks=machine.num_replicas * machine.num_shards,
+        by_collective={**by_collective, **exchanged},
+        num_ranks=machine.num_replicas * machine.num_shards * machine.num_split,
         tokens=work.tokens * work.num_micro_batches,
         tokens_per_gather=work.tokens,
         model_flops=work.flops.model,
@@ -320,8 +335,9 @@ def time_units(work: Workload, machine: Machine) -> list[UnitTimes]:
 
     Compute is shared out by parameters; embeddings have none.
     """
-    shard, replica = arrange_groups(machine.num_replicas, machine.num_shards, machine.ranks_per_node)
-    regather = arrange_groups(1, work.regather_ranks or machine.num_shards, machine.ranks_per_node)[0]
+    near = (machine.ranks_per_node, machine.num_split)
+    shard, replica = arrange_groups(machine.num_replicas, machine.num_shards, *near)
+    regather = arrange_groups(1, work.regather_ranks or machine.num_shards, *near)[0]
     filled = [unit for unit in work.plan if unit.num_params]
     num_computed = sum(unit.num_params for unit in filled if unit.kind not in ("embedding", "idle"))
     copied = work.offloaded_bytes / sum(unit.num_params for unit in filled) / _HOST_COPY_GB_S / 1e9
@@ -430,6 +446,20 @@ def _sum_kinds(times: Sequence[UnitTimes], num_micro_batches: int) -> dict[str, 
         ),
     }
     return {kind: seconds for kind, seconds in sums.items() if seconds}
+
+
+def _time_exchanges(work: Workload, machine: Machine) -> dict[str, float]:
+    """Return the seconds of a step in what neighbouring ranks of the same rows send each other, by kind."""
+    found: dict[str, float] = {}
+    for exchange, count in Counter(work.exchanges).items():
+        group = arrange_groups(1, exchange.num_ranks, machine.ranks_per_node)[0]
+        if exchange.kind == "all_to_all":
+            name, seconds = "all_to_all", time_exchange(exchange.num_bytes, group, machine.links)
+        else:
+            assert exchange.kind != "tensor"
+            name, seconds = "tensor", time_collective(exchange.kind, exchange.num_bytes, group, machine.links)
+        found[name] = found.get(name, 0.0) + count * seconds
+    return found
 
 
 def _wait_in_forward(times: Sequence[UnitTimes], compute: float) -> float:

@@ -20,10 +20,14 @@ from torch.utils._pytree import tree_map_only
 
 from lit_fsdp.optim.adamw_8bit import make_code_books
 from lit_fsdp.planning.closed_form.overrides import keeps_gradients
+from lit_fsdp.planning.step_parts import Exchange
 from lit_fsdp.planning.trace.fake_gpu_ops import run_as_gpus
+from lit_fsdp.profiling.collectives import Collective
+from lit_fsdp.profiling.expected_communication import UnitBytes
 from lit_fsdp.profiling.flops import Flops, WorkCounter
 from lit_fsdp.profiling.memory import Kind
 from lit_fsdp.profiling.memory_trace import MemoryLog, MemoryTrace, StepMemory
+from lit_fsdp.profiling.replaced_calls import watch_layers
 from lit_fsdp.quantization.layers import iterate_quantized
 from lit_fsdp.quantization.quantize import prepare_tables
 from lit_fsdp.sharding.activation_offload import watch_host_memory
@@ -48,7 +52,8 @@ class TracedStep:
         memory: Of the GPU, or whatever would compute.
         flops: Of all micro-batches.
         moved_bytes: Of all micro-batches: what operators other than products and attention read and write.
-        exchanges: Of all micro-batches: the bytes of each exchange of ranks that share the tokens of a row.
+        exchanges: Of all micro-batches: what ranks that work on the same rows send each other, in order.
+        split_units: What FSDP2 sends of each unit, where ranks hold parts of layers, which only a trace knows.
         log: Of the memory, where blocks were marked.
         is_unfolded: Whether a model of few blocks was traced, and the rest repeats it.
     """
@@ -56,7 +61,8 @@ class TracedStep:
     memory: StepMemory
     flops: Flops
     moved_bytes: int
-    exchanges: tuple[int, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
+    split_units: tuple[UnitBytes, ...] = ()
     log: MemoryLog | None = None
     is_unfolded: bool = False
 
@@ -135,7 +141,7 @@ def trace_training_step(
         )
         run(1, lambda _: None)  # makes the state of the optimizer
         is_offloaded = settings.cpu_offload is not None
-        counter, exchanges = WorkCounter(), list[int]()
+        counter, exchanges = WorkCounter(), list[Exchange]()
 
         def count_work() -> tuple[int, ...]:
             flops = counter.flops
@@ -155,13 +161,9 @@ def trace_training_step(
             trace.begin_phase(name)
             counter.is_counting = name != "optimizer"
 
-        def note_exchange(num_bytes: int, _num_ranks: int) -> Callable[[], None]:
-            exchanges.append(num_bytes)
-            return lambda: None
-
         size_on_host = int if device_type == "cpu" else round_pinned
         watched = watch_host_memory(partial(trace.count_on_host, size_on_host))
-        with trace, counter, watch_exchanges(note_exchange), watched:
+        with trace, counter, _note_exchanges(counter, exchanges), watched:
             trace.add_inputs(fake)
             run(num_micro_batches, begin_phase)
     memory = trace.finish()
@@ -172,6 +174,23 @@ def trace_training_step(
         exchanges=tuple(exchanges),
         log=trace.get_log() if marked else None,
     )
+
+
+@contextmanager
+def _note_exchanges(counter: WorkCounter, noted: list[Exchange]) -> Iterator[None]:
+    """Note what ranks of the same rows send each other, while the counter counts: not norms of gradients."""
+
+    def note_rows(num_bytes: int, num_ranks: int) -> Callable[[], None]:
+        noted.append(Exchange("all_to_all", num_bytes, num_ranks))
+        return lambda: None
+
+    def note_layer(kind: Collective, num_bytes: int, num_ranks: int) -> Callable[[Tensor], Tensor]:
+        if counter.is_counting:
+            noted.append(Exchange(kind, num_bytes, num_ranks))
+        return lambda found: found
+
+    with watch_exchanges(note_rows), watch_layers(note_layer):
+        yield
 
 
 def add_pinned_rounding(memory: StepMemory, rounding: tuple[int, int]) -> StepMemory:

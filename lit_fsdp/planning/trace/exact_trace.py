@@ -17,6 +17,7 @@ from lit_fsdp.planning.trace.apart import run_apart
 from lit_fsdp.planning.trace.dry_run import TracedStep, add_pinned_rounding, fake_ranks, trace_training_step
 from lit_fsdp.planning.trace.short_model import Stack, choose_stacks, shorten_model
 from lit_fsdp.planning.trace.unfold import UnevenBlocksError, unfold_trace
+from lit_fsdp.profiling.expected_communication import estimate_bytes
 from lit_fsdp.sharding.cpu_offload import count_pinned_rounding
 from lit_fsdp.sharding.sequence import build_sequence_group
 from lit_fsdp.sharding.wrap import plan_module
@@ -82,7 +83,15 @@ def trace_step(step: PlannedStep) -> TracedStep:
     Raises:
         ConfigError: The step fails, or asks for what a tensor without values has not.
     """
-    return _scale(step, _trace(step))
+    settings = step.strategy.settings
+    units = plan_module(step.module, settings.wrap)  # FSDP2 puts classes of its own before those of the model
+    traced = _scale(step, _trace(step))
+    if settings.mesh.tensor == 1:
+        return traced
+    sizes, dtypes = step.ranks.resolve(settings.mesh), step.strategy.precision_plugin.mixed_precision
+    counts = {"num_replicas": sizes.replicate, "num_micro_batches": step.num_micro_batches}
+    split = estimate_bytes(step.module, units, settings.sharding, dtypes, num_shards=sizes.num_shards, **counts)
+    return replace(traced, split_units=tuple(split))
 
 
 def _trace_short(step: PlannedStep, stacks: Sequence[Stack]) -> TracedStep | None:

@@ -66,9 +66,13 @@ def test_groups_of_replicas_share_the_network_cards_of_a_node() -> None:
         ((8, 1, 8), Group(num_ranks=1), Group(num_ranks=8)),
         ((16, 2, 8), Group(num_ranks=2), Group(num_ranks=16, num_nodes=4, num_beside=2)),
         ((2, 16, 8), Group(num_ranks=16, num_nodes=2), Group(num_ranks=2, num_nodes=2, num_beside=8)),
+        # Two or four ranks of each layer: as many groups, of ranks that are not neighbours.
+        ((1, 4, 8, 2), Group(num_ranks=4), Group(num_ranks=1)),
+        ((1, 8, 8, 2), Group(num_ranks=8, num_nodes=2, num_beside=2), Group(num_ranks=1)),
+        ((2, 2, 8, 4), Group(num_ranks=2), Group(num_ranks=2, num_nodes=2, num_beside=8)),
     ],
 )
-def test_neighbours_share_a_copy(sizes: tuple[int, int, int], shard: Group, replica: Group) -> None:
+def test_neighbours_share_a_copy(sizes: tuple[int, ...], shard: Group, replica: Group) -> None:
     assert arrange_groups(*sizes) == (shard, replica)
 
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.closed_form.engine import StepEstimate, estimate_step
-from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, Ranks
+from lit_fsdp.planning.step_parts import Exchange, MicroBatch, ModelToTrain, Ranks
 from lit_fsdp.planning.timing.hardware import GPUS, Gpu, find_gpu, get_product_share
 from lit_fsdp.planning.timing.links import (
     Group,
@@ -240,6 +240,19 @@ def test_an_exchange_crosses_between_nodes_with_all_ranks_of_a_node() -> None:
         assert exchange / ring == pytest.approx(max(more, 1.0), rel=1e-3)
     alone = Group(num_ranks=8)
     assert time_exchange(GB, alone, net) == time_collective("reduce_scatter", GB, alone, net)
+
+
+def test_what_ranks_of_the_same_rows_send_each_other_is_exposed() -> None:
+    net = make_net(10.0)
+    alone = estimate(net)
+    exchanges = [Exchange("all_reduce", 10**9, 2), Exchange("all_reduce", 10**9, 2), Exchange("all_gather", 10**9, 2)]
+    split = estimate(net, num_split=2, exchanges=exchanges)
+    # A sum sends all of its bytes where there are two ranks, a gather half.
+    assert split.by_collective["tensor"] == pytest.approx(0.25, rel=1e-3)
+    assert split.exposed_s - alone.exposed_s == pytest.approx(0.25, rel=1e-3)
+    assert split.tokens_per_s * split.step_s == pytest.approx(2 * alone.tokens_per_s * alone.step_s)
+    rows = estimate(net, exchanges=[Exchange("all_to_all", 10**9, 2)])
+    assert rows.by_collective["all_to_all"] == pytest.approx(0.05, rel=1e-3)
 
 
 def test_hidden_collectives_cost_compute_a_share_of_their_time() -> None:
