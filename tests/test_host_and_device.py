@@ -88,7 +88,7 @@ def test_the_stand_in_refuses_what_mixes_and_what_comes_too_early() -> None:
     run_as_gpus(refuse)
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_run_keeps_host_and_device_apart_and_resumes_exactly(name: str, tmp_path: Path) -> None:
     run_as_gpus(train_and_go_on, save_start(tmp_path / "start", name), name, 0.0, world_size=2)

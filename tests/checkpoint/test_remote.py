@@ -232,7 +232,8 @@ def check_ended(ended: list[Ended]) -> None:
     assert [e.code for e in ended] == [0] * len(ended), "".join(e.err for e in ended)
 
 
-@pytest.mark.parametrize("settings", [{}, pytest.param({"async_save": True}, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [{}, {"async_save": True}])
 def test_a_run_goes_on_from_s3_on_another_machine_as_if_it_had_never_stopped(
     s3: RemotePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:

@@ -110,6 +110,7 @@ def run(folder: Path, frees: list[int], *options: str) -> tuple[list[Any], list[
     ]
 
 
+@pytest.mark.full
 def test_a_disk_that_gets_full_ends_the_run_with_a_line_and_an_exit_code(tmp_path: Path) -> None:
     ranks, checkpoints = run(tmp_path, [2**40, 1000], "--monitoring=true")
     assert [rank.code for rank in ranks] == [1, 1]

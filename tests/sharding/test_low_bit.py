@@ -314,7 +314,7 @@ def test_what_would_change_frozen_bytes_or_round_sums_is_refused() -> None:
 # Under the Trainer
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize("checkpoint_format", ["sharded", "single_file"])
 def test_a_resumed_run_has_the_same_bits_and_one_rank_says_that_there_is_no_effect(
     checkpoint_format: str, tmp_path: Path

@@ -141,6 +141,7 @@ def find_line(comment: str) -> int:
     return next(i for i, line in enumerate(TASK.splitlines(), start=1) if comment in line)
 
 
+@pytest.mark.full
 def test_a_rank_that_sleeps_is_named_with_what_it_does(folder: Path) -> None:
     first, second = fork_ranks(*options("sleep"), timeout_s=400)
     assert (first.code, second.code) == (0, 0), first.err + second.err

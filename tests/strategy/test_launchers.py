@@ -45,7 +45,7 @@ def check(*ended: Ended, ranks: int = 1) -> None:
 
 
 # A launch on two nodes is two of torchrun; test_broken_runs.py and others launch it on one, when slow tests run.
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize("launcher", ["lightning", pytest.param("torchrun", marks=pytest.mark.slow), "nodes"])
 def test_all_launchers_give_the_losses_of_one_device_at_every_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch, launcher: str

@@ -128,7 +128,7 @@ def test_the_units_of_a_task_win_over_those_of_the_strategy() -> None:
     assert losses == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize("manual", [False, True])
 def test_a_plain_module_trains_on_two_ranks_as_on_one_device(manual: bool) -> None:
     options = ("--config=stack.yaml", f"--model.manual={manual}")

@@ -50,7 +50,7 @@ def load(model: Path, out: Path, quantization: Quantization | None, lora: LoRA |
         torch.save({name: value.clone() for name, value in found.items()}, out)
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "world_size"),
     [

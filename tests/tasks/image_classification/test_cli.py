@@ -45,6 +45,7 @@ def run_all(*commands: str) -> str:
     return said
 
 
+@pytest.mark.full
 def test_a_run_is_trained_tested_used_and_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

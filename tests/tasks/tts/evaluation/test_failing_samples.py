@@ -108,7 +108,7 @@ def train_quietly(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> A
     return train
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("place", "world_size", "problem"),
     [
