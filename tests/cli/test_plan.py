@@ -99,6 +99,18 @@ def test_a_plan_is_what_a_run_on_two_ranks_holds(
 
 
 @pytest.mark.full
+def test_a_search_leaves_out_what_the_settings_refuse(capfd: pytest.CaptureFixture[str]) -> None:
+    config = f"--config={ROOT / 'configs' / 'quickstart.yaml'}"
+    bits = ("--trainer.strategy.sharding.gather_bits=8", "--trainer.precision=bf16-mixed")
+    searched = plan(config, *bits, "--devices=2", "--search=true", "--gpu=RTX 4090")["search"]
+    trained = {tuple(candidate["changes"]) for candidate in searched["candidates"]}
+    assert any("model.lora" in changes for changes in trained)
+    assert not any("model.quantization" in changes for changes in trained)
+    said = " ".join(capfd.readouterr().out.split())
+    assert "not tried: model.lora, model.quantization: sharding.gather_bits: got 8, and model.model.layers.0" in said
+
+
+@pytest.mark.full
 def test_split_layers_are_traced_timed_and_searched(capfd: pytest.CaptureFixture[str]) -> None:
     config, split = f"--config={ROOT / 'configs' / 'quickstart.yaml'}", "--trainer.strategy.mesh.tensor=2"
     whole, found = plan(config, "--devices=2"), plan(config, split, "--devices=4", "--gpu=RTX 4090")

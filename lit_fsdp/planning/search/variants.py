@@ -12,6 +12,8 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lit_fsdp.adapters.lora import LoRA
 from lit_fsdp.planning.planned_step import PlannedStep, prepare_step
 from lit_fsdp.quantization.quantize import Quantization
+from lit_fsdp.sharding.shard import check_wire
+from lit_fsdp.sharding.wrap import plan_module
 
 _LOSS_CHUNKS = 8
 
@@ -38,6 +40,8 @@ def prepare_variants(
     for variant, changes in variants:
         try:
             step, warned = _prepare_quietly(trainer, variant, data, searches=searches)
+            settings, dtypes = step.strategy.settings, step.strategy.precision_plugin.mixed_precision
+            check_wire(step.module, plan_module(step.module, settings.wrap), settings.sharding, dtypes.build_policy())
         except ValueError as error:
             if searches:
                 notes.append(f"search: not tried: {', '.join(changes)}: {error}")
