@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
 import warnings
 from collections.abc import Callable
@@ -45,6 +46,7 @@ def print_error(error: Exception) -> str:
 
 
 def _send(sender: Connection, work: Callable[[], object], who: str) -> None:
+    gc.freeze()  # what has threads, as a process group of gloo, would wait for them where it is collected
     warnings.simplefilter("ignore")  # who builds the module has said them
     torch.set_num_threads(1)  # others do not outlive a fork
     try:
