@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from lit_fsdp import ActivationCheckpointing, Compile, FSDP2Strategy
 from lit_fsdp.planning.planned_step import PlannedGpu, PlannedTrainer, prepare_step
+from lit_fsdp.planning.trace.apart import run_apart
 from lit_fsdp.planning.trace.exact_trace import trace_step
 from lit_fsdp.tasks import CausalLM, LoRA, Quantization, TextData, attention
 from lit_fsdp.tasks.attention import DocumentMask, choose_attention, pack_documents
@@ -306,7 +308,8 @@ def trace(wanted: Any, *, precision: Any = "bf16-true", accelerator: Any = None,
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    return trace_step(prepare_step(trainer, task, TextData(train="pydoc", tokenizer="none", seq_length=2048)))
+    step = prepare_step(trainer, task, TextData(train="pydoc", tokenizer="none", seq_length=2048))
+    return run_apart(partial(trace_step, step), "test")
 
 
 @pytest.mark.full
