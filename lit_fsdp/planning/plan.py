@@ -106,13 +106,9 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     weights = count_weights(step.module)
     num_trained = sum(weights[name] for name, p in step.module.named_parameters() if p.requires_grad)
     quantized_bytes = _count_quantized(step.module, shards)
-
-    def count_bytes() -> tuple[list[UnitBytes], int]:
-        communication = estimate_bytes(step.module, units, settings.sharding, dtypes, **counts)
-        return communication, _count_written(step, units, shards)
-
     # Before a trace shards the module, but of layers that are split only that knows the parts.
-    communication, written_bytes = count_bytes()
+    communication: Sequence[UnitBytes] = estimate_bytes(step.module, units, settings.sharding, dtypes, **counts)
+    written_bytes = _count_written(step, units, shards)
     common: dict[str, Any] = {"ranks": step.ranks, "num_micro_batches": step.num_micro_batches}
     estimate, model, micro_batch, reason = None, None, None, ""
     try:
@@ -128,8 +124,8 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     notes += [_UNFOLDED] if traced is not None and traced.is_unfolded else []
     cost = estimate or traced
     assert cost is not None
-    if sizes.tensor > 1:
-        communication, written_bytes = count_bytes()
+    if cost.split_units:
+        communication, written_bytes = cost.split_units, _count_written(step, units, shards)
     time = None
     if hardware is not None and model is not None and micro_batch is not None:
         time = estimate_step_time(model, settings, hardware, cost, micro_batch=micro_batch, **common)
