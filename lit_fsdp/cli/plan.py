@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lit_fsdp.cli.messages import describe_exception
 from lit_fsdp.cli.plan_options import Method, parse_counts, spell_options
-from lit_fsdp.cli.train import TrainerCLI, hide_banners
+from lit_fsdp.cli.train import TrainerCLI, hide_banners, hide_warnings
 from lit_fsdp.errors import ConfigError, is_debugging
 from lit_fsdp.files import refuse_unwritable, write_whole
 from lit_fsdp.parsing.config_files import check_config_files
@@ -62,7 +62,7 @@ def run_plan(args: Sequence[str]) -> int:
 def start_plan(args: Sequence[str], cli: type[PlanCLI]) -> PlanCLI:
     """Read a command line as that of ``plan``, run it with ``cli``, and return that."""
     config_files = check_config_files(args)
-    warnings.filterwarnings("ignore", message=".*LightningCLI's args parameter.*")
+    hide_warnings()
     warnings.filterwarnings("ignore", message=".*GradScaler is enabled, but CUDA is not available.*")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     hide_banners()

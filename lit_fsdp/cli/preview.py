@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 from typing_extensions import override
 
-from lit_fsdp.cli.train import TrainerCLI, hide_banners
+from lit_fsdp.cli.train import TrainerCLI, hide_banners, hide_warnings
 from lit_fsdp.errors import ConfigError
 from lit_fsdp.parsing.config_files import check_config_files
 from lit_fsdp.planning.planned_step import PlannedTrainer
@@ -29,7 +28,7 @@ def run_preview(args: Sequence[str]) -> int:
         args: The command line, the command first.
     """
     config_files = check_config_files(args)
-    warnings.filterwarnings("ignore", message=".*LightningCLI's args parameter.*")
+    hide_warnings()
     hide_banners()
     PreviewCLI(args=list(args), config_files=config_files)
     return 0

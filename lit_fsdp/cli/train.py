@@ -102,13 +102,20 @@ def run_trainer(args: Sequence[str], cli: Callable[..., TrainerCLI] | None = Non
         cli: What reads and runs it, if not what the command line asks for.
     """
     config_files = check_config_files(args)
-    for known in _KNOWN_WARNINGS if args[0] == "fit" else (*_KNOWN_WARNINGS, _ONLY_FOR_TRAINING):
-        warnings.filterwarnings("ignore", message=known)
+    hide_warnings()
+    if args[0] != "fit":
+        warnings.filterwarnings("ignore", message=_ONLY_FOR_TRAINING)
     hide_banners()
     if cli is None and args[0] == "fit" and is_ray_asked(args):
         cli = import_module("lit_fsdp.cli.ray_launcher").RayDriverCLI
     (cli or TrainerCLI)(list(args), config_files=config_files)
     return 0
+
+
+def hide_warnings() -> None:
+    """Keep warnings of libraries out of the terminal that a run of ours makes no use of."""
+    for known in _KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=known)
 
 
 def hide_banners() -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,7 +80,31 @@ def init_process_group(
     store.set_timeout(timedelta(seconds=timeout_s))
     own["store"] = PrefixStore("default_pg", store)  # as torch does with one that it makes itself
     _init_dist_connection(environment, backend, timeout=timedelta(seconds=timeout_s), **own)
-    atexit.register(_destroy_dist_connection)  # Lightning does it for plain "nccl" only
+    atexit.register(_leave)  # Lightning does it for plain "nccl" only
+
+
+def _leave() -> None:
+    _destroy_dist_connection()
+    wait_for_threads()
+
+
+def wait_for_threads(timeout_s: float = 1.0) -> None:
+    """Return once no other thread of this process computes, or after ``timeout_s``.
+
+    A thread of gloo that still drops the tensors of the last collective when Python ends would end the process with
+    SIGABRT, "terminate called without an active exception" (seen in torch 2.13): it waits for the GIL then.
+    """
+    threads = Path("/proc/self/task")
+    if not threads.is_dir():  # not Linux
+        time.sleep(min(timeout_s, 0.1))
+        return
+    own, deadline = str(threading.get_native_id()), time.monotonic() + timeout_s
+    is_idle = False
+    while not is_idle and time.monotonic() < deadline:
+        time.sleep(0.002)  # without the GIL: who waits for it gets it
+        with suppress(OSError):  # a thread that ends while it is looked at
+            states = [thread.joinpath("stat").read_text() for thread in threads.iterdir() if thread.name != own]
+            is_idle = not any(state.rpartition(")")[2].split()[0] == "R" for state in states)
 
 
 def check_gloo_address(main_address: str, environ: Mapping[str, str]) -> None:

@@ -2,8 +2,12 @@
 
 import os
 import socket
+import sys
+import time
+from hashlib import pbkdf2_hmac
 from multiprocessing import get_context
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -14,7 +18,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, TorchEla
 from torch.distributed import HashStore
 
 from lit_fsdp.strategy import process_group
-from lit_fsdp.strategy.process_group import check_gloo_address, init_process_group
+from lit_fsdp.strategy.process_group import check_gloo_address, init_process_group, wait_for_threads
 
 
 def resolve_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
@@ -94,3 +98,25 @@ def test_a_process_meets_the_others_again_after_its_process_group_was_destroyed(
     for process in processes:
         process.join(60)
     assert len(list(place.iterdir())) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at threads as Linux shows them")
+def test_a_process_ends_after_its_threads_and_not_never() -> None:
+    began = time.monotonic()
+    computing = Thread(target=pbkdf2_hmac, args=("sha256", b"", b"", 1_000_000))  # without the GIL, as gloo's do
+    computing.start()
+    wait_for_threads(60.0)
+    assert not computing.is_alive()
+    assert time.monotonic() - began < 30.0
+    sleeping, over = Event(), Event()
+    waits = Thread(target=lambda: (sleeping.set(), over.wait(60.0)))
+    waits.start()
+    sleeping.wait()
+    endless = Thread(target=pbkdf2_hmac, args=("sha256", b"", b"", 1_000_000))
+    endless.start()
+    began = time.monotonic()
+    wait_for_threads(0.05)
+    assert time.monotonic() - began < 0.5
+    over.set()
+    endless.join()
+    waits.join()
