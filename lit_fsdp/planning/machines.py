@@ -88,7 +88,7 @@ def scale(
     """Return the step on several numbers of ranks, each with the rows that are configured for one.
 
     Each has the mesh that is fastest there of those that fit: the configured one, shards over all, copies of shards in
-    each node, or a copy for each rank.
+    each node, or a copy for each rank. Numbers that ranks of the same rows do not divide are left out.
 
     Args:
         trials: Of the step.
@@ -99,6 +99,8 @@ def scale(
     """
     found = []
     for ranks in all_ranks:
+        if ranks.world_size % trials.num_sharing:
+            continue
         meshes = list_meshes(trials, ranks)
         tried = [trials.estimate(settings, ranks=ranks, changes=changes) for settings, changes in meshes]
         found.append(choose_machine(tried, hardware, device_bytes, prices))
@@ -131,10 +133,15 @@ def choose_machine(
 
 
 def list_meshes(trials: Trials, ranks: Ranks) -> Iterator[tuple[Settings, dict[str, Any]]]:
-    """Yield the settings with each mesh that these ranks can have, and what differs as in YAML."""
+    """Yield the settings with each mesh that these ranks can have, and what differs as in YAML.
+
+    ``mesh.tensor`` and ``mesh.sequence`` stay.
+    """
     given = trials.settings
     seen = set()
-    for mesh in (given.mesh, Mesh(), Mesh(replicate=-1, shard="node"), Mesh(replicate=-1, shard=1)):
+    own = {"tensor": given.mesh.tensor, "sequence": given.mesh.sequence}
+    others = (Mesh(**own), Mesh(replicate=-1, shard="node", **own), Mesh(replicate=-1, shard=1, **own))
+    for mesh in (given.mesh, *others):
         try:
             sizes = ranks.resolve(mesh)
             given.sharding.check(sizes.num_shards)
@@ -160,7 +167,8 @@ def find_machines(trials: Trials, prices: Mapping[Gpu, float]) -> list[Machine]:
         trials: Of the step.
         prices: Of an hour of a GPU; without any, all GPUs are tried.
     """
-    by_size = {size: list(_list_settings(trials, Ranks(num_nodes=1, per_node=size))) for size in _NODE_SIZES}
+    sizes = [size for size in _NODE_SIZES if size % trials.num_sharing == 0]
+    by_size = {size: list(_list_settings(trials, Ranks(num_nodes=1, per_node=size))) for size in sizes}
     found: list[Machine] = []
     for gpu in prices or GPUS:
         own = []

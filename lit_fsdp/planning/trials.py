@@ -26,7 +26,6 @@ from lit_fsdp.planning.search.traced import make_tracer
 from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, NoEstimateError, Ranks
 from lit_fsdp.planning.timing.step_time import StepTime
 from lit_fsdp.sharding.settings import Settings
-from lit_fsdp.sharding.unit_table import describe_sizes
 
 MODEL_ERROR = 1.02  # of times: what is not faster by more is no reason to change a setting
 
@@ -104,9 +103,8 @@ class Trials:
         self._known: dict[str, StepCost] = {}
         step = steps[0][0]
         self.settings, self.ranks = step.strategy.settings, step.ranks
-        if (sizes := self.ranks.resolve(self.settings.mesh)).num_sharing > 1:
-            raise NoEstimateError(f"{describe_sizes(sizes)}: there are no times of ranks that share rows")
         self.micro_batch = measure_batch(step.module, step.batch)
+        self.num_sharing = self.ranks.resolve(self.settings.mesh).num_sharing  # ranks that work on the same rows
 
     def estimate(
         self,
@@ -155,8 +153,10 @@ class Trials:
 
     @cached_property
     def is_traced(self) -> bool:
-        """Whether every estimate is a trace: there are no rules for the model."""
+        """Whether every estimate is a trace: there are no rules for the model, or for ranks that share rows."""
         step = self.steps[0][0]
+        if self.num_sharing > 1:
+            return True
         try:
             self._count_quickly(step, self._models[0], self.settings, self.micro_batch)
         except UnreadableModuleError:

@@ -125,6 +125,18 @@ def test_rows_of_a_range_are_the_plans_of_each_number_and_cost_what_their_hours_
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", ["tensor", "sequence"])
+def test_ranks_that_share_rows_stay_together_on_any_number(name: str) -> None:
+    options = ("--config=run.yaml", GPU, f"--trainer.strategy.mesh.{name}=2", "--link=pcie4,ethernet25")
+    machines = plan(*options, "--devices=2..4")["scaling"]["machines"]
+    assert [machine["devices"] for machine in machines] == [2, 4]  # not 3
+    for machine in machines:
+        single = plan_with(machine["changes"], f"--devices={machine['devices']}", *options[1:])
+        assert single["time"]["step_s"] == pytest.approx(machine["time"]["step_s"])
+        assert single["memory"]["peak_bytes"] == machine["peak_bytes"]
+
+
+@pytest.mark.full
 def test_the_cheapest_gpus_come_first_and_fit(folder: Path) -> None:
     (folder / "prices.yaml").write_text("{RTX 4090: 0.4, RTX 3060 12GB: 0.01, H100 SXM: 90}")
     found = plan("--config=run.yaml", "--cheapest", "--prices=prices.yaml")["machines"]["machines"]
