@@ -154,11 +154,14 @@ def correlate_ranks(first: Sequence[float], second: Sequence[float]) -> float:
 # What is: one of the ranks
 
 
-def limit_rate(rate: str, *where: str) -> None:
-    """Let an interface send this much, in the namespace of this process or in another (``-n``, its name)."""
+def limit_rate(rate: str, *where: str, burst: str = "256kb") -> None:
+    """Let an interface send this much, in the namespace of this process or in another (``-n``, its name).
+
+    ``burst`` may pass at once after a pause. It has to be what the rate sends in 4 ms, at least.
+    """
     subprocess.run(["tc", *where, "qdisc", "del", "dev", INTERFACE, "root"], check=False, capture_output=True)
     if rate != UNLIMITED:
-        limit = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "400ms"]
+        limit = ["root", "tbf", "rate", rate, "burst", burst, "latency", "400ms"]
         subprocess.run(["tc", *where, "qdisc", "add", "dev", INTERFACE, *limit], check=True)
 
 

@@ -58,7 +58,8 @@ from lit_fsdp.sharding.parallelize import shard_module
 from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import no_sync
 
-SIZES, SIZES_INSIDE = "32KiB,128KiB,512KiB", "256KiB,2MiB,16MiB"
+SIZES, SIZES_INSIDE = "64KiB,256KiB,1MiB", "256KiB,2MiB,16MiB"
+BURST = "16kb"  # of a limited link: what passes at once after a pause would make small messages look fast
 TRIES, OFF_PCT = 2, 60.0  # of ``bench comm``: again while a line is off by more, as its user would
 BESIDE = 8  # cases at a time
 NEAR = 1.05  # what is chosen may take so much longer than the best
@@ -201,7 +202,7 @@ def run_rank(job: Job, by_rate: dict[str, dict[str, Settings]], rounds: int, out
         for rate, by_name in (found if turn else unlimited).items():
             dist.barrier()
             if dist.get_rank() % RANKS_PER_NODE == 0:
-                limit_rate(rate)
+                limit_rate(rate, burst=BURST)
             for name, seconds in by_name.items():
                 model, settings, optimizer = models[name]
                 took = measure_step(model, replace(job, card_s=job.card_s * (turn > 0)), settings, optimizer, batch)
@@ -262,7 +263,7 @@ def _measure_one(name: str, out: Path) -> None:
     sizes = [parse_memory(size) for size in (SIZES_INSIDE if name == "inside" else SIZES).split(",")]
     with namespaces(1 if name == "inside" else NUM_NODES) as nodes:
         for node in nodes:
-            limit_rate(UNLIMITED if name == "inside" else name, "-n", node.name)
+            limit_rate(UNLIMITED if name == "inside" else name, "-n", node.name, burst=BURST)
         fork_ranks(nodes, partial(measure_links, sizes, "gloo", 3, out, 300.0))
 
 
@@ -421,7 +422,7 @@ def make_report(cases: Sequence[dict[str, Any]], rounds: int, loads: Sequence[fl
 def main() -> None:
     """Measure, predict, print, and write the page and its numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", default="24mbit,12mbit,6mbit", help="of the link, as tc writes them")
+    parser.add_argument("--rates", default="24mbit,12mbit,6mbit,3mbit", help="of the link, as tc writes them")
     parser.add_argument("--jobs", default=",".join(JOBS))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--out", type=Path, help="Markdown file to write; its numbers go into a .json beside it")

@@ -220,6 +220,8 @@ def _run(
     """
     if "DeepSpeed" in setting["class_path"] and find_spec("deepspeed") is None:
         raise RuntimeError(_MISSING)
+    if setting["class_path"].endswith("FSDP2Strategy"):  # others wait as long for ranks that start slowly
+        setting = {**setting, "init_args": {"start_timeout_s": timeout_s, **setting.get("init_args", {})}}
     trainer: dict[str, Any] = {"strategy": setting}
     if (callbacks := list_quiet_callbacks(files)) is not None:
         trainer["callbacks"] = callbacks
