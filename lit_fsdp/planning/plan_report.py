@@ -51,8 +51,8 @@ def print_report(plan: Plan, device_bytes: int | None, *, other_gpus: Sequence[s
         print(describe_replay(plan.replay))
     if device_bytes is None:
         print(
-            f"not counted: CUDA, cuBLAS and NCCL, about {plan.outside_bytes / _GIB:.2f} GiB of each GPU; what the "
-            f"allocator takes beside tensors, {100 * (plan.headroom - 1):.0f} %"
+            f"not counted: CUDA context, cuBLAS and NCCL, about {plan.outside_bytes / _GIB:.2f} GiB of each GPU; what "
+            f"the allocator takes beside tensors, {100 * (plan.headroom - 1):.0f} %"
         )
     else:
         print(describe_fit(plan, device_bytes))
@@ -78,10 +78,10 @@ def describe_replay(replay: Replay) -> str:
         f"{num_bytes / size:.2f} {name}"
         for num_bytes in (replay.least_bytes, replay.steady_bytes, replay.reserved_bytes, replay.expandable_bytes)
     )
-    slow = f", with less it waits for memory to go back, {replay.num_retries} times a step with {least}"
+    slow = f", {replay.num_retries} times a step waiting until free memory is given back; without that from {steady}"
     return (
-        f"allocator, replayed: works from {least}; takes {reserved} where there is room, {expandable} with "
-        f"expandable_segments; never waits from {steady}{slow if replay.num_retries else ''}"
+        f"allocator, replayed: works from {least}{slow if replay.num_retries else ''}; where there is room it takes "
+        f"{reserved}, with expandable_segments {expandable}"
     )
 
 

@@ -263,6 +263,18 @@ def test_a_step_fits_where_its_peak_and_the_headroom_do(capfd: pytest.CaptureFix
 
 
 @pytest.mark.full
+def test_a_traced_step_needs_what_its_allocations_were_replayed_in(capfd: pytest.CaptureFixture[str]) -> None:
+    found = plan("--config=run.yaml", "--devices=2", "--exact=true", "--device-memory=4GiB")
+    device, replay, peak_bytes = found["device"], found["memory"]["replay"], found["memory"]["peak_bytes"]
+    assert device["needed_bytes"] == replay["least_bytes"] + device["outside_bytes"]
+    assert peak_bytes < replay["least_bytes"] <= replay["steady_bytes"] <= replay["reserved_bytes"]
+    assert device["headroom_factor"] == replay["least_bytes"] / peak_bytes
+    printed = capfd.readouterr().out
+    assert f" x {device['headroom_factor']:.2f} for the allocator (replayed) + 1.09 GiB for CUDA and NCCL = " in printed
+    assert f"allocator, replayed: works from {replay['least_bytes'] / 2**20:.2f} MiB" in printed
+
+
+@pytest.mark.full
 def test_more_ranks_hold_less_each_and_settings_of_gpus_need_none() -> None:
     options = ["--config=run.yaml", "--trainer.accelerator=gpu", "--trainer.devices=4"]
     options += ["--trainer.precision=16-mixed", "--trainer.accumulate_grad_batches=3"]

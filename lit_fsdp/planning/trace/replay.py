@@ -20,12 +20,14 @@ from lit_fsdp.profiling.memory_trace import MemoryEvent, MemoryLog
 _PRECISION = 0.005  # of the sizes that are searched for
 
 
-def replay_step(log: MemoryLog) -> Replay:
+def replay_step(log: MemoryLog, then: Sequence[MemoryLog] = ()) -> Replay:
     """Return what the allocator takes for a step, in up to two dozen replays: seconds for a deep model.
 
-    The events of the log must tell storages apart.
+    Args:
+        log: Whose events tell storages apart.
+        then: Of steps of the same model that follow, such as those of other rows; by default the same step again.
     """
-    tape = _Tape(log)
+    tape = _Tape(log, then or [log])
     roomy, expandable = CachingAllocator(), CachingAllocator(is_expandable=True)
     tape.run(roomy)
     tape.run(expandable)
@@ -74,9 +76,9 @@ def tell_storages_apart(events: Sequence[MemoryEvent]) -> list[MemoryEvent] | No
 
 
 class _Tape:
-    """The allocations of two steps in order: ``(number, bytes, stream)``, where no bytes say that it is freed."""
+    """The allocations of all steps in order: ``(number, bytes, stream)``, where no bytes say that it is freed."""
 
-    def __init__(self, log: MemoryLog) -> None:
+    def __init__(self, log: MemoryLog, then: Sequence[MemoryLog]) -> None:
         first, step = log.events[: log.num_first], log.events[log.num_first :]
         optimizer = next((begin for name, begin in log.phases if name == "optimizer"), len(log.units))
         begin = next((i for i, event in enumerate(step) if event.operator >= optimizer), len(step))
@@ -86,13 +88,14 @@ class _Tape:
         writer.write(step[:begin])
         writer.write(event for event in first if event.kind == "optimizer_state")
         writer.write(step[begin:])
-        writer.begin_again(first)
         self._second = len(writer.tape)
-        writer.write(step)
+        for later in then:
+            writer.begin_again(later.events[: later.num_first])
+            writer.write(later.events[later.num_first :])
         self._operations = writer.tape
 
     def run(self, allocator: CachingAllocator) -> int:
-        """Return how often an allocator retries in the second step.
+        """Return how often an allocator retries after the first step.
 
         Raises:
             OutOfMemoryError: Its memory is not enough.

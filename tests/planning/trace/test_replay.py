@@ -34,6 +34,15 @@ def test_what_is_known_as_something_else_stays_where_it_is() -> None:
     assert found.num_retries == 0
 
 
+def test_a_step_of_longer_rows_finds_no_room_where_shorter_ones_were() -> None:
+    weights = event(0, 40, 0, "parameters")
+    short, long = (log([weights], [event(1, mib, 1), event(2, -mib, 1)]) for mib in (50, 60))
+    assert replay_step(long, [short, long]).reserved_bytes == 100 * MIB
+    found = replay_step(short, [long])
+    assert (found.reserved_bytes, found.num_retries) == (150 * MIB, 1)
+    assert found.least_bytes == pytest.approx(100 * MIB, abs=2 * MIB)
+
+
 def test_memory_of_the_host_is_left_out() -> None:
     step = [event(1, 20, 1), event(2, -20, 1), event(2, 20, 1, is_on_host=True), event(3, 20, 2), event(4, -20, 2)]
     assert replay_step(log([event(0, 40, 0, "parameters", is_on_host=True)], step)).reserved_bytes == 20 * MIB
