@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from lit_fsdp.cli.plan import run_plan
-from lit_fsdp.planning.estimate import OUTSIDE_BYTES, compute_needed_bytes
+from lit_fsdp.planning.needed_memory import HEADROOM, count_outside_bytes
+from lit_fsdp.sharding.mesh import MeshSizes
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
@@ -135,10 +136,9 @@ def find_longest(known: list[Trace], peak_bytes: float, look: Callable[[int], Tr
     return None
 
 
-def subtract_headroom(cap_bytes: int) -> float:
-    """Return the peak that ``fits`` allows: with its share for the allocator, and what lies outside of it."""
-    per_byte = (compute_needed_bytes(GIB) - OUTSIDE_BYTES) / GIB
-    return (cap_bytes - OUTSIDE_BYTES) / per_byte
+def subtract_outside(cap_bytes: int, setting: Setting) -> int:
+    """Return what is left of a card beside CUDA and NCCL."""
+    return cap_bytes - count_outside_bytes(MeshSizes(1, 1, sequence=setting.num_cards))
 
 
 def plan_setting(setting: Setting, look: Callable[[int], Trace]) -> dict[str, Any]:
@@ -147,12 +147,12 @@ def plan_setting(setting: Setting, look: Callable[[int], Trace]) -> dict[str, An
     first, second = known
     rows: dict[str, dict[str, Any]] = {"longest": {}, "tensors_alone": {}}
     for cap in CAPS_GIB:
-        budget = subtract_headroom(cap * GIB)
+        budget = subtract_outside(cap * GIB, setting) / HEADROOM
         best = find_longest(known, budget, look) if setting.num_cards == 1 else solve(first, second, budget)
         if best is not None:
             rows["longest"][str(cap)] = asdict(best)
     for cap in CAPS_GIB:  # once all traces are there
-        peak_bytes = cap * GIB - OUTSIDE_BYTES
+        peak_bytes = subtract_outside(cap * GIB, setting)
         if (alone := solve(*choose_near(known, peak_bytes), peak_bytes)) is not None:
             rows["tensors_alone"][str(cap)] = asdict(alone)
     slope = (second.peak_bytes - first.peak_bytes) / (second.length - first.length)

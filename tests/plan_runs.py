@@ -44,6 +44,12 @@ def _print_warning(message: Warning | str, category: type[Warning], *_: Any) -> 
         print(f"{category.__name__}: {message}", file=sys.stderr)
 
 
+def count_needed_bytes(*args: str) -> int:
+    """Return the memory that a GPU must have for a step."""
+    needed: int = plan(*args, "--device-memory=1GiB")["device"]["needed_bytes"]
+    return needed
+
+
 def plan(*args: str, code: int = 0) -> dict[str, Any]:
     """Plan and return ``plan.json``."""
     assert main(["plan", *args, "--out=planned"]) == code

@@ -121,8 +121,8 @@ class PlanTrainer(PlannedTrainer):
             nodes: How many nodes, or a range. By default what the configuration says.
             method: Train all of the model (full), adapters (lora), or adapters over 4-bit weights (qlora).
             seq_length: Tokens of a row, `data.seq_length`.
-            device_memory: Of one GPU, with a unit, such as 16GiB: says whether the step fits, with 1.15 times the
-                tensors for what the allocator takes on top, and 1 GiB for CUDA and NCCL. By default that of `gpu`.
+            device_memory: Of one GPU, with a unit, such as 16GiB: says whether the step fits, with what the allocator
+                takes beside tensors, and with CUDA and NCCL. By default that of `gpu`.
             gpu: Such as "RTX 4090" or "H100 SXM": estimates the time of a step as well.
             link: What connects the GPUs, inside a node and between nodes, such as "pcie4" or "nvlink4,ib400x8", or a
                 comm.json of `bench comm`. By default what usually connects such GPUs.

@@ -1,4 +1,4 @@
-"""What an estimate takes from a module and its strategy, the time of a step, and the memory that a GPU must have."""
+"""What an estimate takes from a module and its strategy, and the time of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.closed_form.overrides import list_overrides
-from lit_fsdp.planning.step_parts import Exchange, MicroBatch, ModelToTrain, NoEstimateError, Ranks
+from lit_fsdp.planning.step_parts import Exchange, MicroBatch, ModelToTrain, NoEstimateError, Ranks, Replay
 from lit_fsdp.planning.timing.hardware import Gpu
 from lit_fsdp.planning.timing.links import Interconnect
 from lit_fsdp.planning.timing.step_time import (
@@ -31,10 +31,6 @@ from lit_fsdp.sharding.settings import Settings
 from lit_fsdp.sharding.shard import find_roots
 from lit_fsdp.sharding.wrap import count_shard_bytes, plan_module
 from lit_fsdp.strategy.fsdp2 import FSDP2Strategy
-
-# Of published runs, what the allocator held over what tensors took, median; see docs/planning.md.
-HEADROOM = 1.15
-OUTSIDE_BYTES = 2**30  # of the CUDA context and NCCL, which belong to no allocator: half to one GiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +55,8 @@ class StepCost(Protocol):
     def exchanges(self) -> Sequence[Exchange]: ...  # noqa: D102
     @property
     def split_units(self) -> Sequence[UnitBytes]: ...  # noqa: D102
-
-
-def compute_needed_bytes(peak_bytes: int) -> int:
-    """Return the memory that a GPU must have for tensors of this size."""
-    return round(peak_bytes * HEADROOM) + OUTSIDE_BYTES
+    @property
+    def replay(self) -> Replay | None: ...  # noqa: D102
 
 
 @contextmanager

@@ -15,13 +15,13 @@ from lit_fsdp.planning.closed_form.engine import StepEstimate, estimate_step
 from lit_fsdp.planning.closed_form.overrides import list_untraced
 from lit_fsdp.planning.estimate import (
     Hardware,
-    compute_needed_bytes,
     describe_model,
     estimate_step_time,
     measure_batch,
 )
+from lit_fsdp.planning.needed_memory import compute_allocator_bytes, count_outside_bytes
 from lit_fsdp.planning.planned_step import PlannedStep
-from lit_fsdp.planning.step_parts import Exchange, NoEstimateError, Ranks
+from lit_fsdp.planning.step_parts import Exchange, NoEstimateError, Ranks, Replay
 from lit_fsdp.planning.timing.step_time import StepTime
 from lit_fsdp.planning.trace.exact_trace import trace_step, unfold_step
 from lit_fsdp.profiling.expected_communication import Collectives, UnitBytes, estimate_bytes, estimate_collectives
@@ -38,6 +38,9 @@ class Plan:
     """A training step, planned."""
 
     memory: StepMemory  # of the rank with the largest shards
+    allocator_bytes: int  # what the allocator must get for it
+    outside_bytes: int  # of CUDA, cuBLAS and NCCL
+    replay: Replay | None  # of a traced step: where ``allocator_bytes`` are from
     ranks: Ranks
     num_replicas: int
     num_shards: int
@@ -60,7 +63,12 @@ class Plan:
     @property
     def needed_bytes(self) -> int:
         """The memory that a GPU must have: with headroom, and what lies outside of the allocator."""
-        return compute_needed_bytes(self.memory.peak.num_bytes)
+        return self.allocator_bytes + self.outside_bytes
+
+    @property
+    def headroom(self) -> float:
+        """How many times all tensors the allocator must get."""
+        return self.allocator_bytes / max(self.memory.peak.num_bytes, 1)
 
     @property
     def is_offloaded(self) -> bool:
@@ -87,6 +95,8 @@ class Plan:
 
 
 _UNFOLDED = "few blocks were traced, and repeated to the depth of the model; --exact true traces all"
+_CONVOLUTIONS = "convolutions ({num}): what cuDNN's algorithms take beside the tensors is not counted; it can be much"
+_NOT_REPLAYED = "allocations of repeated blocks cannot be told apart, so nothing was replayed; --exact true does"
 
 
 def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = None) -> Plan:
@@ -103,7 +113,7 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     replicas, shards = sizes.replicate, sizes.num_shards
     counts = {"num_shards": shards, "num_replicas": replicas, "num_micro_batches": step.num_micro_batches}
     units, dtypes = plan_module(step.module, settings.wrap), step.strategy.precision_plugin.mixed_precision
-    weights = count_weights(step.module)
+    weights, convolutions = count_weights(step.module), _note_convolutions(step.module)
     num_trained = sum(weights[name] for name, p in step.module.named_parameters() if p.requires_grad)
     quantized_bytes = _count_quantized(step.module, shards)
     # Before a trace shards the module, but of layers that are split only that knows the parts.
@@ -121,7 +131,8 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
     if unseen := list_untraced(step.module):
         notes.append(f"left out: what {', '.join(unseen)} of the task does, which no engine follows")
     traced = trace_step(step) if exact else unfold_step(step) if estimate is None else None
-    notes += [_UNFOLDED] if traced is not None and traced.is_unfolded else []
+    if traced is not None:
+        notes += [_UNFOLDED] * traced.is_unfolded + [_NOT_REPLAYED] * (traced.replay is None)
     cost = estimate or traced
     assert cost is not None
     if cost.split_units:
@@ -134,6 +145,9 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
         notes.append(f"no time of a step: {reason}")
     return Plan(
         memory=(traced or cost).memory,
+        allocator_bytes=compute_allocator_bytes(traced or cost),
+        outside_bytes=count_outside_bytes(sizes),
+        replay=(traced or cost).replay,
         ranks=step.ranks,
         num_replicas=replicas,
         num_shards=shards,
@@ -151,7 +165,7 @@ def plan_step(step: PlannedStep, *, exact: bool, hardware: Hardware | None = Non
         flops=cost.flops,
         activations={} if estimate is None else _split_activations(estimate),
         time=time,
-        notes=[*notes, *_list_notes(settings, cost.flops)],
+        notes=[*notes, *convolutions, *_list_notes(settings, cost.flops)],
     )
 
 
@@ -166,6 +180,13 @@ def _list_notes(settings: Settings, flops: Flops) -> Iterator[str]:
             yield "overlap_optimizer: host memory of gradients on their way is left out: up to those of two units"
     if settings.activation_checkpointing.offload:
         yield "activation_checkpointing.offload: the time leaves out copies of inputs, which run beside compute"
+
+
+def _note_convolutions(module: LightningModule) -> list[str]:
+    """Return a note on convolutions whose windows overlap: those of patches are products."""
+    kinds = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+    num = sum(isinstance(child, kinds) and child.kernel_size != child.stride for child in module.modules())
+    return [_CONVOLUTIONS.format(num=num)] if num else []
 
 
 def _split_activations(estimate: StepEstimate) -> dict[str, int]:

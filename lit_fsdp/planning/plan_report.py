@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_fsdp.planning.estimate import HEADROOM, OUTSIDE_BYTES
 from lit_fsdp.planning.plan import Plan
+from lit_fsdp.planning.step_parts import Replay
 from lit_fsdp.planning.timing.step_time import StepTime
 from lit_fsdp.profiling.memory import KINDS
 from lit_fsdp.reporting.memory_section import make_unit_table, plot_step
@@ -47,11 +47,14 @@ def print_report(plan: Plan, device_bytes: int | None, *, other_gpus: Sequence[s
         print(f"closed form: {plan.closed_form_bytes / size:.2f} {name}, {difference:+.1f} %")
     for note in plan.notes:
         print(f"note: {note}")
-    print(
-        "not counted: CUDA context and NCCL, about 0.5 to 1 GiB of each GPU; what the allocator rounds up and cannot "
-        "give back"
-    )
-    if device_bytes is not None:
+    if plan.replay is not None:
+        print(describe_replay(plan.replay))
+    if device_bytes is None:
+        print(
+            f"not counted: CUDA context, cuBLAS and NCCL, about {plan.outside_bytes / _GIB:.2f} GiB of each GPU; what "
+            f"the allocator takes beside tensors, {100 * (plan.headroom - 1):.0f} %"
+        )
+    else:
         print(describe_fit(plan, device_bytes))
 
 
@@ -59,10 +62,26 @@ def describe_fit(plan: Plan, device_bytes: int) -> str:
     """Return the line that says whether a step fits a device."""
     left_bytes = device_bytes - plan.needed_bytes
     fits, sign = ("yes", "left") if left_bytes >= 0 else ("NO", "missing")
+    replayed = "" if plan.replay is None else " (replayed)"
     return (
         f"fits: {fits}: {abs(left_bytes) / _GIB:.2f} GiB {sign}: "
-        f"{plan.memory.peak.num_bytes / _GIB:.2f} GiB x {HEADROOM} for the allocator + {OUTSIDE_BYTES / _GIB:.0f} GiB "
-        f"for CUDA and NCCL = {plan.needed_bytes / _GIB:.2f} GiB of {device_bytes / _GIB:.2f} GiB"
+        f"{plan.memory.peak.num_bytes / _GIB:.2f} GiB x {plan.headroom:.2f} for the allocator{replayed} + "
+        f"{plan.outside_bytes / _GIB:.2f} GiB for CUDA and NCCL = {plan.needed_bytes / _GIB:.2f} GiB of "
+        f"{device_bytes / _GIB:.2f} GiB"
+    )
+
+
+def describe_replay(replay: Replay) -> str:
+    """Return the line that says what the allocator takes where it has more than it needs."""
+    size, name = choose_unit(replay.reserved_bytes)
+    least, steady, reserved, expandable = (
+        f"{num_bytes / size:.2f} {name}"
+        for num_bytes in (replay.least_bytes, replay.steady_bytes, replay.reserved_bytes, replay.expandable_bytes)
+    )
+    slow = f", {replay.num_retries} times a step waiting until free memory is given back; without that from {steady}"
+    return (
+        f"allocator, replayed: works from {least}{slow if replay.num_retries else ''}; where there is room it takes "
+        f"{reserved}, with expandable_segments {expandable}"
     )
 
 
@@ -104,6 +123,7 @@ def describe_plan(plan: Plan, device_bytes: int | None) -> dict[str, Any]:
             "peak_bytes_by_unit": {unit: dict(kinds) for unit, kinds in peak.by_unit.items()},
             "largest_bytes_by_kind": {kind: max(values) for kind, values in plan.memory.by_kind.items()},
             "quantized_bytes": plan.quantized_bytes,
+            "replay": None if plan.replay is None else vars(plan.replay),
             "peak_activation_bytes_by_part": dict(plan.activations),
         },
         "host": {
@@ -133,8 +153,8 @@ def describe_plan(plan: Plan, device_bytes: int | None) -> dict[str, Any]:
             "needed_bytes": plan.needed_bytes,
             "left_bytes": device_bytes - plan.needed_bytes,
             "fits": plan.needed_bytes <= device_bytes,
-            "headroom_factor": HEADROOM,
-            "outside_bytes": OUTSIDE_BYTES,
+            "headroom_factor": plan.headroom,
+            "outside_bytes": plan.outside_bytes,
         }
     return described
 
@@ -164,7 +184,7 @@ def draw_plan(plan: Plan, device_bytes: int | None, path: Path) -> None:
 def plot_plan(plan: Plan, device_bytes: int | None) -> Plot:
     """Return the memory over the step by kind."""
     title = f"Planned step, rank 0 of {plan.ranks.world_size}"
-    limit = None if device_bytes is None else max(int((device_bytes - OUTSIDE_BYTES) / HEADROOM), 0)
+    limit = None if device_bytes is None else max(int((device_bytes - plan.outside_bytes) / plan.headroom), 0)
     x_label = "unit after unit" if plan.engine == "closed form" else "operator"
     return plot_step(plan.memory, title=title, x_label=x_label, limit_bytes=limit)
 

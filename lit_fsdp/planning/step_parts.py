@@ -28,6 +28,26 @@ class Exchange(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replay:
+    """What CUDA's allocator takes for a traced step, if it is as its model, see Note [Caching allocator].
+
+    Args:
+        reserved_bytes: Taken from the driver where there is enough.
+        steady_bytes: The least memory in which a second step runs without retries: never has to wait until memory that
+            is free for the moment went back to the driver.
+        least_bytes: The least memory in which the step works.
+        num_retries: Of a step in that.
+        expandable_bytes: As ``reserved_bytes``, with ``expandable_segments``.
+    """
+
+    reserved_bytes: int
+    steady_bytes: int
+    least_bytes: int
+    num_retries: int
+    expandable_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """The shape of a micro-batch.
 

@@ -15,11 +15,11 @@ from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
 from lit_fsdp.planning.estimate import (
     Hardware,
     StepCost,
-    compute_needed_bytes,
     describe_model,
     estimate_step_time,
     measure_batch,
 )
+from lit_fsdp.planning.needed_memory import compute_needed_bytes
 from lit_fsdp.planning.planned_step import PlannedStep
 from lit_fsdp.planning.search.steps import Steps
 from lit_fsdp.planning.search.traced import make_tracer
@@ -60,7 +60,7 @@ class Trial:
     @property
     def needed_bytes(self) -> int:
         """The memory that a GPU must have: with headroom, and what lies outside of the allocator."""
-        return compute_needed_bytes(self.peak_bytes)
+        return compute_needed_bytes(self.cost, self.ranks.resolve(self.settings.mesh))
 
     @property
     def host_bytes(self) -> int:

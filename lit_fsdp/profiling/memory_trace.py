@@ -60,6 +60,9 @@ class MemoryEvent(NamedTuple):
     kind: Kind
     is_on_host: bool
     num_bytes: int  # negative: it went
+    storage: int = -1  # number of what came or went, the same for both
+    stream: int = 0  # on which it was made, by number; 0: that of compute
+    is_renamed: bool = False  # nothing came or went: a pair of events says what the same memory is for now
 
 
 class Mark(NamedTuple):
@@ -93,7 +96,7 @@ class MemoryLog:
             raise RuntimeError("no operator ran while the memory was traced")
         by_kind = {kind: np.zeros(num_operators + 1, dtype=np.int64) for kind in KINDS}
         host, largest = Counter[Kind](), dict[Kind, int]()
-        for operator, _, kind, is_on_host, num_bytes in self.events:
+        for operator, _, kind, is_on_host, num_bytes, *_ in self.events:
             if is_on_host:
                 host[kind] += num_bytes
                 largest[kind] = max(largest.get(kind, 0), host[kind])
@@ -103,7 +106,7 @@ class MemoryLog:
         total = sum(alive.values(), np.zeros(num_operators, dtype=np.int64))
         peak = int(total.argmax())
         by_unit: dict[str, Counter[Kind]] = {}
-        for operator, unit, kind, is_on_host, num_bytes in self.events:
+        for operator, unit, kind, is_on_host, num_bytes, *_ in self.events:
             if operator <= peak and not is_on_host:
                 by_unit.setdefault(unit, Counter())[kind] += num_bytes
         ends = [begin for _, begin in self.phases[1:]] + [num_operators]
@@ -129,6 +132,8 @@ class _Block:
     kind: Kind
     unit: str
     storage: weakref.ref[torch.UntypedStorage]
+    number: int
+    stream: int
     is_on_host: bool = False
 
 
@@ -176,6 +181,10 @@ class MemoryTrace(TorchDispatchMode):
         self._owners = name_units(plan)
         self._labels = {name: label_unit(unit) for unit in plan for name in unit.names if unit.kind != "root"}
         self._blocks: dict[int, _Block] = {}
+        self._num_storages = 0
+        # Fake tensors are on CPUs, whose streams are names without a queue; FSDP2 enters them all the same.
+        self._get_stream = torch.get_device_module(device).current_stream
+        self._streams: dict[Any, int] = {}  # numbers in the order in which they are seen, compute first
         self._events: list[MemoryEvent] = []
         self._units: list[str] = []  # of each operator
         self._phases: list[tuple[str, int]] = []
@@ -438,15 +447,23 @@ class MemoryTrace(TorchDispatchMode):
         """Change what a tensor is for; those that stay beyond the step keep what they are."""
         block = self._find(tensor)
         if block is not None and block.kind in ("activations", "rest", "communication"):
-            self._count(block, -block.num_bytes)
+            self._count(block, -block.num_bytes, is_renamed=True)
             block.kind, block.unit = kind, unit
-            self._count(block, block.num_bytes)
+            self._count(block, block.num_bytes, is_renamed=True)
 
     def _find(self, tensor: Tensor) -> _Block | None:
         return self._blocks.get(tensor.untyped_storage()._cdata)
 
-    def _count(self, block: _Block, num_bytes: int) -> None:
-        self._events.append(MemoryEvent(len(self._units), block.unit, block.kind, block.is_on_host, num_bytes))
+    def _count(self, block: _Block, num_bytes: int, *, is_renamed: bool = False) -> None:
+        place = (len(self._units), block.unit, block.kind, block.is_on_host)
+        self._events.append(MemoryEvent(*place, num_bytes, block.number, block.stream, is_renamed))
+
+    def _number_storage(self) -> int:
+        self._num_storages += 1
+        return self._num_storages - 1
+
+    def _number_stream(self) -> int:
+        return self._streams.setdefault(self._get_stream(), len(self._streams))
 
     def _add(self, tensor: Tensor, kind: Kind, unit: str, *, is_on_host: bool = False) -> None:
         storage = tensor.untyped_storage()
@@ -456,7 +473,8 @@ class MemoryTrace(TorchDispatchMode):
         reference, num_bytes = weakref.ref(storage, partial(self._release, key)), storage.nbytes()
         if self._size_on_host is not None:
             num_bytes, is_on_host = self._size_on_host(num_bytes), True
-        block = self._blocks[key] = _Block(num_bytes, kind, unit, reference, is_on_host)
+        names = self._number_storage(), self._number_stream()
+        block = self._blocks[key] = _Block(num_bytes, kind, unit, reference, *names, is_on_host)
         self._count(block, block.num_bytes)
 
     def _release(self, key: int, _: Any) -> None:
@@ -472,9 +490,9 @@ class MemoryTrace(TorchDispatchMode):
 
     def _record(self, hidden: int) -> None:
         if hidden:
-            number = len(self._units)
-            self._events.append(MemoryEvent(number, self._unit, "rest", False, hidden))
-            self._events.append(MemoryEvent(number + 1, self._unit, "rest", False, -hidden))
+            number, storage, stream = len(self._units), self._number_storage(), self._number_stream()
+            self._events.append(MemoryEvent(number, self._unit, "rest", False, hidden, storage, stream))
+            self._events.append(MemoryEvent(number + 1, self._unit, "rest", False, -hidden, storage, stream))
         self._units.append(self._unit)
 
     def _watch_units(self) -> Iterator[Any]:

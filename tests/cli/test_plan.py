@@ -12,9 +12,10 @@ from launches import ROOT, fork_ranks, write_run
 from plan_runs import enter_folder, main, plan
 
 from lit_fsdp.callbacks import ThroughputLogger
-from lit_fsdp.planning.estimate import HEADROOM, OUTSIDE_BYTES
+from lit_fsdp.planning.needed_memory import HEADROOM, count_outside_bytes
 from lit_fsdp.planning.timing.hardware import find_gpu, parse_memory
 from lit_fsdp.planning.timing.step_estimate import StepTimeEstimator
+from lit_fsdp.sharding.mesh import MeshSizes
 from lit_fsdp.weights.safetensors_io import TensorFiles
 
 QWEN3 = {"model_type": "qwen3", "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
@@ -252,11 +253,25 @@ def test_a_step_fits_where_its_peak_and_the_headroom_do(capfd: pytest.CaptureFix
     assert roomy["memory_bytes"] == 24 * 10**9
     assert "fits: yes" in capfd.readouterr().out
     tight = plan("--config=run.yaml", "--devices=2", "--device-memory", "1GiB")
-    needed = round(tight["memory"]["peak_bytes"] * HEADROOM) + OUTSIDE_BYTES
+    outside_bytes = count_outside_bytes(MeshSizes(replicate=1, shard=2))
+    needed = round(tight["memory"]["peak_bytes"] * HEADROOM) + outside_bytes
+    assert tight["device"]["outside_bytes"] == outside_bytes
     assert tight["device"]["needed_bytes"] == needed
     assert tight["device"]["left_bytes"] == 2**30 - needed < 0
     assert not tight["device"]["fits"]
     assert "fits: NO" in capfd.readouterr().out
+
+
+@pytest.mark.full
+def test_a_traced_step_needs_what_its_allocations_were_replayed_in(capfd: pytest.CaptureFixture[str]) -> None:
+    found = plan("--config=run.yaml", "--devices=2", "--exact=true", "--device-memory=4GiB")
+    device, replay, peak_bytes = found["device"], found["memory"]["replay"], found["memory"]["peak_bytes"]
+    assert device["needed_bytes"] == replay["least_bytes"] + device["outside_bytes"]
+    assert peak_bytes < replay["least_bytes"] <= replay["steady_bytes"] <= replay["reserved_bytes"]
+    assert device["headroom_factor"] == replay["least_bytes"] / peak_bytes
+    printed = capfd.readouterr().out
+    assert f" x {device['headroom_factor']:.2f} for the allocator (replayed) + 1.09 GiB for CUDA and NCCL = " in printed
+    assert f"allocator, replayed: works from {replay['least_bytes'] / 2**20:.2f} MiB" in printed
 
 
 @pytest.mark.full

@@ -113,7 +113,7 @@ def test_memory_is_what_is_free_and_what_this_process_holds_shared_by_the_ranks_
 
 def warn(folder: Path) -> None:
     with pytest.warns(UserWarning, match="nothing fits with headroom"):
-        fit(folder, AutoFSDP2Strategy(device_memory="900MiB"))
+        fit(folder, AutoFSDP2Strategy(device_memory="500MiB"))
 
 
 def test_what_fits_without_headroom_only_is_tried_with_a_warning(tmp_path: Path) -> None:

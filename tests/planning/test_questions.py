@@ -15,16 +15,17 @@ from search_problems import describe
 
 from lit_fsdp.planning.limits import describe_recompute, find_largest
 from lit_fsdp.planning.machines import find_machines
+from lit_fsdp.planning.needed_memory import count_outside_bytes
 from lit_fsdp.planning.search.search import Variant, choose, search
 from lit_fsdp.reporting.report_files import Report, draw_section, render_html
 from lit_fsdp.reporting.sections import Section, Table
 from lit_fsdp.sharding.activation_checkpointing import ActivationCheckpointing
+from lit_fsdp.sharding.mesh import MeshSizes
 from lit_fsdp.sharding.settings import Settings
 
 TINY = {"model_type": "llama", "vocab_size": 320, "hidden_size": 128, "intermediate_size": 256}
 TINY |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2**15}
 GPU = "--gpu=RTX 4090"
-GIB = 2**30
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +76,7 @@ def test_the_largest_that_fits_is_found_to_a_percent_in_few_tries(count_left: Ca
     ],
 )
 def test_a_limit_fits_and_two_percent_more_does_not(question: str, size: str) -> None:
-    memory = f"--device-memory={GIB + 150 * 2**20}B"
+    memory = f"--device-memory={count_outside_bytes(MeshSizes(1, 2)) + 150 * 2**20}B"
     found = plan("--config=run.yaml", "--devices=2", memory, f"--{question}")[question]["limits"]
     assert len(found) > 1
     assert found[0]["value"] < found[1]["value"]
@@ -92,7 +93,7 @@ def test_a_limit_fits_and_two_percent_more_does_not(question: str, size: str) ->
 @pytest.mark.full
 def test_a_step_that_does_not_fit_names_settings_that_do(capfd: pytest.CaptureFixture[str]) -> None:
     needed = plan("--config=run.yaml", "--devices=2", GPU)["memory"]["peak_bytes"]
-    memory = f"--device-memory={GIB + round(0.9 * needed)}B"
+    memory = f"--device-memory={count_outside_bytes(MeshSizes(1, 2)) + round(0.9 * needed)}B"
     found = plan("--config=run.yaml", "--devices=2", GPU, memory)
     assert "fits: NO" in capfd.readouterr().out
     settings = found["nearest"]["settings"]

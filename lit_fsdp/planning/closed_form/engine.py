@@ -20,7 +20,7 @@ from lit_fsdp.planning.closed_form.model_reader import ModelReader
 from lit_fsdp.planning.closed_form.reader import Reader, UnreadableModuleError
 from lit_fsdp.planning.closed_form.step_walk import OUTSIDE, Moment, UnitSizes, Walk, WalkSettings
 from lit_fsdp.planning.closed_form.tape import FLOAT32, QUANTIZED, RELEASE, Op, Tape
-from lit_fsdp.planning.step_parts import Exchange, MicroBatch, ModelToTrain, NoEstimateError, Ranks
+from lit_fsdp.planning.step_parts import Exchange, MicroBatch, ModelToTrain, NoEstimateError, Ranks, Replay
 from lit_fsdp.profiling.expected_communication import UnitBytes, count_gathered_bytes, get_gather_dtype, pad_numel
 from lit_fsdp.profiling.flops import Flops
 from lit_fsdp.profiling.memory import KINDS, Kind, label_unit
@@ -55,6 +55,7 @@ class StepEstimate:
     moved_bytes: int
     exchanges: Sequence[Exchange] = ()  # there are no rules for ranks that share rows
     split_units: Sequence[UnitBytes] = ()
+    replay: Replay | None = None  # there is no sequence of allocations to replay
 
     @property
     def memory(self) -> StepMemory:

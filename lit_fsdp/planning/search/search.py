@@ -9,7 +9,8 @@ from typing import Any
 
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.closed_form.engine import estimate_step
-from lit_fsdp.planning.estimate import Hardware, StepCost, compute_needed_bytes, estimate_step_time
+from lit_fsdp.planning.estimate import Hardware, StepCost, estimate_step_time
+from lit_fsdp.planning.needed_memory import compute_needed_bytes
 from lit_fsdp.planning.step_parts import MicroBatch, ModelToTrain, Ranks
 from lit_fsdp.planning.timing.step_time import StepTime
 from lit_fsdp.quantization.layers import iterate_quantized
@@ -91,6 +92,7 @@ class Candidate:
         changes: What differs from the configuration: settings as in YAML, with their values.
         settings: Of the strategy, as a whole.
         peak_bytes: Of the tensors of a GPU.
+        needed_bytes: The memory that a GPU must have: with headroom, and what lies outside of the allocator.
         host_bytes: Of a rank, with offload.
         time: Of an optimizer step.
         compiled_s: The same in seconds, were blocks compiled too. ``None`` if they are already, or cannot be.
@@ -100,15 +102,11 @@ class Candidate:
     changes: Mapping[str, Any]
     settings: Settings
     peak_bytes: int
+    needed_bytes: int
     host_bytes: int
     time: StepTime
     compiled_s: float | None
     fits: bool
-
-    @property
-    def needed_bytes(self) -> int:
-        """The memory that a GPU must have: with headroom, and what lies outside of the allocator."""
-        return compute_needed_bytes(self.peak_bytes)
 
     @property
     def keeps_result(self) -> bool:
@@ -280,7 +278,8 @@ def _estimate(problem: Problem, variant: Variant, settings: Settings, rows: int)
         and any(unit.kind == "block" for unit in model.units)
         and not any(iterate_quantized(model.module))
     )
-    host_bytes, peak_bytes = sum(cost.memory.host_by_kind.values()), cost.memory.peak.num_bytes
+    host_bytes = sum(cost.memory.host_by_kind.values())
+    needed_bytes = compute_needed_bytes(cost, problem.ranks.resolve(settings.mesh))
     has_host = problem.host_bytes is None or host_bytes * problem.ranks.per_node <= problem.host_bytes
     own = dict(variant.changes)
     if rows != problem.micro_batch.rows:
@@ -295,11 +294,12 @@ def _estimate(problem: Problem, variant: Variant, settings: Settings, rows: int)
     return Candidate(
         changes=own,
         settings=settings,
-        peak_bytes=peak_bytes,
+        peak_bytes=cost.memory.peak.num_bytes,
+        needed_bytes=needed_bytes,
         host_bytes=host_bytes,
         time=estimate_time(settings),
         compiled_s=estimate_time(replace(settings, compile=Compile())).step_s if can_compile else None,
-        fits=compute_needed_bytes(peak_bytes) <= problem.device_bytes and has_host,
+        fits=needed_bytes <= problem.device_bytes and has_host,
     )
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from lit_fsdp.optim.adamw_8bit import make_code_books
 from lit_fsdp.planning.closed_form.overrides import keeps_gradients
-from lit_fsdp.planning.step_parts import Exchange
+from lit_fsdp.planning.step_parts import Exchange, Replay
 from lit_fsdp.planning.trace.fake_gpu_ops import run_as_gpus
 from lit_fsdp.profiling.collectives import Collective
 from lit_fsdp.profiling.expected_communication import UnitBytes
@@ -54,7 +54,8 @@ class TracedStep:
         moved_bytes: Of all micro-batches: what operators other than products and attention read and write.
         exchanges: Of all micro-batches: what ranks that work on the same rows send each other, in order.
         split_units: What FSDP2 sends of each unit, where ranks hold parts of layers, which only a trace knows.
-        log: Of the memory, where blocks were marked.
+        log: Of the memory; ``None`` where storages cannot be told apart.
+        replay: Of the log; ``None`` if it was not replayed.
         is_unfolded: Whether a model of few blocks was traced, and the rest repeats it.
     """
 
@@ -64,6 +65,7 @@ class TracedStep:
     exchanges: tuple[Exchange, ...] = ()
     split_units: tuple[UnitBytes, ...] = ()
     log: MemoryLog | None = None
+    replay: Replay | None = None
     is_unfolded: bool = False
 
 
@@ -172,7 +174,7 @@ def trace_training_step(
         flops=counter.flops,
         moved_bytes=counter.moved_bytes,
         exchanges=tuple(exchanges),
-        log=trace.get_log() if marked else None,
+        log=trace.get_log(),
     )
 
 

@@ -15,6 +15,7 @@ from lit_fsdp.errors import ConfigError, is_debugging
 from lit_fsdp.planning.planned_step import PlannedStep
 from lit_fsdp.planning.trace.apart import run_apart
 from lit_fsdp.planning.trace.dry_run import TracedStep, add_pinned_rounding, fake_ranks, trace_training_step
+from lit_fsdp.planning.trace.replay import replay_step
 from lit_fsdp.planning.trace.short_model import Stack, choose_stacks, shorten_model
 from lit_fsdp.planning.trace.unfold import UnevenBlocksError, unfold_trace
 from lit_fsdp.profiling.expected_communication import estimate_bytes
@@ -143,12 +144,14 @@ def _trace(step: PlannedStep, *, marked: Sequence[str] = ()) -> TracedStep:
 
 
 def _scale(step: PlannedStep, traced: TracedStep) -> TracedStep:
-    """Return the work of all micro-batches, of which some were traced."""
+    """Return the work of all micro-batches, of which some were traced, and what the allocator takes."""
     num_traced = min(step.num_micro_batches, _MAX_TRACED)
     share = step.num_micro_batches / num_traced
     moved_bytes = int(int(traced.moved_bytes * share) * _COUNTED_SHARE)
     exchanges = traced.exchanges[: len(traced.exchanges) // num_traced] * step.num_micro_batches
-    return replace(traced, flops=traced.flops * share, moved_bytes=moved_bytes, exchanges=exchanges)
+    replay = None if traced.log is None else replay_step(traced.log)
+    work: dict[str, Any] = {"flops": traced.flops * share, "moved_bytes": moved_bytes, "exchanges": exchanges}
+    return replace(traced, **work, replay=replay, log=None)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from lit_fsdp.planning.trace.dry_run import TracedStep
+from lit_fsdp.planning.trace.replay import tell_storages_apart
 from lit_fsdp.planning.trace.short_model import Stack
 from lit_fsdp.profiling.memory_trace import PHASES, Mark, MemoryEvent, MemoryLog
 
@@ -39,6 +40,7 @@ class _Piece:
 @dataclass
 class _Unfolded:
     events: list[MemoryEvent] = field(default_factory=list)
+    num_first: int = 0
     units: list[str] = field(default_factory=list)
     phases: list[tuple[str, int]] = field(default_factory=list)
     work: list[int] = field(default_factory=lambda: [0] * 4)
@@ -61,16 +63,18 @@ def unfold_trace(traced: TracedStep, stacks: Sequence[Stack]) -> TracedStep:
     work = (flops.forward, flops.backward, flops.recomputed, traced.moved_bytes, len(traced.exchanges))
     out = _Unfolding(traced.log, stacks, work).run()
     forward, backward, recomputed, moved_bytes = (a + int(b) for a, b in zip(work, out.work, strict=False))
-    memory = MemoryLog(events=out.events, units=out.units, phases=out.phases).summarize()
+    log = MemoryLog(events=out.events, units=out.units, phases=out.phases, num_first=out.num_first)
+    memory = log.summarize()
     if memory.peak.phase == "optimizer":  # temporaries of loops over parameters were up to 6 % too high
         raise UnevenBlocksError("the peak is in the optimizer, of which a trace of all blocks has to tell")
+    told = tell_storages_apart(out.events)
     return replace(
         traced,
         memory=memory,
         flops=replace(flops, forward=forward, backward=backward, recomputed=recomputed),
         moved_bytes=moved_bytes,
         exchanges=tuple(traced.exchanges[i] for span in out.exchanges for i in span),
-        log=None,
+        log=None if told is None else replace(log, events=told, num_first=out.num_first),
         is_unfolded=True,
     )
 
@@ -94,6 +98,7 @@ class _Unfolding:
         out = self._out
         for event in self._log.events[: self._log.num_first]:
             self._put(event, 0, self._relabel_in_place, copies=True)
+        out.num_first = len(out.events)
         # What happens before the first mark, if anything, counts as of its first operator.
         first = self._log.marks[0]
         self._put_events(range(self._log.num_first, first.event), 0, self._relabel_in_place, copies=True)

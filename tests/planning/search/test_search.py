@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import yaml
 from launches import write_run
-from plan_runs import enter_folder, main, plan
+from plan_runs import count_needed_bytes, enter_folder, main, plan
 from search_problems import BIGGER, describe, estimate_512
 
 from lit_fsdp.optim.factory import Optimizer
 from lit_fsdp.planning.closed_form.engine import StepEstimate
 from lit_fsdp.planning.closed_form.reader import UnreadableModuleError
 from lit_fsdp.planning.estimate import ModelToTrain
-from lit_fsdp.planning.plan import compute_needed_bytes
 from lit_fsdp.planning.search.report import apply_changes
 from lit_fsdp.planning.search.search import Candidate, Variant, choose, search
 from lit_fsdp.planning.step_parts import MicroBatch
@@ -210,7 +209,7 @@ def test_the_written_configuration_takes_what_the_search_said(
 ) -> None:
     monkeypatch.setattr("lit_fsdp.planning.search.search._pick", list)  # to see all that was tried
     # More than the headroom, less than what is configured.
-    device_bytes = compute_needed_bytes(plan("--config=run.yaml", "--devices=2")["memory"]["peak_bytes"]) - MIB
+    device_bytes = count_needed_bytes("--config=run.yaml", "--devices=2") - MIB
     options = ["--config=run.yaml", "--devices=2", f"--device-memory={device_bytes}B", "--search=true"]
     options += ["--trainer.check_val_every_n_epoch=null"]  # by default 1
     found = plan(*options, "--write=chosen/mine.yaml")
@@ -273,7 +272,7 @@ def test_what_has_no_closed_form_is_searched_by_traces(folder: Path, capfd: pyte
     own = {key: value for key, value in BIGGER.items() if key != "num_key_value_heads"}
     config = json.dumps({**own, "model_type": "persimmon", "num_hidden_layers": 1})
     options = ["--config=run.yaml", "--devices=2", "--data.batch_size=1", f"--model.config={config}"]
-    device_bytes = compute_needed_bytes(plan(*options)["memory"]["peak_bytes"]) - MIB
+    device_bytes = count_needed_bytes(*options) - MIB
     options += ["--search=true", f"--device-memory={device_bytes}B", "--write=mine.yaml"]
     found = plan(*options)["search"]
     printed = capfd.readouterr()

@@ -10,12 +10,11 @@ import pytest
 import torch
 import yaml
 from launches import fork_ranks, run_processes, write_run
-from plan_runs import Recorded, check_refused, enter_folder, plan
+from plan_runs import Recorded, check_refused, count_needed_bytes, enter_folder, plan
 from search_problems import describe, estimate_512
 from torch import nn
 
 from lit_fsdp.planning.estimate import ModelToTrain
-from lit_fsdp.planning.plan import compute_needed_bytes
 from lit_fsdp.planning.search.process import RESULT, RequestReader, SearchProcess, SearchRequest, pack_request
 from lit_fsdp.planning.search.search import Candidate, StepCost, Variant, choose, search
 from lit_fsdp.planning.search.traced import answer
@@ -106,7 +105,7 @@ def read_losses(name: str) -> list[float]:
 def test_a_run_takes_what_the_search_of_plan_takes_and_trains_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ["--config=run.yaml", "--data.batch_size=4"]  # with fewer tokens, recomputation saves nothing
     common = [*config, "--devices=2"]
-    device_bytes = compute_needed_bytes(plan(*common)["memory"]["peak_bytes"]) - 2**14  # a block less
+    device_bytes = count_needed_bytes(*common) - 2**14  # a block less
     found = plan(*common, "--search=true", f"--device-memory={device_bytes}B", "--gpu=RTX 4090", "--link=pcie4")
     changes = found["search"]["candidates"][found["search"]["chosen"]]["changes"]
     assert list(changes) == [

@@ -62,6 +62,13 @@ class CountedLettingGo(Counted):
     releases_gradients = True
 
 
+class Convolved(Classifier):
+    def configure_model(self):
+        super().configure_model()
+        with torch.device("meta"):
+            self.patches, self.windows = torch.nn.Conv1d(4, 4, 2, stride=2), torch.nn.Conv1d(4, 4, 3)
+
+
 class Rows(LightningDataModule):
     def make_example_batch(self):
         return {"input_ids": torch.zeros(8, 64, dtype=torch.long), "labels": torch.zeros(8, dtype=torch.long)}
@@ -106,6 +113,13 @@ def test_a_plan_holds_gradients_as_long_as_the_run_does(folder: Path, name: str,
         assert planned["largest_bytes_by_kind"][kind] == real["largest_bytes_by_kind"][kind], kind
     for kind in ("optimizer_state", "gradients"):
         assert planned["peak_bytes_by_kind"][kind] == real["peak_bytes_by_kind"][kind], kind
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "is_noted"), [("Classifier", False), ("Convolved", True)])
+def test_convolutions_with_windows_that_overlap_are_noted(name: str, is_noted: bool) -> None:
+    notes = plan("--config=run.yaml", f"--model=mine.{name}", "--devices=2")["notes"]
+    assert any(note.startswith("convolutions (1): what cuDNN's algorithms take") for note in notes) is is_noted
 
 
 @pytest.mark.full

@@ -67,11 +67,11 @@ def test_so_is_that_of_other_families(raw: dict[str, Any], tmp_path: Path, monke
 @pytest.mark.full
 def test_fsdp2_auto_finds_settings_and_the_run_is_as_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    strategy = ["--trainer.strategy=lit_fsdp.AutoFSDP2Strategy", "--trainer.strategy.device_memory=1400MiB"]
+    strategy = ["--trainer.strategy=lit_fsdp.AutoFSDP2Strategy", "--trainer.strategy.device_memory=1496MiB"]
     path = ROOT / "configs" / "tts_quickstart.yaml"
     said, memory = fit(f"--config={path}", *strategy, "--data.batch_size=4", patch=monkeypatch)
-    # The defaults need 1.64 GiB.
-    assert re.search(r"fsdp2_auto: .*activation_checkpointing.mode=\w+: 1\.[123]\d of 1\.37 GiB with headroom", said)
+    # The defaults need 1.73 GiB.
+    assert re.search(r"fsdp2_auto: .*activation_checkpointing.mode=\w+: 1\.[234]\d of 1\.46 GiB with headroom", said)
     assert memory["predicted"]["peak_bytes"] == pytest.approx(memory["step"]["peak_bytes"], rel=0.01)
 
 
