@@ -176,22 +176,23 @@ def _attend(
     if repeats:
         wide = size // reader.length * length
         qkv = (qkv[0], tape.add("repeat", (qkv[1],), wide), tape.add("repeat", (qkv[2],), wide))
+    # Each layer makes numbers of the mask. No product: selective recomputation makes them again.
+    numbers = (tape.add("where", (), mask * tape.itemsize),) if has_mask else ()
     is_joint = qkv[0] == qkv[1]
-    return tape.add(
+    y = tape.add(
         "_scaled_dot_product_flash_attention",
-        qkv[:2] if is_joint else qkv,  # the gradient of a view waits for those of the others
+        (*(qkv[:2] if is_joint else qkv), *numbers),  # the gradient of a view waits for those of the others
         size,
-        saves=tuple(dict.fromkeys(qkv)),
-        # Logarithms of sums, and the mask as numbers of its dtype.
-        # On CPUs documents go one by one, and what comes of them is put together.
-        extra=reader.num_tokens * num_heads * FLOAT32
-        + mask * tape.itemsize
-        + size * (implementation != "sdpa" and not tape.is_gpu),
+        saves=(*dict.fromkeys(qkv), *numbers),
+        extra=reader.num_tokens * num_heads * FLOAT32,  # logarithms of sums
         saves_output=True,
         backward_temp=tape.sizes[qkv[0]] if is_joint else 0,  # gradients of views are put together in one more tensor
         again_flops=products // 2,
         **backward,
     )
+    if implementation == "sdpa" or not is_masked or tape.is_gpu:
+        return y
+    return tape.add("cat", (y,), size, shares_grad=True)  # on CPUs documents go one by one
 
 
 def _attend_eagerly(
