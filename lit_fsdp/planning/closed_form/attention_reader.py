@@ -155,17 +155,20 @@ def _attend(
     products = 2 * 2 * reader.num_tokens * length * query
     backward: Any = {"flops": products, "backward_flops": 2 * products}
     implementation = _get_implementation(module)
-    if implementation == "eager" and context is None:
-        return _attend_eagerly(reader, module, qkv, groups, (num_heads, size), products)
-    if implementation != "sdpa" and not implementation.startswith(("flash", "varlen_sdpa")):
-        raise UnreadableModuleError(type(module).__name__, f"attention implementation {implementation}")
     # Of the layer, or of all layers.
     window: Any = getattr(module, "sliding_window", getattr(getattr(module, "config", None), "sliding_window", None))
     is_local = bool(window) and window <= reader.length  # 0 is none as well
+    if implementation == "eager" and context is None:
+        if is_masked or getattr(module, "is_causal", False):  # of numbers, for all layers of a kind
+            mask = reader.num_tokens * length * tape.itemsize
+            tape.passed[f"mask {is_local} {mask}"] = mask
+        return _attend_eagerly(reader, module, qkv, groups, (num_heads, size), products)
+    if implementation != "sdpa" and not implementation.startswith(("flash", "varlen_sdpa")):
+        raise UnreadableModuleError(type(module).__name__, f"attention implementation {implementation}")
     has_mask = implementation == "sdpa" and (is_masked or is_local)
     mask = reader.num_tokens * length if has_mask else 0
-    if has_mask:
-        tape.passed[f"mask {is_local} {mask}"] = mask
+    if has_mask:  # of a window alone one for all rows
+        tape.passed[f"mask {is_local} {mask}"] = mask if is_masked else mask // reader.rows
     # Transformers leaves it to the kernel to share heads where it believes that there is one that can.
     repeats = groups > 1 and implementation == "sdpa" and (has_mask or head_dim > _LARGEST_SHARED)
     drops = get_dropout(module, *_list_dropouts(module)) > 0
