@@ -155,17 +155,20 @@ def _attend(
     products = 2 * 2 * reader.num_tokens * length * query
     backward: Any = {"flops": products, "backward_flops": 2 * products}
     implementation = _get_implementation(module)
-    if implementation == "eager" and context is None:
-        return _attend_eagerly(reader, module, qkv, groups, (num_heads, size), products)
-    if implementation != "sdpa" and not implementation.startswith(("flash", "varlen_sdpa")):
-        raise UnreadableModuleError(type(module).__name__, f"attention implementation {implementation}")
     # Of the layer, or of all layers.
     window: Any = getattr(module, "sliding_window", getattr(getattr(module, "config", None), "sliding_window", None))
     is_local = bool(window) and window <= reader.length  # 0 is none as well
+    if implementation == "eager" and context is None:
+        if is_masked or getattr(module, "is_causal", False):  # of numbers, for all layers of a kind
+            mask = reader.num_tokens * length * tape.itemsize
+            tape.passed[f"mask {is_local} {mask}"] = mask
+        return _attend_eagerly(reader, module, qkv, groups, (num_heads, size), products)
+    if implementation != "sdpa" and not implementation.startswith(("flash", "varlen_sdpa")):
+        raise UnreadableModuleError(type(module).__name__, f"attention implementation {implementation}")
     has_mask = implementation == "sdpa" and (is_masked or is_local)
     mask = reader.num_tokens * length if has_mask else 0
-    if has_mask:
-        tape.passed[f"mask {is_local} {mask}"] = mask
+    if has_mask:  # of a window alone one for all rows
+        tape.passed[f"mask {is_local} {mask}"] = mask if is_masked else mask // reader.rows
     # Transformers leaves it to the kernel to share heads where it believes that there is one that can.
     repeats = groups > 1 and implementation == "sdpa" and (has_mask or head_dim > _LARGEST_SHARED)
     drops = get_dropout(module, *_list_dropouts(module)) > 0
@@ -176,22 +179,23 @@ def _attend(
     if repeats:
         wide = size // reader.length * length
         qkv = (qkv[0], tape.add("repeat", (qkv[1],), wide), tape.add("repeat", (qkv[2],), wide))
+    # Each layer makes numbers of the mask. No product: selective recomputation makes them again.
+    numbers = (tape.add("where", (), mask * tape.itemsize),) if has_mask else ()
     is_joint = qkv[0] == qkv[1]
-    return tape.add(
+    y = tape.add(
         "_scaled_dot_product_flash_attention",
-        qkv[:2] if is_joint else qkv,  # the gradient of a view waits for those of the others
+        (*(qkv[:2] if is_joint else qkv), *numbers),  # the gradient of a view waits for those of the others
         size,
-        saves=tuple(dict.fromkeys(qkv)),
-        # Logarithms of sums, and the mask as numbers of its dtype.
-        # On CPUs documents go one by one, and what comes of them is put together.
-        extra=reader.num_tokens * num_heads * FLOAT32
-        + mask * tape.itemsize
-        + size * (implementation != "sdpa" and not tape.is_gpu),
+        saves=(*dict.fromkeys(qkv), *numbers),
+        extra=reader.num_tokens * num_heads * FLOAT32,  # logarithms of sums
         saves_output=True,
         backward_temp=tape.sizes[qkv[0]] if is_joint else 0,  # gradients of views are put together in one more tensor
         again_flops=products // 2,
         **backward,
     )
+    if implementation == "sdpa" or not is_masked or tape.is_gpu:
+        return y
+    return tape.add("cat", (y,), size, shares_grad=True)  # on CPUs documents go one by one
 
 
 def _attend_eagerly(

@@ -226,6 +226,7 @@ class Walk:
         last = max((i for i, op in enumerate(ops) if op.saves), default=-1)
         made = {op.output for op in ops}
         self._refs.update(value for op in ops for value in op.inputs if value not in made)
+        skipped: set[int] = set()
         for i, op in enumerate(ops):
             if i < last or (i == last and op.output in op.saves):
                 is_cached = op.name in self.settings.saved_ops
@@ -233,13 +234,15 @@ class Walk:
                 for value in op.outputs if is_cached else ():
                     self._drop(value)
                 continue
+            skipped.add(op.output)
             if op.name in self.settings.saved_ops:
                 self._unused += op.outputs
             if i == last:
                 for value in op.saves:
                     self._make(value, 1)
             for value in op.inputs:
-                self._drop(value)
+                if value not in skipped:  # what was kept of it stays until the block ends
+                    self._drop(value)
 
     # Gradients: of values, shared where backward passes them on, and of parameters.
 

@@ -55,6 +55,33 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     (SHARED, {"length": 512, "device_type": "cuda"}, False),
 ]
 
+SELECTIVE = {"activation_checkpointing": ActivationCheckpointing(mode="selective"), "precision": "bf16-true"}
+WINDOWED = {**SHARED, "num_hidden_layers": 6, "head_dim": 64, "sliding_window": 128}
+
+# Of small vocabularies, so that the peak is in a block and not in the loss.
+MASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"num_hidden_layers": 6, "vocab_size": 16}, {**SELECTIVE, "rows": 2, "length": 512, "masked": "padded"}),
+    ({"family": "qwen3", "head_dim": 64, **SHARED}, {**SELECTIVE, **ON_GPUS, "length": 2048, "masked": "packed"}),
+    # Documents that are attended to one by one are joined, and no product of the block makes that.
+    ({"attn_implementation": "varlen_sdpa", **SHARED}, {**SELECTIVE, "length": 1024, "masked": "packed"}),
+    ({"attn_implementation": "varlen_sdpa", **SHARED}, {**SELECTIVE, **ON_GPUS, "length": 1024, "masked": "packed"}),
+    # Of a window alone there is one mask for all rows; of windows and of all tokens there are two.
+    ({"family": "mistral", **WINDOWED}, {**SELECTIVE, **ON_GPUS, "rows": 4, "length": 512}),
+    ({"family": "mistral", **WINDOWED}, {**RECOMPUTED, "rows": 4}),
+    ({"family": "gemma3_text", **WINDOWED}, {**SELECTIVE, **ON_GPUS, "rows": 2, "length": 512, "masked": "padded"}),
+    # Without a kernel the mask is of numbers, also where nothing is hidden but what comes later.
+    ({"family": "gemma2", "attn_implementation": "eager", **WINDOWED}, {**SELECTIVE, "length": 384, "masked": "packed"}),
+    ({**GPT2, "attn_implementation": "eager"}, {**RECOMPUTED, "length": 384}),
+]
+
+
+@pytest.mark.full(after=1)
+@pytest.mark.parametrize(("model", "options"), MASKED, ids=str)
+def test_masks_are_kept_once_and_made_again_by_blocks_that_are_recomputed(
+    model: dict[str, Any], options: dict[str, Any]
+) -> None:
+    run_ranks(compare, model, options, 0.005, world_size=1)
+
 
 @pytest.mark.full
 @pytest.mark.parametrize(
@@ -64,6 +91,19 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
 )
 def test_the_peak_is_within_half_a_percent_of_the_exact_trace(model: dict[str, Any], options: dict[str, Any]) -> None:
     run_ranks(compare, model, options, 0.005, world_size=1)
+
+
+def test_selective_recomputation_keeps_no_mask_in_each_block() -> None:
+    deep, shallow = (
+        [
+            estimate_lm(Model(num_hidden_layers=n, vocab_size=16), length=1024, masked=masked, **SELECTIVE)
+            for masked in ("", "packed")
+        ]
+        for n in (8, 4)
+    )
+    extra = [masked.peak.num_bytes - plain.peak.num_bytes for plain, masked in (deep, shallow)]
+    assert extra[0] == extra[1]
+    assert 1024**2 <= extra[0] <= 1024**2 + 1024**2 * 2 + 1024 * 8  # once, once as numbers, and of the batch
 
 
 def test_attention_that_drops_keeps_its_scores_on_cpus_only() -> None:
