@@ -54,9 +54,7 @@ class Model(nn.Module):
             return self.model(**inputs, use_cache=False).loss
 
 
-def estimate_lm(
-    model: nn.Module, *, rows: int = 1, length: int = 16, masked: str = "", **options: Any
-) -> StepEstimate:
+def estimate_lm(model: nn.Module, *, rows: int = 1, length: int = 16, masked: str = "", **options: Any) -> StepEstimate:
     """Estimate a step of so many rows and tokens, ``packed``, ``padded`` or neither."""
     return estimate(model, MicroBatch(rows=rows, length=length, is_masked=bool(masked)), **options)
 

@@ -70,7 +70,10 @@ MASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"family": "mistral", **WINDOWED}, {**RECOMPUTED, "rows": 4}),
     ({"family": "gemma3_text", **WINDOWED}, {**SELECTIVE, **ON_GPUS, "rows": 2, "length": 512, "masked": "padded"}),
     # Without a kernel the mask is of numbers, also where nothing is hidden but what comes later.
-    ({"family": "gemma2", "attn_implementation": "eager", **WINDOWED}, {**SELECTIVE, "length": 384, "masked": "packed"}),
+    (
+        {"family": "gemma2", "attn_implementation": "eager", **WINDOWED},
+        {**SELECTIVE, "length": 384, "masked": "packed"},
+    ),
     ({**GPT2, "attn_implementation": "eager"}, {**RECOMPUTED, "length": 384}),
 ]
 
