@@ -207,7 +207,10 @@ def test_machines_keep_recomputation_that_has_settings_of_its_own() -> None:
         return SimpleNamespace(needed_bytes=2**50, estimate_time=lambda _: time)
 
     trials: Any = SimpleNamespace(
-        settings=Settings(activation_checkpointing=own), find_same_training=lambda _: None, estimate=estimate
+        settings=Settings(activation_checkpointing=own),
+        find_same_training=lambda _: None,
+        estimate=estimate,
+        num_sharing=1,
     )
     assert find_machines(trials, {}) == []
     assert set(tried) == {own}
